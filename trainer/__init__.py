@@ -1,0 +1,44 @@
+"""Lockstep: one run, any layout. What a task may import stands here; torch is loaded when it is first asked for."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from trainer.config import Config, load_config
+    from trainer.data.loaders import ResidentDataset
+    from trainer.data.randomness import Random
+    from trainer.distributed.world import World
+    from trainer.trainer import Split, Summary, Trainer
+
+_HOMES = {
+    "Config": "trainer.config",
+    "Random": "trainer.data.randomness",
+    "ResidentDataset": "trainer.data.loaders",
+    "Split": "trainer.trainer",
+    "Summary": "trainer.trainer",
+    "Trainer": "trainer.trainer",
+    "World": "trainer.distributed.world",
+    "load_config": "trainer.config",
+}
+
+__all__ = [
+    "CheckpointError",
+    "Config",
+    "ConfigError",
+    "Random",
+    "ResidentDataset",
+    "Split",
+    "Summary",
+    "Trainer",
+    "World",
+    "load_config",
+]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'trainer' has no attribute {name!r}")

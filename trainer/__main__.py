@@ -1,0 +1,137 @@
+"""`python -m trainer task=<name> [key=value ...]`: train. Under torchrun every rank runs this."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trainer.config import CONF, Config, choices, from_plain, load_config, resolve
+from trainer.errors import ConfigError
+
+WAIT_S = 3.0  # torchrun kills all ranks at the first exit, and with it the line that rank 0 is about to print
+HYDRA_FLAGS = ("-m", "--multirun", "-c", "--cfg", "-i", "--info", "--hydra-help", "--resolve", "-p", "--package")
+
+HELP = """usage: python -m trainer task=<name> [group=option ...] [key=value ...] [--config-dir DIR ...]
+       torchrun --nproc_per_node=<ranks> -m trainer task=<name> ...
+
+  one process, the bundled images:    python -m trainer task=cifar
+  two ranks, another rate, 2 epochs:  torchrun --nproc_per_node=2 -m trainer task=cifar optim.lr=0.1 run.epochs=2
+  go on with a run:                   python -m trainer task=cifar run.name=first run.resume=auto
+
+groups (one option each, values in conf/<group>/<option>.yaml):
+{groups}
+
+most used settings:
+  run.epochs, run.steps    how long; steps wins when given
+  run.name                 the run's folder, runs/<task>/<name>; a timestamp by default
+  run.resume               auto (newest checkpoint), a run directory, or one of its checkpoints
+  run.seed                 order of the samples, augmentation, initial weights, dropout
+  data.global_batch        examples per step over all ranks: part of what is learned
+  data.micro_batch         rows per rank per forward: less memory, same result
+  data.workers             DataLoader processes per rank
+  optim.lr                 the learning rate, times the schedule's factor
+  strategy.precision       fp64, fp32, amp_bf16
+  eval.every_epochs        how often to evaluate; checkpoint.every_epochs how often to save
+
+flags: --config-dir DIR adds a folder of yours with task/<name>.yaml; -m runs a sweep; --cfg job prints the composed
+config; python -m trainer.evaluate DIR evaluates a run directory. Exit codes: 0 done, 1 failed, 2 bad configuration,
+75 stopped by a signal after saving."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    if "-h" in arguments or "--help" in arguments:
+        overrides, config_dirs = split_arguments([a for a in arguments if a not in ("-h", "--help")])
+        groups = "\n".join(f"  {group:<11}{', '.join(found)}" for group, found in choices(config_dirs).items())
+        print(HELP.format(groups=groups))
+        return 0
+    if any(a.split("=")[0] in HYDRA_FLAGS for a in arguments):
+        return _hydra(arguments)
+    overrides, config_dirs = split_arguments(arguments)
+    return train(load_config(overrides, config_dirs), arguments)
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(overrides, config dirs). Raises ConfigError for a flag that does not exist."""
+    overrides, folders, rest = [], [], list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if word in ("--config-dir", "-cd"):
+            if not rest:
+                raise ConfigError("--config-dir: needs a directory")
+            folders.append(rest.pop(0))
+        elif word.startswith("--config-dir="):
+            folders.append(word.split("=", 1)[1])
+        elif word.startswith("-"):
+            raise ConfigError(f"{word} is not a flag: there are --config-dir, --help, -m, --cfg, --info and key=value")
+        else:
+            overrides.append(word)
+    return overrides, folders
+
+
+def train(config: Config, arguments: Sequence[str] = ()) -> int:
+    task = load_task(config)(config)
+    task.command = list(arguments)
+    return task.fit().exit_code
+
+
+def load_task(config: Config) -> Any:
+    """The Trainer that `task.trainer` names. Raises ConfigError for anything else."""
+    name = config.task.trainer
+    if "." not in name:
+        raise ConfigError(f"task.trainer={name}: must be <module>.<class>")
+    found = resolve(name, "task.trainer", [name.split(".")[0], *config.task.packages])
+    from trainer.trainer import Trainer
+
+    if not (isinstance(found, type) and issubclass(found, Trainer)):
+        raise ConfigError(f"task.trainer={name}: must be a subclass of trainer.Trainer")
+    return found
+
+
+def _hydra(arguments: Sequence[str]) -> int:
+    """Sweeps and Hydra's own questions, with its directories and logging off; jobs pass through the same checks."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("-m and Hydra's flags work without a launcher: under torchrun each rank would run them by itself")
+    import hydra
+    from omegaconf import OmegaConf
+
+    codes = []
+
+    def job(config: Any) -> None:
+        codes.append(train(from_plain(OmegaConf.to_container(config, resolve=True)), ["task=" + str(config.task.name)]))
+
+    sys.argv = [sys.argv[0], *arguments, "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+    return max(codes, default=0)
+
+
+def run(verb: Callable[[Sequence[str]], int]) -> None:
+    """Run a verb on the command line and exit: an error of the user's is one line, by rank 0, and code 2."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    try:
+        code = verb(sys.argv[1:])
+    except ConfigError as error:
+        if is_first:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(WAIT_S)
+        code = 2
+    except KeyboardInterrupt:
+        if is_first:
+            print("interrupted before the first step; nothing was saved", file=sys.stderr, flush=True)
+        code = 1
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code in (0, 2):
+        sys.exit(code)
+    os._exit(code)  # peers may sit in a collective: an orderly end would wait for them
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,417 @@
+"""Configuration: composed by Hydra, typed and checked here, a plain dataclass everywhere else.
+
+Values stand once, in `conf/`; this room holds names, types and ranges. It does not import torch, so a bad setting is
+refused before torch is loaded, a socket opened or a directory made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+from trainer.errors import ConfigError
+
+PACKAGE = Path(__file__).resolve().parent
+# A wheel carries conf/ and tasks/ inside the package; in a checkout they lie beside it. Never the working directory.
+HOME = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent
+CONF = HOME / "conf"
+ALLOWED_PACKAGES = ("torch.optim", "torch.nn", "trainer")
+
+T = TypeVar("T")
+
+
+def setting(**limits: float) -> Any:
+    """A field with limits: `min`, `max` (inclusive) or `above` (exclusive)."""
+    return field(metadata=limits)
+
+
+@dataclass
+class Run:
+    name: str | None
+    dir: str
+    seed: int = setting(min=0, max=2**63 - 1)
+    epochs: int = setting(min=1)
+    steps: int | None = setting(min=1)
+    resume: str | None
+    ema_decay: None
+    clip_norm: float | None = setting(above=0)
+
+
+@dataclass
+class Data:
+    global_batch: int = setting(min=1)
+    micro_batch: int | None = setting(min=1)
+    workers: int = setting(min=0)
+    timeout_s: float = setting(min=0)
+    path: Literal["auto", "resident", "streamed"]
+
+
+@dataclass
+class Strategy:
+    name: str
+    precision: Literal["fp64", "fp32", "amp_bf16"]
+    sync_batchnorm: Literal[False]
+    comm_hook: Literal["none"]
+
+
+@dataclass
+class Dist:
+    backend: Literal["auto", "nccl", "gloo"]
+    init: Literal["env"]
+    address: None
+    path: None
+    timeout_s: float = setting(above=0)
+    hang_timeout_s: None
+
+
+@dataclass
+class Launch:
+    name: Literal["inline"]
+    nproc_per_node: None
+    max_restarts: Literal[0]
+
+
+@dataclass
+class Checkpoint:
+    every_steps: int | None = setting(min=1)
+    every_epochs: int | None = setting(min=1)
+    keep_last: int = setting(min=1)
+    keep_best: int = setting(min=0)
+    best_metric: str | None
+    best_mode: Literal["min", "max"]
+
+
+@dataclass
+class Eval:
+    every_steps: int | None = setting(min=1)
+    every_epochs: int | None = setting(min=1)
+    micro_batch: int | None = setting(min=1)
+
+
+@dataclass
+class Log:
+    every_steps: int = setting(min=1)
+
+
+@dataclass
+class Task:
+    name: str
+    trainer: str
+    packages: list[str]
+    options: dict[str, Any]
+
+
+@dataclass
+class Config:
+    """Everything a run is told. `optim` and `schedule` are a `_target_` and its arguments; the rest is closed."""
+
+    run: Run
+    data: Data
+    strategy: Strategy
+    dist: Dist
+    launch: Launch
+    checkpoint: Checkpoint
+    eval: Eval
+    log: Log
+    task: Task
+    optim: dict[str, Any]
+    schedule: dict[str, Any]
+
+    def flat(self) -> dict[str, Any]:
+        """Every value by its full name, `{"data.global_batch": 250, ...}`."""
+        return flatten(dataclasses.asdict(self))
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+# Typing ---------------------------------------------------------------------------------------------------------------
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean optim.lr?` for the nearest known name, else nothing."""
+    known = list(known)
+    leaf = [k for k in known if k.split(".")[-1] == name]
+    close = leaf or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
+    """The dataclass `cls` from plain values, each checked against its annotation and limits.
+
+    Raises ConfigError naming the full key, what was given and what is allowed.
+    """
+    hints = typing.get_type_hints(cls)
+    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            near = suggest(str(name), known)
+            raise ConfigError(f"{prefix}{name} is not a setting{near.replace('mean ', f'mean {prefix}')}")
+    arguments = {}
+    for name, entry in known.items():
+        if name in values:
+            arguments[name] = _typed(hints[name], values[name], f"{prefix}{name}", entry.metadata)
+        elif entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{prefix}{name} is missing: give {prefix}{name}=<{_spell(hints[name])}>")
+    return cls(**arguments)
+
+
+def _typed(kind: Any, value: Any, key: str, limits: Mapping[str, Any]) -> Any:
+    origin, choices = typing.get_origin(kind), typing.get_args(kind)
+    if is_dataclass(kind) and isinstance(value, Mapping):
+        return build(typing.cast(type, kind), value, f"{key}.")
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in choices:
+            return None
+        kind = next(c for c in choices if c is not type(None))
+        return _typed(kind, value, key, limits | {"null": 1} if type(None) in choices else limits)
+    fits = {
+        Literal: lambda: any(value == c and type(value) is type(c) for c in choices),
+        list: lambda: isinstance(value, list),
+        dict: lambda: isinstance(value, dict),
+        float: lambda: isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
+        int: lambda: isinstance(value, int) and not isinstance(value, bool),
+        Any: lambda: True,
+    }.get(origin or kind, lambda: isinstance(value, kind))
+    inside = fits() and (
+        not isinstance(value, (int, float))
+        or (value >= limits.get("min", -math.inf) and value <= limits.get("max", math.inf) and value > limits.get("above", -math.inf))
+    )
+    if not inside:
+        raise ConfigError(f"{key}={_show(value)}: must be {_spell(kind, limits)}{_near_choice(value, origin, choices)}")
+    return float(value) if kind is float else value
+
+
+def _near_choice(value: Any, origin: Any, choices: tuple) -> str:
+    return suggest(str(value), [str(c) for c in choices]) if origin is Literal else ""
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value) if value == "" else str(value)
+
+
+def _spell(kind: Any, limits: Mapping[str, Any] | None = None) -> str:
+    limits = limits or {}
+    origin, choices = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_spell(c) for c in choices)
+    if origin is Literal:
+        return ("one of " if len(choices) > 1 else "") + ", ".join(_show(c) for c in choices)
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "a mapping", list: "a list"}
+    text = "null" if kind is type(None) else names.get(origin or kind, "a group of settings")
+    bounds = {"min": "of at least", "above": "above", "max": "of at most"}
+    text += "".join(f" {word} {limits[name]}" for name, word in bounds.items() if name in limits and limits[name] < 2**62)
+    return text + (" or null" if "null" in limits else "")
+
+
+# Composition ----------------------------------------------------------------------------------------------------------
+
+
+def load_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Config:
+    """The configuration that `conf/`, further folders (`--config-dir`) and `key=value` overrides make together."""
+    return from_plain(_composed("config", overrides, config_dirs))
+
+
+def load_run_config(path: Path, overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Config:
+    """The configuration a run directory was written with, changed by overrides (values, or whole flat groups)."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; a run directory holds a config.yaml")
+    saved = OmegaConf.create(path.read_text(encoding="utf-8"))
+    OmegaConf.set_struct(saved, True)
+    options = _options(config_dirs)
+    for override in _parsed(overrides):
+        key, value = override.key_or_group, override.value()
+        if key in options:
+            _check_choice(key, value, options)
+            saved[key] = _composed(f"{key}/{value}", [], config_dirs)[key]
+            continue
+        try:
+            OmegaConf.update(saved, key, value, force_add=override.is_add())
+        except OmegaConfBaseException:
+            known = flatten(OmegaConf.to_container(saved))  # type: ignore[arg-type]
+            raise ConfigError(f"{key} is not a setting{suggest(key, known)}") from None
+    return from_plain(OmegaConf.to_container(saved, resolve=True))
+
+
+def from_plain(plain: Any) -> Config:
+    """A Config from nested plain values. Raises ConfigError for what one setting, or two together, cannot be."""
+    if not isinstance(plain.get("task"), Mapping):
+        raise ConfigError("task is not chosen: give task=<name>; `python -m trainer --help` lists them")
+    config = build(Config, plain)
+    data, options = config.data, _options(())
+    if data.micro_batch is not None and data.micro_batch > data.global_batch:
+        raise ConfigError(f"data.micro_batch={data.micro_batch}: must be at most data.global_batch={data.global_batch}")
+    if config.strategy.name not in options["strategy"]:
+        raise ConfigError(f"strategy.name={config.strategy.name}: must be one of {', '.join(options['strategy'])}")
+    for group in ("optim", "schedule"):
+        if not isinstance(plain[group].get("_target_"), str):
+            raise ConfigError(f"{group}._target_ is missing: give {group}=<name> ({', '.join(options[group])})")
+    name = config.run.name
+    if name is not None and (not name or Path(name).name != name or name.startswith(".")):
+        raise ConfigError(f"run.name={_show(name)}: must be one folder name, without '/' and not starting with '.'")
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+
+
+def choices(config_dirs: Sequence[str] = ()) -> dict[str, list[str]]:
+    """The options of every config group, `{"task": ["cifar", "text"], ...}`."""
+    return {group: sorted(found) for group, found in _options(config_dirs).items()}
+
+
+def _options(config_dirs: Sequence[str]) -> dict[str, dict[str, list[Path]]]:
+    options: dict[str, dict[str, list[Path]]] = {}
+    for root in [CONF, *map(Path, config_dirs)]:
+        for file in sorted(root.glob("*/*.yaml")):
+            if (CONF / file.parent.name).is_dir():
+                options.setdefault(file.parent.name, {}).setdefault(file.stem, []).append(file)
+    return options
+
+
+def _parsed(overrides: Sequence[str]) -> list[Any]:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    for text in overrides:
+        if "=" not in text and not text.startswith("~"):
+            raise ConfigError(f"{text!r} is not a setting: write key=value{suggest(text, ['--help', '--config-dir'])}")
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise ConfigError(f"cannot be read: {_one_line(error)}; quote special characters, as in key=\"'a,b'\"") from None
+    for override in parsed:
+        if override.is_sweep_override():
+            raise ConfigError(f"{override.input_line}: several values need -m; a list is written [a,b]")
+    return parsed
+
+
+def _check_choice(group: str, choice: Any, options: Mapping[str, Mapping[str, list[Path]]]) -> None:
+    found = options[group]
+    if choice is None or not isinstance(choice, str):
+        if group == "experiment" and choice is None:
+            return
+        raise ConfigError(f"{group}={_show(choice)}: must be one of {', '.join(found)}")
+    if choice not in found:
+        raise ConfigError(f"{group}={choice}: must be one of {', '.join(found)}{suggest(choice, found)}")
+    if len(found[choice]) > 1:
+        both = " and ".join(str(path) for path in found[choice])
+        raise ConfigError(f"{group}={choice} stands twice, in {both}; rename yours")
+
+
+def _composed(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> dict[str, Any]:
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    for folder in config_dirs:
+        if not Path(folder).is_dir():
+            raise ConfigError(f"--config-dir {folder}: no such directory")
+    options, parsed = _options(config_dirs), _parsed(overrides)
+    for override in parsed:
+        if override.key_or_group in options and not override.is_delete():
+            _check_choice(override.key_or_group, override.value(), options)
+    search = [f"hydra.searchpath=[{','.join(repr(f'file://{Path(d).resolve()}') for d in config_dirs)}]"] if config_dirs else []
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3", job_name="trainer"):
+        try:
+            return typing.cast(dict, OmegaConf.to_container(compose(name, [*overrides, *search]), resolve=True))
+        except (HydraException, OmegaConfBaseException) as error:
+            if "You must specify 'task'" in str(error):
+                raise ConfigError(f"task is not chosen: give task=<name>, one of {', '.join(options['task'])}") from None
+            groups = [o.input_line for o in parsed if o.key_or_group in options]
+            _name_unknown(parsed, options, lambda: compose(name, [*groups, *search]))
+            raise ConfigError(_one_line(error)) from None
+
+
+def _name_unknown(parsed: list[Any], options: Mapping[str, Any], compose_groups: Any) -> None:
+    """Raise for the first override whose key does not exist, in our words: Hydra's advise to add the typo with `+`."""
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        base = compose_groups()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_one_line(error)) from None
+    known = [*flatten(typing.cast(dict, OmegaConf.to_container(base))), *options]
+    for override in parsed:
+        key = override.key_or_group
+        if not override.is_add() and key not in options and OmegaConf.select(base, key, default=known) is known:
+            raise ConfigError(f"{key} is not a setting{suggest(key, known)}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+# Targets --------------------------------------------------------------------------------------------------------------
+
+
+def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
+    """The object a config names, `torch.optim.SGD`: the one place where a name in a config becomes code.
+
+    Raises ConfigError unless the name, and the module that defines what it names, lie under an allowed package.
+    """
+    allowed = (*ALLOWED_PACKAGES, *packages)
+    if not any(name.startswith(f"{package}.") for package in allowed):
+        raise ConfigError(f"{key}={name}: must lie under {', '.join(allowed)}; task.packages=[<package>] adds one")
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{key}={name}: no module named {error.name}") from None
+    except AttributeError:
+        names = [n for n in vars(importlib.import_module(module)) if not n.startswith("_")]
+        raise ConfigError(f"{key}={name}: {module} has no {attribute}{suggest(attribute, names)}") from None
+    home = getattr(found, "__module__", None) or ""
+    if not callable(found) or not any(f"{home}.".startswith(f"{package}.") for package in allowed):
+        raise ConfigError(f"{key}={name}: must be a class or function defined under {', '.join(allowed)}")
+    return found
+
+
+def check_target(spec: Mapping[str, Any], key: str, packages: Sequence[str]) -> Any:
+    """The object `spec["_target_"]` names. Raises ConfigError for an argument in `spec` that it does not take."""
+    target = resolve(spec["_target_"], f"{key}._target_", packages)
+    parameters = inspect.signature(target).parameters
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    for name in spec:
+        if name != "_target_" and name not in parameters and not open_ended:
+            near = suggest(name, parameters).replace("mean ", f"mean {key}.")
+            raise ConfigError(f"{key}.{name} is not an argument of {spec['_target_']}{near}")
+    return target
+
+
+def call_target(spec: Mapping[str, Any], key: str, packages: Sequence[str], *positional: Any, **extra: Any) -> Any:
+    """Call `spec["_target_"]` with its arguments, and with those of `extra` that it knows and `spec` does not give."""
+    target = check_target(spec, key, packages)
+    known = inspect.signature(target).parameters
+    arguments = {name: value for name, value in extra.items() if name in known} | {k: v for k, v in spec.items() if k != "_target_"}
+    try:
+        return target(*positional, **arguments)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{key} ({spec['_target_']}): {_one_line(error)}") from None

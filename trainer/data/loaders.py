@@ -1,0 +1,127 @@
+"""Two paths from a dataset to the device, with one face: iterate (batch, indices), a micro-batch at a time.
+
+*Resident*: the dataset is tensors; they stay on the device and batches are gathered there. *Streamed*: any map-style
+dataset, through DataLoader and its workers.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, Protocol, cast
+
+import torch
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+
+from trainer.config import Data
+from trainer.data.randomness import key_of, seed_example
+from trainer.errors import ConfigError
+
+
+class ResidentDataset(TensorDataset):
+    """Tensors with equal first axes, which may live on the device, and where they come from.
+
+    `source` is printed at the start. `digest`, where given, is kept in the checkpoint: at a resume another one is refused.
+    """
+
+    def __init__(self, *tensors: torch.Tensor, source: str = "", digest: str = ""):
+        super().__init__(*tensors)
+        self.source, self.digest = source, digest
+
+
+class IndexSampler(Protocol):
+    """What both paths read: index tensors, and the epoch that they belong to."""
+
+    epoch: int
+
+    def __iter__(self) -> Iterator[torch.Tensor]: ...
+    def __len__(self) -> int: ...
+
+
+def check_dataset(dataset: Any, split: str, path: str) -> int:
+    """The number of examples. Raises ConfigError for what cannot be read by index."""
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ConfigError(f"build_dataset({split!r}) returned {type(dataset).__name__}: must be map-style, with __len__ and __getitem__")
+    if path == "resident" and not isinstance(dataset, TensorDataset):
+        raise ConfigError(f"data.path=resident: {split} is a {type(dataset).__name__}, not a TensorDataset; use data.path=auto or streamed")
+    if len(dataset) == 0:
+        raise ConfigError(f"build_dataset({split!r}) returned 0 examples: there must be at least 1")
+    return len(dataset)
+
+
+def index_device(dataset: Dataset, path: str, device: torch.device) -> torch.device:
+    """Where the sampler's indices are wanted: beside resident tensors, else on the CPU."""
+    return device if isinstance(dataset, TensorDataset) and path != "streamed" else torch.device("cpu")
+
+
+def open_loader(dataset: Dataset, sampler: IndexSampler, config: Data, seed: int, split: str, device: torch.device) -> Iterable[tuple[Any, torch.Tensor]]:
+    """The loader for `data.path`; `auto` is resident only where the dataset is tensors already."""
+    if isinstance(dataset, TensorDataset) and config.path != "streamed":
+        return ResidentLoader(dataset, sampler, device)
+    return StreamedLoader(dataset, sampler, config, seed, split, device)
+
+
+class ResidentLoader:
+    def __init__(self, dataset: TensorDataset, sampler: IndexSampler, device: torch.device):
+        self.tensors = [tensor.to(device) for tensor in dataset.tensors]
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        for indices in self.sampler:
+            yield tuple(tensor.index_select(0, indices) for tensor in self.tensors), indices
+
+
+class StreamedLoader:
+    def __init__(self, dataset: Dataset, sampler: IndexSampler, config: Data, seed: int, split: str, device: torch.device):
+        self.device = device
+        self.loader = DataLoader(
+            _Seeded(dataset, key_of(seed, split, "example")),
+            batch_sampler=cast(Any, _Pairs(sampler)),
+            num_workers=config.workers,
+            timeout=config.timeout_s if config.workers else 0,
+            persistent_workers=config.workers > 0 and split == "train",
+            pin_memory=device.type == "cuda",
+            worker_init_fn=_ignore_interrupt,
+        )
+
+    def __iter__(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        for indices, batch in self.loader:
+            yield tree_map_only(torch.Tensor, self._move, batch), self._move(indices)
+
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+
+class _Pairs(Sampler):
+    """Index tensors as lists of (epoch, index): a worker keeps its copy of the dataset, so the epoch travels along."""
+
+    def __init__(self, sampler: IndexSampler):
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for indices in self.sampler:
+            yield [(self.sampler.epoch, index) for index in indices.tolist()]
+
+
+class _Seeded(Dataset):
+    """A user's dataset with the generators seeded per example: the same transforms in any worker, rank or restart."""
+
+    def __init__(self, dataset: Dataset, seed: int):
+        self.dataset, self.seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self.dataset))
+
+    def __getitem__(self, pair: tuple[int, int]) -> tuple[int, Any]:
+        epoch, index = pair
+        seed_example(self.seed, epoch, index)
+        return index, self.dataset[index]
+
+
+def _ignore_interrupt(worker: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers too; the rank decides when they end
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

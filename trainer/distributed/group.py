@@ -1,0 +1,155 @@
+"""The process group: store, backend, the few collectives Lockstep needs, and an orderly end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from trainer.config import Dist
+from trainer.distributed.world import World
+from trainer.errors import ConfigError
+
+
+class Group:
+    """All ranks of one run. Every method is called by every rank, equally often and in the same order."""
+
+    def __init__(self, world: World, store: dist.Store):
+        self.world, self.store = world, store
+        self._calls = 0
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensor (one shape everywhere) of every rank, in rank order.
+
+        What is summed from it has the same bits wherever it stands in the tensor; a ring all-reduce adds in an order
+        that depends on the position.
+        """
+        if self.world.world_size == 1:
+            return [tensor]
+        tensor = tensor.to(self._wire_device()).contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.world.world_size)]
+        dist.all_gather(parts, tensor)
+        return parts
+
+    def max(self, *values: float) -> list[float]:
+        """The largest of each value over all ranks."""
+        if self.world.world_size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self._wire_device())
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor.tolist()
+
+    def share_bytes(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes, on every rank."""
+        if self.world.world_size == 1:
+            return data or b""
+        device = self._wire_device()
+        size = torch.tensor([len(data or b"")], device=device)
+        dist.broadcast(size, 0)
+        buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
+        if data:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(buffer, 0)
+        return buffer.cpu().numpy().tobytes()
+
+    def share_text(self, text: str | None) -> str:
+        """Rank 0's text, on every rank."""
+        return self.share_bytes(None if text is None else text.encode()).decode()
+
+    def gather_text(self, text: str) -> list[str]:
+        """The text of every rank, in rank order."""
+        self._calls += 1
+        prefix = f"text/{self._calls}"
+        self.store.set(f"{prefix}/{self.world.rank}", text)
+        return [self.store.get(f"{prefix}/{rank}").decode() for rank in range(self.world.world_size)]
+
+    @contextmanager
+    def agreed(self, doing: str) -> Iterator[None]:
+        """Run a block that may fail on some ranks only: then all ranks raise, with the line of the lowest that failed.
+
+        Raises the ConfigError itself, everywhere; for any other error, that error where it happened and a
+        RuntimeError naming the rank elsewhere.
+        """
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        if self.max(float(problem is not None))[0]:
+            lines = self.gather_text(_describe(problem))
+            rank = next(r for r, line in enumerate(lines) if line)
+            kind, line = lines[rank].split(" ", 1)
+            if isinstance(problem, ConfigError) or problem is None:
+                raise ConfigError(line) if kind == "config" else RuntimeError(f"rank {rank} failed {doing}: {line}")
+            raise problem
+
+    def _wire_device(self) -> torch.device:
+        return self.world.device if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _describe(problem: Exception | None) -> str:
+    if problem is None:
+        return ""
+    if isinstance(problem, ConfigError):
+        return f"config {problem}"
+    return f"other {''.join(traceback.format_exception_only(problem)).strip()}"
+
+
+def choose_backend(config: Dist, world: World) -> str:
+    """`auto` becomes nccl where every local rank has a GPU of its own, else gloo.
+
+    Raises ConfigError for nccl where it cannot work.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.backend == "nccl" and not gpus:
+        raise ConfigError("dist.backend=nccl: needs CUDA, and torch sees no GPU here; use dist.backend=auto or gloo")
+    if config.backend == "nccl" and gpus < world.local_world_size:
+        raise ConfigError(f"dist.backend=nccl: needs a GPU per rank, and {world.local_world_size} local ranks share {gpus}; use gloo")
+    if config.backend != "auto":
+        return config.backend
+    return "nccl" if gpus >= world.local_world_size and dist.is_nccl_available() else "gloo"
+
+
+@contextmanager
+def process_group(config: Dist, world: World) -> Iterator[Group]:
+    """The group of all ranks while the block runs.
+
+    On an error it is left standing: destroying it would wait for peers that may sit in a collective.
+    Raises ConfigError when the ranks do not find each other.
+    """
+    backend = choose_backend(config, world)
+    timeout = timedelta(seconds=config.timeout_s)
+    if world.world_size == 1:
+        store: dist.Store = dist.HashStore()
+    else:
+        store = dist.PrefixStore(_generation(), _rendezvous(world, timeout))
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
+    yield Group(world, store)
+    gc.collect()  # a DDP wrapper that outlives its group hangs the exit (9 of 40 runs, torch 2.13 gloo)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _generation() -> str:
+    """A prefix of its own for each restart: torchrun keeps port and store, so dead ranks' addresses would be found."""
+    return f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _rendezvous(world: World, timeout: timedelta) -> dist.Store:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise ConfigError(f"{name} is not set, but WORLD_SIZE={world.world_size}: start with torchrun, or set it to rank 0's")
+    try:
+        return next(iter(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout)))[0]
+    except (ValueError, RuntimeError, OSError) as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"rank {world.rank} found no group at {place} within dist.timeout_s={timeout.total_seconds():g}: {reason}") from None

@@ -1,0 +1,64 @@
+"""Who am I: read once from the environment that a launcher such as torchrun sets."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from trainer.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's place among all ranks, and the device it computes on."""
+
+    rank: int = 0
+    local_rank: int = 0
+    node_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    num_nodes: int = 1
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    device: torch.device = torch.device("cpu")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
+        """From RANK and WORLD_SIZE and, where set, their LOCAL_ and GROUP_ kin; without them, one rank alone.
+
+        Raises ConfigError for a variable that is missing beside another, no whole number, or out of range.
+        """
+        if "RANK" not in environment and "WORLD_SIZE" not in environment:
+            return cls(device=_device(0))
+        world_size = _whole(environment, "WORLD_SIZE", 1, None)
+        rank = _whole(environment, "RANK", 0, world_size - 1)
+        local_world_size = _whole(environment, "LOCAL_WORLD_SIZE", 1, world_size, default=world_size)
+        local_rank = _whole(environment, "LOCAL_RANK", 0, local_world_size - 1, default=rank % local_world_size)
+        num_nodes = _whole(environment, "GROUP_WORLD_SIZE", 1, None, default=-(-world_size // local_world_size))
+        node_rank = _whole(environment, "GROUP_RANK", 0, num_nodes - 1, default=rank // local_world_size)
+        return cls(rank, local_rank, node_rank, world_size, local_world_size, num_nodes, device=_device(local_rank))
+
+    def divide_threads(self) -> int:
+        """Give this rank its part of the host's cores: torchrun sets OMP_NUM_THREADS=1 whatever there is."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // self.local_world_size))
+        return torch.get_num_threads()
+
+
+def _device(local_rank: int) -> torch.device:
+    return torch.device("cuda", local_rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _whole(environment: Mapping[str, str], name: str, low: int, high: int | None, default: int | None = None) -> int:
+    given = environment.get(name)
+    if given is None:
+        if default is None:
+            raise ConfigError(f"{name} is not set, though its kin is: torchrun sets RANK and WORLD_SIZE together; by hand, set both")
+        return default
+    if not given.isdecimal() or int(given) < low or (high is not None and int(given) > high):
+        raise ConfigError(f"{name}={given}: must be a whole number of at least {low}" + ("" if high is None else f" and at most {high}"))
+    return int(given)

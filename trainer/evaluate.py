@@ -1,0 +1,39 @@
+"""`python -m trainer.evaluate DIR [key=value ...]`: the metrics of a run's newest checkpoint, or of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.__main__ import load_task, run, split_arguments
+from trainer.config import load_run_config
+from trainer.errors import ConfigError
+
+HELP = """usage: python -m trainer.evaluate DIR [key=value ...] [--config-dir DIR]
+
+DIR is a run directory (its newest valid checkpoint counts) or one directory step-<number> in its checkpoints. The layout
+is free: torchrun --nproc_per_node=2 -m trainer.evaluate DIR gives the same metrics. Prints one JSON object."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    if "-h" in arguments or "--help" in arguments:
+        print(HELP)
+        return 0
+    words, config_dirs = split_arguments(arguments)
+    places = [word for word in words if "=" not in word]
+    if len(places) != 1:
+        raise ConfigError("give one run directory: python -m trainer.evaluate DIR [key=value ...]")
+    place = Path(places[0])
+    home = place.resolve().parent.parent if (place / "manifest.json").is_file() else place
+    config = load_run_config(home / "config.yaml", [word for word in words if "=" in word], config_dirs)
+    config.run.resume = str(place)
+    task = load_task(config)(config)
+    metrics = task.evaluate()
+    if task.world.rank == 0:
+        print(json.dumps({"step": task.step, **metrics}))
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

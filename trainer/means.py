@@ -1,0 +1,146 @@
+"""A mean carries its weight: what a loss or a metric may return, how it is summed, and how the sums meet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from trainer.errors import ConfigError
+
+Values = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class Gathers(Protocol):
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]: ...
+
+
+def count_rows(*trees: Any) -> int:
+    """The length of the first axis of the first tensor found: every tensor is batch-first."""
+    for tree in trees:
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor) and leaf.dim():
+                return leaf.shape[0]
+    raise ConfigError("neither targets nor outputs hold a tensor with a batch axis")
+
+
+def weigh(name: str, returned: Values, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`values (rows, ...)` and their weights, None when each counts 1.
+
+    Raises ConfigError for a scalar, another first axis, or weights of another shape or with a gradient.
+    """
+    values, weights = returned if isinstance(returned, tuple) else (returned, None)
+    if not isinstance(values, torch.Tensor) or values.dim() == 0:
+        given = "a scalar" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}"
+        raise ConfigError(f'{name} returned {given}: must be a value per example; use reduction="none" in the loss function')
+    if values.shape[0] != rows:
+        raise ConfigError(f"{name} returned values of shape {tuple(values.shape)}: the first axis must be the {rows} examples of the batch")
+    if weights is not None and (weights.shape != values.shape or weights.requires_grad):
+        have = "a gradient" if weights.requires_grad else f"shape {tuple(weights.shape)}"
+        raise ConfigError(f"{name} returned weights with {have}: must be detached and of the values' shape {tuple(values.shape)}")
+    return (values.float() if values.dtype in (torch.bfloat16, torch.float16) else values), weights
+
+
+class Means:
+    """Weighted sums by name, kept on the device; the ranks' sums meet once, when they are read.
+
+    A row is what one step (or one evaluation) added; rows are summed in order and in float64.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, tuple[torch.Tensor, torch.Tensor | float]] = {}
+        self._rows: dict[str, list[tuple[torch.Tensor, torch.Tensor | float]]] = {}
+        self._reduced: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, values: torch.Tensor, weights: torch.Tensor | None) -> None:
+        values = values.detach()
+        total = (values if weights is None else values * weights).sum(dtype=torch.float64)
+        weight = values.numel() if weights is None else weights.sum(dtype=torch.float64)
+        if name in self._open:
+            total, weight = total + self._open[name][0], weight + self._open[name][1]
+        self._open[name] = (total, weight)
+
+    def end_row(self) -> None:
+        for name, row in self._open.items():
+            self._rows.setdefault(name, []).append(row)
+        self._open.clear()
+
+    def clear(self) -> None:
+        self._open.clear(), self._rows.clear(), self._reduced.clear()
+
+    def reduced(self, ranks: Gathers) -> dict[str, torch.Tensor]:
+        """The rows of every name, (rows, 2) of (sum, weight) over all ranks in float64 on the CPU. A collective."""
+        self.end_row()
+        names = sorted(self._rows)
+        local = [torch.stack([torch.stack([total, total.new_tensor(weight)]) for total, weight in self._rows[name]]) for name in names]
+        if local:
+            parts = ranks.gather(torch.cat(local).cpu())
+            joined = torch.stack([part.cpu() for part in parts]).unbind()
+            total = joined[0]
+            for part in joined[1:]:
+                total = total + part
+            for name, rows in zip(names, total.split([len(rows) for rows in local]), strict=True):
+                self._reduced[name] = torch.cat([self._reduced[name], rows]) if name in self._reduced else rows
+        self._rows.clear()
+        return dict(self._reduced)
+
+    def read(self, ranks: Gathers) -> dict[str, float]:
+        """The mean by name over everything since the last read, over all ranks; nan where nothing weighs. A collective."""
+        rows = self.reduced(ranks)
+        self.clear()
+        sums = {name: [math.fsum(column) for column in table.t().tolist()] for name, table in rows.items()}
+        return {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}
+
+    def load(self, rows: dict[str, torch.Tensor]) -> None:
+        """Go on from what `reduced` returned."""
+        self.clear()
+        self._reduced = {name: table.clone() for name, table in rows.items()}
+
+
+class Objective:
+    """The loss as a strategy calls it: (outputs, targets) -> (what to run backward on, what rides with the gradients).
+
+    Backward runs on sum(values x weights) x ranks / nominal, nominal = global batch x elements per example, a constant
+    of the run. The second result is (weight of the micro-batch, 1 if this rank was asked to stop); its sum over the
+    global batch turns the gradients into those of the mean: times nominal / weight.
+    """
+
+    def __init__(self, loss: Callable[[Any, Any], Values], means: Means, global_batch: int, ranks: int):
+        self._loss, self._means = loss, means
+        self._global_batch, self._ranks = global_batch, ranks
+        self._carried: dict[tuple[float, bool], torch.Tensor] = {}
+        self.elements = 0
+        self.is_weighted: bool | None = None
+        self.stop = False
+
+    def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = count_rows(targets, outputs)
+        values, weights = weigh("loss", self._loss(outputs, targets), rows)
+        self._check_constant(values.numel() // rows, weights is not None)
+        self._means.add("loss", values, weights)
+        total = (values if weights is None else values * weights).sum()
+        return total * (self._ranks / (self._global_batch * self.elements)), self._carry(values, weights)
+
+    def factor(self, totals: torch.Tensor) -> torch.Tensor | None:
+        """What the reduced gradients are to be multiplied by, None for 1; `totals` are the summed carries."""
+        return self._global_batch * self.elements / totals[0] if self.is_weighted else None
+
+    def _check_constant(self, elements: int, is_weighted: bool) -> None:
+        if self.is_weighted is None:
+            self.is_weighted = is_weighted
+        if self.is_weighted != is_weighted:
+            raise ConfigError("loss returned weights in one step and none in another: return (values, weights) always, or never")
+        if not is_weighted and self.elements not in (0, elements):
+            raise ConfigError(f"loss returned {elements} values per example after {self.elements}: return (values, weights), so that each counts alike")
+        self.elements = self.elements or max(1, elements)
+
+    def _carry(self, values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        if weights is not None:
+            return torch.stack([weights.sum(), weights.new_tensor(self.stop)]).to(values.dtype)
+        key = (values.numel(), self.stop)
+        if key not in self._carried:
+            self._carried[key] = torch.tensor(key, dtype=values.dtype, device=values.device)
+        return self._carried[key]

@@ -1,0 +1,110 @@
+"""What a run says of itself, as lines and tables: plain functions of what it knows."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer import rundir
+from trainer.config import Config
+from trainer.data.order import BatchPlan
+from trainer.distributed.world import World
+
+RANK_COLUMNS = ("rank", "local_rank", "node", "host", "pid", "device")
+MOST_RANKS = 16
+
+
+def describe_rank(world: World) -> str:
+    """One rank's row of the layout, for `gather_text`; tabs part the columns."""
+    return "\t".join(map(str, (world.rank, world.local_rank, world.node_rank, world.host, world.pid, world.device)))
+
+
+def rank_rows(lines: Sequence[str]) -> list[list[str]]:
+    """The rows of RANK_COLUMNS; past 16 ranks the middle is left out and said to be."""
+    rows = [line.split("\t") for line in lines]
+    if len(rows) <= MOST_RANKS:
+        return rows
+    half = MOST_RANKS // 2
+    return [*rows[:half], [f"... {len(rows) - MOST_RANKS} more", *[""] * (len(RANK_COLUMNS) - 1)], *rows[-half:]]
+
+
+def arithmetic(config: Config, plan: BatchPlan, num_steps: int) -> list[str]:
+    """The batch, the epoch and the run, each a sentence."""
+    left = plan.num_examples - plan.steps_per_epoch * plan.global_batch
+    lines = [
+        plan.sentence(),
+        f"An epoch is {plan.num_examples:,} // {plan.global_batch:,} = {plan.steps_per_epoch:,} steps; "
+        f"{left:,} of {plan.num_examples:,} examples are left out of each, others every time.",
+    ]
+    if config.run.steps is not None:
+        lines.append(f"The run is {num_steps:,} steps ({num_steps / plan.steps_per_epoch:.4g} epochs): run.steps wins over run.epochs.")
+    else:
+        lines.append(f"The run is {config.run.epochs:,} epochs x {plan.steps_per_epoch:,} = {num_steps:,} steps.")
+    return lines
+
+
+def describe_data(split: str, dataset: Any) -> str:
+    source = getattr(dataset, "source", "") or type(dataset).__name__
+    digest = getattr(dataset, "digest", "")
+    return f"{split}: {len(dataset):,} examples, {source}" + (f", SHA-256 {digest}" if digest else "")
+
+
+def describe_model(model: nn.Module) -> str:
+    parameters = list(model.parameters())
+    total = sum(p.numel() for p in parameters)
+    frozen = total - sum(p.numel() for p in parameters if p.requires_grad)
+    return f"model: {type(model).__name__}, {total:,} parameters" + (f", {frozen:,} of them frozen" if frozen else "")
+
+
+def resume_command(world: World, overrides: Sequence[str], name: str) -> str:
+    """The line that goes on with a run: the same launcher and overrides, its name, `run.resume=auto`."""
+    kept = [o for o in overrides if o.split("=")[0] not in ("run.resume", "run.name")]
+    words = [*kept, f"run.name={name}", "run.resume=auto"]
+    launcher = ["python"]
+    if world.world_size > 1:
+        nodes = [f"--nnodes={world.num_nodes}"] if world.num_nodes > 1 else []
+        launcher = ["torchrun", *nodes, f"--nproc_per_node={world.local_world_size}"]
+    return shlex.join([*launcher, "-m", "trainer", *words])
+
+
+def layout(config: Config, world: World, backend: str) -> str:
+    """Strategy, precision, backend, threads, in a sentence."""
+    ranks = f"{world.world_size} rank{'s' if world.world_size > 1 else ''} on {world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
+    return f"strategy {config.strategy.name} over {backend}, {ranks}, precision {config.strategy.precision}, {torch.get_num_threads()} threads per rank"
+
+
+def resumed(config: Config, manifest: Mapping[str, Any], step: int, num_steps: int) -> list[str]:
+    """From where, and what is different from when it was saved."""
+    lines = [f"resumed at step {step:,} of {num_steps:,}"]
+    lines += [f"changed at this resume: {change}" for change in rundir.changes(config, manifest)]
+    was = manifest.get("config", {})
+    if any(was.get(key) != value for key, value in config.flat().items() if key in ("run.epochs", "run.steps")):
+        lines.append("the learning-rate schedule is evaluated anew for the new length")
+    return lines
+
+
+def ending(summary: Any, num_steps: int, began: int, best_metric: str, signal: str | None, again: str) -> list[str]:
+    """The summary of a run: how it ended, what it reached, where the files are, how to go on."""
+    place = summary.directory
+    if summary.exit_code:
+        lines = [f"stopped by {signal or 'a signal to another rank'} at step {summary.step:,} of {num_steps:,}, after saving"]
+    elif began == num_steps:
+        lines = [f"nothing left to do: the run was finished at step {num_steps:,}; more run.epochs or run.steps would go on"]
+    else:
+        lines = [f"done: {num_steps:,} steps"]
+    if summary.metrics:
+        lines.append(f"last evaluation: {metric_line(summary.metrics)}")
+    if summary.best is not None:
+        lines.append(f"best {best_metric}: {summary.best:.4f} at step {summary.best_step:,}")
+    if summary.step > began:
+        lines.append(f"trained {summary.step - began:,} steps in {summary.seconds:.1f} s, {summary.examples_per_s:,.0f} examples/s")
+    lines += [f"files: {place}/metrics.jsonl, {place}/checkpoints; curves: tensorboard --logdir {place}/tensorboard", f"go on with: {again}"]
+    return lines
+
+
+def metric_line(metrics: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())

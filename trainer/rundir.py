@@ -1,0 +1,198 @@
+"""The run directory: where a run lives, what it goes on from, and how it ended."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from trainer import checkpoint
+from trainer.config import Config, to_yaml
+from trainer.errors import CheckpointError, ConfigError
+
+# What belongs to the run and cannot change within it: the samples follow from these.
+FIXED = ("task.name", "run.seed", "data.global_batch")
+_NOT_COMPARED = ("run.resume", "run.name", "run.dir")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run lives and what it goes on from; `directory` None means a new one, named by the time."""
+
+    directory: Path | None = None
+    checkpoint: Path | None = None
+    is_resumed: bool = False
+
+
+def locate(config: Config) -> Origin:
+    """Read `run.dir`, `run.name` and `run.resume`; touches nothing.
+
+    Raises ConfigError for a directory that is taken or cannot be written, a checkpoint that is not there, and one of
+    a run with another task, seed or global batch.
+    """
+    base = Path(config.run.dir) / config.task.name
+    named = base / config.run.name if config.run.name else None
+    _check_writable(named or base)
+    if config.run.resume is None:
+        return Origin(_unused(named))
+    if config.run.resume == "auto":
+        directory = named or _latest(base)
+        found = Origin(directory, None, directory is not None and directory.is_dir())
+    else:
+        found = _from_path(Path(config.run.resume), named)
+    if found.is_resumed or found.checkpoint:
+        _check_same_run(config, found)
+    return found
+
+
+def find(resume: str | None) -> Origin:
+    """The checkpoint to evaluate, without taking its run over. Raises ConfigError where there is none."""
+    if resume is None:
+        return Origin()
+    path = Path(resume)
+    if (path / checkpoint.MANIFEST).is_file():
+        return Origin(None, path)
+    if checkpoint.steps(path / "checkpoints"):
+        return Origin(path, None, True)
+    raise _nothing_at(path)
+
+
+def read(origin: Origin) -> tuple[checkpoint.Loaded | None, list[str]]:
+    """The verified checkpoint to go on from, None for a fresh start, and a line for each newer one that is not valid.
+
+    Raises CheckpointError where there are checkpoints and none verifies: to start over would lose the run.
+    """
+    if origin.checkpoint is not None:
+        return checkpoint.load(origin.checkpoint), []
+    if not origin.is_resumed or origin.directory is None:
+        return None, []
+    found, skipped = checkpoint.load_newest(origin.directory / "checkpoints")
+    if found is None and skipped:
+        raise CheckpointError(f"{origin.directory / 'checkpoints'}: no checkpoint is valid; {skipped[0]}")
+    return found, skipped
+
+
+def recorded(directory: Path, step: int) -> dict[str, float]:
+    """The evaluation that metrics.jsonl already holds for `step`: it is not made, nor written, a second time."""
+    path, found = directory / "metrics.jsonl", {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if entry.get("step") == step:
+            found |= {name: value for name, value in entry.items() if name.startswith("eval/") and value is not None}
+    return found
+
+
+def _nothing_at(path: Path) -> ConfigError:
+    return ConfigError(f"run.resume={path}: no checkpoint there; give auto, a run directory, or a directory step-<number> in its checkpoints")
+
+
+def _unused(named: Path | None) -> Path | None:
+    if named is not None and named.exists() and (not named.is_dir() or any(named.iterdir())):
+        raise ConfigError(f"run.name={named.name}: {named} exists and is not being resumed; add run.resume=auto or choose another run.name")
+    return named
+
+
+def _latest(base: Path) -> Path | None:
+    """The run under `base` that saved last."""
+    saved = [(path.stat().st_mtime, path.parent) for path in base.glob("*/checkpoints") if checkpoint.steps(path)]
+    return max(saved)[1] if saved else None
+
+
+def _from_path(path: Path, named: Path | None) -> Origin:
+    if (path / checkpoint.MANIFEST).is_file():
+        root, one = path.resolve().parent, path
+    elif checkpoint.steps(path / "checkpoints"):
+        root, one = path / "checkpoints", None
+    else:
+        raise _nothing_at(path)
+    own = root.parent
+    if named is not None and named.resolve() != own.resolve():
+        return Origin(_unused(named), one or checkpoint.newest(root))
+    later = [step for step, other in checkpoint.steps(root).items() if one and step > int(checkpoint.read_manifest(one)["step"])]
+    if later:
+        raise ConfigError(f"run.resume={path}: its run went on to step {max(later)}; give run.name=<new> to branch off, or run.resume={own}")
+    return Origin(own, one, True)
+
+
+def _check_same_run(config: Config, origin: Origin) -> None:
+    root = (origin.directory or Path()) / "checkpoints"
+    try:
+        manifest = checkpoint.read_manifest(origin.checkpoint) if origin.checkpoint else checkpoint.newest_manifest(root)
+    except CheckpointError as error:
+        raise CheckpointError(f"run.resume={config.run.resume}: {error}") from None
+    ours, theirs = config.flat(), (manifest or {}).get("config", {})
+    for key in FIXED:
+        if key in theirs and theirs[key] != ours[key]:
+            raise ConfigError(
+                f"{key}={ours[key]}: the run to resume has {theirs[key]}, and another value would change its samples; give {key}={theirs[key]}, or start a new run"
+            )
+
+
+def _check_writable(path: Path) -> None:
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"run.dir: {path} cannot be made, {existing} is not a directory; choose another run.dir")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.dir: {path} cannot be made, {existing} is not writable; choose another run.dir")
+
+
+def create(config: Config, origin: Origin, invalid: Sequence[Path] = ()) -> Path:
+    """Make the run directory, or take the resumed one, and write config.yaml. Rank 0 only.
+
+    Checkpoints that did not verify are renamed, out of the way of the steps that will be saved again.
+
+    Raises ConfigError where the disk refuses.
+    """
+    base = Path(config.run.dir) / config.task.name
+    try:
+        directory = origin.directory or _timestamped(base)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "exit.json").unlink(missing_ok=True)
+        _replace(directory / "config.yaml", to_yaml(config))
+        for path in invalid:
+            checkpoint.set_aside(path)
+    except OSError as error:
+        raise ConfigError(f"run.dir={config.run.dir}: {error.filename or base}: {error.strerror}; choose another run.dir") from None
+    checkpoint.sweep(directory / "checkpoints")
+    return directory
+
+
+def _timestamped(base: Path) -> Path:
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for number in itertools.count(1):
+        path = base / (stamp if number == 1 else f"{stamp}_{number}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+    raise AssertionError("unreachable")
+
+
+def changes(config: Config, manifest: Mapping[str, Any]) -> list[str]:
+    """What the config says otherwise than the checkpoint's, `optim.lr: 0.1 -> 0.01`."""
+    ours, theirs = config.flat(), manifest.get("config", {})
+    keys = [key for key in {**theirs, **ours} if key not in _NOT_COMPARED and ours.get(key) != theirs.get(key)]
+    return [f"{key}: {theirs.get(key)} -> {ours.get(key)}" for key in keys]
+
+
+def write_exit(directory: Path, code: int, reason: str, **facts: Any) -> None:
+    """exit.json: torchrun flattens every exit code to 1, so it is said here too."""
+    _replace(directory / "exit.json", json.dumps({"code": code, "reason": reason, **facts}, indent=1))
+
+
+def _replace(path: Path, text: str) -> None:
+    staged = path.with_name(f".{path.name}.new")
+    with open(staged, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(staged, path)

@@ -1,0 +1,180 @@
+"""What a parallel strategy does, and the plainest one: a single device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from trainer.config import Config
+from trainer.distributed.world import World
+from trainer.errors import CheckpointError, ConfigError
+from trainer.precision import Precision
+
+MicroBatch = tuple[Any, Any]
+Loss = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor]]
+
+
+class MicroBatches(Protocol):
+    """One rank's share of a global batch. Each is augmented, and dropout seeded for it, as it is taken: run it then."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[MicroBatch]: ...
+
+
+class Strategy(ABC):
+    """How one model is trained over the ranks. `module` is the user's model, whatever wraps it."""
+
+    module: nn.Module
+
+    def __init__(self, world: World, precision: Precision):
+        self.world, self.precision = world, precision
+        self.data_parallel_rank, self.data_parallel_size = world.rank, world.world_size
+        self._parameters: list[nn.Parameter] = []
+
+    @classmethod
+    def check(cls, config: Config, world: World) -> None:
+        """Refuse, by ConfigError and before any group exists, what cannot work."""
+
+    @abstractmethod
+    def wrap(self, model: nn.Module, rehearsal: MicroBatch, loss: Loss) -> nn.Module:
+        """Move, convert and wrap the model, and rehearse one micro-batch without leaving a trace in it."""
+
+    @abstractmethod
+    def forward_backward(self, model: nn.Module, micro_batches: MicroBatches, loss: Loss) -> torch.Tensor:
+        """Gradients of one global batch from this rank's share; the sum over all of what the loss carries, (2,)."""
+
+    def forward(self, model: nn.Module, inputs: Any) -> Any:
+        """Outputs for evaluation; every rank calls it equally often."""
+        with self.precision.autocast():
+            return call(self.module, inputs)
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def clip(self, model: nn.Module, max_norm: float | None) -> torch.Tensor:
+        """The global gradient norm, after scaling the gradients down to `max_norm` when that is given."""
+        norm = get_total_norm(self.gradients())
+        if max_norm is not None:
+            clip_grads_with_norm_(self._parameters, max_norm, norm)
+        return norm
+
+    def state_dict(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """Full state with the names of the unwrapped model. Every rank calls it; rank 0 has the tensors."""
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return {"model": self.module.state_dict(), "optimizers": [_named(optimizer, names) for optimizer in optimizers]}
+
+    def load_state_dict(self, model: nn.Module, optimizers: Sequence[Optimizer], state: dict[str, Any]) -> None:
+        """Raises CheckpointError, naming the first difference, for the state of another model or optimizer."""
+        _check_model(self.module.state_dict(), state["model"])
+        self.module.load_state_dict(state["model"])
+        if optimizers and len(state["optimizers"]) != len(optimizers):
+            raise CheckpointError(f"the checkpoint holds {len(state['optimizers'])} optimizers, the task builds {len(optimizers)}")
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=False):
+            _load_named(optimizer, names, saved)
+
+    def place(self, model: nn.Module) -> None:
+        """Move and convert the model: all that evaluation needs."""
+        self.module = model.to(device=self.world.device, dtype=self.precision.dtype)
+        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        if not self._parameters:
+            raise ConfigError("build_model returned a model without trainable parameters")
+
+
+class SingleDevice(Strategy):
+    """One process, one device."""
+
+    @classmethod
+    def check(cls, config: Config, world: World) -> None:
+        if world.world_size > 1:
+            raise ConfigError(f"strategy=single: works on 1 rank, and {world.world_size} were started; use strategy=ddp")
+
+    def wrap(self, model: nn.Module, rehearsal: MicroBatch, loss: Loss) -> nn.Module:
+        self.place(model)
+        with untouched(self.module), torch.no_grad(), self.precision.autocast():
+            loss(call(self.module, rehearsal[0]), rehearsal[1])
+        self._parameters = [p for p in self.module.parameters() if p.requires_grad]  # lazy modules know them now
+        return self.module
+
+    def forward_backward(self, model: nn.Module, micro_batches: MicroBatches, loss: Loss) -> torch.Tensor:
+        totals = torch.zeros((), device=self.world.device)
+        for inputs, targets in micro_batches:
+            with self.precision.autocast():
+                scaled, carried = loss(call(model, inputs), targets)
+            scaled.backward()
+            totals = totals + carried
+        return totals
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """`model(inputs)` for a tensor, `model(*inputs)` for a tuple or list, `model(**inputs)` for a dict."""
+    if isinstance(inputs, (tuple, list)):
+        return model(*inputs)
+    return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[dict[str, int]]:
+    """Run a block and put the model's buffers back; gradients are dropped. Yields each buffer's version before."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers() if not _is_lazy(buffer)}
+    yield {name: buffer._version for name, buffer in model.named_buffers()}
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in before:
+                buffer.copy_(before[name])
+    model.zero_grad(set_to_none=True)
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.parameter.UninitializedTensorMixin)
+
+
+def _check_model(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
+    advice = "resume with the task and model it was trained with"
+    for name, tensor in ours.items():
+        if name not in saved:
+            raise CheckpointError(f"the checkpoint is of another model: it has no {name}; {advice}")
+        if isinstance(tensor, torch.Tensor) and tensor.shape != saved[name].shape:
+            shapes = f"{tuple(saved[name].shape)} in it and {tuple(tensor.shape)} here"
+            raise CheckpointError(f"the checkpoint is of another model: {name} is {shapes}; {advice}")
+    for name in saved:
+        if name not in ours:
+            raise CheckpointError(f"the checkpoint is of another model: {name} is not in the model built here; {advice}")
+
+
+def remember_options(optimizer: Optimizer) -> None:
+    """Note each group's options as built, so that a resume can tell what the config changed from what training did."""
+    for group in optimizer.param_groups:
+        group["initial"] = {key: value for key, value in group.items() if key != "params"}
+
+
+def _named(optimizer: Optimizer, names: dict[Any, str]) -> dict[str, Any]:
+    """An optimizer's state by parameter name: the order in which parameters were registered does not matter."""
+    groups = [
+        {"names": [names[p] for p in group["params"]], "options": {k: v for k, v in group.items() if k != "params"}}
+        for group in optimizer.param_groups
+    ]
+    return {"state": {names[p]: dict(state) for p, state in optimizer.state.items()}, "groups": groups}
+
+
+def _load_named(optimizer: Optimizer, names: dict[Any, str], saved: dict[str, Any]) -> None:
+    ours = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    if ours != [group["names"] for group in saved["groups"]]:
+        raise CheckpointError(f"the checkpoint is of another optimizer: {type(optimizer).__name__} groups other parameters here than it did")
+    order = [name for group in ours for name in group]
+    groups, first = [], 0
+    for group, old in zip(optimizer.param_groups, saved["groups"], strict=True):
+        was, now = old["options"]["initial"], group["initial"]
+        kept = {k: v for k, v in old["options"].items() if k in now and was.get(k) == now[k]}
+        options = {k: v for k, v in group.items() if k != "params"} | kept
+        groups.append(options | {"params": list(range(first, first + len(group["params"])))})
+        first += len(group["params"])
+    state = {number: saved["state"][name] for number, name in enumerate(order) if name in saved["state"]}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -1,0 +1,162 @@
+"""What a run shows and writes: TensorBoard, metrics.jsonl and the console. On every rank but 0 it is silent."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer import checkpoint, rundir
+from trainer.config import Checkpoint
+
+LINE_EVERY_S = 5.0
+BAR_EVERY_S = 0.2
+
+
+class Writer:
+    """The face, and the silent writer: callers never ask for the rank."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """One line of metrics.jsonl and a point per name in TensorBoard; a name at most once per step."""
+
+    def say(self, text: str = "") -> None:
+        """A line for the person at the terminal."""
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None: ...
+
+    def progress(self, step: int, num_steps: int) -> None:
+        """Called after every step; costs a clock reading unless something is due to be shown."""
+
+    def hyper_parameters(self, values: Mapping[str, Any]) -> None: ...
+
+    def save(self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], keep: Checkpoint) -> None:
+        """Publish a checkpoint, with everything logged before it on the disk; then remove older ones."""
+
+    def exit(self, code: int, reason: str, **facts: Any) -> None:
+        """Write exit.json."""
+
+    def close(self) -> None: ...
+
+
+class RankZeroWriter(Writer):
+    """`step` is where the run goes on: what an earlier process wrote beyond it is dropped from both records."""
+
+    def __init__(self, directory: Path, step: int, is_resumed: bool):
+        from rich.console import Console
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+        self._bar: Any = None
+        self._task: Any = None
+        self._shown = {"train/loss": math.nan, "optim/lr": math.nan, "speed/examples_per_s": math.nan}
+        self._last, self._began = 0.0, (step, time.monotonic())
+        self._directory = directory
+        path = directory / "metrics.jsonl"
+        _keep_until(path, step)
+        self._metrics = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if is_resumed else None)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._metrics.write(json.dumps({"step": step, **finite}) + "\n")
+        self._metrics.flush()
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+        self._shown |= {name: value for name, value in values.items() if name in self._shown}
+
+    def say(self, text: str = "") -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        from rich.table import Table
+
+        table = Table(*columns, box=None, header_style="bold")
+        for row in rows:
+            table.add_row(*row)
+        self._console.print(table)
+
+    def progress(self, step: int, num_steps: int) -> None:
+        now, is_terminal = time.monotonic(), self._console.is_terminal
+        if now - self._last < (BAR_EVERY_S if is_terminal else LINE_EVERY_S) and step < num_steps:
+            return
+        self._last = now
+        loss, rate, speed = self._shown.values()
+        left = (now - self._began[1]) / max(1, step - self._began[0]) * (num_steps - step)
+        shown = f"loss {_short(loss)}  lr {rate:.3g}  {_short(speed, 0)} examples/s  {_clock(left)} left"
+        if not is_terminal:
+            self.say(f"step {step:,}/{num_steps:,}  {shown}")
+            return
+        if self._bar is None:
+            self._open_bar(num_steps)
+        self._bar.update(self._task, completed=step, shown=shown)
+        self._bar.refresh()
+
+    def _open_bar(self, num_steps: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        columns = (TextColumn("step"), BarColumn(None), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
+        self._bar = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
+        self._task = self._bar.add_task("train", total=num_steps, shown="")
+        self._bar.start()
+
+    def hyper_parameters(self, values: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        plain = {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in values.items()}
+        for summary in hparams(plain, {}):
+            self._board._get_file_writer().add_summary(summary)
+
+    def save(self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], keep: Checkpoint) -> None:
+        os.fsync(self._metrics.fileno())
+        self._board.flush()
+        root = self._directory / "checkpoints"
+        checkpoint.save(root, step, parts, facts)
+        checkpoint.prune(root, keep.keep_last, keep.keep_best, keep.best_mode)
+
+    def exit(self, code: int, reason: str, **facts: Any) -> None:
+        rundir.write_exit(self._directory, code, reason, **facts)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = None
+        self._metrics.close()
+        self._board.close()
+
+
+def open_writer(rank: int, directory: Path, step: int, is_resumed: bool) -> Writer:
+    return RankZeroWriter(directory, step, is_resumed) if rank == 0 else Writer()
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drop what stands beyond `step` in metrics.jsonl, and a last line that was cut off."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue
+    staged = path.with_name(".metrics.jsonl.new")
+    with open(staged, "w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(staged, path)
+
+
+def _short(value: float, digits: int = 4) -> str:
+    return "-" if math.isnan(value) else f"{value:,.{digits}f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
