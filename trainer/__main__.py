@@ -94,7 +94,9 @@ def load_task(config: Config) -> Any:
 def _hydra(arguments: Sequence[str]) -> int:
     """Sweeps and Hydra's own questions, with its directories and logging off; jobs pass through the same checks."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("-m and Hydra's flags work without a launcher: under torchrun each rank would run them by itself")
+        raise ConfigError(
+            "-m and Hydra's flags work without a launcher: under torchrun each rank would run them by itself"
+        )
     import hydra
     from omegaconf import OmegaConf
 

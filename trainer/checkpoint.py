@@ -90,7 +90,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         files = manifest["files"]
-        well_formed = all(Path(n).name == n and isinstance(e["bytes"], int) and isinstance(e["sha256"], str) for n, e in files.items())
+        well_formed = all(
+            Path(n).name == n and isinstance(e["bytes"], int) and isinstance(e["sha256"], str) for n, e in files.items()
+        )
         number = _NAME.fullmatch(path.resolve().name)
     except OSError as error:
         raise CheckpointError(f"{path / MANIFEST}: {error.strerror}") from None
@@ -111,7 +113,7 @@ def steps(root: Path) -> dict[int, Path]:
 
 def load_newest(root: Path) -> tuple[Loaded | None, list[str]]:
     """The newest checkpoint that verifies, and a line for each newer one that did not."""
-    skipped = []
+    skipped: list[str] = []
     for path in reversed(steps(root).values()):
         try:
             return load(path), skipped

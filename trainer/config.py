@@ -14,9 +14,9 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from typing import Annotated, Any, Literal, TypeVar, Union
 
 from trainer.errors import ConfigError
 
@@ -29,29 +29,29 @@ ALLOWED_PACKAGES = ("torch.optim", "torch.nn", "trainer")
 T = TypeVar("T")
 
 
-def setting(**limits: float) -> Any:
-    """A field with limits: `min`, `max` (inclusive) or `above` (exclusive)."""
-    return field(metadata=limits)
+def limit(**bounds: float) -> dict[str, float]:
+    """What a number may be: `min`, `max` (inclusive) or `above` (exclusive)."""
+    return bounds
 
 
 @dataclass
 class Run:
     name: str | None
     dir: str
-    seed: int = setting(min=0, max=2**63 - 1)
-    epochs: int = setting(min=1)
-    steps: int | None = setting(min=1)
+    seed: Annotated[int, limit(min=0, max=2**63 - 1)]
+    epochs: Annotated[int, limit(min=1)]
+    steps: Annotated[int | None, limit(min=1)]
     resume: str | None
     ema_decay: None
-    clip_norm: float | None = setting(above=0)
+    clip_norm: Annotated[float | None, limit(above=0)]
 
 
 @dataclass
 class Data:
-    global_batch: int = setting(min=1)
-    micro_batch: int | None = setting(min=1)
-    workers: int = setting(min=0)
-    timeout_s: float = setting(min=0)
+    global_batch: Annotated[int, limit(min=1)]
+    micro_batch: Annotated[int | None, limit(min=1)]
+    workers: Annotated[int, limit(min=0)]
+    timeout_s: Annotated[float, limit(min=0)]
     path: Literal["auto", "resident", "streamed"]
 
 
@@ -69,7 +69,7 @@ class Dist:
     init: Literal["env"]
     address: None
     path: None
-    timeout_s: float = setting(above=0)
+    timeout_s: Annotated[float, limit(above=0)]
     hang_timeout_s: None
 
 
@@ -82,24 +82,30 @@ class Launch:
 
 @dataclass
 class Checkpoint:
-    every_steps: int | None = setting(min=1)
-    every_epochs: int | None = setting(min=1)
-    keep_last: int = setting(min=1)
-    keep_best: int = setting(min=0)
+    every_steps: Annotated[int | None, limit(min=1)]
+    every_epochs: Annotated[int | None, limit(min=1)]
+    keep_last: Annotated[int, limit(min=1)]
+    keep_best: Annotated[int, limit(min=0)]
     best_metric: str | None
     best_mode: Literal["min", "max"]
+
+    @property
+    def metric(self) -> str:
+        """The metric that "best" goes by, with its prefix."""
+        name = self.best_metric or "loss"
+        return name if name.startswith("eval/") else f"eval/{name}"
 
 
 @dataclass
 class Eval:
-    every_steps: int | None = setting(min=1)
-    every_epochs: int | None = setting(min=1)
-    micro_batch: int | None = setting(min=1)
+    every_steps: Annotated[int | None, limit(min=1)]
+    every_epochs: Annotated[int | None, limit(min=1)]
+    micro_batch: Annotated[int | None, limit(min=1)]
 
 
 @dataclass
 class Log:
-    every_steps: int = setting(min=1)
+    every_steps: Annotated[int, limit(min=1)]
 
 
 @dataclass
@@ -157,7 +163,7 @@ def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
 
     Raises ConfigError naming the full key, what was given and what is allowed.
     """
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
     for name in values:
         if name not in known:
@@ -166,7 +172,7 @@ def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
     arguments = {}
     for name, entry in known.items():
         if name in values:
-            arguments[name] = _typed(hints[name], values[name], f"{prefix}{name}", entry.metadata)
+            arguments[name] = _typed(hints[name], values[name], f"{prefix}{name}", {})
         elif entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{prefix}{name} is missing: give {prefix}{name}=<{_spell(hints[name])}>")
     return cls(**arguments)
@@ -176,11 +182,13 @@ def _typed(kind: Any, value: Any, key: str, limits: Mapping[str, Any]) -> Any:
     origin, choices = typing.get_origin(kind), typing.get_args(kind)
     if is_dataclass(kind) and isinstance(value, Mapping):
         return build(typing.cast(type, kind), value, f"{key}.")
+    if origin is Annotated:
+        return _typed(choices[0], value, key, choices[1])
     if origin in (Union, types.UnionType):
         if value is None and type(None) in choices:
             return None
         kind = next(c for c in choices if c is not type(None))
-        return _typed(kind, value, key, limits | {"null": 1} if type(None) in choices else limits)
+        return _typed(kind, value, key, {**limits, "null": True})
     fits = {
         Literal: lambda: any(value == c and type(value) is type(c) for c in choices),
         list: lambda: isinstance(value, list),
@@ -189,13 +197,14 @@ def _typed(kind: Any, value: Any, key: str, limits: Mapping[str, Any]) -> Any:
         int: lambda: isinstance(value, int) and not isinstance(value, bool),
         Any: lambda: True,
     }.get(origin or kind, lambda: isinstance(value, kind))
-    inside = fits() and (
-        not isinstance(value, (int, float))
-        or (value >= limits.get("min", -math.inf) and value <= limits.get("max", math.inf) and value > limits.get("above", -math.inf))
-    )
-    if not inside:
+    if not fits() or (isinstance(value, (int, float)) and not _is_inside(value, limits)):
         raise ConfigError(f"{key}={_show(value)}: must be {_spell(kind, limits)}{_near_choice(value, origin, choices)}")
     return float(value) if kind is float else value
+
+
+def _is_inside(value: float, limits: Mapping[str, Any]) -> bool:
+    low, high, above = (limits.get(k, d) for k, d in (("min", -math.inf), ("max", math.inf), ("above", -math.inf)))
+    return low <= value <= high and value > above
 
 
 def _near_choice(value: Any, origin: Any, choices: tuple) -> str:
@@ -203,20 +212,27 @@ def _near_choice(value: Any, origin: Any, choices: tuple) -> str:
 
 
 def _show(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value) if value == "" else str(value)
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value) or "''"
 
 
 def _spell(kind: Any, limits: Mapping[str, Any] | None = None) -> str:
     limits = limits or {}
     origin, choices = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return _spell(choices[0], choices[1])
     if origin in (Union, types.UnionType):
         return " or ".join(_spell(c) for c in choices)
     if origin is Literal:
         return ("one of " if len(choices) > 1 else "") + ", ".join(_show(c) for c in choices)
-    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "a mapping", list: "a list"}
+    names: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    names |= {dict: "a mapping", list: "a list"}
     text = "null" if kind is type(None) else names.get(origin or kind, "a group of settings")
     bounds = {"min": "of at least", "above": "above", "max": "of at most"}
-    text += "".join(f" {word} {limits[name]}" for name, word in bounds.items() if name in limits and limits[name] < 2**62)
+    text += "".join(
+        f" {word} {limits[name]}" for name, word in bounds.items() if name in limits and limits[name] < 2**62
+    )
     return text + (" or null" if "null" in limits else "")
 
 
@@ -301,7 +317,9 @@ def _parsed(overrides: Sequence[str]) -> list[Any]:
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
-        raise ConfigError(f"cannot be read: {_one_line(error)}; quote special characters, as in key=\"'a,b'\"") from None
+        raise ConfigError(
+            f"cannot be read: {_one_line(error)}; quote special characters, as in key=\"'a,b'\""
+        ) from None
     for override in parsed:
         if override.is_sweep_override():
             raise ConfigError(f"{override.input_line}: several values need -m; a list is written [a,b]")
@@ -335,14 +353,17 @@ def _composed(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -
     for override in parsed:
         if override.key_or_group in options and not override.is_delete():
             _check_choice(override.key_or_group, override.value(), options)
-    search = [f"hydra.searchpath=[{','.join(repr(f'file://{Path(d).resolve()}') for d in config_dirs)}]"] if config_dirs else []
+    folders = ",".join(repr(f"file://{Path(folder).resolve()}") for folder in config_dirs)
+    search = [f"hydra.searchpath=[{folders}]"] if config_dirs else []
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="trainer"):
         try:
             return typing.cast(dict, OmegaConf.to_container(compose(name, [*overrides, *search]), resolve=True))
         except (HydraException, OmegaConfBaseException) as error:
             if "You must specify 'task'" in str(error):
-                raise ConfigError(f"task is not chosen: give task=<name>, one of {', '.join(options['task'])}") from None
+                raise ConfigError(
+                    f"task is not chosen: give task=<name>, one of {', '.join(options['task'])}"
+                ) from None
             groups = [o.input_line for o in parsed if o.key_or_group in options]
             _name_unknown(parsed, options, lambda: compose(name, [*groups, *search]))
             raise ConfigError(_one_line(error)) from None
@@ -410,7 +431,8 @@ def call_target(spec: Mapping[str, Any], key: str, packages: Sequence[str], *pos
     """Call `spec["_target_"]` with its arguments, and with those of `extra` that it knows and `spec` does not give."""
     target = check_target(spec, key, packages)
     known = inspect.signature(target).parameters
-    arguments = {name: value for name, value in extra.items() if name in known} | {k: v for k, v in spec.items() if k != "_target_"}
+    given = {name: value for name, value in spec.items() if name != "_target_"}
+    arguments = {name: value for name, value in extra.items() if name in known} | given
     try:
         return target(*positional, **arguments)
     except (ValueError, TypeError) as error:

@@ -12,8 +12,8 @@ from trainer.errors import ConfigError
 
 HELP = """usage: python -m trainer.evaluate DIR [key=value ...] [--config-dir DIR]
 
-DIR is a run directory (its newest valid checkpoint counts) or one directory step-<number> in its checkpoints. The layout
-is free: torchrun --nproc_per_node=2 -m trainer.evaluate DIR gives the same metrics. Prints one JSON object."""
+DIR is a run directory (its newest valid checkpoint counts) or one directory step-<number> in its checkpoints. The
+layout is free: torchrun --nproc_per_node=2 -m trainer.evaluate DIR gives the same metrics. Prints one JSON object."""
 
 
 def main(arguments: Sequence[str]) -> int:

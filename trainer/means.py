@@ -35,12 +35,17 @@ def weigh(name: str, returned: Values, rows: int) -> tuple[torch.Tensor, torch.T
     values, weights = returned if isinstance(returned, tuple) else (returned, None)
     if not isinstance(values, torch.Tensor) or values.dim() == 0:
         given = "a scalar" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}"
-        raise ConfigError(f'{name} returned {given}: must be a value per example; use reduction="none" in the loss function')
+        raise ConfigError(
+            f'{name} returned {given}: must be a value per example; use reduction="none" in the loss function'
+        )
     if values.shape[0] != rows:
-        raise ConfigError(f"{name} returned values of shape {tuple(values.shape)}: the first axis must be the {rows} examples of the batch")
+        shape = f"shape {tuple(values.shape)}"
+        raise ConfigError(f"{name} returned values of {shape}: the first axis must be the {rows} examples of the batch")
     if weights is not None and (weights.shape != values.shape or weights.requires_grad):
         have = "a gradient" if weights.requires_grad else f"shape {tuple(weights.shape)}"
-        raise ConfigError(f"{name} returned weights with {have}: must be detached and of the values' shape {tuple(values.shape)}")
+        raise ConfigError(
+            f"{name} returned weights with {have}: must be detached and of the values' shape {tuple(values.shape)}"
+        )
     return (values.float() if values.dtype in (torch.bfloat16, torch.float16) else values), weights
 
 
@@ -58,7 +63,7 @@ class Means:
     def add(self, name: str, values: torch.Tensor, weights: torch.Tensor | None) -> None:
         values = values.detach()
         total = (values if weights is None else values * weights).sum(dtype=torch.float64)
-        weight = values.numel() if weights is None else weights.sum(dtype=torch.float64)
+        weight: torch.Tensor | float = values.numel() if weights is None else weights.sum(dtype=torch.float64)
         if name in self._open:
             total, weight = total + self._open[name][0], weight + self._open[name][1]
         self._open[name] = (total, weight)
@@ -69,26 +74,23 @@ class Means:
         self._open.clear()
 
     def clear(self) -> None:
-        self._open.clear(), self._rows.clear(), self._reduced.clear()
+        for table in (self._open, self._rows, self._reduced):
+            table.clear()
 
     def reduced(self, ranks: Gathers) -> dict[str, torch.Tensor]:
         """The rows of every name, (rows, 2) of (sum, weight) over all ranks in float64 on the CPU. A collective."""
         self.end_row()
         names = sorted(self._rows)
-        local = [torch.stack([torch.stack([total, total.new_tensor(weight)]) for total, weight in self._rows[name]]) for name in names]
-        if local:
-            parts = ranks.gather(torch.cat(local).cpu())
-            joined = torch.stack([part.cpu() for part in parts]).unbind()
-            total = joined[0]
-            for part in joined[1:]:
-                total = total + part
-            for name, rows in zip(names, total.split([len(rows) for rows in local]), strict=True):
+        if names:
+            local = torch.stack([_pair(*row) for name in names for row in self._rows[name]]).cpu()
+            total = sum((part.cpu() for part in ranks.gather(local)), start=torch.zeros_like(local))
+            for name, rows in zip(names, total.split([len(self._rows[name]) for name in names]), strict=True):
                 self._reduced[name] = torch.cat([self._reduced[name], rows]) if name in self._reduced else rows
         self._rows.clear()
         return dict(self._reduced)
 
     def read(self, ranks: Gathers) -> dict[str, float]:
-        """The mean by name over everything since the last read, over all ranks; nan where nothing weighs. A collective."""
+        """The mean by name over everything since the last read, over all ranks; nan where nothing weighs."""
         rows = self.reduced(ranks)
         self.clear()
         sums = {name: [math.fsum(column) for column in table.t().tolist()] for name, table in rows.items()}
@@ -98,6 +100,10 @@ class Means:
         """Go on from what `reduced` returned."""
         self.clear()
         self._reduced = {name: table.clone() for name, table in rows.items()}
+
+
+def _pair(total: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
+    return torch.stack([total, total.new_tensor(weight) if not isinstance(weight, torch.Tensor) else weight])
 
 
 class Objective:
@@ -132,9 +138,12 @@ class Objective:
         if self.is_weighted is None:
             self.is_weighted = is_weighted
         if self.is_weighted != is_weighted:
-            raise ConfigError("loss returned weights in one step and none in another: return (values, weights) always, or never")
+            raise ConfigError(
+                "loss returned weights in one step and none in another: return (values, weights) always, or never"
+            )
         if not is_weighted and self.elements not in (0, elements):
-            raise ConfigError(f"loss returned {elements} values per example after {self.elements}: return (values, weights), so that each counts alike")
+            was = f"{elements} values per example after {self.elements}"
+            raise ConfigError(f"loss returned {was}: return (values, weights), so that each value counts alike")
         self.elements = self.elements or max(1, elements)
 
     def _carry(self, values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:

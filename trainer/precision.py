@@ -55,6 +55,6 @@ class Precision:
 
 
 def _knows_found_inf(optimizer: Optimizer) -> bool:
-    # A skipped first step leaves fused SGD with a momentum buffer of uninitialised memory (torch 2.13): so not before there is state.
+    # A skipped first step leaves fused SGD a momentum buffer of uninitialised memory (torch 2.13): not without state.
     has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
     return getattr(optimizer, "_step_supports_amp_scaling", False) and bool(optimizer.state or not has_momentum)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from trainer import rundir
 from trainer.config import Config
-from trainer.data.order import BatchPlan
+from trainer.data.order import BatchPlan, counted
 from trainer.distributed.world import World
 
 RANK_COLUMNS = ("rank", "local_rank", "node", "host", "pid", "device")
@@ -38,10 +38,11 @@ def arithmetic(config: Config, plan: BatchPlan, num_steps: int) -> list[str]:
     lines = [
         plan.sentence(),
         f"An epoch is {plan.num_examples:,} // {plan.global_batch:,} = {plan.steps_per_epoch:,} steps; "
-        f"{left:,} of {plan.num_examples:,} examples are left out of each, others every time.",
+        + (f"{left:,} examples are left out of each, others every time." if left else "no example is left out."),
     ]
     if config.run.steps is not None:
-        lines.append(f"The run is {num_steps:,} steps ({num_steps / plan.steps_per_epoch:.4g} epochs): run.steps wins over run.epochs.")
+        epochs = f"{num_steps / plan.steps_per_epoch:.4g} epochs"
+        lines.append(f"The run is {num_steps:,} steps ({epochs}): run.steps wins over run.epochs.")
     else:
         lines.append(f"The run is {config.run.epochs:,} epochs x {plan.steps_per_epoch:,} = {num_steps:,} steps.")
     return lines
@@ -60,10 +61,10 @@ def describe_model(model: nn.Module) -> str:
     return f"model: {type(model).__name__}, {total:,} parameters" + (f", {frozen:,} of them frozen" if frozen else "")
 
 
-def resume_command(world: World, overrides: Sequence[str], name: str) -> str:
-    """The line that goes on with a run: the same launcher and overrides, its name, `run.resume=auto`."""
-    kept = [o for o in overrides if o.split("=")[0] not in ("run.resume", "run.name")]
-    words = [*kept, f"run.name={name}", "run.resume=auto"]
+def resume_command(world: World, arguments: Sequence[str], directory: Path) -> str:
+    """The line that goes on with a run: the same launcher and arguments, and `run.resume=<its directory>`."""
+    kept = [a for a in arguments if a.split("=")[0] not in ("run.resume", "run.name")]
+    words = [*kept, f"run.resume={directory}"]
     launcher = ["python"]
     if world.world_size > 1:
         nodes = [f"--nnodes={world.num_nodes}"] if world.num_nodes > 1 else []
@@ -71,10 +72,13 @@ def resume_command(world: World, overrides: Sequence[str], name: str) -> str:
     return shlex.join([*launcher, "-m", "trainer", *words])
 
 
-def layout(config: Config, world: World, backend: str) -> str:
-    """Strategy, precision, backend, threads, in a sentence."""
-    ranks = f"{world.world_size} rank{'s' if world.world_size > 1 else ''} on {world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
-    return f"strategy {config.strategy.name} over {backend}, {ranks}, precision {config.strategy.precision}, {torch.get_num_threads()} threads per rank"
+def layout(config: Config, world: World, backend: str, threads: int) -> str:
+    """Strategy, backend, ranks, precision and threads, in a sentence."""
+    ranks = f"{counted(world.world_size, 'rank')} on {counted(world.num_nodes, 'node')}"
+    strategy = config.strategy
+    return (
+        f"strategy {strategy.name} over {backend}, {ranks}, {strategy.precision}, {counted(threads, 'thread')} per rank"
+    )
 
 
 def resumed(config: Config, manifest: Mapping[str, Any], step: int, num_steps: int) -> list[str]:
@@ -87,23 +91,25 @@ def resumed(config: Config, manifest: Mapping[str, Any], step: int, num_steps: i
     return lines
 
 
-def ending(summary: Any, num_steps: int, began: int, best_metric: str, signal: str | None, again: str) -> list[str]:
+def ending(summary: Any, num_steps: int, trained: int, metric: str, signal: str | None, again: str) -> list[str]:
     """The summary of a run: how it ended, what it reached, where the files are, how to go on."""
     place = summary.directory
     if summary.exit_code:
-        lines = [f"stopped by {signal or 'a signal to another rank'} at step {summary.step:,} of {num_steps:,}, after saving"]
-    elif began == num_steps:
-        lines = [f"nothing left to do: the run was finished at step {num_steps:,}; more run.epochs or run.steps would go on"]
+        by = signal or "a signal to another rank"
+        lines = [f"stopped by {by} at step {summary.step:,} of {num_steps:,}; the state is saved"]
+    elif not trained:
+        lines = [f"nothing left to do: the run is finished at step {num_steps:,}; more run.epochs or run.steps go on"]
     else:
         lines = [f"done: {num_steps:,} steps"]
     if summary.metrics:
         lines.append(f"last evaluation: {metric_line(summary.metrics)}")
     if summary.best is not None:
-        lines.append(f"best {best_metric}: {summary.best:.4f} at step {summary.best_step:,}")
-    if summary.step > began:
-        lines.append(f"trained {summary.step - began:,} steps in {summary.seconds:.1f} s, {summary.examples_per_s:,.0f} examples/s")
-    lines += [f"files: {place}/metrics.jsonl, {place}/checkpoints; curves: tensorboard --logdir {place}/tensorboard", f"go on with: {again}"]
-    return lines
+        lines.append(f"best {metric}: {summary.best:.4f} at step {summary.best_step:,}")
+    if trained:
+        speed = f"{summary.examples_per_s:,.0f} examples/s"
+        lines.append(f"trained {counted(trained, 'step')} in {summary.seconds:.1f} s, {speed}")
+    lines.append(f"files: {place}/metrics.jsonl, {place}/checkpoints")
+    return [*lines, f"curves: tensorboard --logdir {place}/tensorboard", f"go on with: {again}"]
 
 
 def metric_line(metrics: Mapping[str, float]) -> str:

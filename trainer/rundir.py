@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -79,7 +79,8 @@ def read(origin: Origin) -> tuple[checkpoint.Loaded | None, list[str]]:
 
 def recorded(directory: Path, step: int) -> dict[str, float]:
     """The evaluation that metrics.jsonl already holds for `step`: it is not made, nor written, a second time."""
-    path, found = directory / "metrics.jsonl", {}
+    path = directory / "metrics.jsonl"
+    found: dict[str, float] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             entry = json.loads(line)
@@ -91,12 +92,14 @@ def recorded(directory: Path, step: int) -> dict[str, float]:
 
 
 def _nothing_at(path: Path) -> ConfigError:
-    return ConfigError(f"run.resume={path}: no checkpoint there; give auto, a run directory, or a directory step-<number> in its checkpoints")
+    allowed = "give auto, a run directory, or a directory step-<number> in its checkpoints"
+    return ConfigError(f"run.resume={path}: no checkpoint there; {allowed}")
 
 
 def _unused(named: Path | None) -> Path | None:
     if named is not None and named.exists() and (not named.is_dir() or any(named.iterdir())):
-        raise ConfigError(f"run.name={named.name}: {named} exists and is not being resumed; add run.resume=auto or choose another run.name")
+        advice = "add run.resume=auto or choose another run.name"
+        raise ConfigError(f"run.name={named.name}: {named} exists and is not being resumed; {advice}")
     return named
 
 
@@ -116,24 +119,26 @@ def _from_path(path: Path, named: Path | None) -> Origin:
     own = root.parent
     if named is not None and named.resolve() != own.resolve():
         return Origin(_unused(named), one or checkpoint.newest(root))
-    later = [step for step, other in checkpoint.steps(root).items() if one and step > int(checkpoint.read_manifest(one)["step"])]
-    if later:
-        raise ConfigError(f"run.resume={path}: its run went on to step {max(later)}; give run.name=<new> to branch off, or run.resume={own}")
+    last = max(checkpoint.steps(root), default=0)
+    if one and last > checkpoint.read_manifest(one)["step"]:
+        advice = f"give run.name=<new> to branch off, or run.resume={own}"
+        raise ConfigError(f"run.resume={path}: its run went on to step {last}; {advice}")
     return Origin(own, one, True)
 
 
 def _check_same_run(config: Config, origin: Origin) -> None:
     root = (origin.directory or Path()) / "checkpoints"
     try:
-        manifest = checkpoint.read_manifest(origin.checkpoint) if origin.checkpoint else checkpoint.newest_manifest(root)
+        manifest = (
+            checkpoint.read_manifest(origin.checkpoint) if origin.checkpoint else checkpoint.newest_manifest(root)
+        )
     except CheckpointError as error:
         raise CheckpointError(f"run.resume={config.run.resume}: {error}") from None
     ours, theirs = config.flat(), (manifest or {}).get("config", {})
     for key in FIXED:
         if key in theirs and theirs[key] != ours[key]:
-            raise ConfigError(
-                f"{key}={ours[key]}: the run to resume has {theirs[key]}, and another value would change its samples; give {key}={theirs[key]}, or start a new run"
-            )
+            why = f"the run to resume has {theirs[key]}, and another value would change its samples"
+            raise ConfigError(f"{key}={ours[key]}: {why}; give {key}={theirs[key]}, or start a new run")
 
 
 def _check_writable(path: Path) -> None:
@@ -144,10 +149,10 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(f"run.dir: {path} cannot be made, {existing} is not writable; choose another run.dir")
 
 
-def create(config: Config, origin: Origin, invalid: Sequence[Path] = ()) -> Path:
+def create(config: Config, origin: Origin, step: int) -> Path:
     """Make the run directory, or take the resumed one, and write config.yaml. Rank 0 only.
 
-    Checkpoints that did not verify are renamed, out of the way of the steps that will be saved again.
+    Checkpoints after `step` did not verify: they are renamed, out of the way of the steps that will be saved again.
 
     Raises ConfigError where the disk refuses.
     """
@@ -157,11 +162,14 @@ def create(config: Config, origin: Origin, invalid: Sequence[Path] = ()) -> Path
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "exit.json").unlink(missing_ok=True)
         _replace(directory / "config.yaml", to_yaml(config))
-        for path in invalid:
-            checkpoint.set_aside(path)
+        root = directory / "checkpoints"
+        for later in [path for other, path in checkpoint.steps(root).items() if other > step]:
+            checkpoint.set_aside(later)
+        checkpoint.sweep(root)
     except OSError as error:
-        raise ConfigError(f"run.dir={config.run.dir}: {error.filename or base}: {error.strerror}; choose another run.dir") from None
-    checkpoint.sweep(directory / "checkpoints")
+        raise ConfigError(
+            f"run.dir={config.run.dir}: {error.filename or base}: {error.strerror}; choose another run.dir"
+        ) from None
     return directory
 
 

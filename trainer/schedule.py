@@ -35,7 +35,9 @@ def linear(num_steps: int, warmup_steps: int = 0, final: float = 0.0) -> Factor:
 
 def cosine(num_steps: int, warmup_steps: int = 0, final: float = 0.0) -> Factor:
     """Half a cosine (Loshchilov and Hutter, arXiv:1608.03983, without restarts)."""
-    return _warm(warmup_steps, num_steps, lambda progress: final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
+    return _warm(
+        warmup_steps, num_steps, lambda progress: final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
+    )
 
 
 def one_cycle(num_steps: int, warmup_steps: int | None = None, initial: float = 0.04, final: float = 4e-6) -> Factor:

@@ -54,7 +54,7 @@ class RankZeroWriter(Writer):
         self._bar: Any = None
         self._task: Any = None
         self._shown = {"train/loss": math.nan, "optim/lr": math.nan, "speed/examples_per_s": math.nan}
-        self._last, self._began = 0.0, (step, time.monotonic())
+        self._began, self._last = (step, time.monotonic()), time.monotonic()
         self._directory = directory
         path = directory / "metrics.jsonl"
         _keep_until(path, step)
@@ -87,7 +87,7 @@ class RankZeroWriter(Writer):
         self._last = now
         loss, rate, speed = self._shown.values()
         left = (now - self._began[1]) / max(1, step - self._began[0]) * (num_steps - step)
-        shown = f"loss {_short(loss)}  lr {rate:.3g}  {_short(speed, 0)} examples/s  {_clock(left)} left"
+        shown = f"loss {_short(loss)}  lr {_short(rate)}  {_short(speed, 0)} examples/s  {_clock(left)} left"
         if not is_terminal:
             self.say(f"step {step:,}/{num_steps:,}  {shown}")
             return
@@ -107,7 +107,7 @@ class RankZeroWriter(Writer):
     def hyper_parameters(self, values: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        plain = {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in values.items()}
+        plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()}
         for summary in hparams(plain, {}):
             self._board._get_file_writer().add_summary(summary)
 

@@ -22,7 +22,7 @@ from trainer.errors import ConfigError
 class ResidentDataset(TensorDataset):
     """Tensors with equal first axes, which may live on the device, and where they come from.
 
-    `source` is printed at the start. `digest`, where given, is kept in the checkpoint: at a resume another one is refused.
+    `source` is printed at the start. `digest`, where given, is kept in the checkpoint: a resume refuses another.
     """
 
     def __init__(self, *tensors: torch.Tensor, source: str = "", digest: str = ""):
@@ -41,10 +41,12 @@ class IndexSampler(Protocol):
 
 def check_dataset(dataset: Any, split: str, path: str) -> int:
     """The number of examples. Raises ConfigError for what cannot be read by index."""
+    kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise ConfigError(f"build_dataset({split!r}) returned {type(dataset).__name__}: must be map-style, with __len__ and __getitem__")
+        raise ConfigError(f"build_dataset({split!r}) returned {kind}: must be map-style, with __len__ and __getitem__")
     if path == "resident" and not isinstance(dataset, TensorDataset):
-        raise ConfigError(f"data.path=resident: {split} is a {type(dataset).__name__}, not a TensorDataset; use data.path=auto or streamed")
+        advice = "use data.path=auto or streamed"
+        raise ConfigError(f"data.path=resident: the {split} data is a {kind}, not a TensorDataset; {advice}")
     if len(dataset) == 0:
         raise ConfigError(f"build_dataset({split!r}) returned 0 examples: there must be at least 1")
     return len(dataset)
@@ -55,7 +57,9 @@ def index_device(dataset: Dataset, path: str, device: torch.device) -> torch.dev
     return device if isinstance(dataset, TensorDataset) and path != "streamed" else torch.device("cpu")
 
 
-def open_loader(dataset: Dataset, sampler: IndexSampler, config: Data, seed: int, split: str, device: torch.device) -> Iterable[tuple[Any, torch.Tensor]]:
+def open_loader(
+    dataset: Dataset, sampler: IndexSampler, config: Data, seed: int, split: str, device: torch.device
+) -> Iterable[tuple[Any, torch.Tensor]]:
     """The loader for `data.path`; `auto` is resident only where the dataset is tensors already."""
     if isinstance(dataset, TensorDataset) and config.path != "streamed":
         return ResidentLoader(dataset, sampler, device)
@@ -73,7 +77,9 @@ class ResidentLoader:
 
 
 class StreamedLoader:
-    def __init__(self, dataset: Dataset, sampler: IndexSampler, config: Data, seed: int, split: str, device: torch.device):
+    def __init__(
+        self, dataset: Dataset, sampler: IndexSampler, config: Data, seed: int, split: str, device: torch.device
+    ):
         self.device = device
         self.loader = DataLoader(
             _Seeded(dataset, key_of(seed, split, "example")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch.utils.data import Sampler
@@ -70,7 +71,7 @@ class BatchPlan:
 
     @property
     def accumulation(self) -> int:
-        return -(-(-(-self.global_batch // self.ranks)) // self.micro_batch)
+        return math.ceil(math.ceil(self.global_batch / self.ranks) / self.micro_batch)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -85,18 +86,18 @@ class BatchPlan:
         sizes = sorted({end - start for rank in range(self.ranks) for start, end in self.micro_batches(rank)})
         rows = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} or {sizes[-1]}"
         return (
-            f"A global batch of {self.global_batch:,} is {_counted(self.ranks, 'rank')} x "
-            f"{_counted(self.accumulation, 'micro-batch', 'es')} of {rows} rows each."
+            f"A global batch of {self.global_batch:,} is {counted(self.ranks, 'rank')} x "
+            f"{counted(self.accumulation, 'micro-batch', 'es')} of {rows} rows each."
         )
 
 
 def _cut(start: int, end: int, parts: int) -> list[tuple[int, int]]:
     size, larger = divmod(end - start, parts)
     edges = [start + part * size + min(part, larger) for part in range(parts + 1)]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))
 
 
-def _counted(number: int, noun: str, plural: str = "s") -> str:
+def counted(number: int, noun: str, plural: str = "s") -> str:
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
@@ -108,10 +109,9 @@ def check_batch(global_batch: int, micro_batch: int | None, ranks: int) -> int:
     micro_batch = min(micro_batch or largest, largest)
     accumulation = -(-largest // micro_batch)
     if global_batch // ranks < accumulation:
-        raise ConfigError(
-            f"data.micro_batch={micro_batch}: {accumulation} micro-batches would leave one empty on a rank with "
-            f"{global_batch // ranks} of the {global_batch} rows; use data.micro_batch={micro_batch + 1} or a global batch that {ranks} divides"
-        )
+        why = f"some ranks have {global_batch // ranks} rows for {accumulation} micro-batches, so one would be empty"
+        advice = f"use data.micro_batch={micro_batch + 1}, or a global batch that {ranks} divides"
+        raise ConfigError(f"data.micro_batch={micro_batch}: {why}; {advice}")
     return micro_batch
 
 

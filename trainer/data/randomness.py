@@ -63,7 +63,9 @@ class Random:
         """(rows, *shape) float32 in [0, 1), multiples of 2**-24."""
         return (self.bits(name, *shape, per=per) >> 8).to(torch.float32) * 2.0**-24
 
-    def integers(self, name: str, low: int, high: int, *shape: int, per: Literal["epoch", "run"] = "epoch") -> torch.Tensor:
+    def integers(
+        self, name: str, low: int, high: int, *shape: int, per: Literal["epoch", "run"] = "epoch"
+    ) -> torch.Tensor:
         """(rows, *shape) int64 in [low, high); high - low at most 2**31."""
         return low + ((self.bits(name, *shape, per=per) * (high - low)) >> 32)
 

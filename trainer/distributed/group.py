@@ -110,7 +110,9 @@ def choose_backend(config: Dist, world: World) -> str:
     if config.backend == "nccl" and not gpus:
         raise ConfigError("dist.backend=nccl: needs CUDA, and torch sees no GPU here; use dist.backend=auto or gloo")
     if config.backend == "nccl" and gpus < world.local_world_size:
-        raise ConfigError(f"dist.backend=nccl: needs a GPU per rank, and {world.local_world_size} local ranks share {gpus}; use gloo")
+        raise ConfigError(
+            f"dist.backend=nccl: needs a GPU per rank, and {world.local_world_size} local ranks share {gpus}; use gloo"
+        )
     if config.backend != "auto":
         return config.backend
     return "nccl" if gpus >= world.local_world_size and dist.is_nccl_available() else "gloo"
@@ -146,10 +148,14 @@ def _generation() -> str:
 def _rendezvous(world: World, timeout: timedelta) -> dist.Store:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
-            raise ConfigError(f"{name} is not set, but WORLD_SIZE={world.world_size}: start with torchrun, or set it to rank 0's")
+            raise ConfigError(
+                f"{name} is not set, but WORLD_SIZE={world.world_size}: start with torchrun, or set it to rank 0's"
+            )
     try:
         return next(iter(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout)))[0]
     except (ValueError, RuntimeError, OSError) as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"rank {world.rank} found no group at {place} within dist.timeout_s={timeout.total_seconds():g}: {reason}") from None
+        raise ConfigError(
+            f"rank {world.rank} found no group at {place} within dist.timeout_s={timeout.total_seconds():g}: {reason}"
+        ) from None

@@ -24,7 +24,7 @@ class World:
     num_nodes: int = 1
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
@@ -50,15 +50,24 @@ class World:
 
 
 def _device(local_rank: int) -> torch.device:
-    return torch.device("cuda", local_rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", local_rank % torch.cuda.device_count())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def _whole(environment: Mapping[str, str], name: str, low: int, high: int | None, default: int | None = None) -> int:
     given = environment.get(name)
     if given is None:
         if default is None:
-            raise ConfigError(f"{name} is not set, though its kin is: torchrun sets RANK and WORLD_SIZE together; by hand, set both")
+            raise ConfigError(
+                f"{name} is not set, though its kin is: torchrun sets RANK and WORLD_SIZE together; by hand, set both"
+            )
         return default
     if not given.isdecimal() or int(given) < low or (high is not None and int(given) > high):
-        raise ConfigError(f"{name}={given}: must be a whole number of at least {low}" + ("" if high is None else f" and at most {high}"))
+        raise ConfigError(
+            f"{name}={given}: must be a whole number of at least {low}"
+            + ("" if high is None else f" and at most {high}")
+        )
     return int(given)

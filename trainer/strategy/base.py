@@ -39,7 +39,7 @@ class Strategy(ABC):
         self._parameters: list[nn.Parameter] = []
 
     @classmethod
-    def check(cls, config: Config, world: World) -> None:
+    def check(cls, config: Config, world: World) -> None:  # most have nothing to refuse
         """Refuse, by ConfigError and before any group exists, what cannot work."""
 
     @abstractmethod
@@ -75,7 +75,9 @@ class Strategy(ABC):
         _check_model(self.module.state_dict(), state["model"])
         self.module.load_state_dict(state["model"])
         if optimizers and len(state["optimizers"]) != len(optimizers):
-            raise CheckpointError(f"the checkpoint holds {len(state['optimizers'])} optimizers, the task builds {len(optimizers)}")
+            raise CheckpointError(
+                f"the checkpoint holds {len(state['optimizers'])} optimizers, the task builds {len(optimizers)}"
+            )
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=False):
             _load_named(optimizer, names, saved)
@@ -94,7 +96,9 @@ class SingleDevice(Strategy):
     @classmethod
     def check(cls, config: Config, world: World) -> None:
         if world.world_size > 1:
-            raise ConfigError(f"strategy=single: works on 1 rank, and {world.world_size} were started; use strategy=ddp")
+            raise ConfigError(
+                f"strategy=single: works on 1 rank, and {world.world_size} were started; use strategy=ddp"
+            )
 
     def wrap(self, model: nn.Module, rehearsal: MicroBatch, loss: Loss) -> nn.Module:
         self.place(model)
@@ -133,7 +137,7 @@ def untouched(model: nn.Module) -> Iterator[dict[str, int]]:
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.parameter.UninitializedTensorMixin)
+    return nn.parameter.is_lazy(tensor)
 
 
 def _check_model(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
@@ -146,7 +150,9 @@ def _check_model(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) 
             raise CheckpointError(f"the checkpoint is of another model: {name} is {shapes}; {advice}")
     for name in saved:
         if name not in ours:
-            raise CheckpointError(f"the checkpoint is of another model: {name} is not in the model built here; {advice}")
+            raise CheckpointError(
+                f"the checkpoint is of another model: {name} is not in the model built here; {advice}"
+            )
 
 
 def remember_options(optimizer: Optimizer) -> None:
@@ -167,14 +173,16 @@ def _named(optimizer: Optimizer, names: dict[Any, str]) -> dict[str, Any]:
 def _load_named(optimizer: Optimizer, names: dict[Any, str], saved: dict[str, Any]) -> None:
     ours = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     if ours != [group["names"] for group in saved["groups"]]:
-        raise CheckpointError(f"the checkpoint is of another optimizer: {type(optimizer).__name__} groups other parameters here than it did")
+        name = type(optimizer).__name__
+        raise CheckpointError(f"the checkpoint is of another optimizer: {name} groups other parameters here than there")
     order = [name for group in ours for name in group]
     groups, first = [], 0
     for group, old in zip(optimizer.param_groups, saved["groups"], strict=True):
         was, now = old["options"]["initial"], group["initial"]
         kept = {k: v for k, v in old["options"].items() if k in now and was.get(k) == now[k]}
         options = {k: v for k, v in group.items() if k != "params"} | kept
-        groups.append(options | {"params": list(range(first, first + len(group["params"])))})
-        first += len(group["params"])
+        last = first + len(group["params"])
+        groups.append(options | {"params": list(range(first, last))})
+        first = last
     state = {number: saved["state"][name] for number, name in enumerate(order) if name in saved["state"]}
     optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -12,9 +12,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from trainer.strategy.base import Loss, MicroBatch, MicroBatches, Strategy, call, untouched
 
-
 # torch 2.13 renames the switch: buffers are not broadcast before every forward.
-_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in inspect.signature(TorchDDP).parameters else "broadcast_buffers"
+_SYNC_BUFFERS = (
+    "forward_sync_buffers" if "forward_sync_buffers" in inspect.signature(TorchDDP).parameters else "broadcast_buffers"
+)
 
 
 class DistributedDataParallel(Strategy):
@@ -30,13 +31,17 @@ class DistributedDataParallel(Strategy):
         self._running: list[torch.Tensor] = []
         with untouched(self.module) as versions, torch.no_grad(), self.precision.autocast():
             loss(call(self.module, rehearsal[0]), rehearsal[1])
-            self._running = [b for name, b in self.module.named_buffers() if b.is_floating_point() and b._version != versions[name]]
+            floating = [(name, b) for name, b in self.module.named_buffers() if b.is_floating_point()]
+            self._running = [b for name, b in floating if b._version != versions[name]]
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]  # lazy modules know them now
         carrier = _Carrier(self.module, 2 + sum(b.numel() for b in self._running))
         self._ride = carrier.ride
-        devices = [self.world.device] if self.world.device.type == "cuda" else None
-        wrapped = TorchDDP(carrier, device_ids=devices, gradient_as_bucket_view=True, **{_SYNC_BUFFERS: False})
-        with untouched(self.module):  # DDP orders its buckets anew after its first backward, which changes the bits of sums over 3 ranks
+        switches: dict[str, Any] = {_SYNC_BUFFERS: False, "gradient_as_bucket_view": True}
+        if self.world.device.type == "cuda":
+            switches["device_ids"] = [self.world.device]
+        wrapped = TorchDDP(carrier, **switches)
+        # DDP orders its buckets anew after its first backward, which changes the bits of sums over 3 ranks and more.
+        with untouched(self.module):
             self.forward_backward(wrapped, [rehearsal], loss)
         wrapped.zero_grad(set_to_none=True)
         return wrapped
@@ -61,7 +66,7 @@ class DistributedDataParallel(Strategy):
         totals = gradient[:2] * self.data_parallel_size
         if self._running:
             parts = gradient[2:].split([b.numel() for b in self._running])
-            torch._foreach_copy_(self._running, [part.view_as(b) for part, b in zip(parts, self._running, strict=True)])
+            torch._foreach_copy_(self._running, [p.view_as(b) for p, b in zip(parts, self._running, strict=True)])
         self._ride.grad = None
         return totals
 

@@ -1,0 +1,127 @@
+"""A small GPT over the bytes of Python's own standard library: on every machine, and nothing to download.
+
+Sequences are whole lines, so their lengths differ: each example brings its own weights, one per byte.
+"""
+
+import hashlib
+import math
+import sysconfig
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainer import ResidentDataset, Trainer
+
+NEWLINE = 10
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+EVAL_EVERY = 20  # every twentieth file is held out
+
+
+@dataclass
+class Options:
+    context: int
+    width: int
+    layers: int
+    heads: int
+    dropout: float
+    files: int
+
+
+class Text(Trainer):
+    Options = Options
+
+    def build_dataset(self, split):
+        texts, digest = read_library(self.options.files)
+        chosen = [text for i, text in enumerate(texts) if (i % EVAL_EVERY == 0) == (split == "eval")]
+        sequences = [part for text in chosen for part in cut(text, self.options.context)]
+        tokens = torch.zeros(len(sequences), self.options.context, dtype=torch.uint8)
+        for row, part in zip(tokens, sequences, strict=True):
+            row[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+        lengths = torch.tensor([len(part) for part in sequences])
+        source = f"{sum(map(len, chosen)):,} bytes in {len(chosen)} files of Python's standard library"
+        return ResidentDataset(tokens, lengths, source=source, digest=digest)
+
+    def build_model(self):
+        return GPT(self.options)
+
+    def split_batch(self, batch):
+        """Inputs (batch, context): the bytes before; targets: the bytes, and which of them are there."""
+        tokens, lengths = batch[0].long(), batch[1]
+        before = F.pad(tokens[:, :-1], (1, 0), value=NEWLINE)
+        is_there = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+        return before, (tokens, is_there)
+
+    def loss(self, outputs, targets):
+        tokens, is_there = targets
+        values = F.cross_entropy(outputs.transpose(1, 2), tokens, reduction="none")
+        return values, is_there.to(values.dtype)
+
+    def metrics(self, outputs, targets):
+        tokens, is_there = targets
+        hits = (outputs.argmax(2) == tokens).double()
+        return {"accuracy": (hits, is_there.double())}
+
+    def summarize(self, means):
+        return {"bits_per_byte": means["loss"] / math.log(2)}
+
+
+@cache
+def read_library(count: int) -> tuple[list[bytes], str]:
+    """The first `count` files of the standard library in the order of their paths, and the SHA-256 of them all."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = (path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts))
+    texts = [path.read_bytes() for path in sorted(paths, key=lambda p: p.relative_to(root).as_posix())[:count]]
+    return texts, hashlib.sha256(b"".join(texts)).hexdigest()
+
+
+def cut(text: bytes, context: int) -> list[bytes]:
+    """Whole lines together up to `context` bytes; a longer line is broken."""
+    pieces = [line[i : i + context] for line in text.splitlines(True) for i in range(0, len(line), context)]
+    sequences = [b""]
+    for piece in pieces:
+        if len(sequences[-1]) + len(piece) > context:
+            sequences.append(b"")
+        sequences[-1] += piece
+    return [sequence for sequence in sequences if sequence]
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP: (batch, context, width) to the same."""
+
+    def __init__(self, options: Options):
+        super().__init__()
+        width, self.heads, self.dropout = options.width, options.heads, options.dropout
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, context, width = x.shape
+        parts = self.attend(self.norm_1(x)).view(batch, context, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self._drop(self.project(mixed.transpose(1, 2).reshape(batch, context, width)))
+        return x + self._drop(self.mlp(self.norm_2(x)))
+
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+
+class GPT(nn.Module):
+    """Bytes (batch, context) to logits (batch, context, 256), after nanoGPT (A. Karpathy)."""
+
+    def __init__(self, options: Options):
+        super().__init__()
+        self.token = nn.Embedding(256, options.width)
+        self.position = nn.Parameter(torch.randn(options.context, options.width) * 0.02)
+        self.blocks = nn.Sequential(*[Block(options) for _ in range(options.layers)])
+        self.norm = nn.LayerNorm(options.width)
+        nn.init.normal_(self.token.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.blocks(self.token(tokens) + self.position)
+        return self.norm(x) @ self.token.weight.T

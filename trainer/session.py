@@ -1,0 +1,306 @@
+"""What `fit` and `evaluate` stand on while they run: data, model, strategy, optimizers, record."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from trainer import checkpoint, report, rundir
+from trainer.config import Config
+from trainer.data.loaders import check_dataset, index_device, open_loader
+from trainer.data.order import BatchPlan, EpochSampler, FixedSampler, ShardSampler, check_batch
+from trainer.data.randomness import Random, seed_layers
+from trainer.distributed.group import Group, choose_backend
+from trainer.distributed.signals import OneStepLate, StopRequest
+from trainer.distributed.world import World
+from trainer.errors import CheckpointError, ConfigError
+from trainer.means import Means, Objective, Values
+from trainer.precision import Precision
+from trainer.strategy import Strategy, build_strategy
+from trainer.strategy.base import MicroBatch, remember_options
+from trainer.writers import Writer, open_writer
+
+Split = Literal["train", "eval"]
+
+
+class Task(Protocol):
+    """What a session asks of a Trainer."""
+
+    config: Config
+    world: World
+    model: nn.Module
+    step: int
+
+    def build_model(self) -> nn.Module: ...
+    def build_dataset(self, split: Split) -> Dataset | None: ...
+    def loss(self, outputs: Any, targets: Any) -> Values: ...
+    def augment(self, inputs: Any, targets: Any, random: Random, train: bool) -> tuple[Any, Any]: ...
+    def split_batch(self, batch: Any) -> tuple[Any, Any]: ...
+    def build_optimizer(self, model: nn.Module) -> Optimizer | list[Optimizer]: ...
+    def build_schedule(self, num_steps: int) -> Callable[[int], float]: ...
+
+
+@dataclass
+class Progress:
+    """What a run has reached beside its step; saved with it."""
+
+    evaluated: int = -1
+    metrics: dict[str, float] = field(default_factory=dict)
+    best: float | None = None
+    best_step: int | None = None
+
+
+class Stopwatch:
+    """Seconds that count as training: evaluating and saving do not."""
+
+    def __init__(self) -> None:
+        self._paused = 0.0
+
+    def read(self) -> float:
+        return time.monotonic() - self._paused
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        begun = time.monotonic()
+        yield
+        self._paused += time.monotonic() - begun
+
+
+class Session:
+    """Built by every rank alike: first what may fail on one of them alone, then what needs all of them."""
+
+    plan: BatchPlan
+    sampler: EpochSampler
+    shard: ShardSampler
+    objective: Objective
+    wrapped: nn.Module
+    schedule: Callable[[int], float]
+    verdict: torch.Tensor
+
+    def __init__(self, task: Task, group: Group, stop: StopRequest):
+        self.task, self.group, self.stop = task, group, stop
+        self.config, self.world = task.config, task.world
+        self.threads = self.world.divide_threads()
+        precision = Precision(self.config.strategy.precision, self.world.device)
+        self.strategy: Strategy = build_strategy(self.config.strategy, self.world, precision)
+        self.precision = precision
+        self.writer, self.directory = Writer(), Path()
+        self.datasets: dict[str, Any] = {}
+        self.loaders: dict[str, Any] = {}
+        self.optimizers: list[Optimizer] = []
+        self.means, self.verdicts = Means(), OneStepLate()
+        self.progress, self.watch = Progress(), Stopwatch()
+        self.num_steps = self.first_step = self.num_skipped = 0
+        self.is_stopped = False
+
+    def build_training(self, origin: rundir.Origin) -> None:
+        """Everything up to the first step, restored from `origin`."""
+        with self.group.agreed("building data and model"):
+            self._open_train()
+            self._open_eval()
+            self._build_model()
+        self._wrap()
+        manifest, skipped = self.restore(origin)
+        self._open_record(origin, manifest, skipped)
+
+    def build_evaluation(self, origin: rundir.Origin) -> None:
+        with self.group.agreed("building data and model"):
+            self._open_eval()
+            self._build_model()
+        self.strategy.place(self.task.model)
+        self.restore(origin)
+
+    def prepare(self, batch: Any, indices: torch.Tensor, split: Split, epoch: int) -> MicroBatch:
+        """(inputs, targets) of a micro-batch: split, augmented, in the dtype of the weights."""
+        inputs, targets = self.task.split_batch(batch)
+        random = Random(self.config.run.seed, split, epoch, indices)
+        return self.precision.cast(tuple(self.task.augment(inputs, targets, random, split == "train")))
+
+    def set_rates(self, factor: float) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial"]["lr"] * factor
+
+    # Data and model ---------------------------------------------------------------------------------------------------
+
+    def _open_train(self) -> None:
+        config, device = self.config, self.world.device
+        data: Any = self.task.build_dataset("train")
+        self.datasets["train"] = data
+        num_examples = check_dataset(data, "train", config.data.path)
+        if config.data.global_batch > num_examples:
+            given = f"data.global_batch={config.data.global_batch}"
+            raise ConfigError(f"{given}: must be at most the {num_examples} training examples")
+        ranks, rank = self.strategy.data_parallel_size, self.strategy.data_parallel_rank
+        micro_batch = check_batch(config.data.global_batch, config.data.micro_batch, ranks)
+        self.plan = BatchPlan(num_examples, config.data.global_batch, micro_batch, ranks)
+        beside = index_device(data, config.data.path, device)
+        self.sampler = EpochSampler(self.plan, config.run.seed, rank, beside)
+        self.loaders["train"] = open_loader(data, self.sampler, config.data, config.run.seed, "train", device)
+        self.num_steps = config.run.steps or config.run.epochs * self.plan.steps_per_epoch
+        self.schedule = self.task.build_schedule(self.num_steps)
+
+    def _open_eval(self) -> None:
+        config, device = self.config, self.world.device
+        data = self.task.build_dataset("eval")
+        if data is None:
+            return
+        self.datasets["eval"] = data
+        ranks, rank = self.strategy.data_parallel_size, self.strategy.data_parallel_rank
+        default = check_batch(config.data.global_batch, config.data.micro_batch, ranks)
+        num_examples = check_dataset(data, "eval", config.data.path)
+        beside = index_device(data, config.data.path, device)
+        self.shard = ShardSampler(num_examples, config.eval.micro_batch or default, rank, ranks, beside)
+        self.loaders["eval"] = open_loader(data, self.shard, config.data, config.run.seed, "eval", device)
+
+    def _build_model(self) -> None:
+        torch.manual_seed(self.config.run.seed)
+        model = self.task.build_model()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"build_model returned a {type(model).__name__}: must be a torch.nn.Module")
+        self.task.model = self.wrapped = model.train()
+
+    def _wrap(self) -> None:
+        """Wrap the model around a rehearsed micro-batch, then build what needs its parameters."""
+        config, model = self.config, self.task.model
+        ranks = self.strategy.data_parallel_size
+        self.objective = Objective(self.task.loss, self.means, config.data.global_batch, ranks)
+        first, here = FixedSampler([next(iter(self.sampler))]), replace(config.data, workers=0)
+        loader = open_loader(self.datasets["train"], first, here, config.run.seed, "train", self.world.device)
+        self.wrapped = self.strategy.wrap(model, self.prepare(*next(iter(loader)), "train", 0), self.objective)
+        self.objective.elements = int(self.group.share_text(str(self.objective.elements)))
+        self.means.clear()
+        built = self.task.build_optimizer(model)
+        self.optimizers = built if isinstance(built, list) else [built]
+        for optimizer in self.optimizers:
+            remember_options(optimizer)
+
+    # State ------------------------------------------------------------------------------------------------------------
+
+    def save(self) -> Path:
+        """Publish the state after the task's step; one that is published already is left as it is. A collective."""
+        step, progress = self.task.step, self.progress
+        path = self.directory / "checkpoints" / f"step-{step:08d}"
+        state = self.strategy.state_dict(self.wrapped, self.optimizers)
+        rows = self.means.reduced(self.group)
+        parts = {
+            "model.pt": state["model"],
+            "training.pt": {
+                "optimizers": state["optimizers"],
+                "rows": rows,
+                "elements": self.objective.elements,
+                "progress": asdict(progress),
+            },
+        }
+        metrics = progress.metrics if progress.evaluated == step else {}
+        facts = {
+            "config": self.config.flat(),
+            "data": self._data_facts(),
+            "world_size": self.world.world_size,
+            "metrics": metrics,
+            "metric": metrics.get(self.config.checkpoint.metric),
+        }
+        with self.group.agreed("saving a checkpoint"):
+            if not path.exists():
+                self.writer.save(step, parts, facts, self.config.checkpoint)
+        return path
+
+    def restore(self, origin: rundir.Origin) -> tuple[dict[str, Any] | None, list[str]]:
+        """Rank 0 reads and verifies, all ranks load the same bytes. The manifest, and a line for each one skipped.
+
+        No manifest means a fresh start. Raises CheckpointError for another model, optimizer or data set.
+        """
+        found: checkpoint.Loaded | None = None
+        skipped: list[str] = []
+        with self.group.agreed("reading the checkpoint"):
+            if self.world.rank == 0:
+                found, skipped = rundir.read(origin)
+        manifest = json.loads(self.group.share_text(json.dumps(found.manifest if found else None)))
+        if manifest is None:
+            return None, skipped
+        state = {}
+        for name in sorted(manifest["files"]):
+            data = self.group.share_bytes(found.files[name] if found else None)
+            state[name] = checkpoint.unpack(data, torch.device("cpu"))
+        training = state["training.pt"]
+        if self.optimizers:
+            self._check_data(manifest["data"])
+            self.means.load(training["rows"])
+            self.objective.elements = training["elements"]
+            self.progress = Progress(**training["progress"])
+        loaded = {"model": state["model.pt"], "optimizers": training["optimizers"]}
+        self.strategy.load_state_dict(self.wrapped, self.optimizers, loaded)
+        self.task.step = manifest["step"]
+        return manifest, skipped
+
+    def _data_facts(self) -> dict[str, dict[str, Any]]:
+        sets = self.datasets.items()
+        return {split: {"length": len(data), "digest": getattr(data, "digest", "")} for split, data in sets}
+
+    def _check_data(self, theirs: dict[str, dict[str, Any]]) -> None:
+        ours, advice = self._data_facts(), "resume with the same data, or start a new run"
+        for split, facts in theirs.items():
+            for name, value in facts.items():
+                given = ours.get(split, {}).get(name)
+                if given != value:
+                    raise CheckpointError(
+                        f"the {split} data has {name} {given}, the run to resume had {value}: {advice}"
+                    )
+
+    # Record -----------------------------------------------------------------------------------------------------------
+
+    def _open_record(self, origin: rundir.Origin, manifest: dict[str, Any] | None, skipped: list[str]) -> None:
+        step = self.first_step = self.task.step
+        directory, recorded = None, "{}"
+        with self.group.agreed("making the run directory"):
+            if self.world.rank == 0:
+                directory = str(rundir.create(self.config, origin, step))
+                recorded = json.dumps(rundir.recorded(Path(directory), step))
+        self.directory = Path(self.group.share_text(directory))
+        if metrics := json.loads(self.group.share_text(recorded)):
+            self.progress.metrics, self.progress.evaluated = metrics, step
+        self.writer = open_writer(self.world.rank, self.directory, step, manifest is not None)
+        self._announce(manifest, skipped)
+
+    def _announce(self, manifest: dict[str, Any] | None, skipped: list[str]) -> None:
+        ranks = self.group.gather_text(report.describe_rank(self.world))
+        self.writer.table(report.RANK_COLUMNS, report.rank_rows(ranks))
+        backend = choose_backend(self.config.dist, self.world)
+        lines = [report.layout(self.config, self.world, backend, self.threads)]
+        lines += report.arithmetic(self.config, self.plan, self.num_steps)
+        lines += [report.describe_data(split, data) for split, data in self.datasets.items()]
+        lines += [report.describe_model(self.task.model), f"run directory: {self.directory}", *skipped]
+        if manifest is not None:
+            lines += report.resumed(self.config, manifest, self.first_step, self.num_steps)
+        else:
+            self.writer.hyper_parameters(self.config.flat())
+        for line in lines:
+            self.writer.say(line)
+
+
+class Share:
+    """This rank's micro-batches of one step, prepared one by one as they are taken."""
+
+    def __init__(self, session: Session, epoch: int, batches: list[tuple[Any, torch.Tensor]]):
+        self.session, self.epoch, self.batches = session, epoch, batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        session = self.session
+        first = session.strategy.data_parallel_rank * len(self.batches)
+        for number, (batch, indices) in enumerate(self.batches, first):
+            prepared = session.prepare(batch, indices, "train", self.epoch)
+            seed_layers(session.config.run.seed, session.task.step, number, session.world.device)
+            yield prepared
