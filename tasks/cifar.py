@@ -18,19 +18,16 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 LOSS_BATCH = 2000  # the paper sums its loss over 2,000 examples, ours is a mean: its SGD rates take that factor
 
 
-@dataclass
-class Options:
-    data: Literal["auto", "full", "bundled"]
-    root: str
-    widths: list[int]
-    norm: Literal["batch", "none"]
-    bias_lr: float
-    head_lr: float
-    label_smoothing: float
-
-
 class Cifar(Trainer):
-    Options = Options
+    @dataclass
+    class Options:
+        data: Literal["auto", "full", "bundled"]
+        root: str
+        widths: list[int]
+        norm: Literal["batch", "none"]
+        bias_lr: float
+        head_lr: float
+        label_smoothing: float
 
     def build_dataset(self, split):
         images, labels, source = load(split, self.options.data, self.options.root)
@@ -52,7 +49,7 @@ class Cifar(Trainer):
         return images.permute(0, 2, 3, 1)[batch, rows[:, :, None], columns[:, None]].permute(0, 3, 1, 2), targets
 
     def loss(self, outputs, targets):
-        smoothing = self.options.label_smoothing if self.model.training else 0.0
+        smoothing = self.options.label_smoothing * self.model.training
         return F.cross_entropy(outputs, targets, label_smoothing=smoothing, reduction="none")
 
     def metrics(self, outputs, targets):
@@ -61,11 +58,11 @@ class Cifar(Trainer):
     def build_optimizer(self, model):
         if not self.config.optim["_target_"].endswith(".Muon"):
             return super().build_optimizer(model)
-        trained, options = [p for p in model.parameters() if p.requires_grad], self.options
-        groups = [
-            {"params": [p for p in trained if p.dim() == dim], "lr": lr * LOSS_BATCH, "weight_decay": 2e-6 / lr}
-            for dim, lr in ((1, options.bias_lr), (2, options.head_lr))
-        ]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        groups = []
+        for dim, lr in ((1, self.options.bias_lr), (2, self.options.head_lr)):
+            params = [p for p in trained if p.dim() == dim]
+            groups.append({"params": params, "lr": lr * LOSS_BATCH, "weight_decay": 2e-6 / lr})
         arguments = {name: value for name, value in self.config.optim.items() if name != "_target_"}
         muon = Muon([p for p in trained if p.dim() == 4], **arguments)
         return [muon, torch.optim.SGD(groups, momentum=0.85, nesterov=True, fused=True)]
@@ -74,12 +71,10 @@ class Cifar(Trainer):
 @cache
 def load(split: str, data: str, root: str) -> tuple[torch.Tensor, torch.Tensor, str]:
     """uint8 images (N, 3, 32, 32), int64 labels (N,), and where they come from."""
-    train, test = slice(0, -1), slice(-1, None)
     files = [Path(root) / f"{name}.bin" for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")]
     missing = [file.name for file in files if not file.is_file()]
     if missing and data == "full":
-        allowed = "give the folder of the official binary layout, or task.options.data=bundled"
-        raise ConfigError(f"task.options.root={root}: has no {missing[0]}; {allowed}")
+        raise ConfigError(f"task.options.root={root}: has no {missing[0]}; task.options.data=bundled needs none")
     if missing or data == "bundled":
         raw = torch.frombuffer(bytearray(zlib.decompress(BUNDLED.read_bytes())), dtype=torch.uint8)
         images = raw[6000:].view(6, 1000, 3, 32, 32).cumsum(3, dtype=torch.uint8).cumsum(4, dtype=torch.uint8)
@@ -89,7 +84,7 @@ def load(split: str, data: str, root: str) -> tuple[torch.Tensor, torch.Tensor, 
         raw = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
         raw, source = raw.view(6, 10000, 3073), f"the full CIFAR-10 in {root}"
         labels, images = raw[..., 0], raw[..., 1:].unflatten(2, (3, 32, 32))
-    part = train if split == "train" else test
+    part = slice(-1) if split == "train" else slice(-1, None)
     return images[part].flatten(0, 1), labels[part].flatten().long(), source
 
 
@@ -99,13 +94,19 @@ def normalize(images: torch.Tensor) -> torch.Tensor:
 
 
 class Net(nn.Module):
-    """Images (N, 3, 32, 32) to logits (N, 10). In evaluation the mean over the image and its mirror."""
+    """Images (N, 3, 32, 32) to logits (N, 10); in evaluation the mean over the image and its mirror.
+
+    The first layer whitens 2x2 patches of `images`: eigenvectors of their covariance over the deviations, and negated.
+    """
 
     def __init__(self, widths: list[int], has_norm: bool, images: torch.Tensor):
         super().__init__()
+        patches = images.double().unfold(2, 2, 1).unfold(3, 2, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, 12)
+        values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
+        filters = (vectors / torch.sqrt(values + 5e-4)).T.flip(0).reshape(12, 3, 2, 2).float()
         self.whiten = nn.Conv2d(3, 24, 2)
-        self.whiten.weight = nn.Parameter(whitening(images), requires_grad=False)
-        nn.init.zeros_(self.whiten.bias)
+        self.whiten.weight = nn.Parameter(torch.cat([filters, -filters]), requires_grad=False)
+        self.whiten.bias.data.zero_()
         conv = partial(nn.Conv2d, kernel_size=3, padding=1, bias=False)
         norm = partial(nn.BatchNorm2d, eps=1e-12, momentum=0.4) if has_norm else nn.Identity
         layers: list[nn.Module] = [nn.GELU()]
@@ -128,14 +129,6 @@ class Net(nn.Module):
         return sum(logits) / (len(views) * self.head.in_features)
 
 
-def whitening(images: torch.Tensor) -> torch.Tensor:
-    """Filters (24, 3, 2, 2): eigenvectors of the covariance of 2x2 patches over their deviations, plus and minus."""
-    patches = images.double().unfold(2, 2, 1).unfold(3, 2, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, 12)
-    values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
-    filters = (vectors / torch.sqrt(values + 5e-4)).T.flip(0).reshape(12, 3, 2, 2)
-    return torch.cat([filters, -filters]).float()
-
-
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised by Newton-Schulz, for filters of norm sqrt(out channels) (Jordan, 2024)."""
 
@@ -148,16 +141,10 @@ class Muon(torch.optim.Optimizer):
             for weight in (p for p in group["params"] if p.grad is not None):
                 momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
                 momentum.mul_(group["momentum"]).add_(weight.grad)
-                update = weight.grad + group["momentum"] * momentum
+                x = (weight.grad + group["momentum"] * momentum).flatten(1)
+                x = (x / (x.norm() + 1e-7)).to(torch.bfloat16 if x.dtype == torch.float32 else x.dtype)
+                for _ in range(group["iterations"]):  # towards the nearest half-orthogonal matrix
+                    gram = x @ x.T
+                    x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
                 weight.mul_(len(weight) ** 0.5 / weight.norm())
-                weight.sub_(group["lr"] * orthogonal(update.flatten(1), group["iterations"]).view_as(weight))
-
-
-def orthogonal(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
-    """Roughly the nearest half-orthogonal matrix: a quintic iteration, in bfloat16 where the weights are fp32."""
-    x = matrix.bfloat16() if matrix.dtype == torch.float32 else matrix
-    x = x / (x.norm() + 1e-7)
-    for _ in range(iterations):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.to(matrix.dtype)
+                weight.sub_(group["lr"] * x.to(weight.dtype).view_as(weight))
