@@ -125,19 +125,15 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Run a block and put the model's buffers back; gradients are dropped. Yields each buffer's version before."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers() if not _is_lazy(buffer)}
-    yield {name: buffer._version for name, buffer in model.named_buffers()}
+def untouched(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Run a block, then put the model's buffers back and drop its gradients. Yields the buffers as they were."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers() if not nn.parameter.is_lazy(buffer)}
+    yield before
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name in before:
                 buffer.copy_(before[name])
     model.zero_grad(set_to_none=True)
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    return nn.parameter.is_lazy(tensor)
 
 
 def _check_model(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -29,10 +30,9 @@ class DistributedDataParallel(Strategy):
     def wrap(self, model: nn.Module, rehearsal: MicroBatch, loss: Loss) -> nn.Module:
         self.place(model)
         self._running: list[torch.Tensor] = []
-        with untouched(self.module) as versions, torch.no_grad(), self.precision.autocast():
+        with untouched(self.module) as before, torch.no_grad(), self.precision.autocast():
             loss(call(self.module, rehearsal[0]), rehearsal[1])
-            floating = [(name, b) for name, b in self.module.named_buffers() if b.is_floating_point()]
-            self._running = [b for name, b in floating if b._version != versions[name]]
+            self._running = self._changed(before)
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]  # lazy modules know them now
         carrier = _Carrier(self.module, 2 + sum(b.numel() for b in self._running))
         self._ride = carrier.ride
@@ -57,6 +57,14 @@ class DistributedDataParallel(Strategy):
                     carried = torch.cat([carried, *(b.detach().flatten() for b in self._running)])
                 (scaled + (ride[: len(carried)] * carried).sum()).backward()
         return self._unload()
+
+    def _changed(self, before: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The floating buffers that a forward pass changed on any rank: running statistics, and not constants."""
+        buffers = {name: b for name, b in self.module.named_buffers() if b.is_floating_point()}
+        flags = [name not in before or not torch.equal(b, before[name]) for name, b in buffers.items()]
+        agreed = torch.tensor(flags, dtype=torch.uint8, device=self.world.device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        return [b for b, is_changed in zip(buffers.values(), agreed.tolist(), strict=True) if is_changed]
 
     @torch.no_grad()
     def _unload(self) -> torch.Tensor:

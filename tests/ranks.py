@@ -1,0 +1,54 @@
+"""Several real ranks in one test: forked, over gloo, each runs the same body; what they return comes back in order."""
+
+import io
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LIMIT_S = 120
+
+
+def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """`body(*arguments)` on `size` ranks under the environment that torchrun would set; their results by rank.
+
+    Raises AssertionError with the traceback of the first rank that failed.
+    """
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    children = [_fork(rank, size, server.port, body, arguments) for rank in range(size)]
+    outcomes = []
+    for pid, pipe in children:
+        with os.fdopen(pipe, "rb") as stream:
+            data = stream.read()
+        os.waitpid(pid, 0)
+        outcomes.append(torch.load(io.BytesIO(data), weights_only=False) if data else (False, f"process {pid} died"))
+    for rank, (is_good, value) in enumerate(outcomes):
+        assert is_good, f"rank {rank} of {size}:\n{value}"
+    return [value for _, value in outcomes]
+
+
+def _fork(rank: int, size: int, port: int, body: Callable[..., Any], arguments: tuple) -> tuple[int, int]:
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        os.close(writer)
+        return pid, reader
+    os.close(reader)
+    signal.alarm(LIMIT_S)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    try:
+        outcome = (True, body(*arguments))
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    buffer = io.BytesIO()
+    torch.save(outcome, buffer)
+    with os.fdopen(writer, "wb") as stream:
+        stream.write(buffer.getvalue())
+    os._exit(0)

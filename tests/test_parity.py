@@ -1,0 +1,118 @@
+"""One run, any layout: fifty steps agree with one process, and a planted error does not pass."""
+
+import pytest
+import torch
+from tiny import fit_on, relative_distance
+
+from trainer.means import Objective
+
+FIFTY = ["experiment=parity"]
+TEXT = [
+    *("task=text", "task.options.context=32", "task.options.width=32", "task.options.layers=2"),
+    *("task.options.heads=2", "task.options.files=10", "data.global_batch=22", "optim.lr=0.003", *FIFTY),
+]
+PLAIN_TEXT = [*TEXT, "task.options.dropout=0.0"]
+DROPOUT_TEXT = [*TEXT, "task.options.dropout=0.1", "data.global_batch=20", "data.micro_batch=5"]
+CIFAR = [
+    *("task=cifar", "task.options.data=bundled", "task.options.norm=none", "task.options.widths=[16,32,32]"),
+    *("task.options.label_smoothing=0", "optim=adamw", "optim.lr=0.003", "schedule=constant", "data.global_batch=22"),
+    *FIFTY,
+]
+TINY = ["task=tiny", "task.options.weights=true", "optim.lr=0.3", *FIFTY]
+
+LAYOUTS = {
+    "ddp x 2": (2, []),
+    "ddp x 3": (3, []),
+    "ddp x 2, accumulation 2": (2, ["data.micro_batch=6"]),
+    "accumulation 4": (1, ["data.micro_batch=6"]),
+    "single": (1, ["strategy=single", "strategy.precision=fp64"]),
+    "streamed, no workers": (2, ["data.path=streamed"]),
+    "streamed, 3 workers": (2, ["data.path=streamed", "data.workers=3"]),
+}
+SAME_MICRO_BATCH = {
+    "ddp x 2": (2, []),
+    "ddp x 4": (4, []),
+    "streamed, 3 workers": (2, ["data.path=streamed", "data.workers=3"]),
+}
+
+
+def check_parity(reference, other, tolerance=1e-10, weights_tolerance=1e-10):
+    assert other["seen"] == reference["seen"], "other examples"
+    assert len(reference["losses"]) == 50
+    for step, loss in reference["losses"].items():
+        assert abs(other["losses"][step] - loss) <= tolerance * abs(loss), f"loss of step {step}"
+    for name, tensor in reference["weights"].items():
+        if weights_tolerance is not None:
+            assert relative_distance(tensor, other["weights"][name]) <= weights_tolerance, name
+    for name, value in reference["metrics"].items():
+        assert abs(other["metrics"][name] - value) <= max(tolerance, 1e-10) * abs(value), name
+    losses = list(reference["losses"].values())
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5]), "the loss did not fall, so nothing is shown"
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """The run of one process for a recipe, made once."""
+    made: dict[tuple, dict] = {}
+
+    def get(recipe):
+        key = tuple(recipe)
+        if key not in made:
+            made[key] = fit_on(1, tmp_path_factory.mktemp("one"), *recipe)
+        return made[key]
+
+    return get
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recipe", [PLAIN_TEXT, CIFAR, TINY], ids=["text", "cifar", "tiny"])
+def test_run_does_not_depend_on_layout(recipe, layout, references, tmp_path):
+    ranks, overrides = LAYOUTS[layout]
+    check_parity(references(recipe), fit_on(ranks, tmp_path, *recipe, *overrides))
+
+
+@pytest.mark.parametrize("layout", SAME_MICRO_BATCH)
+def test_dropout_does_not_depend_on_layout_at_equal_micro_batch(layout, references, tmp_path):
+    ranks, overrides = SAME_MICRO_BATCH[layout]
+    check_parity(references(DROPOUT_TEXT), fit_on(ranks, tmp_path, *DROPOUT_TEXT, *overrides))
+
+
+@pytest.mark.parametrize("layout", ["ddp x 2", "ddp x 3", "ddp x 2, accumulation 2"])
+def test_losses_in_fp32_agree_to_a_thousandth(layout, references, tmp_path):
+    recipe = [*PLAIN_TEXT, "strategy.precision=fp32"]
+    ranks, overrides = LAYOUTS[layout]
+    check_parity(references(recipe), fit_on(ranks, tmp_path, *recipe, *overrides), 1e-3, None)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("recipe", [PLAIN_TEXT, CIFAR, TINY], ids=["text", "cifar", "tiny"])
+def test_mean_of_the_ranks_means_is_found(recipe, ranks, references, tmp_path, monkeypatch):
+    """The planted error: each rank divides by what it has itself. Equal shares of equal weight cannot show it."""
+
+    def own_mean(self, outputs, targets):
+        scaled, carried = right(self, outputs, targets)
+        nominal = self._global_batch * self.elements
+        return scaled * nominal / (carried[0] * self._ranks), carried
+
+    right = Objective.__call__
+    reference = references(recipe)
+    monkeypatch.setattr(Objective, "__call__", own_mean)
+    monkeypatch.setattr(Objective, "factor", lambda self, totals: None)
+    if ranks == 2 and recipe is CIFAR:
+        check_parity(reference, fit_on(ranks, tmp_path, *recipe))  # 11 and 11 images weigh the same
+        return
+    with pytest.raises(AssertionError, match="loss of step"):
+        check_parity(reference, fit_on(ranks, tmp_path, *recipe))
+
+
+def test_user_dataset_draws_the_same_noise_in_any_worker(references, tmp_path):
+    recipe = ["task=items", "optim.lr=0.3", *FIFTY]
+    for number, (ranks, workers) in enumerate([(1, 2), (2, 0), (3, 2)]):
+        other = fit_on(ranks, tmp_path / str(number), *recipe, f"data.workers={workers}")
+        check_parity(references(recipe), other)
+
+
+def test_running_statistics_are_the_ranks_mean_after_every_step(tmp_path):
+    recipe = ["task=tiny", "task.options.norm=true", "run.steps=7"]
+    two = fit_on(2, tmp_path, *recipe)  # fit_on compares the ranks, buffers included
+    assert torch.isfinite(two["weights"]["1.running_mean"]).all() and two["weights"]["1.num_batches_tracked"] == 7
