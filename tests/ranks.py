@@ -1,17 +1,20 @@
 """Several real ranks in one test: forked, over gloo, each runs the same body; what they return comes back in order."""
 
+import faulthandler
 import io
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+import hydra  # noqa: F401  # before the forks, so that no child imports it again
+import rich.progress  # noqa: F401
 import torch
 import torch.distributed as dist
+import torch.utils.tensorboard
 
-LIMIT_S = 120
+LIMIT_S = 60
 
 
 def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -40,7 +43,7 @@ def _fork(rank: int, size: int, port: int, body: Callable[..., Any], arguments: 
         os.close(writer)
         return pid, reader
     os.close(reader)
-    signal.alarm(LIMIT_S)
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # a hang says where it hangs
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     try:

@@ -125,7 +125,8 @@ def _record(trainer: Trainer, seen: list[list[int]]) -> None:
 def fit_on(ranks: int, folder: Path, *overrides: str, task: type[Trainer] | None = None) -> dict[str, Any]:
     """`fit` on several ranks: rank 0's view, with the examples of all ranks joined step by step."""
     results = on_ranks(ranks, lambda: fit(folder, *overrides, task=task))
-    joined = [sum(parts, []) for parts in zip(*(r["seen"] for r in results), strict=True)]
+    steps = zip(*(r["seen"] for r in results), strict=True)
+    joined = [[index for part in parts for index in part] for parts in steps]
     for other in results[1:]:
         for name, tensor in other["weights"].items():
             assert torch.equal(tensor, results[0]["weights"][name]), f"{name} differs between ranks"

@@ -261,7 +261,7 @@ class Session:
 
     def _open_record(self, origin: rundir.Origin, manifest: dict[str, Any] | None, skipped: list[str]) -> None:
         step = self.first_step = self.task.step
-        directory, recorded = None, "{}"
+        directory, recorded = "", "{}"
         with self.group.agreed("making the run directory"):
             if self.world.rank == 0:
                 directory = str(rundir.create(self.config, origin, step))

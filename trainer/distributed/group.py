@@ -46,9 +46,10 @@ class Group:
         return tensor.tolist()
 
     def share_bytes(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes, on every rank."""
+        """Rank 0's bytes, on every rank; what the others pass is ignored."""
         if self.world.world_size == 1:
             return data or b""
+        data = data if self.world.rank == 0 else None
         device = self._wire_device()
         size = torch.tensor([len(data or b"")], device=device)
         dist.broadcast(size, 0)
@@ -58,9 +59,9 @@ class Group:
         dist.broadcast(buffer, 0)
         return buffer.cpu().numpy().tobytes()
 
-    def share_text(self, text: str | None) -> str:
-        """Rank 0's text, on every rank."""
-        return self.share_bytes(None if text is None else text.encode()).decode()
+    def share_text(self, text: str) -> str:
+        """Rank 0's text, on every rank; what the others pass is ignored."""
+        return self.share_bytes(text.encode()).decode()
 
     def gather_text(self, text: str) -> list[str]:
         """The text of every rank, in rank order."""

@@ -1,0 +1,156 @@
+"""A stop and a resume change nothing: not a bit on the same layout, nothing but rounding on another."""
+
+import json
+
+import pytest
+import torch
+from ranks import on_ranks
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_parity import check_parity
+from tiny import CONF, fit, fit_on, newest
+
+from trainer import ConfigError, load_config
+from trainer.__main__ import load_task
+from trainer.checkpoint import unpack
+
+# BatchNorm, dropout, weights and momentum: all the state there is. Stopped between log points 10 and 15.
+RICH = [
+    *("task=tiny", "task.options.norm=true", "task.options.weights=true", "task.options.dropout=0.2"),
+    *("run.steps=30", "log.every_steps=5", "eval.every_steps=6", "run.clip_norm=0.5", "schedule=cosine"),
+]
+EVERY_10 = [
+    "checkpoint.every_steps=10",
+    "checkpoint.every_epochs=null",
+    "checkpoint.keep_last=3",
+    "checkpoint.keep_best=0",
+]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_resume_on_the_same_layout_gives_the_same_bits(ranks, optimizer, tmp_path):
+    recipe = [*RICH, f"optim={optimizer}", "strategy.precision=fp32"]
+    straight = fit_on(ranks, tmp_path / "straight", *recipe)
+    stopped = fit_on(ranks, tmp_path / "broken", *recipe, "task.options.signal_at=11")
+    assert stopped["code"] == 75 and 11 < stopped["step"] < 15
+    assert json.loads((stopped["directory"] / "exit.json").read_text())["code"] == 75
+    resumed = fit_on(ranks, tmp_path / "broken", *recipe, "run.resume=auto")
+    assert stopped["seen"] + resumed["seen"] == straight["seen"]
+    for name, tensor in straight["weights"].items():
+        assert torch.equal(tensor, resumed["weights"][name]), name
+    assert resumed["record"] == straight["record"]
+    ours, theirs = (newest(run["directory"]).files["training.pt"] for run in (straight, resumed))
+    assert optimizer_state(ours) == optimizer_state(theirs)
+
+
+def optimizer_state(data):
+    states = [optimizer["state"] for optimizer in unpack(data, torch.device("cpu"))["optimizers"]]
+    return [(name, key, torch.as_tensor(v).tolist()) for s in states for name, e in s.items() for key, v in e.items()]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 1)])
+def test_resume_on_another_number_of_ranks_is_parity(before, after, tmp_path):
+    recipe = ["task=tiny", "experiment=parity", "task.options.weights=true", "optim.lr=0.3"]
+    straight = fit_on(1, tmp_path / "straight", *recipe)
+    stopped = fit_on(before, tmp_path / "broken", *recipe, "task.options.signal_at=17")
+    resumed = fit_on(after, tmp_path / "broken", *recipe, "run.resume=auto")
+    check_parity(straight, {**resumed, "seen": stopped["seen"] + resumed["seen"]})
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streamed_resume_gives_the_same_bits(workers, tmp_path):
+    recipe = ["task=items", "run.steps=20", f"data.workers={workers}"]
+    straight = fit_on(2, tmp_path / "straight", *recipe)
+    stopped = fit_on(2, tmp_path / "broken", *recipe, "task.options.signal_at=11")
+    resumed = fit_on(2, tmp_path / "broken", *recipe, "run.resume=auto")
+    assert stopped["code"] == 75
+    for name, tensor in straight["weights"].items():
+        assert torch.equal(tensor, resumed["weights"][name]), name
+
+
+def test_every_step_stands_once_in_the_curves(tmp_path):
+    fit_on(2, tmp_path, *RICH, "checkpoint.every_steps=4", "task.options.signal_at=11")
+    with open(tmp_path / "tiny/run/metrics.jsonl", "a") as file:
+        file.write('{"step": 20, "train/loss": 7.0}\n{"step": 2')  # as after a kill: later steps, half a line
+    run = fit_on(2, tmp_path, *RICH, "run.resume=auto")
+    names = [(entry["step"], name) for entry in run["record"] for name in entry if name != "step"]
+    assert len(names) == len(set(names))
+    board = EventAccumulator(str(run["directory"] / "tensorboard"), {"scalars": 0})
+    board.Reload()
+    for tag in ("train/loss", "optim/lr", "eval/loss", "eval/accuracy"):
+        points = {(event.step, round(event.value, 4)) for event in board.Scalars(tag)}
+        assert points == {(e["step"], round(torch.tensor(e[tag]).item(), 4)) for e in run["record"] if tag in e}
+        assert len(points) == len(board.Scalars(tag)), tag
+
+
+def test_finished_run_started_again_does_nothing(tmp_path, capfd):
+    first = fit_on(2, tmp_path, *RICH)
+    again = fit_on(2, tmp_path, *RICH, "run.resume=auto")
+    assert again["seen"] == [] and again["record"] == first["record"] and again["code"] == 0
+    assert "nothing left to do" in capfd.readouterr().out
+
+
+def test_more_steps_go_on_and_say_what_changed(tmp_path, capfd):
+    fit_on(1, tmp_path, *RICH)
+    longer = fit_on(1, tmp_path, *RICH, "run.resume=auto", "run.steps=40", "optim.lr=0.05")
+    said = capfd.readouterr().out
+    assert longer["step"] == 40 and max(longer["losses"]) == 40
+    assert "run.steps: 30 -> 40" in said and "optim.lr: 0.1 -> 0.05" in said and "schedule is evaluated anew" in said
+    assert longer["record"][-1]["step"] == 40
+
+
+def test_corrupt_checkpoint_is_skipped_and_its_step_saved_anew(tmp_path, capfd):
+    recipe = [*RICH, *EVERY_10]
+    straight = fit_on(1, tmp_path, *recipe)
+    file = straight["directory"] / "checkpoints/step-00000030/model.pt"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    again = fit_on(1, tmp_path, *recipe, "run.resume=auto")
+    assert "skipped step-00000030" in capfd.readouterr().out
+    assert len(again["seen"]) == 10 and newest(again["directory"]).manifest["step"] == 30
+    for name, tensor in straight["weights"].items():
+        assert torch.equal(tensor, again["weights"][name]), name
+
+
+def test_branch_from_an_older_checkpoint_needs_a_new_name(tmp_path):
+    recipe = [*RICH, *EVERY_10]
+    straight = fit_on(1, tmp_path, *recipe)
+    old = straight["directory"] / "checkpoints/step-00000010"
+    with pytest.raises(ConfigError, match=r"its run went on to step 30; give run.name=<new>"):
+        refuse(tmp_path, "run.name=null", f"run.resume={old}")
+    branch = fit_on(1, tmp_path, *recipe, "run.name=branch", f"run.resume={old}")
+    assert len(branch["seen"]) == 20 and branch["directory"].name == "branch"
+    for name, tensor in straight["weights"].items():
+        assert torch.equal(tensor, branch["weights"][name]), name
+
+
+def refuse(folder, *overrides):
+    """Run the first gate in this process; no group is made."""
+    config = load_config([f"run.dir={folder}", "run.name=run", *RICH, *overrides], [CONF])
+    load_task(config)(config)._check(is_training=True)
+
+
+def test_what_the_samples_follow_from_cannot_change(tmp_path):
+    fit_on(1, tmp_path, *RICH)
+    for key, value, was in (("run.seed", 1, 0), ("data.global_batch", 20, 22)):
+        with pytest.raises(ConfigError, match=f"{key}={value}: the run to resume has {was}"):
+            refuse(tmp_path, "run.resume=auto", f"{key}={value}")
+    with pytest.raises(ConfigError, match="exists and is not being resumed"):
+        refuse(tmp_path)
+    with pytest.raises(ConfigError, match="no checkpoint there"):
+        refuse(tmp_path, f"run.resume={tmp_path}/nowhere")
+
+
+def refusal(folder, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        fit(folder, *RICH, "run.resume=auto", *overrides)
+    return str(caught.value)
+
+
+def test_checkpoint_of_another_model_or_other_data_is_refused_on_all_ranks(tmp_path):
+    fit_on(2, tmp_path, *RICH)
+    for line in on_ranks(2, refusal, tmp_path, "task.options.examples=204"):
+        assert line.startswith("the train data has length 204, the run to resume had 203")
+    for line in on_ranks(2, refusal, tmp_path, "task.options.norm=false"):
+        assert line.startswith("the checkpoint is of another model: 1.weight is not in the model built here")

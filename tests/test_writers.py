@@ -1,0 +1,155 @@
+"""Every step stands once per name in both records, also after a resume; off rank 0 nothing is written."""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from trainer import checkpoint
+from trainer.writers import open_writer
+
+KEEP: Any = SimpleNamespace(keep_last=1, keep_best=0, best_mode="min")
+
+
+def write(directory: Path, steps, value=float, begin: int = 0, is_resumed: bool = False) -> None:
+    writer = open_writer(0, directory, begin, is_resumed)
+    for step in steps:
+        writer.scalars(step, {"train/loss": value(step), "optim/lr": 0.1})
+    writer.close()
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_board(directory: Path, name: str) -> list[tuple[int, float]]:
+    board = EventAccumulator(str(directory / "tensorboard"))
+    board.Reload()
+    return [(event.step, event.value) for event in board.Scalars(name)]
+
+
+def begin_later(monkeypatch) -> None:
+    """What is opened from now on is a later process's: event files are read in the order of the time in their names."""
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 5)
+
+
+def test_scalars_are_one_line_with_the_names_of_tensorboard(tmp_path):
+    write(tmp_path, [1, 2])
+    assert lines(tmp_path) == [{"step": step, "train/loss": float(step), "optim/lr": 0.1} for step in (1, 2)]
+    assert read_board(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0)]
+
+
+def test_line_can_be_read_as_soon_as_it_is_written(tmp_path):
+    writer = open_writer(0, tmp_path, 0, False)
+    writer.scalars(1, {"train/loss": 0.5})
+    assert lines(tmp_path) == [{"step": 1, "train/loss": 0.5}]
+    writer.close()
+
+
+def test_resume_drops_lines_beyond_its_step(tmp_path):
+    write(tmp_path, range(1, 6))
+    write(tmp_path, range(4, 7), lambda step: 10.0 * step, begin=3, is_resumed=True)
+    assert [(line["step"], line["train/loss"]) for line in lines(tmp_path)] == [
+        *[(1, 1.0), (2, 2.0), (3, 3.0)],
+        *[(4, 40.0), (5, 50.0), (6, 60.0)],
+    ]
+
+
+@pytest.mark.parametrize("half", ['{"step": 3, "train/lo', "{", "7", "null", '{"step": null}', '{"train/loss": 1.0}'])
+def test_resume_drops_what_is_no_whole_line(half, tmp_path):
+    write(tmp_path, [1, 2])
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(half)
+    write(tmp_path, [3], begin=2, is_resumed=True)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+
+
+def test_resume_completes_a_whole_line_that_lacks_its_end(tmp_path):
+    write(tmp_path, [1, 2])
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().rstrip("\n"))
+    write(tmp_path, [3], begin=2, is_resumed=True)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+
+
+def test_resume_leaves_kept_lines_as_they_were(tmp_path):
+    write(tmp_path, [1, 2], lambda step: 0.1 + step)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    write(tmp_path, [], begin=2, is_resumed=True)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "tensorboard"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_value_that_is_no_number_becomes_null(value, tmp_path):
+    write(tmp_path, [1], lambda step: value)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train/loss": null, "optim/lr": 0.1}\n'
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path, monkeypatch):
+    write(tmp_path, range(1, 6))
+    begin_later(monkeypatch)
+    write(tmp_path, range(4, 7), lambda step: 10.0 * step, begin=3, is_resumed=True)
+    expected = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 50.0), (6, 60.0)]
+    assert read_board(tmp_path, "train/loss") == expected
+    begin_later(monkeypatch)
+    write(tmp_path, [5], lambda step: 100.0 * step, begin=4, is_resumed=True)
+    assert read_board(tmp_path, "train/loss") == [*expected[:4], (5, 500.0)]
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_resume_at_the_first_save_drops_nothing_before_it(tmp_path, monkeypatch):
+    write(tmp_path, [0, 1])
+    begin_later(monkeypatch)
+    write(tmp_path, [1], lambda step: 7.0, begin=0, is_resumed=True)
+    assert read_board(tmp_path, "train/loss") == [(0, 0.0), (1, 7.0)]
+
+
+def test_tensorboard_goes_on_after_a_record_that_was_cut_off(tmp_path, monkeypatch):
+    write(tmp_path, range(1, 6))
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    os.truncate(file, file.stat().st_size - 3)
+    begin_later(monkeypatch)
+    write(tmp_path, [4, 5], lambda step: 10.0 * step, begin=3, is_resumed=True)
+    assert read_board(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 50.0)]
+
+
+def test_save_publishes_with_the_record_on_the_disk_and_prunes(tmp_path):
+    writer = open_writer(0, tmp_path, 0, False)
+    for step in (1, 2):
+        writer.scalars(step, {"train/loss": 0.5})
+        writer.save(step, {"model.pt": {"step": step}}, {"metric": None}, KEEP)
+        assert [value for value, _ in read_board(tmp_path, "train/loss")] == list(range(1, step + 1))
+    writer.close()
+    loaded, skipped = checkpoint.load_newest(tmp_path / "checkpoints")
+    assert list(checkpoint.steps(tmp_path / "checkpoints")) == [2] and not skipped
+    assert loaded is not None and checkpoint.unpack(loaded.files["model.pt"], torch.device("cpu")) == {"step": 2}
+
+
+def test_exit_file_says_how_the_run_ended(tmp_path):
+    writer = open_writer(0, tmp_path, 0, False)
+    writer.exit(75, "stopped by SIGTERM", step=4)
+    writer.close()
+    assert json.loads((tmp_path / "exit.json").read_text()) == {"code": 75, "reason": "stopped by SIGTERM", "step": 4}
+
+
+def test_silent_writer_writes_nothing(tmp_path, capsys):
+    writer = open_writer(1, tmp_path, 0, False)
+    writer.scalars(1, {"train/loss": 1.0})
+    writer.say("said")
+    writer.table(["a"], [["b"]])
+    writer.progress(1, 1)
+    writer.hyper_parameters({"run.seed": 0})
+    writer.save(1, {"model.pt": {}}, {}, KEEP)
+    writer.exit(0, "done")
+    writer.close()
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr() == ("", "")
