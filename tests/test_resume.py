@@ -19,9 +19,7 @@ RICH = [
     *("run.steps=30", "log.every_steps=5", "eval.every_steps=6", "run.clip_norm=0.5", "schedule=cosine"),
 ]
 EVERY_10 = [
-    "checkpoint.every_steps=10",
-    "checkpoint.every_epochs=null",
-    "checkpoint.keep_last=3",
+    *("checkpoint.every_steps=10", "checkpoint.every_epochs=null", "checkpoint.keep_last=3"),
     "checkpoint.keep_best=0",
 ]
 

@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import re
 import secrets
 import shutil
@@ -52,19 +53,21 @@ def save(root: Path, step: int, parts: Mapping[str, Any], facts: Mapping[str, An
     try:
         files = {}
         for name, part in parts.items():
+            _check_plain(part, name)
             buffer = io.BytesIO()
             torch.save(part, buffer)
             data = buffer.getbuffer()
             files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             _write(staging / name, data)
         manifest = {"format": FORMAT, "step": step, **facts, "files": files}
-        _write(staging / MANIFEST, json.dumps(manifest, indent=1).encode())
+        _write(staging / MANIFEST, json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1).encode())
         _sync_directory(staging)
         os.rename(staging, final)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
     _sync_directory(root)
+    _sync_directory(root.parent)  # the first time, the name of `root` itself is new
     return final
 
 
@@ -75,8 +78,8 @@ def load(path: Path) -> Loaded:
     for name, entry in manifest["files"].items():
         try:
             data = (path / name).read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{path / name}: {error.strerror}") from None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path / name!s}: {getattr(error, 'strerror', error)}") from None
         if len(data) != entry["bytes"]:
             raise CheckpointError(f"{path / name}: {len(data)} bytes, {entry['bytes']} were written")
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
@@ -100,6 +103,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / MANIFEST}: cannot be read as a manifest") from None
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path}: format {manifest.get('format')}, this version reads {FORMAT}")
+    if manifest.pop("sha256", None) != _digest(manifest):
+        raise CheckpointError(f"{path / MANIFEST}: its SHA-256 is not the one in it, so it has changed")
     if not well_formed or not number or manifest.get("step") != int(number[1]):
         raise CheckpointError(f"{path / MANIFEST}: does not belong to this checkpoint")
     return manifest
@@ -138,8 +143,12 @@ def newest_manifest(root: Path) -> dict[str, Any] | None:
 
 
 def unpack(data: bytes, device: torch.device) -> Any:
-    """Tensors and plain values only, on `device`."""
-    return torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+    """Tensors and plain values only, on `device`. Raises CheckpointError for anything else."""
+    try:
+        return torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"the checkpoint holds more than tensors and plain values: {reason}") from None
 
 
 def set_aside(path: Path) -> Path:
@@ -175,6 +184,23 @@ def sweep(root: Path) -> None:
     """Remove what an interrupted save or prune left behind. Only for the one process that writes here."""
     for leftover in [*root.glob(".staging-*"), *root.glob(".trash-*")]:
         shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _check_plain(part: Any, name: str) -> None:
+    """Refuse at the save what could not be loaded: numpy numbers, paths, objects."""
+    if isinstance(part, Mapping):
+        for key, value in part.items():
+            _check_plain(key, name)
+            _check_plain(value, f"{name}: {key}")
+    elif type(part) in (list, tuple):
+        for value in part:
+            _check_plain(value, name)
+    elif part is not None and type(part) not in (bool, int, float, str) and not isinstance(part, torch.Tensor):
+        raise CheckpointError(f"{name} is a {type(part).__name__}: a checkpoint holds tensors and plain values only")
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _write(path: Path, data: Any) -> None:

@@ -41,6 +41,8 @@ def weigh(name: str, returned: Values, rows: int) -> tuple[torch.Tensor, torch.T
     if values.shape[0] != rows:
         shape = f"shape {tuple(values.shape)}"
         raise ConfigError(f"{name} returned values of {shape}: the first axis must be the {rows} examples of the batch")
+    if weights is not None and not isinstance(weights, torch.Tensor):
+        raise ConfigError(f"{name} returned {type(weights).__name__} weights: must be a tensor of the values' shape")
     if weights is not None and (weights.shape != values.shape or weights.requires_grad):
         have = "a gradient" if weights.requires_grad else f"shape {tuple(weights.shape)}"
         raise ConfigError(
@@ -93,7 +95,7 @@ class Means:
         """The mean by name over everything since the last read, over all ranks; nan where nothing weighs."""
         rows = self.reduced(ranks)
         self.clear()
-        sums = {name: [math.fsum(column) for column in table.t().tolist()] for name, table in rows.items()}
+        sums = {name: [sum(column) for column in table.t().tolist()] for name, table in rows.items()}
         return {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}
 
     def load(self, rows: dict[str, torch.Tensor]) -> None:

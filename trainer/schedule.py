@@ -13,8 +13,7 @@ Factor = Callable[[int], float]
 
 def _warm(warmup_steps: int, num_steps: int, after: Callable[[float], float]) -> Factor:
     """Linear warm-up, then `after(progress)` with progress from 0 to 1, 1 standing just past the last step."""
-    if warmup_steps < 0:
-        raise ValueError(f"warmup_steps={warmup_steps}: must be at least 0")
+    _check_warmup(warmup_steps)
     length = max(1, num_steps - warmup_steps)
 
     def factor(step: int) -> float:
@@ -23,6 +22,11 @@ def _warm(warmup_steps: int, num_steps: int, after: Callable[[float], float]) ->
         return after(min(1.0, (step - warmup_steps) / length))
 
     return factor
+
+
+def _check_warmup(warmup_steps: int) -> None:
+    if not isinstance(warmup_steps, int) or warmup_steps < 0:
+        raise ValueError(f"warmup_steps={warmup_steps}: must be a whole number of at least 0")
 
 
 def constant(num_steps: int, warmup_steps: int = 0) -> Factor:
@@ -43,6 +47,7 @@ def cosine(num_steps: int, warmup_steps: int = 0, final: float = 0.0) -> Factor:
 def one_cycle(num_steps: int, warmup_steps: int | None = None, initial: float = 0.04, final: float = 4e-6) -> Factor:
     """Cosine up from `initial`, cosine down to `final` (Smith and Topin, arXiv:1708.07120)."""
     peak = int(0.3 * num_steps) if warmup_steps is None else warmup_steps
+    _check_warmup(peak)
     down = cosine(max(1, num_steps - peak), 0, final)
 
     def factor(step: int) -> float:
@@ -55,6 +60,6 @@ def one_cycle(num_steps: int, warmup_steps: int | None = None, initial: float = 
 
 def multistep(num_steps: int, warmup_steps: int = 0, milestones: Sequence[float] = (), gamma: float = 0.1) -> Factor:
     """Times `gamma` at each milestone, given as a part of the run (0.5) or, from 1 on, as a step (20000)."""
-    steps = sorted(m if m >= 1 else m * num_steps for m in milestones)
+    steps = sorted(m if m >= 1 else round(m * num_steps) for m in milestones)
     warm = _warm(warmup_steps, num_steps, lambda progress: 1.0)
     return lambda step: warm(step) * gamma ** bisect.bisect_right(steps, step)

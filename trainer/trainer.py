@@ -281,7 +281,7 @@ class Trainer:
                 every = max(1, int(number * STOP_EVERY_S / max(seconds, 1e-9)))
         self.model.train()
         values = means.read(now.group)
-        return {f"eval/{name}": value for name, value in (values | self.summarize(dict(values))).items()}
+        return {f"eval/{name}": float(value) for name, value in (values | self.summarize(dict(values))).items()}
 
     def _count(self, means: Means, outputs: Any, targets: Any, rows: int) -> None:
         with self._now.precision.autocast():
