@@ -2,15 +2,16 @@
 
 import contextlib
 import errno
+import io
 import itertools
 import json
 import os
-import pickle
 import random
 import shutil
 import traceback
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -356,10 +357,20 @@ def test_pickled_object_is_not_loaded(tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "planted"),)
 
-    loaded = checkpoint.load(checkpoint.save(tmp_path, 1, {"model.pt": {"weight": Planted()}}, {}))
-    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-        checkpoint.unpack(loaded.files["model.pt"], CPU)
-    assert names(tmp_path) == ["step-00000001"]
+    buffer = io.BytesIO()
+    torch.save({"weight": Planted()}, buffer)
+    with pytest.raises(
+        CheckpointError, match=r"^the checkpoint holds more than tensors and plain values: Weights only"
+    ):
+        checkpoint.unpack(buffer.getvalue(), CPU)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("value", [numpy.float64(1.0), numpy.zeros(2), Path("/"), {1.5: {"a": [object()]}}])
+def test_what_could_not_be_loaded_is_not_saved(value, tmp_path):
+    with pytest.raises(CheckpointError, match=r"^training.pt.* is a \w+: a checkpoint holds tensors and plain values"):
+        checkpoint.save(tmp_path, 1, {"training.pt": {"value": value}}, {})
+    assert names(tmp_path) == []
 
 
 # Keeping and clearing -------------------------------------------------------------------------------------------------

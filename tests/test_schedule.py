@@ -50,7 +50,7 @@ def test_decline_begins_where_the_warm_up_ends(schedule):
 
 @pytest.mark.parametrize("schedule", [*WARMED, one_cycle])
 def test_negative_warm_up_is_refused(schedule):
-    with pytest.raises(ValueError, match=r"^warmup_steps=-1: must be at least 0$"):
+    with pytest.raises(ValueError, match=r"^warmup_steps=-1: must be a whole number of at least 0$"):
         schedule(10, warmup_steps=-1)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer.config import CONF, Config, choices, from_plain, load_config, resolve
+from trainer.config import CONF, Config, choices, first_of_sweep, from_plain, load_config, resolve
 from trainer.errors import ConfigError
 
 WAIT_S = 3.0  # torchrun kills all ranks at the first exit, and with it the line that rank 0 is about to print
@@ -54,8 +55,8 @@ def main(arguments: Sequence[str]) -> int:
     return train(load_config(overrides, config_dirs), arguments)
 
 
-def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(overrides, config dirs). Raises ConfigError for a flag that does not exist."""
+def split_arguments(arguments: Sequence[str], others: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """(overrides, config dirs). Raises ConfigError for a flag that does not exist; `others` are passed over."""
     overrides, folders, rest = [], [], list(arguments)
     while rest:
         word = rest.pop(0)
@@ -65,7 +66,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             folders.append(rest.pop(0))
         elif word.startswith("--config-dir="):
             folders.append(word.split("=", 1)[1])
-        elif word.startswith("-"):
+        elif word.startswith("-") and word.split("=")[0] not in others:
             raise ConfigError(f"{word} is not a flag: there are --config-dir, --help, -m, --cfg, --info and key=value")
         else:
             overrides.append(word)
@@ -93,26 +94,37 @@ def load_task(config: Config) -> Any:
 
 def _hydra(arguments: Sequence[str]) -> int:
     """Sweeps and Hydra's own questions, with its directories and logging off; jobs pass through the same checks."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            "-m and Hydra's flags work without a launcher: under torchrun each rank would run them by itself"
-        )
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError("-m and Hydra's flags: under torchrun each rank would run them by itself; start with python")
     import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
     codes = []
+    words, config_dirs = split_arguments([a for a in arguments if a not in ("-m", "--multirun")], HYDRA_FLAGS)
+    folders = [word for folder in config_dirs for word in ("--config-dir", folder)]
+    load_config(first_of_sweep([word for word in words if "=" in word]), config_dirs)
 
     def job(config: Any) -> None:
-        codes.append(train(from_plain(OmegaConf.to_container(config, resolve=True)), ["task=" + str(config.task.name)]))
+        overrides = list(HydraConfig.get().overrides.task)
+        codes.append(train(from_plain(OmegaConf.to_container(config, resolve=True)), [*folders, *overrides]))
 
-    sys.argv = [sys.argv[0], *arguments, "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come through as they are, for `run` to say in one line
+    with tempfile.TemporaryDirectory() as scratch:  # Hydra's sweeper insists on a multirun.yaml somewhere
+        quiet = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled", f"hydra.sweep.dir={scratch}"]
+        sys.argv = [sys.argv[0], *quiet, *arguments]
+        try:
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+        except HydraException as error:
+            raise ConfigError(" ".join(str(error).split())) from None
     return max(codes, default=0)
 
 
 def run(verb: Callable[[Sequence[str]], int]) -> None:
     """Run a verb on the command line and exit: an error of the user's is one line, by rank 0, and code 2."""
-    is_first = os.environ.get("RANK", "0") == "0"
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    is_first = not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
     try:
         code = verb(sys.argv[1:])
     except ConfigError as error:

@@ -47,7 +47,9 @@ def save(root: Path, step: int, parts: Mapping[str, Any], facts: Mapping[str, An
     final = root / f"step-{step:08d}"
     if final.exists():
         raise CheckpointError(f"{final} exists already: a checkpoint is never overwritten")
-    root.mkdir(mode=0o700, exist_ok=True)
+    if not root.exists():
+        root.mkdir(mode=0o700)
+        _sync_directory(root.parent)
     staging = root / f".staging-{step:08d}-{secrets.token_hex(4)}"
     os.mkdir(staging, 0o700)
     try:
@@ -67,7 +69,6 @@ def save(root: Path, step: int, parts: Mapping[str, Any], facts: Mapping[str, An
         shutil.rmtree(staging, ignore_errors=True)
         raise
     _sync_directory(root)
-    _sync_directory(root.parent)  # the first time, the name of `root` itself is new
     return final
 
 
@@ -103,10 +104,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / MANIFEST}: cannot be read as a manifest") from None
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path}: format {manifest.get('format')}, this version reads {FORMAT}")
-    if manifest.pop("sha256", None) != _digest(manifest):
-        raise CheckpointError(f"{path / MANIFEST}: its SHA-256 is not the one in it, so it has changed")
     if not well_formed or not number or manifest.get("step") != int(number[1]):
         raise CheckpointError(f"{path / MANIFEST}: does not belong to this checkpoint")
+    if manifest.pop("sha256", None) != _digest(manifest):
+        raise CheckpointError(f"{path / MANIFEST}: its SHA-256 is not the one in it, so it has changed")
     return manifest
 
 

@@ -307,7 +307,7 @@ def _options(config_dirs: Sequence[str]) -> dict[str, dict[str, list[Path]]]:
     return options
 
 
-def _parsed(overrides: Sequence[str]) -> list[Any]:
+def _parsed(overrides: Sequence[str], is_sweep: bool = False) -> list[Any]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -321,9 +321,16 @@ def _parsed(overrides: Sequence[str]) -> list[Any]:
             f"cannot be read: {_one_line(error)}; quote special characters, as in key=\"'a,b'\""
         ) from None
     for override in parsed:
-        if override.is_sweep_override():
+        if override.is_sweep_override() and not is_sweep:
             raise ConfigError(f"{override.input_line}: several values need -m; a list is written [a,b]")
     return parsed
+
+
+def first_of_sweep(overrides: Sequence[str]) -> list[str]:
+    """The overrides of a sweep's first job, to check before any starts."""
+    parsed = _parsed(overrides, is_sweep=True)
+    swept = {o: next(iter(o.sweep_string_iterator())) for o in parsed if o.is_sweep_override()}
+    return [f"{o.get_key_element()}={swept[o]}" if o in swept else o.input_line for o in parsed]
 
 
 def _check_choice(group: str, choice: Any, options: Mapping[str, Mapping[str, list[Path]]]) -> None:
