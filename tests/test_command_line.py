@@ -105,7 +105,11 @@ def test_bad_setting_under_torchrun_is_said_once(words, line, tmp_path):
 
 
 def test_scalar_loss_is_refused_by_name(tmp_path):
-    task = "from tiny import Tiny\nclass Mean(Tiny):\n    def loss(self, o, t):\n        return super().loss(o, t).mean()\n"
+    task = """from tiny import Tiny
+class Mean(Tiny):
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets).mean()
+"""
     (tmp_path / "scalar.py").write_text(task)
     done = trainer(*TINY, "task.trainer=scalar.Mean", folder=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("error: loss returned a scalar: must be a value per example")

@@ -329,8 +329,12 @@ def _parsed(overrides: Sequence[str], is_sweep: bool = False) -> list[Any]:
 def first_of_sweep(overrides: Sequence[str]) -> list[str]:
     """The overrides of a sweep's first job, to check before any starts."""
     parsed = _parsed(overrides, is_sweep=True)
-    swept = {o: next(iter(o.sweep_string_iterator())) for o in parsed if o.is_sweep_override()}
-    return [f"{o.get_key_element()}={swept[o]}" if o in swept else o.input_line for o in parsed]
+    first = []
+    for override in parsed:
+        is_swept = override.is_sweep_override()
+        value = next(iter(override.sweep_string_iterator())) if is_swept else None
+        first.append(f"{override.get_key_element()}={value}" if is_swept else override.input_line)
+    return first
 
 
 def _check_choice(group: str, choice: Any, options: Mapping[str, Mapping[str, list[Path]]]) -> None:
