@@ -104,16 +104,18 @@ def _hydra(arguments: Sequence[str]) -> int:
     codes = []
     words, config_dirs = split_arguments([a for a in arguments if a not in ("-m", "--multirun")], HYDRA_FLAGS)
     folders = [word for folder in config_dirs for word in ("--config-dir", folder)]
-    load_config(first_of_sweep([word for word in words if "=" in word]), config_dirs)
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    flags = [word for word in arguments if word not in overrides]
+    load_config(first_of_sweep(overrides), config_dirs)
 
     def job(config: Any) -> None:
-        overrides = list(HydraConfig.get().overrides.task)
-        codes.append(train(from_plain(OmegaConf.to_container(config, resolve=True)), [*folders, *overrides]))
+        own = list(HydraConfig.get().overrides.task)
+        codes.append(train(from_plain(OmegaConf.to_container(config, resolve=True)), [*folders, *own]))
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come through as they are, for `run` to say in one line
     with tempfile.TemporaryDirectory() as scratch:  # Hydra's sweeper insists on a multirun.yaml somewhere
         quiet = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled", f"hydra.sweep.dir={scratch}"]
-        sys.argv = [sys.argv[0], *quiet, *arguments]
+        sys.argv = [sys.argv[0], *quiet, *overrides, *flags]  # argparse wants the overrides together
         try:
             hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
         except HydraException as error:

@@ -232,6 +232,7 @@ class Trainer:
         now, progress = self._now, self._now.progress
         self._judge(now.verdicts.flush(), self.step)
         if now.is_stopped:
+            now.writer.progress(self.step, self.step)
             now.save()
         steps, seconds = self.step - self._began[0], now.watch.read() - self._began[1]
         speed, code = steps * self.config.data.global_batch / max(seconds, 1e-9), STOPPED if now.is_stopped else 0

@@ -30,7 +30,7 @@ class Writer:
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None: ...
 
     def progress(self, step: int, num_steps: int) -> None:
-        """Called after every step; costs a clock reading unless something is due to be shown."""
+        """Called after every step; costs a clock reading unless something is due. The bar goes when both are equal."""
 
     def hyper_parameters(self, values: Mapping[str, Any]) -> None: ...
 
@@ -95,6 +95,8 @@ class RankZeroWriter(Writer):
             self._open_bar(num_steps)
         self._bar.update(self._task, completed=step, shown=shown)
         self._bar.refresh()
+        if step == num_steps:
+            self._close_bar()
 
     def _open_bar(self, num_steps: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -103,6 +105,11 @@ class RankZeroWriter(Writer):
         self._bar = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
         self._task = self._bar.add_task("train", total=num_steps, shown="")
         self._bar.start()
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = None
 
     def hyper_parameters(self, values: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard.summary import hparams
@@ -122,9 +129,7 @@ class RankZeroWriter(Writer):
         rundir.write_exit(self._directory, code, reason, **facts)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        self._bar = None
+        self._close_bar()
         self._metrics.close()
         self._board.close()
 
