@@ -56,7 +56,7 @@ class Cifar(Trainer):
         return {"accuracy": (outputs.argmax(1) == targets).float()}
 
     def build_optimizer(self, model):
-        if not self.config.optim["_target_"].endswith(".Muon"):
+        if self.config.optim["_target_"] != "trainer.tasks.cifar.Muon":
             return super().build_optimizer(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         groups = []

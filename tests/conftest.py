@@ -16,6 +16,7 @@ def leaves_nothing_behind():
     environment, threads = dict(os.environ), threading.active_count()
     yield
     assert not dist.is_initialized()
+    assert torch.get_num_threads() == 1, "a fit in this process: use on_ranks(1, ...)"
     environment["PYTEST_CURRENT_TEST"] = os.environ.get("PYTEST_CURRENT_TEST", "")
     assert dict(os.environ) == environment
     assert threading.active_count() <= threads

@@ -29,7 +29,9 @@ def parts(step: int) -> dict:
 
 
 def save(root: Path, step: int, metric: float | None = None) -> Path:
-    return checkpoint.save(root, step, parts(step), {"metric": metric, "config": {"run.seed": 3, "optim.lr": 0.1}})
+    return checkpoint.save(
+        root, step, parts(step), {"metrics": {"eval/loss": metric}, "config": {"run.seed": 3, "optim.lr": 0.1}}
+    )
 
 
 def whole(loaded: checkpoint.Loaded | None) -> int:
@@ -89,7 +91,7 @@ def code_of_child_dying(root: Path, at: int, is_after: bool) -> int:
         setattr(os, name, lethal(getattr(os, name), count, at, is_after))
     try:
         save(root, 2)
-        checkpoint.prune(root, 1, 0, "min")
+        checkpoint.prune(root, 1, 0, "eval/loss", "min", set())
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -205,7 +207,7 @@ def test_everything_is_on_the_disk_before_the_rename_and_the_rename_before_anyth
         patch.setattr(os, "fsync", note(os.fsync, "fsync", lambda arguments, _: opened[arguments[0]]))
         patch.setattr(os, "rename", note(os.rename, "rename", lambda arguments, _: Path(arguments[0]).name))
         save(tmp_path, 2)
-        checkpoint.prune(tmp_path, 1, 0, "min")
+        checkpoint.prune(tmp_path, 1, 0, "eval/loss", "min", set())
     kept = [(name, "staging" if what.startswith(".staging") else what) for name, what in done if name != "open"]
     files = ["model.pt", "training.pt", "manifest.json", "staging"]
     assert kept[:4] == [("fsync", name) for name in files]
@@ -379,7 +381,7 @@ def test_what_could_not_be_loaded_is_not_saved(value, tmp_path):
 def kept(root: Path, keep_last: int, keep_best: int, mode: str) -> list[int]:
     for step, metric in enumerate([3.0, 1.0, float("nan"), 2.0, None, 5.0, 4.0], 1):
         save(root, step, metric)
-    checkpoint.prune(root, keep_last, keep_best, mode)
+    checkpoint.prune(root, keep_last, keep_best, "eval/loss", mode, set())
     assert len(names(root)) == len(checkpoint.steps(root))
     return list(checkpoint.steps(root))
 
@@ -404,7 +406,7 @@ def test_checkpoint_without_a_readable_manifest_is_not_among_the_best(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step, metric=step)
     (tmp_path / "step-00000001" / "manifest.json").write_text("{")
-    checkpoint.prune(tmp_path, 1, 1, "min")
+    checkpoint.prune(tmp_path, 1, 1, "eval/loss", "min", set())
     assert list(checkpoint.steps(tmp_path)) == [2, 3]
 
 

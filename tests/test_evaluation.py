@@ -8,7 +8,7 @@ from ranks import on_ranks
 from tiny import CONF, Tiny, fit_on
 from torch import nn
 
-from trainer import Trainer, load_config
+from trainer import ConfigError, Trainer, load_config
 from trainer.__main__ import load_task
 
 RECIPE = ["task=tiny", "task.options.norm=true", "task.options.weights=true", "run.steps=3"]
@@ -78,7 +78,7 @@ def test_best_checkpoint_is_kept_beside_the_newest(tmp_path):
     kept = sorted(int(path.name[5:]) for path in (run["directory"] / "checkpoints").glob("step-*"))
     assert kept == sorted({best, 12})
     manifest = json.loads((run["directory"] / f"checkpoints/step-{best:08d}/manifest.json").read_text())
-    assert manifest["metric"] == evaluations[best]
+    assert manifest["metrics"]["eval/loss"] == evaluations[best]
 
 
 class Without(Tiny):
@@ -93,3 +93,29 @@ def test_task_without_evaluation_data_trains(tmp_path):
 
 def test_task_is_a_trainer():
     assert issubclass(load_task(load_config(RECIPE, [CONF])), Trainer)
+
+
+def fit_then_evaluate(folder):
+    task = Tiny(load_config([*RECIPE, f"run.dir={folder}"], [CONF]))
+    summary = task.fit()
+    return summary.metrics, task.evaluate()
+
+
+def test_evaluation_after_a_fit_is_of_what_was_fitted(tmp_path):
+    for fitted, evaluated in on_ranks(2, fit_then_evaluate, tmp_path):
+        assert fitted == pytest.approx(evaluated, rel=1e-12)
+
+
+class OtherNames(Tiny):
+    def metrics(self, outputs, targets):
+        return {f"accuracy_{self.world.rank}": (outputs.argmax(1) == targets).double()}
+
+
+def other_names(folder):
+    with pytest.raises(ConfigError, match="metrics returned accuracy_0, loss on rank 0 and accuracy_1, loss on rank 1"):
+        OtherNames(load_config([*RECIPE, f"run.dir={folder}"], [CONF])).fit()
+
+
+def test_metrics_of_other_names_on_another_rank_are_refused(tmp_path):
+    on_ranks(2, other_names, tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -152,3 +152,27 @@ def test_checkpoint_of_another_model_or_other_data_is_refused_on_all_ranks(tmp_p
         assert line.startswith("the train data has length 204, the run to resume had 203")
     for line in on_ranks(2, refusal, tmp_path, "task.options.norm=false"):
         assert line.startswith("the checkpoint is of another model: 1.weight is not in the model built here")
+    for line in on_ranks(2, refusal, tmp_path, "optim=adam"):
+        assert line == "the checkpoint is of another optimizer: SGD in it and Adam here"
+
+
+def test_best_checkpoint_outlives_a_stop_at_its_evaluation(tmp_path):
+    """The stop comes before the evaluation that is due: the resume makes it, and what it finds best stays."""
+    recipe = [*RICH, "eval.every_steps=13", "eval.every_epochs=null", "checkpoint.every_epochs=null"]
+    recipe += ["checkpoint.keep_last=1", "optim.momentum=0.0"]
+    stopped = fit_on(1, tmp_path, *recipe, "task.options.signal_at=12")
+    assert stopped["step"] == 13 and not stopped["metrics"]
+    resumed = fit_on(1, tmp_path, *recipe, "run.resume=auto", "optim.lr=0.0", "schedule=constant")
+    evaluations = {entry["step"]: entry["eval/loss"] for entry in resumed["record"] if "eval/loss" in entry}
+    assert list(evaluations) == [13, 26, 30]
+    kept = sorted(path.name for path in (resumed["directory"] / "checkpoints").glob("step-*"))
+    assert kept == ["step-00000013", "step-00000030"]
+
+
+def test_best_starts_anew_when_it_goes_by_another_metric(tmp_path):
+    fit_on(1, tmp_path, *RICH)
+    other = ["run.resume=auto", "run.steps=40", "checkpoint.best_metric=accuracy", "checkpoint.best_mode=max"]
+    run = fit_on(1, tmp_path, *RICH, *other)
+    accuracies = {e["step"]: e["eval/accuracy"] for e in run["record"] if "eval/accuracy" in e and e["step"] > 30}
+    best = max(accuracies, key=lambda step: (accuracies[step], -step))
+    assert (run["directory"] / f"checkpoints/step-{best:08d}").is_dir()

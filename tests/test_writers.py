@@ -126,7 +126,7 @@ def test_save_publishes_with_the_record_on_the_disk_and_prunes(tmp_path):
     writer = open_writer(0, tmp_path, 0, False)
     for step in (1, 2):
         writer.scalars(step, {"train/loss": 0.5})
-        writer.save(step, {"model.pt": {"step": step}}, {"metric": None}, KEEP)
+        writer.save(step, {"model.pt": {"step": step}}, {}, KEEP, None)
         assert [value for value, _ in read_board(tmp_path, "train/loss")] == list(range(1, step + 1))
     writer.close()
     loaded, skipped = checkpoint.load_newest(tmp_path / "checkpoints")

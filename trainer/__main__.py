@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -101,15 +102,17 @@ def _hydra(arguments: Sequence[str]) -> int:
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
-    codes = []
+    codes: list[int] = []
     words, config_dirs = split_arguments([a for a in arguments if a not in ("-m", "--multirun")], HYDRA_FLAGS)
     folders = [word for folder in config_dirs for word in ("--config-dir", folder)]
-    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    overrides = [word for word in words if ("=" in word or word.startswith("~")) and not word.startswith("-")]
     flags = [word for word in arguments if word not in overrides]
     load_config(first_of_sweep(overrides), config_dirs)
 
     def job(config: Any) -> None:
         own = list(HydraConfig.get().overrides.task)
+        if any(codes):
+            raise ConfigError("the sweep was stopped: a job before this one did not finish")
         codes.append(train(from_plain(OmegaConf.to_container(config, resolve=True)), [*folders, *own]))
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come through as they are, for `run` to say in one line
@@ -118,7 +121,9 @@ def _hydra(arguments: Sequence[str]) -> int:
         sys.argv = [sys.argv[0], *quiet, *overrides, *flags]  # argparse wants the overrides together
         try:
             hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
-        except HydraException as error:
+        except (HydraException, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(" ".join(str(error).split())) from None
     return max(codes, default=0)
 
@@ -133,11 +138,12 @@ def run(verb: Callable[[Sequence[str]], int]) -> None:
         if is_first:
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
-            time.sleep(WAIT_S)
+            time.sleep(WAIT_S)  # still here: rank 0 has not failed, so it is ours to say
+            print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
         code = 2
     except KeyboardInterrupt:
         if is_first:
-            print("interrupted before the first step; nothing was saved", file=sys.stderr, flush=True)
+            print("interrupted; nothing was saved", file=sys.stderr, flush=True)
         code = 1
     except Exception:
         traceback.print_exc()
@@ -146,6 +152,8 @@ def run(verb: Callable[[Sequence[str]], int]) -> None:
     sys.stderr.flush()
     if code in (0, 2):
         sys.exit(code)
+    for child in multiprocessing.active_children():
+        child.kill()  # data workers hold our sockets open: peers would not notice the end
     os._exit(code)  # peers may sit in a collective: an orderly end would wait for them
 
 

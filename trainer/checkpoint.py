@@ -16,7 +16,7 @@ import pickle
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,11 +128,6 @@ def load_newest(root: Path) -> tuple[Loaded | None, list[str]]:
     return None, skipped
 
 
-def newest(root: Path) -> Path:
-    """The newest checkpoint by step, valid or not; there must be one."""
-    return steps(root)[max(steps(root))]
-
-
 def newest_manifest(root: Path) -> dict[str, Any] | None:
     """The manifest of the newest checkpoint that has a readable one."""
     for path in reversed(steps(root).values()):
@@ -159,19 +154,19 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
-def prune(root: Path, keep_last: int, keep_best: int, mode: str) -> None:
-    """Remove all but the newest `keep_last` and the best `keep_best` by the manifest's `metric`."""
+def prune(root: Path, keep_last: int, keep_best: int, metric: str, mode: str, also: Set[int | None]) -> None:
+    """Remove all but the newest `keep_last`, the best `keep_best` by `metric` in the manifest, and the steps `also`."""
     metrics: dict[int, float] = {}
     found = steps(root)
     for step, path in found.items():
         try:
-            metric = read_manifest(path).get("metric")
+            value = read_manifest(path).get("metrics", {}).get(metric)
         except CheckpointError:
             continue
-        if isinstance(metric, (int, float)) and metric == metric:
-            metrics[step] = metric if mode == "min" else -metric
+        if isinstance(value, (int, float)) and value == value:
+            metrics[step] = value if mode == "min" else -value
     best = sorted(metrics, key=lambda step: (metrics[step], step))[:keep_best]
-    keep = {*list(found)[-keep_last:], *best}
+    keep = {*list(found)[-keep_last:], *best, *also}
     trash = []
     for step, path in found.items():
         if step not in keep:

@@ -69,7 +69,7 @@ class Dist:
     init: Literal["env"]
     address: None
     path: None
-    timeout_s: Annotated[float, limit(above=0)]
+    timeout_s: Annotated[float, limit(above=0, max=10**6)]
     hang_timeout_s: None
 
 
@@ -180,6 +180,10 @@ def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
 
 def _typed(kind: Any, value: Any, key: str, limits: Mapping[str, Any]) -> Any:
     origin, choices = typing.get_origin(kind), typing.get_args(kind)
+    if kind is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)  # run.name=5
+    if origin is list and isinstance(value, list):
+        return [_typed(choices[0], entry, f"{key}[{number}]", {}) for number, entry in enumerate(value)]
     if is_dataclass(kind) and isinstance(value, Mapping):
         return build(typing.cast(type, kind), value, f"{key}.")
     if origin is Annotated:
@@ -198,17 +202,13 @@ def _typed(kind: Any, value: Any, key: str, limits: Mapping[str, Any]) -> Any:
         Any: lambda: True,
     }.get(origin or kind, lambda: isinstance(value, kind))
     if not fits() or (isinstance(value, (int, float)) and not _is_inside(value, limits)):
-        raise ConfigError(f"{key}={_show(value)}: must be {_spell(kind, limits)}{_near_choice(value, origin, choices)}")
+        raise ConfigError(f"{key}={_show(value)}: must be {_spell(kind, limits)}")
     return float(value) if kind is float else value
 
 
 def _is_inside(value: float, limits: Mapping[str, Any]) -> bool:
     low, high, above = (limits.get(k, d) for k, d in (("min", -math.inf), ("max", math.inf), ("above", -math.inf)))
     return low <= value <= high and value > above
-
-
-def _near_choice(value: Any, origin: Any, choices: tuple) -> str:
-    return suggest(str(value), [str(c) for c in choices]) if origin is Literal else ""
 
 
 def _show(value: Any) -> str:
@@ -230,9 +230,7 @@ def _spell(kind: Any, limits: Mapping[str, Any] | None = None) -> str:
     names |= {dict: "a mapping", list: "a list"}
     text = "null" if kind is type(None) else names.get(origin or kind, "a group of settings")
     bounds = {"min": "of at least", "above": "above", "max": "of at most"}
-    text += "".join(
-        f" {word} {limits[name]}" for name, word in bounds.items() if name in limits and limits[name] < 2**62
-    )
+    text += " and".join(f" {word} {limits[name]}" for name, word in bounds.items() if name in limits)
     return text + (" or null" if "null" in limits else "")
 
 
@@ -256,6 +254,8 @@ def load_run_config(path: Path, overrides: Sequence[str], config_dirs: Sequence[
     options = _options(config_dirs)
     for override in _parsed(overrides):
         key, value = override.key_or_group, override.value()
+        if key in ("task", "experiment"):
+            raise ConfigError(f"{key}={value}: the run directory has a task already; give single values")
         if key in options:
             _check_choice(key, value, options)
             saved[key] = _composed(f"{key}/{value}", [], config_dirs)[key]
@@ -270,20 +270,24 @@ def load_run_config(path: Path, overrides: Sequence[str], config_dirs: Sequence[
 
 def from_plain(plain: Any) -> Config:
     """A Config from nested plain values. Raises ConfigError for what one setting, or two together, cannot be."""
-    if not isinstance(plain.get("task"), Mapping):
-        raise ConfigError("task is not chosen: give task=<name>; `python -m trainer --help` lists them")
+    if "name" not in plain.get("task", {}):
+        names = ", ".join(_options(())["task"])
+        raise ConfigError(f"task is not chosen: give task=<name>, one of {names}, or one of yours with --config-dir")
     config = build(Config, plain)
     data, options = config.data, _options(())
     if data.micro_batch is not None and data.micro_batch > data.global_batch:
         raise ConfigError(f"data.micro_batch={data.micro_batch}: must be at most data.global_batch={data.global_batch}")
     if config.strategy.name not in options["strategy"]:
         raise ConfigError(f"strategy.name={config.strategy.name}: must be one of {', '.join(options['strategy'])}")
-    for group in ("optim", "schedule"):
-        if not isinstance(plain[group].get("_target_"), str):
+    for group, values in (("optim", config.optim), ("schedule", config.schedule)):
+        if not isinstance(values.get("_target_"), str):
             raise ConfigError(f"{group}._target_ is missing: give {group}=<name> ({', '.join(options[group])})")
-    name = config.run.name
-    if name is not None and (not name or Path(name).name != name or name.startswith(".")):
-        raise ConfigError(f"run.name={_show(name)}: must be one folder name, without '/' and not starting with '.'")
+        for name, value in values.items():
+            if name == "lr" or isinstance(value, float):
+                _typed(float, value, f"{group}.{name}", {"min": 0} if name == "lr" else {})
+    for key, folder in (("run.name", config.run.name), ("task.name", config.task.name)):
+        if folder is not None and (Path(folder).name != folder or folder.startswith(".") or not 0 < len(folder) < 200):
+            raise ConfigError(f"{key}={_show(folder)}: must be one folder name, without '/' and not starting with '.'")
     return config
 
 
@@ -312,7 +316,7 @@ def _parsed(overrides: Sequence[str], is_sweep: bool = False) -> list[Any]:
     from hydra.errors import HydraException
 
     for text in overrides:
-        if "=" not in text and not text.startswith("~"):
+        if ("=" not in text and not text.startswith("~")) or text.startswith(("=", "hydra.", "hydra/")):
             raise ConfigError(f"{text!r} is not a setting: write key=value{suggest(text, ['--help', '--config-dir'])}")
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
@@ -356,6 +360,7 @@ def _composed(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     for folder in config_dirs:
         if not Path(folder).is_dir():
@@ -370,6 +375,8 @@ def _composed(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="trainer"):
         try:
             return typing.cast(dict, OmegaConf.to_container(compose(name, [*overrides, *search]), resolve=True))
+        except (YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"a file of --config-dir cannot be read: {_one_line(error)}") from None
         except (HydraException, OmegaConfBaseException) as error:
             if "You must specify 'task'" in str(error):
                 raise ConfigError(
@@ -413,6 +420,8 @@ def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
     if not any(name.startswith(f"{package}.") for package in allowed):
         raise ConfigError(f"{key}={name}: must lie under {', '.join(allowed)}; task.packages=[<package>] adds one")
     module, _, attribute = name.rpartition(".")
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(f"{key}={name}: must be <module>.<name>")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
@@ -435,6 +444,10 @@ def check_target(spec: Mapping[str, Any], key: str, packages: Sequence[str]) -> 
         if name != "_target_" and name not in parameters and not open_ended:
             near = suggest(name, parameters).replace("mean ", f"mean {key}.")
             raise ConfigError(f"{key}.{name} is not an argument of {spec['_target_']}{near}")
+    try:
+        inspect.signature(target).bind(None, **{name: value for name, value in spec.items() if name != "_target_"})
+    except TypeError as error:
+        raise ConfigError(f"{key} ({spec['_target_']}): {error}") from None
     return target
 
 
@@ -446,5 +459,5 @@ def call_target(spec: Mapping[str, Any], key: str, packages: Sequence[str], *pos
     arguments = {name: value for name, value in extra.items() if name in known} | given
     try:
         return target(*positional, **arguments)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # whatever a constructor says of its arguments
         raise ConfigError(f"{key} ({spec['_target_']}): {_one_line(error)}") from None

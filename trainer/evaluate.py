@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,7 +31,11 @@ def main(arguments: Sequence[str]) -> int:
     config.run.resume = str(place)
     task = load_task(config)(config)
     metrics = task.evaluate()
+    if not metrics:
+        raise ConfigError(f"task {config.task.name} has no evaluation data: build_dataset('eval') returned None")
     if task.world.rank == 0:
+        for line in task.skipped:
+            print(line, file=sys.stderr)
         print(json.dumps({"step": task.step, **metrics}))
     return 0
 

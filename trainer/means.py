@@ -32,6 +32,8 @@ def weigh(name: str, returned: Values, rows: int) -> tuple[torch.Tensor, torch.T
 
     Raises ConfigError for a scalar, another first axis, or weights of another shape or with a gradient.
     """
+    if isinstance(returned, tuple) and len(returned) != 2:
+        raise ConfigError(f"{name} returned {len(returned)} things: must be values, or (values, weights)")
     values, weights = returned if isinstance(returned, tuple) else (returned, None)
     if not isinstance(values, torch.Tensor) or values.dim() == 0:
         given = "a scalar" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}"
@@ -74,6 +76,9 @@ class Means:
         for name, row in self._open.items():
             self._rows.setdefault(name, []).append(row)
         self._open.clear()
+
+    def names(self) -> list[str]:
+        return sorted({*self._open, *self._rows, *self._reduced})
 
     def clear(self) -> None:
         for table in (self._open, self._rows, self._reduced):

@@ -22,11 +22,19 @@ _NOT_COMPARED = ("run.resume", "run.name", "run.dir")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a run lives and what it goes on from; `directory` None means a new one, named by the time."""
+    """Where a run lives and what it goes on from.
+
+    `directory` None means a new one, named by the time; `source` is the run whose newest checkpoint counts, unless
+    `checkpoint` names one; `is_resumed` says that the run goes on in its own directory.
+    """
 
     directory: Path | None = None
     checkpoint: Path | None = None
-    is_resumed: bool = False
+    source: Path | None = None
+
+    @property
+    def is_resumed(self) -> bool:
+        return self.source is not None and self.source == self.directory
 
 
 def locate(config: Config) -> Origin:
@@ -42,10 +50,10 @@ def locate(config: Config) -> Origin:
         return Origin(_unused(named))
     if config.run.resume == "auto":
         directory = named or _latest(base)
-        found = Origin(directory, None, directory is not None and directory.is_dir())
+        found = Origin(directory, source=directory if directory and directory.is_dir() else None)
     else:
         found = _from_path(Path(config.run.resume), named)
-    if found.is_resumed or found.checkpoint:
+    if found.source:
         _check_same_run(config, found)
     return found
 
@@ -58,7 +66,7 @@ def find(resume: str | None) -> Origin:
     if (path / checkpoint.MANIFEST).is_file():
         return Origin(None, path)
     if checkpoint.steps(path / "checkpoints"):
-        return Origin(path, None, True)
+        return Origin(source=path)
     raise _nothing_at(path)
 
 
@@ -69,11 +77,11 @@ def read(origin: Origin) -> tuple[checkpoint.Loaded | None, list[str]]:
     """
     if origin.checkpoint is not None:
         return checkpoint.load(origin.checkpoint), []
-    if not origin.is_resumed or origin.directory is None:
+    if origin.source is None:
         return None, []
-    found, skipped = checkpoint.load_newest(origin.directory / "checkpoints")
+    found, skipped = checkpoint.load_newest(origin.source / "checkpoints")
     if found is None and skipped:
-        raise CheckpointError(f"{origin.directory / 'checkpoints'}: no checkpoint is valid; {skipped[0]}")
+        raise CheckpointError(f"{origin.source / 'checkpoints'}: no checkpoint is valid; {skipped[0]}")
     return found, skipped
 
 
@@ -118,16 +126,16 @@ def _from_path(path: Path, named: Path | None) -> Origin:
         raise _nothing_at(path)
     own = root.parent
     if named is not None and named.resolve() != own.resolve():
-        return Origin(_unused(named), one or checkpoint.newest(root))
+        return Origin(_unused(named), one, source=own)
     last = max(checkpoint.steps(root), default=0)
     if one and last > checkpoint.read_manifest(one)["step"]:
         advice = f"give run.name=<new> to branch off, or run.resume={own}"
         raise ConfigError(f"run.resume={path}: its run went on to step {last}; {advice}")
-    return Origin(own, one, True)
+    return Origin(own, one, own)
 
 
 def _check_same_run(config: Config, origin: Origin) -> None:
-    root = (origin.directory or Path()) / "checkpoints"
+    root = (origin.source or Path()) / "checkpoints"
     try:
         manifest = (
             checkpoint.read_manifest(origin.checkpoint) if origin.checkpoint else checkpoint.newest_manifest(root)

@@ -58,6 +58,17 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)
     best: float | None = None
     best_step: int | None = None
+    best_of: str = ""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a run goes on from: the manifest (None: a fresh start), a line for each checkpoint passed over, and
+    whether it goes on in its own directory."""
+
+    manifest: dict[str, Any] | None
+    skipped: list[str]
+    is_resumed: bool
 
 
 class Stopwatch:
@@ -100,25 +111,24 @@ class Session:
         self.optimizers: list[Optimizer] = []
         self.means, self.verdicts = Means(), OneStepLate()
         self.progress, self.watch = Progress(), Stopwatch()
-        self.num_steps = self.first_step = self.num_skipped = 0
-        self.is_stopped = False
+        self.num_steps = self.num_skipped = 0
+        self.is_stopped = self.is_save_due = False
 
-    def build_training(self, origin: rundir.Origin) -> None:
-        """Everything up to the first step, restored from `origin`."""
+    def build_training(self, origin: rundir.Origin) -> Restored:
+        """Everything up to the first step but the record, restored from `origin`."""
         with self.group.agreed("building data and model"):
             self._open_train()
             self._open_eval()
             self._build_model()
         self._wrap()
-        manifest, skipped = self.restore(origin)
-        self._open_record(origin, manifest, skipped)
+        return self._restore(origin)
 
-    def build_evaluation(self, origin: rundir.Origin) -> None:
+    def build_evaluation(self, origin: rundir.Origin) -> Restored:
         with self.group.agreed("building data and model"):
             self._open_eval()
             self._build_model()
         self.strategy.place(self.task.model)
-        self.restore(origin)
+        return self._restore(origin)
 
     def prepare(self, batch: Any, indices: torch.Tensor, split: Split, epoch: int) -> MicroBatch:
         """(inputs, targets) of a micro-batch: split, augmented, in the dtype of the weights."""
@@ -177,6 +187,7 @@ class Session:
         self.objective = Objective(self.task.loss, self.means, config.data.global_batch, ranks)
         first, here = FixedSampler([next(iter(self.sampler))]), replace(config.data, workers=0)
         loader = open_loader(self.datasets["train"], first, here, config.run.seed, "train", self.world.device)
+        torch.manual_seed(config.run.seed)  # lazy layers draw their weights in the rehearsal
         self.wrapped = self.strategy.wrap(model, self.prepare(*next(iter(loader)), "train", 0), self.objective)
         self.objective.elements = int(self.group.share_text(str(self.objective.elements)))
         self.means.clear()
@@ -190,7 +201,7 @@ class Session:
     def save(self) -> Path:
         """Publish the state after the task's step; one that is published already is left as it is. A collective."""
         step, progress = self.task.step, self.progress
-        path = self.directory / "checkpoints" / f"step-{step:08d}"
+        path, self.is_save_due = self.path_of(step), False
         state = self.strategy.state_dict(self.wrapped, self.optimizers)
         rows = self.means.reduced(self.group)
         parts = {
@@ -208,26 +219,27 @@ class Session:
             "data": self._data_facts(),
             "world_size": self.world.world_size,
             "metrics": metrics,
-            "metric": metrics.get(self.config.checkpoint.metric),
         }
         with self.group.agreed("saving a checkpoint"):
             if not path.exists():
-                self.writer.save(step, parts, facts, self.config.checkpoint)
+                self.writer.save(step, parts, facts, self.config.checkpoint, progress.best_step)
         return path
 
-    def restore(self, origin: rundir.Origin) -> tuple[dict[str, Any] | None, list[str]]:
-        """Rank 0 reads and verifies, all ranks load the same bytes. The manifest, and a line for each one skipped.
+    def _restore(self, origin: rundir.Origin) -> Restored:
+        """Rank 0 reads and verifies, all ranks load the same bytes.
 
-        No manifest means a fresh start. Raises CheckpointError for another model, optimizer or data set.
+        Raises CheckpointError for the checkpoint of another model, optimizer or data set.
         """
         found: checkpoint.Loaded | None = None
         skipped: list[str] = []
         with self.group.agreed("reading the checkpoint"):
             if self.world.rank == 0:
                 found, skipped = rundir.read(origin)
-        manifest = json.loads(self.group.share_text(json.dumps(found.manifest if found else None)))
+        facts = [found.manifest if found else None, skipped, origin.is_resumed]
+        restored = Restored(*json.loads(self.group.share_text(json.dumps(facts))))
+        manifest = restored.manifest
         if manifest is None:
-            return None, skipped
+            return restored
         state = {}
         for name in sorted(manifest["files"]):
             data = self.group.share_bytes(found.files[name] if found else None)
@@ -237,11 +249,15 @@ class Session:
             self._check_data(manifest["data"])
             self.means.load(training["rows"])
             self.objective.elements = training["elements"]
-            self.progress = Progress(**training["progress"])
+            if restored.is_resumed:
+                self.progress = Progress(**training["progress"])
         loaded = {"model": state["model.pt"], "optimizers": training["optimizers"]}
         self.strategy.load_state_dict(self.wrapped, self.optimizers, loaded)
         self.task.step = manifest["step"]
-        return manifest, skipped
+        return restored
+
+    def path_of(self, step: int) -> Path:
+        return self.directory / "checkpoints" / f"step-{step:08d}"
 
     def _data_facts(self) -> dict[str, dict[str, Any]]:
         sets = self.datasets.items()
@@ -259,30 +275,28 @@ class Session:
 
     # Record -----------------------------------------------------------------------------------------------------------
 
-    def _open_record(self, origin: rundir.Origin, manifest: dict[str, Any] | None, skipped: list[str]) -> None:
-        step = self.first_step = self.task.step
+    def open_record(self, origin: rundir.Origin, restored: Restored) -> None:
+        """Make the run directory or take the resumed one, open the writer, and say what is about to run."""
+        step = self.task.step
         directory, recorded = "", "{}"
         with self.group.agreed("making the run directory"):
             if self.world.rank == 0:
-                directory = str(rundir.create(self.config, origin, step))
-                recorded = json.dumps(rundir.recorded(Path(directory), step))
+                path = rundir.create(self.config, origin, step)
+                directory, recorded = str(path), json.dumps(rundir.recorded(path, step))
+                self.writer = open_writer(0, path, step, restored.is_resumed)
         self.directory = Path(self.group.share_text(directory))
         if metrics := json.loads(self.group.share_text(recorded)):
             self.progress.metrics, self.progress.evaluated = metrics, step
-        self.writer = open_writer(self.world.rank, self.directory, step, manifest is not None)
-        self._announce(manifest, skipped)
-
-    def _announce(self, manifest: dict[str, Any] | None, skipped: list[str]) -> None:
         ranks = self.group.gather_text(report.describe_rank(self.world))
         self.writer.table(report.RANK_COLUMNS, report.rank_rows(ranks))
         backend = choose_backend(self.config.dist, self.world)
         lines = [report.layout(self.config, self.world, backend, self.threads)]
         lines += report.arithmetic(self.config, self.plan, self.num_steps)
         lines += [report.describe_data(split, data) for split, data in self.datasets.items()]
-        lines += [report.describe_model(self.task.model), f"run directory: {self.directory}", *skipped]
-        if manifest is not None:
-            lines += report.resumed(self.config, manifest, self.first_step, self.num_steps)
-        else:
+        lines += [report.describe_model(self.task.model), f"run directory: {self.directory}", *restored.skipped]
+        if restored.manifest is not None:
+            lines += report.resumed(self.config, restored.manifest, step, self.num_steps)
+        if not restored.is_resumed:
             self.writer.hyper_parameters(self.config.flat())
         for line in lines:
             self.writer.say(line)

@@ -19,7 +19,7 @@ from trainer import report, rundir
 from trainer.config import Config, build, call_target, check_target, suggest
 from trainer.data.order import check_batch
 from trainer.data.randomness import Random, seed_layers
-from trainer.distributed.group import choose_backend, process_group
+from trainer.distributed.group import Group, choose_backend, process_group
 from trainer.distributed.signals import stop_requests
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
@@ -30,6 +30,7 @@ from trainer.strategy.base import MicroBatches
 
 STOPPED = 75  # EX_TEMPFAIL: ended by a signal after a published checkpoint; start it again
 MAX_SKIPPED = 10
+FUSED = ("torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW")  # on CPU and CUDA
 STOP_EVERY_S = 0.5
 
 
@@ -67,7 +68,9 @@ class Trainer:
         given = config.task.options
         self.options: Any = build(self.Options, given, "task.options.") if self.Options else given
         self.step = 0
+        self.skipped: list[str] = []
         self._session: Session | None = None
+        self._trained: str | None = None
 
     # What a task writes -----------------------------------------------------------------------------------------------
 
@@ -107,7 +110,8 @@ class Trainer:
     def build_optimizer(self, model: nn.Module) -> Optimizer | list[Optimizer]:
         """From the `optim` group; fused where torch can. Several optimizers all step at every step."""
         parameters = [p for p in model.parameters() if p.requires_grad]
-        return call_target(self.config.optim, "optim", self._packages, parameters, fused=True)
+        fused = {"fused": True} if self.config.optim["_target_"] in FUSED else {}
+        return call_target(self.config.optim, "optim", self._packages, parameters, **fused)
 
     def build_schedule(self, num_steps: int) -> Callable[[int], float]:
         """The factor on every group's rate, for the update made at 0-based step."""
@@ -126,47 +130,64 @@ class Trainer:
 
     def fit(self) -> Summary:
         """Train to the end, or until asked to stop. Raises ConfigError and CheckpointError, one line for the user."""
+        self.step = 0
         origin = self._check(is_training=True)
         with process_group(self.config.dist, self.world) as group:
-            with stop_requests() as stop:
-                now = self._session = Session(self, group, stop)
-                try:
-                    now.build_training(origin)
-                    self._check_metrics()
-                    self._train()
-                    summary = self._finish()
-                except BaseException as error:
-                    now.writer.exit(1, f"{type(error).__name__}: {error}", step=self.step)
-                    raise
-                finally:
-                    now.writer.close()
-            self._session = now = None  # type: ignore[assignment]  # the wrapper must go before its group
+            try:
+                summary = self._fit(group, origin)
+            finally:
+                self._session = None  # the wrapper goes before its group
+        self._trained = str(summary.directory)
         return summary
 
     def evaluate(self) -> dict[str, float]:
-        """The metrics on the eval split, `{"eval/loss": ...}`: of the model in training, or of `run.resume`."""
+        """The metrics on the eval split, `{"eval/loss": ...}`: of the model in training, of `run.resume`, or as fitted.
+
+        `skipped` then holds a line for each checkpoint that did not verify and was passed over.
+        """
         if self._session is not None:
             return self._evaluate()
         origin = self._check(is_training=False)
         with process_group(self.config.dist, self.world) as group, stop_requests() as stop:
-            self._session = Session(self, group, stop)
-            self._session.build_evaluation(origin)
-            metrics = self._evaluate()
-            self._session = None
-        return metrics
+            try:
+                self._session = Session(self, group, stop)
+                self.skipped = self._session.build_evaluation(origin).skipped
+                return self._evaluate()
+            except Stopped:
+                raise KeyboardInterrupt from None
+            finally:
+                self._session = None
 
     def save_checkpoint(self) -> Path:
-        """Publish the state after `step`, while `fit` runs; every rank calls it, rank 0 writes."""
-        return self._now.save()
+        """From within `train_step`, on every rank: have the state after this step published, and where it will be."""
+        self._now.is_save_due = True
+        return self._now.path_of(self.step + 1)
 
     def load_checkpoint(self, path: Path) -> None:
-        """Take weights, and in training all other state, from a checkpoint: now, or when `fit` or `evaluate` begins."""
-        if self._session is None:
-            self.config.run.resume = str(path)
-        else:
-            self._session.restore(rundir.Origin(checkpoint=Path(path)))
+        """Before `fit` or `evaluate`: begin from a checkpoint, as `run.resume` does."""
+        if self._session is not None:
+            raise RuntimeError(
+                "load_checkpoint: call it before fit or evaluate; a step cannot be taken back amid a run"
+            )
+        self.config.run.resume = str(path)
 
     # The loop ---------------------------------------------------------------------------------------------------------
+
+    def _fit(self, group: Group, origin: rundir.Origin) -> Summary:
+        with stop_requests() as stop:
+            now = self._session = Session(self, group, stop)
+            try:
+                restored = now.build_training(origin)
+                self._check_metrics()
+                now.open_record(origin, restored)
+                self._train()
+                return self._finish()
+            except BaseException as error:
+                code = 2 if isinstance(error, ConfigError) else 1
+                now.writer.exit(code, f"{type(error).__name__}: {error}", step=self.step)
+                raise
+            finally:
+                now.writer.close()
 
     def _train(self) -> None:
         now = self._now
@@ -199,7 +220,7 @@ class Trainer:
         if now.is_stopped:
             return True
         is_better = self._is_due(self.config.eval) and self._evaluate_and_log()
-        if self._is_due(self.config.checkpoint) or is_better:
+        if self._is_due(self.config.checkpoint) or is_better or now.is_save_due:
             with now.watch.paused():
                 now.save()
         return is_last
@@ -210,7 +231,7 @@ class Trainer:
             return False
         now, (weight, stops, made) = self._now, verdict
         if weight == 0:
-            now.writer.say(f"warning: step {step}: the weights of its examples sum to 0, so it changed nothing")
+            now.writer.say(f"warning: step {step}: the weights of its examples sum to 0, so no weight was updated")
         elif not made:
             now.num_skipped += 1
             now.writer.say(f"warning: step {step}: the gradient is not finite, so the update was skipped")
@@ -257,7 +278,10 @@ class Trainer:
         progress.metrics, progress.evaluated = metrics, self.step
         now.writer.scalars(self.step, metrics)
         now.writer.say(f"step {self.step:,}: {report.metric_line(metrics)}")
-        value, sign = metrics[block.metric], 1 if block.best_mode == "max" else -1
+        best_of, sign = f"{block.best_mode} {block.metric}", 1 if block.best_mode == "max" else -1
+        if progress.best_of != best_of:
+            progress.best, progress.best_step, progress.best_of = None, None, best_of
+        value = metrics[block.metric]
         if math.isnan(value) or (progress.best is not None and sign * value <= sign * progress.best):
             return False
         progress.best, progress.best_step = value, self.step
@@ -281,6 +305,8 @@ class Trainer:
                     raise Stopped
                 every = max(1, int(number * STOP_EVERY_S / max(seconds, 1e-9)))
         self.model.train()
+        if limit is not None:
+            self._check_names(means.names())
         values = means.read(now.group)
         return {f"eval/{name}": float(value) for name, value in (values | self.summarize(dict(values))).items()}
 
@@ -298,6 +324,12 @@ class Trainer:
             near = suggest(best, names)
             raise ConfigError(f"checkpoint.best_metric={best}: must be one of {', '.join(names)}{near}")
 
+    def _check_names(self, names: list[str]) -> None:
+        lines = self._now.group.gather_text(", ".join(names))
+        for rank, line in enumerate(lines):
+            if line != lines[0]:
+                raise ConfigError(f"metrics returned {lines[0]} on rank 0 and {line} on rank {rank}: must be the same")
+
     # Checks -----------------------------------------------------------------------------------------------------------
 
     def _check(self, is_training: bool) -> rundir.Origin:
@@ -306,11 +338,12 @@ class Trainer:
         STRATEGIES[config.strategy.name].check(config, world)
         choose_backend(config.dist, world)
         check_batch(config.data.global_batch, config.data.micro_batch, world.world_size)
-        if not is_training:
-            return rundir.find(config.run.resume)
-        check_target(config.optim, "optim", self._packages)
-        check_target(config.schedule, "schedule", self._packages)
-        return rundir.locate(config)
+        if is_training:
+            check_target(config.optim, "optim", self._packages)
+            check_target(config.schedule, "schedule", self._packages)
+        if world.rank != 0:
+            return rundir.Origin()  # the disk is rank 0's: another node need not see it
+        return rundir.locate(config) if is_training else rundir.find(config.run.resume or self._trained)
 
     def _is_due(self, block: Any) -> bool:
         epoch = self._now.plan.steps_per_epoch

@@ -34,8 +34,10 @@ class Writer:
 
     def hyper_parameters(self, values: Mapping[str, Any]) -> None: ...
 
-    def save(self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], keep: Checkpoint) -> None:
-        """Publish a checkpoint, with everything logged before it on the disk; then remove older ones."""
+    def save(
+        self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], keep: Checkpoint, best: int | None
+    ) -> None:
+        """Publish a checkpoint, with everything logged before it on the disk; then remove older ones, not the best."""
 
     def exit(self, code: int, reason: str, **facts: Any) -> None:
         """Write exit.json."""
@@ -118,12 +120,15 @@ class RankZeroWriter(Writer):
         for summary in hparams(plain, {}):
             self._board._get_file_writer().add_summary(summary)
 
-    def save(self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], keep: Checkpoint) -> None:
+    def save(
+        self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], keep: Checkpoint, best: int | None
+    ) -> None:
         os.fsync(self._metrics.fileno())
         self._board.flush()
         root = self._directory / "checkpoints"
         checkpoint.save(root, step, parts, facts)
-        checkpoint.prune(root, keep.keep_last, keep.keep_best, keep.best_mode)
+        also = {best} if keep.keep_best else set()
+        checkpoint.prune(root, keep.keep_last, keep.keep_best, keep.metric, keep.best_mode, also)
 
     def exit(self, code: int, reason: str, **facts: Any) -> None:
         rundir.write_exit(self._directory, code, reason, **facts)

@@ -129,5 +129,6 @@ class _Seeded(Dataset):
 
 
 def _ignore_interrupt(worker: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers too; the rank decides when they end
+    for number in (signal.SIGINT, signal.SIGUSR1):  # they reach workers too; the rank decides when those end
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

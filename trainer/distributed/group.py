@@ -72,10 +72,10 @@ class Group:
 
     @contextmanager
     def agreed(self, doing: str) -> Iterator[None]:
-        """Run a block that may fail on some ranks only: then all ranks raise, with the line of the lowest that failed.
+        """Run a block that may fail on some ranks only: then all ranks raise.
 
-        Raises the ConfigError itself, everywhere; for any other error, that error where it happened and a
-        RuntimeError naming the rank elsewhere.
+        Where it failed, the error itself; elsewhere a ConfigError with the line of the lowest rank's, or, for another
+        kind of error, a RuntimeError naming that rank.
         """
         problem: Exception | None = None
         try:
@@ -84,11 +84,11 @@ class Group:
             problem = error
         if self.max(float(problem is not None))[0]:
             lines = self.gather_text(_describe(problem))
+            if problem is not None:
+                raise problem
             rank = next(r for r, line in enumerate(lines) if line)
             kind, line = lines[rank].split(" ", 1)
-            if isinstance(problem, ConfigError) or problem is None:
-                raise ConfigError(line) if kind == "config" else RuntimeError(f"rank {rank} failed {doing}: {line}")
-            raise problem
+            raise ConfigError(line) if kind == "config" else RuntimeError(f"rank {rank} failed {doing}: {line}")
 
     def _wire_device(self) -> torch.device:
         return self.world.device if dist.get_backend() == "nccl" else torch.device("cpu")
@@ -123,7 +123,7 @@ def choose_backend(config: Dist, world: World) -> str:
 def process_group(config: Dist, world: World) -> Iterator[Group]:
     """The group of all ranks while the block runs.
 
-    On an error it is left standing: destroying it would wait for peers that may sit in a collective.
+    On an error a group of several is left standing: destroying it would wait for peers that sit in a collective.
     Raises ConfigError when the ranks do not find each other.
     """
     backend = choose_backend(config, world)
@@ -134,8 +134,16 @@ def process_group(config: Dist, world: World) -> Iterator[Group]:
         store = dist.PrefixStore(_generation(), _rendezvous(world, timeout))
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
-    yield Group(world, store)
+    own = world.device if backend == "nccl" else None  # else the last barrier would have to guess it
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=own
+    )
+    try:
+        yield Group(world, store)
+    except BaseException:
+        if world.world_size == 1:
+            dist.destroy_process_group()
+        raise
     gc.collect()  # a DDP wrapper that outlives its group hangs the exit (9 of 40 runs, torch 2.13 gloo)
     dist.barrier()
     dist.destroy_process_group()

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
@@ -127,7 +128,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Run a block, then put the model's buffers back and drop its gradients. Yields the buffers as they were."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers() if not nn.parameter.is_lazy(buffer)}
+    before = {name: buffer.clone() for name, buffer in model.named_buffers() if not is_lazy(buffer)}
     yield before
     with torch.no_grad():
         for name, buffer in model.named_buffers():
@@ -141,7 +142,7 @@ def _check_model(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) 
     for name, tensor in ours.items():
         if name not in saved:
             raise CheckpointError(f"the checkpoint is of another model: it has no {name}; {advice}")
-        if isinstance(tensor, torch.Tensor) and tensor.shape != saved[name].shape:
+        if isinstance(tensor, torch.Tensor) and not is_lazy(tensor) and tensor.shape != saved[name].shape:
             shapes = f"{tuple(saved[name].shape)} in it and {tuple(tensor.shape)} here"
             raise CheckpointError(f"the checkpoint is of another model: {name} is {shapes}; {advice}")
     for name in saved:
@@ -163,13 +164,16 @@ def _named(optimizer: Optimizer, names: dict[Any, str]) -> dict[str, Any]:
         {"names": [names[p] for p in group["params"]], "options": {k: v for k, v in group.items() if k != "params"}}
         for group in optimizer.param_groups
     ]
-    return {"state": {names[p]: dict(state) for p, state in optimizer.state.items()}, "groups": groups}
+    state = {names[p]: dict(state) for p, state in optimizer.state.items()}
+    return {"class": type(optimizer).__name__, "state": state, "groups": groups}
 
 
 def _load_named(optimizer: Optimizer, names: dict[Any, str], saved: dict[str, Any]) -> None:
     ours = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    name = type(optimizer).__name__
+    if name != saved["class"]:
+        raise CheckpointError(f"the checkpoint is of another optimizer: {saved['class']} in it and {name} here")
     if ours != [group["names"] for group in saved["groups"]]:
-        name = type(optimizer).__name__
         raise CheckpointError(f"the checkpoint is of another optimizer: {name} groups other parameters here than there")
     order = [name for group in ours for name in group]
     groups, first = [], 0

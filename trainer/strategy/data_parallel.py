@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from trainer.errors import ConfigError
 from trainer.strategy.base import Loss, MicroBatch, MicroBatches, Strategy, call, untouched
 
 # torch 2.13 renames the switch: buffers are not broadcast before every forward.
@@ -30,9 +31,12 @@ class DistributedDataParallel(Strategy):
     def wrap(self, model: nn.Module, rehearsal: MicroBatch, loss: Loss) -> nn.Module:
         self.place(model)
         self._running: list[torch.Tensor] = []
-        with untouched(self.module) as before, torch.no_grad(), self.precision.autocast():
-            loss(call(self.module, rehearsal[0]), rehearsal[1])
+        with untouched(self.module) as before:
+            with self.precision.autocast():
+                scaled, _ = loss(call(self.module, rehearsal[0]), rehearsal[1])
+            scaled.backward()
             self._running = self._changed(before)
+            _check_used(self.module)
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]  # lazy modules know them now
         carrier = _Carrier(self.module, 2 + sum(b.numel() for b in self._running))
         self._ride = carrier.ride
@@ -77,6 +81,14 @@ class DistributedDataParallel(Strategy):
             torch._foreach_copy_(self._running, [p.view_as(b) for p, b in zip(parts, self._running, strict=True)])
         self._ride.grad = None
         return totals
+
+
+def _check_used(module: nn.Module) -> None:
+    """Raise ConfigError naming a parameter that backward does not reach: DDP would wait for its gradient."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            advice = "use it, set requires_grad=False, or train with strategy=single"
+            raise ConfigError(f"strategy=ddp: the loss does not depend on the parameter {name}; {advice}")
 
 
 class _Carrier(nn.Module):

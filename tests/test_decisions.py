@@ -1,0 +1,116 @@
+"""One decision, all ranks: a bad step is skipped alike everywhere, and what only one rank knows reaches all."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from tiny import CONF, Tiny, fit, fit_on
+from torch import nn
+
+from trainer import ConfigError
+
+RECIPE = ["task=tiny", "run.steps=12", "log.every_steps=1", "optim.lr=0.3"]
+
+
+class Spoiled(Tiny):
+    """On the last rank alone, the loss of step 5 (from 0) is not a number."""
+
+    spoiled = (5,)
+
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        is_here = self.world.rank == self.world.world_size - 1 and self.model.training
+        return values * float("nan") if is_here and self.step in self.spoiled and self._session.optimizers else values
+
+
+class Lost(Spoiled):
+    spoiled = tuple(range(12))
+
+
+class Unweighted(Tiny):
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        return values, torch.full_like(values, float(self.step != 5 or not self.model.training)).detach()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_non_finite_gradient_on_one_rank_is_skipped_on_all(ranks, optimizer, tmp_path, capfd):
+    run = fit_on(ranks, tmp_path, *RECIPE, f"optim={optimizer}", task=Spoiled)  # compares the ranks' weights
+    assert run["step"] == 12 and all(torch.isfinite(tensor).all() for tensor in run["weights"].values())
+    assert "warning: step 6: the gradient is not finite, so the update was skipped" in capfd.readouterr().out
+    entries = {e["step"]: e["train/loss"] for e in run["record"] if "train/loss" in e}
+    assert entries[6] is None and all(loss is not None for step, loss in entries.items() if step != 6)
+
+
+def test_skipped_first_step_leaves_no_trace_in_the_optimizer(tmp_path):
+    class First(Spoiled):
+        spoiled = (0,)
+
+    run = fit_on(1, tmp_path / "a", *RECIPE, task=First)
+    assert all(torch.isfinite(tensor).all() and tensor.abs().max() < 1e3 for tensor in run["weights"].values())
+
+
+def fails(folder):
+    with pytest.raises(FloatingPointError, match="no finite gradient in 10 steps on end, up to step 10"):
+        fit(folder, *RECIPE, task=Lost)
+
+
+def test_run_in_which_nothing_is_learned_fails(tmp_path):
+    on_ranks(2, fails, tmp_path)
+    assert '"code": 1' in (tmp_path / "tiny/run/exit.json").read_text()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_step_of_no_weight_updates_nothing_and_says_so(ranks, tmp_path, capfd):
+    run = fit_on(ranks, tmp_path, *RECIPE, task=Unweighted)
+    assert all(torch.isfinite(tensor).all() for tensor in run["weights"].values())
+    assert "warning: step 6: the weights of its examples sum to 0, so no weight was updated" in capfd.readouterr().out
+
+
+class Spare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = nn.Linear(4, 3), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+class Partly(Tiny):
+    def build_model(self):
+        return Spare()
+
+
+def refused(folder):
+    with pytest.raises(ConfigError, match=r"strategy=ddp: the loss does not depend on the parameter spare\.weight"):
+        fit(folder, *RECIPE, task=Partly)
+
+
+def test_parameter_without_a_gradient_is_named_under_ddp(tmp_path):
+    on_ranks(2, refused, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+ONE_RANK = """from tiny import Tiny
+from trainer import ConfigError
+class Late(Tiny):
+    def augment(self, inputs, targets, random, train):
+        if self.world.rank == 1 and self.step == 3:
+            raise ConfigError("this rank alone knows")
+        return inputs, targets
+"""
+
+
+def test_error_of_the_user_on_one_rank_alone_is_said(tmp_path):
+    (tmp_path / "late.py").write_text(ONE_RANK)
+    words = ["--config-dir", CONF, "task=tiny", "task.trainer=late.Late"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "trainer"]
+    environment = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parent}", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [*launcher, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0 and "this rank alone knows" in done.stderr
