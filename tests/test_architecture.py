@@ -19,7 +19,7 @@ LAYERS = [
 ]
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 FILES = sorted((ROOT / "trainer").rglob("*.py"))
-HEAVY = {"hydra", "omegaconf", "rich", "torch.utils.tensorboard", "numpy"}
+HEAVY = {"hydra", "omegaconf", "yaml", "rich", "torch.utils.tensorboard", "numpy"}
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 

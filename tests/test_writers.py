@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trainer import checkpoint
 from trainer.writers import open_writer
 
-KEEP: Any = SimpleNamespace(keep_last=1, keep_best=0, best_mode="min")
+KEEP: Any = SimpleNamespace(keep_last=1, keep_best=0, best_mode="min", metric="eval/loss")
 
 
 def write(directory: Path, steps, value=float, begin: int = 0, is_resumed: bool = False) -> None:
@@ -148,7 +148,7 @@ def test_silent_writer_writes_nothing(tmp_path, capsys):
     writer.table(["a"], [["b"]])
     writer.progress(1, 1)
     writer.hyper_parameters({"run.seed": 0})
-    writer.save(1, {"model.pt": {}}, {}, KEEP)
+    writer.save(1, {"model.pt": {}}, {}, KEEP, None)
     writer.exit(0, "done")
     writer.close()
     assert list(tmp_path.iterdir()) == []
