@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer import ConfigError, ResidentDataset, Trainer
+from trainer import ConfigError, ResidentDataset, Trainer, limit
 
 BUNDLED = Path(__file__).parent / "data" / "cifar10-5000-1000.z"
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -27,7 +27,7 @@ class Cifar(Trainer):
         norm: Literal["batch", "none"]
         bias_lr: float
         head_lr: float
-        label_smoothing: float
+        label_smoothing: Annotated[float, limit(min=0, max=1)]
 
     def build_dataset(self, split):
         images, labels, source = load(split, self.options.data, self.options.root)
@@ -94,10 +94,7 @@ def normalize(images: torch.Tensor) -> torch.Tensor:
 
 
 class Net(nn.Module):
-    """Images (N, 3, 32, 32) to logits (N, 10); in evaluation the mean over the image and its mirror.
-
-    The first layer whitens 2x2 patches of `images`: eigenvectors of their covariance over the deviations, and negated.
-    """
+    """Images (N, 3, 32, 32) to logits (N, 10); 2x2 patches are whitened first, evaluation also sees the mirror."""
 
     def __init__(self, widths: list[int], has_norm: bool, images: torch.Tensor):
         super().__init__()
@@ -133,6 +130,9 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised by Newton-Schulz, for filters of norm sqrt(out channels) (Jordan, 2024)."""
 
     def __init__(self, params, lr: float, momentum: float, iterations: int):
+        params = list(params)
+        if any(p.dim() < 2 for p in params):
+            raise ValueError("takes filters and matrices only, and the model has others; choose another optim")
         super().__init__(params, {"lr": lr, "momentum": momentum, "iterations": iterations})
 
     @torch.no_grad()

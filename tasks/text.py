@@ -9,12 +9,13 @@ import sysconfig
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer import ResidentDataset, Trainer
+from trainer import ConfigError, ResidentDataset, Trainer, limit
 
 NEWLINE = 10
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
@@ -23,12 +24,12 @@ EVAL_EVERY = 20  # every twentieth file is held out
 
 @dataclass
 class Options:
-    context: int
-    width: int
-    layers: int
-    heads: int
-    dropout: float
-    files: int
+    context: Annotated[int, limit(min=1)]
+    width: Annotated[int, limit(min=1)]
+    layers: Annotated[int, limit(min=1)]
+    heads: Annotated[int, limit(min=1)]
+    dropout: Annotated[float, limit(min=0, max=1)]
+    files: Annotated[int, limit(min=2)]
 
 
 class Text(Trainer):
@@ -46,6 +47,9 @@ class Text(Trainer):
         return ResidentDataset(tokens, lengths, source=source, digest=digest)
 
     def build_model(self):
+        if self.options.width % self.options.heads:
+            given = f"task.options.heads={self.options.heads}"
+            raise ConfigError(f"{given}: must divide task.options.width={self.options.width}")
         return GPT(self.options)
 
     def split_batch(self, batch):

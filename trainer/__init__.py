@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from trainer.config import Config, load_config
+    from trainer.config import Config, limit, load_config
     from trainer.data.loaders import ResidentDataset
     from trainer.data.randomness import Random
     from trainer.distributed.world import World
@@ -20,6 +20,7 @@ _HOMES = {
     "Summary": "trainer.trainer",
     "Trainer": "trainer.trainer",
     "World": "trainer.distributed.world",
+    "limit": "trainer.config",
     "load_config": "trainer.config",
 }
 
@@ -33,6 +34,7 @@ __all__ = [
     "Summary",
     "Trainer",
     "World",
+    "limit",
     "load_config",
 ]
 __version__ = "0.1.0"

@@ -366,9 +366,13 @@ def _composed(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -
         if not Path(folder).is_dir():
             raise ConfigError(f"--config-dir {folder}: no such directory")
     options, parsed = _options(config_dirs), _parsed(overrides)
+    chosen: dict[str, Any] = {}
     for override in parsed:
-        if override.key_or_group in options and not override.is_delete():
-            _check_choice(override.key_or_group, override.value(), options)
+        group, value = override.key_or_group, override.value()
+        if group in options and not override.is_delete():
+            _check_choice(group, value, options)
+            if chosen.setdefault(group, value) != value:
+                raise ConfigError(f"{group}={value}: {group}={chosen[group]} was given before; give one")
     folders = ",".join(repr(f"file://{Path(folder).resolve()}") for folder in config_dirs)
     search = [f"hydra.searchpath=[{folders}]"] if config_dirs else []
     GlobalHydra.instance().clear()
@@ -390,7 +394,7 @@ def _composed(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -
 def _name_unknown(parsed: list[Any], options: Mapping[str, Any], compose_groups: Any) -> None:
     """Raise for the first override whose key does not exist, in our words: Hydra's advise to add the typo with `+`."""
     from hydra.errors import HydraException
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
@@ -400,7 +404,10 @@ def _name_unknown(parsed: list[Any], options: Mapping[str, Any], compose_groups:
     known = [*flatten(typing.cast(dict, OmegaConf.to_container(base))), *options]
     for override in parsed:
         key = override.key_or_group
-        if not override.is_add() and key not in options and OmegaConf.select(base, key, default=known) is known:
+        found = OmegaConf.select(base, key, default=known)
+        if isinstance(found, DictConfig) and key not in options:
+            raise ConfigError(f"{key} is a group of settings: give {key}.<name>=<value>")
+        if not override.is_add() and key not in options and found is known:
             raise ConfigError(f"{key} is not a setting{suggest(key, known)}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -159,6 +160,12 @@ class Session:
         self.loaders["train"] = open_loader(data, self.sampler, config.data, config.run.seed, "train", device)
         self.num_steps = config.run.steps or config.run.epochs * self.plan.steps_per_epoch
         self.schedule = self.task.build_schedule(self.num_steps)
+        try:
+            ends = [float(self.schedule(step)) for step in (0, self.num_steps - 1)]
+        except TypeError as error:
+            raise ConfigError(f"schedule ({config.schedule['_target_']}): {error}") from None
+        if not all(map(math.isfinite, ends)):
+            raise ConfigError(f"schedule ({config.schedule['_target_']}): gives the factors {ends}: must be finite")
 
     def _open_eval(self) -> None:
         config, device = self.config, self.world.device
