@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    ["errors", "config"],
+    ["errors", "config", "targets"],
     ["distributed"],
     ["data", "means", "precision", "schedule", "checkpoint", "rundir", "writers", "report"],
     ["strategy"],

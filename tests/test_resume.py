@@ -97,6 +97,18 @@ def test_more_steps_go_on_and_say_what_changed(tmp_path, capfd):
     assert longer["record"][-1]["step"] == 40
 
 
+def refusal(folder, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        fit(folder, *RICH, "run.resume=auto", *overrides)
+    return str(caught.value)
+
+
+def test_fewer_steps_than_made_are_refused(tmp_path):
+    fit_on(1, tmp_path, *RICH)
+    (line,) = on_ranks(1, refusal, tmp_path, "run.steps=20")
+    assert line == "run.steps=20: the run to resume is at step 30 already, and it asks for 20; ask for more"
+
+
 def test_corrupt_checkpoint_is_skipped_and_its_step_saved_anew(tmp_path, capfd):
     recipe = [*RICH, *EVERY_10]
     straight = fit_on(1, tmp_path, *recipe)
@@ -138,12 +150,6 @@ def test_what_the_samples_follow_from_cannot_change(tmp_path):
         refuse(tmp_path)
     with pytest.raises(ConfigError, match="no checkpoint there"):
         refuse(tmp_path, f"run.resume={tmp_path}/nowhere")
-
-
-def refusal(folder, *overrides):
-    with pytest.raises(ConfigError) as caught:
-        fit(folder, *RICH, "run.resume=auto", *overrides)
-    return str(caught.value)
 
 
 def test_checkpoint_of_another_model_or_other_data_is_refused_on_all_ranks(tmp_path):

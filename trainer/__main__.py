@@ -11,8 +11,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer.config import CONF, Config, choices, first_of_sweep, from_plain, load_config, resolve
+from trainer.config import CONF, Config, choices, first_of_sweep, from_plain, load_config
 from trainer.errors import ConfigError
+from trainer.targets import resolve
 
 WAIT_S = 3.0  # torchrun kills all ranks at the first exit, and with it the line that rank 0 is about to print
 HYDRA_FLAGS = ("-m", "--multirun", "-c", "--cfg", "-i", "--info", "--hydra-help", "--resolve", "-p", "--package")

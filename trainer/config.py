@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
-import inspect
 import math
 import types
 import typing
@@ -24,7 +22,6 @@ PACKAGE = Path(__file__).resolve().parent
 # A wheel carries conf/ and tasks/ inside the package; in a checkout they lie beside it. Never the working directory.
 HOME = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent
 CONF = HOME / "conf"
-ALLOWED_PACKAGES = ("torch.optim", "torch.nn", "trainer")
 
 T = TypeVar("T")
 
@@ -321,9 +318,7 @@ def _parsed(overrides: Sequence[str], is_sweep: bool = False) -> list[Any]:
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
-        raise ConfigError(
-            f"cannot be read: {_one_line(error)}; quote special characters, as in key=\"'a,b'\""
-        ) from None
+        raise ConfigError(f"cannot be read: {one_line(error)}; quote special characters, as in key=\"'a,b'\"") from None
     for override in parsed:
         if override.is_sweep_override() and not is_sweep:
             raise ConfigError(f"{override.input_line}: several values need -m; a list is written [a,b]")
@@ -380,7 +375,7 @@ def _composed(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -
         try:
             return typing.cast(dict, OmegaConf.to_container(compose(name, [*overrides, *search]), resolve=True))
         except (YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"a file of --config-dir cannot be read: {_one_line(error)}") from None
+            raise ConfigError(f"a file of --config-dir cannot be read: {one_line(error)}") from None
         except (HydraException, OmegaConfBaseException) as error:
             if "You must specify 'task'" in str(error):
                 raise ConfigError(
@@ -388,7 +383,7 @@ def _composed(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -
                 ) from None
             groups = [o.input_line for o in parsed if o.key_or_group in options]
             _name_unknown(parsed, options, lambda: compose(name, [*groups, *search]))
-            raise ConfigError(_one_line(error)) from None
+            raise ConfigError(one_line(error)) from None
 
 
 def _name_unknown(parsed: list[Any], options: Mapping[str, Any], compose_groups: Any) -> None:
@@ -400,7 +395,7 @@ def _name_unknown(parsed: list[Any], options: Mapping[str, Any], compose_groups:
     try:
         base = compose_groups()
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_one_line(error)) from None
+        raise ConfigError(one_line(error)) from None
     known = [*flatten(typing.cast(dict, OmegaConf.to_container(base))), *options]
     for override in parsed:
         key = override.key_or_group
@@ -411,60 +406,5 @@ def _name_unknown(parsed: list[Any], options: Mapping[str, Any], compose_groups:
             raise ConfigError(f"{key} is not a setting{suggest(key, known)}")
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
-
-
-# Targets --------------------------------------------------------------------------------------------------------------
-
-
-def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
-    """The object a config names, `torch.optim.SGD`: the one place where a name in a config becomes code.
-
-    Raises ConfigError unless the name, and the module that defines what it names, lie under an allowed package.
-    """
-    allowed = (*ALLOWED_PACKAGES, *packages)
-    if not any(name.startswith(f"{package}.") for package in allowed):
-        raise ConfigError(f"{key}={name}: must lie under {', '.join(allowed)}; task.packages=[<package>] adds one")
-    module, _, attribute = name.rpartition(".")
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise ConfigError(f"{key}={name}: must be <module>.<name>")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{key}={name}: no module named {error.name}") from None
-    except AttributeError:
-        names = [n for n in vars(importlib.import_module(module)) if not n.startswith("_")]
-        raise ConfigError(f"{key}={name}: {module} has no {attribute}{suggest(attribute, names)}") from None
-    home = getattr(found, "__module__", None) or ""
-    if not callable(found) or not any(f"{home}.".startswith(f"{package}.") for package in allowed):
-        raise ConfigError(f"{key}={name}: must be a class or function defined under {', '.join(allowed)}")
-    return found
-
-
-def check_target(spec: Mapping[str, Any], key: str, packages: Sequence[str]) -> Any:
-    """The object `spec["_target_"]` names. Raises ConfigError for an argument in `spec` that it does not take."""
-    target = resolve(spec["_target_"], f"{key}._target_", packages)
-    parameters = inspect.signature(target).parameters
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    for name in spec:
-        if name != "_target_" and name not in parameters and not open_ended:
-            near = suggest(name, parameters).replace("mean ", f"mean {key}.")
-            raise ConfigError(f"{key}.{name} is not an argument of {spec['_target_']}{near}")
-    try:
-        inspect.signature(target).bind(None, **{name: value for name, value in spec.items() if name != "_target_"})
-    except TypeError as error:
-        raise ConfigError(f"{key} ({spec['_target_']}): {error}") from None
-    return target
-
-
-def call_target(spec: Mapping[str, Any], key: str, packages: Sequence[str], *positional: Any, **extra: Any) -> Any:
-    """Call `spec["_target_"]` with its arguments, and with those of `extra` that it knows and `spec` does not give."""
-    target = check_target(spec, key, packages)
-    known = inspect.signature(target).parameters
-    given = {name: value for name, value in spec.items() if name != "_target_"}
-    arguments = {name: value for name, value in extra.items() if name in known} | given
-    try:
-        return target(*positional, **arguments)
-    except Exception as error:  # whatever a constructor says of its arguments
-        raise ConfigError(f"{key} ({spec['_target_']}): {_one_line(error)}") from None

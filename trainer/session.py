@@ -261,6 +261,10 @@ class Session:
         loaded = {"model": state["model.pt"], "optimizers": training["optimizers"]}
         self.strategy.load_state_dict(self.wrapped, self.optimizers, loaded)
         self.task.step = manifest["step"]
+        if self.optimizers and self.task.step > self.num_steps:
+            name = "run.epochs" if self.config.run.steps is None else "run.steps"
+            reached = f"the run to resume is at step {self.task.step:,} already, and it asks for {self.num_steps:,}"
+            raise ConfigError(f"{name}={getattr(self.config.run, name[4:])}: {reached}; ask for more")
         return restored
 
     def path_of(self, step: int) -> Path:
@@ -301,6 +305,8 @@ class Session:
         lines += report.arithmetic(self.config, self.plan, self.num_steps)
         lines += [report.describe_data(split, data) for split, data in self.datasets.items()]
         lines += [report.describe_model(self.task.model), f"run directory: {self.directory}", *restored.skipped]
+        if self.config.run.resume == "auto" and restored.manifest is None:
+            lines.append("run.resume=auto found nothing to go on from: a fresh start")
         if restored.manifest is not None:
             lines += report.resumed(self.config, restored.manifest, step, self.num_steps)
         if not restored.is_resumed:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from trainer import report, rundir
-from trainer.config import Config, build, call_target, check_target, suggest
+from trainer.config import Config, build, suggest
 from trainer.data.order import check_batch
 from trainer.data.randomness import Random, seed_layers
 from trainer.distributed.group import Group, choose_backend, process_group
@@ -27,6 +27,7 @@ from trainer.means import Means, Values, count_rows, weigh
 from trainer.session import Session, Share, Split
 from trainer.strategy import STRATEGIES
 from trainer.strategy.base import MicroBatches
+from trainer.targets import call_target, check_target
 
 STOPPED = 75  # EX_TEMPFAIL: ended by a signal after a published checkpoint; start it again
 MAX_SKIPPED = 10
