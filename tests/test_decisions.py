@@ -10,7 +10,8 @@ from ranks import on_ranks
 from tiny import CONF, Tiny, fit, fit_on
 from torch import nn
 
-from trainer import ConfigError
+from trainer import ConfigError, World, load_config
+from trainer.distributed.group import process_group
 
 RECIPE = ["task=tiny", "run.steps=12", "log.every_steps=1", "optim.lr=0.3"]
 
@@ -96,7 +97,8 @@ def test_parameter_without_a_gradient_is_named_under_ddp(tmp_path):
 
 
 ONE_RANK = """from tiny import Tiny
-from trainer import ConfigError
+from trainer import ConfigError, World, load_config
+from trainer.distributed.group import process_group
 class Late(Tiny):
     def augment(self, inputs, targets, random, train):
         if self.world.rank == 1 and self.step == 3:
@@ -114,3 +116,17 @@ def test_error_of_the_user_on_one_rank_alone_is_said(tmp_path):
         [*launcher, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.returncode != 0 and "this rank alone knows" in done.stderr
+
+
+def two_groups():
+    world = World.from_environment()
+    with process_group(load_config(["task=tiny"], [CONF]).dist, world) as group:
+        first = group.max(world.rank)
+    with process_group(load_config(["task=tiny"], [CONF]).dist, world) as group:
+        return first, group.max(world.rank)
+
+
+def test_process_forms_one_group_after_another():
+    """Each has its own names in the store: the addresses of the first are dead when the second forms."""
+    for _ in range(10):
+        assert on_ranks(2, two_groups) == [([1.0], [1.0])] * 2

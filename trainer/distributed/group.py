@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import traceback
 from collections.abc import Iterator
@@ -149,9 +150,15 @@ def process_group(config: Dist, world: World) -> Iterator[Group]:
     dist.destroy_process_group()
 
 
+_formed = itertools.count()
+
+
 def _generation() -> str:
-    """A prefix of its own for each restart: torchrun keeps port and store, so dead ranks' addresses would be found."""
-    return f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    """A prefix of its own for each restart, and for each group of a process.
+
+    torchrun keeps port and store, so the addresses of ranks or groups that are gone would be found.
+    """
+    return f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_formed)}"
 
 
 def _rendezvous(world: World, timeout: timedelta) -> dist.Store:
