@@ -45,14 +45,14 @@ def locate(config: Config) -> Origin:
     """
     base = Path(config.run.dir) / config.task.name
     named = base / config.run.name if config.run.name else None
-    _check_writable(named or base)
     if config.run.resume is None:
-        return Origin(_unused(named))
-    if config.run.resume == "auto":
+        found = Origin(_unused(named))
+    elif config.run.resume == "auto":
         directory = named or _latest(base)
         found = Origin(directory, source=directory if directory and directory.is_dir() else None)
     else:
         found = _from_path(Path(config.run.resume), named)
+    _check_writable(found.directory or base)
     if found.source:
         _check_same_run(config, found)
     return found
@@ -62,12 +62,8 @@ def find(resume: str | None) -> Origin:
     """The checkpoint to evaluate, without taking its run over. Raises ConfigError where there is none."""
     if resume is None:
         return Origin()
-    path = Path(resume)
-    if (path / checkpoint.MANIFEST).is_file():
-        return Origin(None, path)
-    if checkpoint.steps(path / "checkpoints"):
-        return Origin(source=path)
-    raise _nothing_at(path)
+    own, one = _place(Path(resume))
+    return Origin(None, one, own)
 
 
 def read(origin: Origin) -> tuple[checkpoint.Loaded | None, list[str]]:
@@ -99,11 +95,6 @@ def recorded(directory: Path, step: int) -> dict[str, float]:
     return found
 
 
-def _nothing_at(path: Path) -> ConfigError:
-    allowed = "give auto, a run directory, or a directory step-<number> in its checkpoints"
-    return ConfigError(f"run.resume={path}: no checkpoint there; {allowed}")
-
-
 def _unused(named: Path | None) -> Path | None:
     if named is not None and named.exists() and (not named.is_dir() or any(named.iterdir())):
         advice = "add run.resume=auto or choose another run.name"
@@ -117,17 +108,21 @@ def _latest(base: Path) -> Path | None:
     return max(saved)[1] if saved else None
 
 
-def _from_path(path: Path, named: Path | None) -> Origin:
+def _place(path: Path) -> tuple[Path, Path | None]:
+    """The run directory that `path` is or lies in, and the one checkpoint that it names, if it does."""
     if (path / checkpoint.MANIFEST).is_file():
-        root, one = path.resolve().parent, path
-    elif checkpoint.steps(path / "checkpoints"):
-        root, one = path / "checkpoints", None
-    else:
-        raise _nothing_at(path)
-    own = root.parent
+        return path.resolve().parent.parent, path
+    if checkpoint.steps(path / "checkpoints"):
+        return path, None
+    allowed = "give auto, a run directory, or a directory step-<number> in its checkpoints"
+    raise ConfigError(f"run.resume={path}: no checkpoint there; {allowed}")
+
+
+def _from_path(path: Path, named: Path | None) -> Origin:
+    own, one = _place(path)
     if named is not None and named.resolve() != own.resolve():
-        return Origin(_unused(named), one, source=own)
-    last = max(checkpoint.steps(root), default=0)
+        return Origin(_unused(named), one, own)
+    last = max(checkpoint.steps(own / "checkpoints"), default=0)
     if one and last > checkpoint.read_manifest(one)["step"]:
         advice = f"give run.name=<new> to branch off, or run.resume={own}"
         raise ConfigError(f"run.resume={path}: its run went on to step {last}; {advice}")
