@@ -154,9 +154,9 @@ class Objective:
         self.elements = self.elements or max(1, elements)
 
     def _carry(self, values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        if weights is not None:
-            return torch.stack([weights.sum(), weights.new_tensor(self.stop)]).to(values.dtype)
-        key = (values.numel(), self.stop)
-        if key not in self._carried:
+        key = (values.numel() if weights is None else 0, self.stop)
+        if key not in self._carried:  # made once: on a GPU the copy would be waited for
             self._carried[key] = torch.tensor(key, dtype=values.dtype, device=values.device)
-        return self._carried[key]
+        if weights is None:
+            return self._carried[key]
+        return torch.stack([weights.sum().to(values.dtype), self._carried[key][1]])

@@ -6,6 +6,7 @@ import hashlib
 import math
 import random
 import sys
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -20,15 +21,21 @@ def philox(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
 
     Integer arithmetic only, so CPU and CUDA give equal bits. The two multiplications of a round are one operation.
     """
-    multiplier = torch.tensor(_MULTIPLIERS, device=counter.device).unsqueeze(1)
-    rounds = [[(key[i] + r * _WEYL[i]) & _MASK for i in (0, 1)] for r in range(10)]
-    keys = torch.tensor(rounds, device=counter.device).unsqueeze(2)
+    multiplier, keys = _constants(key, counter.device)
     even, odd = counter[0::2], counter[1::2]
     for round_key in keys:
         product = even * multiplier  # wraps modulo 2**64: its 64 bits are exact
         even = ((product >> 32) & _MASK).flip(0) ^ odd ^ round_key
         odd = (product & _MASK).flip(0)
     return torch.stack([even[0], odd[0], even[1], odd[1]])
+
+
+@lru_cache(maxsize=256)
+def _constants(key: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Kept on the device: a small tensor made from Python numbers is a copy that a GPU waits for."""
+    rounds = [[(key[i] + r * _WEYL[i]) & _MASK for i in (0, 1)] for r in range(10)]
+    multiplier = torch.tensor(_MULTIPLIERS, device=device).unsqueeze(1)
+    return multiplier, torch.tensor(rounds, device=device).unsqueeze(2)
 
 
 def key_of(*parts: Any) -> int:
