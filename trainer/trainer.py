@@ -215,9 +215,9 @@ class Trainer:
         now, is_last = self._now, self.step == self._now.num_steps
         now.means.end_row()
         now.is_stopped = self._judge(now.verdicts.push(now.verdict), self.step - 1)
-        now.writer.progress(self.step, now.num_steps)
         if is_last or self.step % self.config.log.every_steps == 0:
             self._log()
+        now.writer.progress(self.step, now.num_steps)
         if now.is_stopped:
             return True
         is_better = self._is_due(self.config.eval) and self._evaluate_and_log()
