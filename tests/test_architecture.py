@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     ["errors", "config", "targets"],
     ["distributed"],
-    ["data", "means", "precision", "schedule", "checkpoint", "rundir", "writers", "report"],
+    ["data", "means", "precision", "schedule", "checkpoint", "rundir", "writers", "report", "ema"],
     ["strategy"],
     ["session", "trainer"],
     ["__init__", "tasks"],

@@ -37,7 +37,10 @@ BAD = [
     (["task=cifar", "run.seed=-1"], "error: run.seed=-1: must be a whole number of at least 0"),
     (["task=cifar", "run.clip_norm=0"], "error: run.clip_norm=0: must be a number above 0 or null"),
     (["task=cifar", "data.path=ram"], "error: data.path=ram: must be one of auto, resident, streamed"),
-    (["task=cifar", "strategy.precision=fp31"], "error: strategy.precision=fp31: must be one of fp64, fp32, amp_bf16"),
+    (
+        ["task=cifar", "strategy.precision=fp31"],
+        "error: strategy.precision=fp31: must be one of fp64, fp32, tf32, amp_bf16, amp_fp16, bf16, fp16",
+    ),
     (["task=cifar", "data.micro_batch=500"], "error: data.micro_batch=500: must be at most data.global_batch=250"),
     (["task=cifar", "dist.backend=nccl"], "error: dist.backend=nccl: needs CUDA, and torch sees no GPU here"),
     (["task=cifar", "task.options.data=ful"], "error: task.options.data=ful: must be one of auto, full, bundled"),
@@ -183,7 +186,13 @@ def test_evaluate_gives_the_run_its_metrics_on_any_layout(tmp_path):
 def test_help_lists_groups_and_settings(tmp_path):
     done = trainer("--help", folder=tmp_path)
     assert done.returncode == 0
-    for word in ("cifar, text", "ddp, single", "data.global_batch", "run.resume", "torchrun --nproc_per_node=2"):
+    for word in (
+        "cifar, text",
+        "ddp, ddp_syncbn_amp, dp, single",
+        "data.global_batch",
+        "run.resume",
+        "torchrun --nproc_per_node=2",
+    ):
         assert word in done.stdout, word
 
 

@@ -39,7 +39,10 @@ class Run:
     epochs: Annotated[int, limit(min=1)]
     steps: Annotated[int | None, limit(min=1)]
     resume: str | None
-    ema_decay: None
+    ema_decay: Annotated[float | None, limit(min=0, max=1)]
+    lr_scaling: Literal["none", "linear", "sqrt"]
+    lr_batch: Annotated[int | None, limit(min=1)]
+    compile: bool
     clip_norm: Annotated[float | None, limit(above=0)]
 
 
@@ -55,17 +58,23 @@ class Data:
 @dataclass
 class Strategy:
     name: str
-    precision: Literal["fp64", "fp32", "amp_bf16"]
-    sync_batchnorm: Literal[False]
-    comm_hook: Literal["none"]
+    precision: Literal["fp64", "fp32", "tf32", "amp_bf16", "amp_fp16", "bf16", "fp16"]
+    sync_batchnorm: bool
+    channels_last: bool
+    device_ids: list[int] | None
+    devices_per_rank: Annotated[int, limit(min=1)]
+    bucket_mb: Annotated[float, limit(above=0)]
+    static_graph: bool
+    find_unused_parameters: bool
+    comm_hook: Literal["none", "fp16", "bf16", "powersgd", "parameter_server"]
 
 
 @dataclass
 class Dist:
-    backend: Literal["auto", "nccl", "gloo"]
-    init: Literal["env"]
-    address: None
-    path: None
+    backend: Literal["auto", "nccl", "gloo", "mpi"]
+    init: Literal["env", "tcp", "file"]
+    address: str | None
+    path: str | None
     timeout_s: Annotated[float, limit(above=0, max=10**6)]
     hang_timeout_s: None
 
@@ -302,7 +311,7 @@ def choices(config_dirs: Sequence[str] = ()) -> dict[str, list[str]]:
 def _options(config_dirs: Sequence[str]) -> dict[str, dict[str, list[Path]]]:
     options: dict[str, dict[str, list[Path]]] = {}
     for root in [CONF, *map(Path, config_dirs)]:
-        for file in sorted(root.glob("*/*.yaml")):
+        for file in sorted(root.glob("*/[!_]*.yaml")):
             if (CONF / file.parent.name).is_dir():
                 options.setdefault(file.parent.name, {}).setdefault(file.stem, []).append(file)
     return options

@@ -121,8 +121,17 @@ class Objective:
     global batch turns the gradients into those of the mean: times nominal / weight.
     """
 
-    def __init__(self, loss: Callable[[Any, Any], Values], means: Means, global_batch: int, ranks: int):
-        self._loss, self._means = loss, means
+    def __init__(
+        self,
+        loss: Callable[[Any, Any], Values],
+        means: Means,
+        global_batch: int,
+        ranks: int,
+        name: str = "loss",
+        agree: Callable[[int], int] = int,
+    ):
+        """`agree` gives rank 0's number on every rank; it is called once, with the elements per example."""
+        self._loss, self._means, self._name, self._agree = loss, means, name, agree
         self._global_batch, self._ranks = global_batch, ranks
         self._carried: dict[tuple[float, bool], torch.Tensor] = {}
         self.elements = 0
@@ -131,9 +140,9 @@ class Objective:
 
     def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         rows = count_rows(targets, outputs)
-        values, weights = weigh("loss", self._loss(outputs, targets), rows)
+        values, weights = weigh(self._name, self._loss(outputs, targets), rows)
         self._check_constant(values.numel() // rows, weights is not None)
-        self._means.add("loss", values, weights)
+        self._means.add(self._name, values, weights)
         total = (values if weights is None else values * weights).sum()
         return total * (self._ranks / (self._global_batch * self.elements)), self._carry(values, weights)
 
@@ -145,13 +154,12 @@ class Objective:
         if self.is_weighted is None:
             self.is_weighted = is_weighted
         if self.is_weighted != is_weighted:
-            raise ConfigError(
-                "loss returned weights in one step and none in another: return (values, weights) always, or never"
-            )
-        if not is_weighted and self.elements not in (0, elements):
+            advice = "return (values, weights) always, or never"
+            raise ConfigError(f"{self._name} returned weights in one step and none in another: {advice}")
+        self.elements = self.elements or self._agree(max(1, elements))
+        if not is_weighted and self.elements != elements:
             was = f"{elements} values per example after {self.elements}"
-            raise ConfigError(f"loss returned {was}: return (values, weights), so that each value counts alike")
-        self.elements = self.elements or max(1, elements)
+            raise ConfigError(f"{self._name} returned {was}: return (values, weights), so that each value counts alike")
 
     def _carry(self, values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         key = (values.numel() if weights is None else 0, self.stop)

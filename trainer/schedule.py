@@ -8,7 +8,19 @@ import bisect
 import math
 from collections.abc import Callable, Sequence
 
+from trainer.config import Config
+from trainer.errors import ConfigError
+
 Factor = Callable[[int], float]
+
+
+def rate_scale(config: Config) -> float:
+    """What `run.lr_scaling` multiplies every rate with: linear (Goyal et al., arXiv:1706.02677) or its square root."""
+    rule, batch = config.run.lr_scaling, config.run.lr_batch
+    if (rule == "none") != (batch is None):
+        needs = "run.lr_batch=<the global batch that optim.lr was chosen for>"
+        raise ConfigError(f"run.lr_scaling={rule}: " + ("takes no run.lr_batch" if rule == "none" else f"give {needs}"))
+    return (config.data.global_batch / (batch or 1)) ** {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[rule]
 
 
 def _warm(warmup_steps: int, num_steps: int, after: Callable[[float], float]) -> Factor:

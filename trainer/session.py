@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -24,9 +24,10 @@ from trainer.data.randomness import Random, seed_layers
 from trainer.distributed.group import Group, choose_backend
 from trainer.distributed.signals import OneStepLate, StopRequest
 from trainer.distributed.world import World
+from trainer.ema import Ema
 from trainer.errors import CheckpointError, ConfigError
 from trainer.means import Means, Objective, Values
-from trainer.precision import Precision
+from trainer.schedule import rate_scale
 from trainer.strategy import Strategy, build_strategy
 from trainer.strategy.base import MicroBatch, remember_options
 from trainer.writers import Writer, open_writer
@@ -94,26 +95,27 @@ class Session:
     plan: BatchPlan
     sampler: EpochSampler
     shard: ShardSampler
-    objective: Objective
     wrapped: nn.Module
     schedule: Callable[[int], float]
-    verdict: torch.Tensor
+    verdict: torch.Tensor | None
 
     def __init__(self, task: Task, group: Group, stop: StopRequest):
         self.task, self.group, self.stop = task, group, stop
         self.config, self.world = task.config, task.world
         self.threads = self.world.divide_threads()
-        precision = Precision(self.config.strategy.precision, self.world.device)
-        self.strategy: Strategy = build_strategy(self.config.strategy, self.world, precision)
-        self.precision = precision
+        self.strategy: Strategy = build_strategy(self.config, self.world)
+        self.precision = self.strategy.precision
+        self.ema: Ema | None = None
         self.writer, self.directory = Writer(), Path()
         self.datasets: dict[str, Any] = {}
         self.loaders: dict[str, Any] = {}
         self.optimizers: list[Optimizer] = []
         self.means, self.verdicts = Means(), OneStepLate()
+        self.objectives: dict[str, Objective] = {}
+        self._elements: dict[str, int] = {}
         self.progress, self.watch = Progress(), Stopwatch()
         self.num_steps = self.num_skipped = 0
-        self.is_stopped = self.is_save_due = False
+        self.is_stopped = self.is_save_due = self.is_asked = False
 
     def build_training(self, origin: rundir.Origin) -> Restored:
         """Everything up to the first step but the record, restored from `origin`."""
@@ -129,15 +131,32 @@ class Session:
             self._open_eval()
             self._build_model()
         self.strategy.place(self.task.model)
+        self._begin_ema()
         return self._restore(origin)
 
     def prepare(self, batch: Any, indices: torch.Tensor, split: Split, epoch: int) -> MicroBatch:
         """(inputs, targets) of a micro-batch: split, augmented, in the dtype of the weights."""
         inputs, targets = self.task.split_batch(batch)
         random = Random(self.config.run.seed, split, epoch, indices)
-        return self.precision.cast(tuple(self.task.augment(inputs, targets, random, split == "train")))
+        inputs, targets = self.precision.cast(tuple(self.task.augment(inputs, targets, random, split == "train")))
+        return self.strategy.lay_out(inputs), targets
+
+    def objective(self, name: str, loss: Callable[[Any, Any], Values]) -> Objective:
+        """The one of this name, made when it is first asked for."""
+        if name not in self.objectives:
+            ranks, batch = self.strategy.data_parallel_size, self.config.data.global_batch
+            made = Objective(loss, self.means, batch, ranks, name, lambda n: int(self.group.share_text(str(n))))
+            made.elements = self._elements.get(name, 0)
+            self.objectives[name] = made
+        self.objectives[name].stop = self.is_asked
+        return self.objectives[name]
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The model as it is evaluated: with the moving average of its weights where there is one."""
+        return self.ema.swapped() if self.ema else nullcontext()
 
     def set_rates(self, factor: float) -> None:
+        factor *= self.rate_scale
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["initial"]["lr"] * factor
@@ -159,6 +178,7 @@ class Session:
         self.sampler = EpochSampler(self.plan, config.run.seed, rank, beside)
         self.loaders["train"] = open_loader(data, self.sampler, config.data, config.run.seed, "train", device)
         self.num_steps = config.run.steps or config.run.epochs * self.plan.steps_per_epoch
+        self.rate_scale = rate_scale(config)
         self.schedule = self.task.build_schedule(self.num_steps)
         try:
             ends = [float(self.schedule(step)) for step in (0, self.num_steps - 1)]
@@ -190,18 +210,21 @@ class Session:
     def _wrap(self) -> None:
         """Wrap the model around a rehearsed micro-batch, then build what needs its parameters."""
         config, model = self.config, self.task.model
-        ranks = self.strategy.data_parallel_size
-        self.objective = Objective(self.task.loss, self.means, config.data.global_batch, ranks)
         first, here = FixedSampler([next(iter(self.sampler))]), replace(config.data, workers=0)
         loader = open_loader(self.datasets["train"], first, here, config.run.seed, "train", self.world.device)
         torch.manual_seed(config.run.seed)  # lazy layers draw their weights in the rehearsal
-        self.wrapped = self.strategy.wrap(model, self.prepare(*next(iter(loader)), "train", 0), self.objective)
-        self.objective.elements = int(self.group.share_text(str(self.objective.elements)))
+        rehearsal = self.prepare(*next(iter(loader)), "train", 0)
+        self.wrapped = self.strategy.wrap(model, rehearsal, self.objective("loss", self.task.loss))
         self.means.clear()
         built = self.task.build_optimizer(model)
         self.optimizers = built if isinstance(built, list) else [built]
         for optimizer in self.optimizers:
             remember_options(optimizer)
+        self._begin_ema()
+
+    def _begin_ema(self) -> None:
+        if (decay := self.config.run.ema_decay) is not None:
+            self.ema = Ema(self.strategy.module, decay)
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -216,7 +239,9 @@ class Session:
             "training.pt": {
                 "optimizers": state["optimizers"],
                 "rows": rows,
-                "elements": self.objective.elements,
+                "elements": {name: objective.elements for name, objective in self.objectives.items()},
+                "precision": self.precision.state_dict(),
+                "ema": self.ema.state_dict() if self.ema else {},
                 "progress": asdict(progress),
             },
         }
@@ -255,11 +280,15 @@ class Session:
         if self.optimizers:
             self._check_data(manifest["data"])
             self.means.load(training["rows"])
-            self.objective.elements = training["elements"]
+            self._elements = training["elements"]
+            self.objectives.clear()
+            self.precision.load_state_dict(training["precision"])
             if restored.is_resumed:
                 self.progress = Progress(**training["progress"])
         loaded = {"model": state["model.pt"], "optimizers": training["optimizers"]}
         self.strategy.load_state_dict(self.wrapped, self.optimizers, loaded)
+        if self.ema:
+            self.ema.load_state_dict(training["ema"])
         self.task.step = manifest["step"]
         if self.optimizers and self.task.step > self.num_steps:
             name = "run.epochs" if self.config.run.steps is None else "run.steps"

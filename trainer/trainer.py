@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,13 @@ from trainer import report, rundir
 from trainer.config import Config, build, suggest
 from trainer.data.order import check_batch
 from trainer.data.randomness import Random, seed_layers
-from trainer.distributed.group import Group, choose_backend, process_group
+from trainer.distributed.group import Group, check_init, choose_backend, process_group
 from trainer.distributed.signals import stop_requests
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.means import Means, Values, count_rows, weigh
 from trainer.session import Session, Share, Split
-from trainer.strategy import STRATEGIES
+from trainer.strategy import check_strategy
 from trainer.strategy.base import MicroBatches
 from trainer.targets import call_target, check_target
 
@@ -65,7 +66,7 @@ class Trainer:
 
     def __init__(self, config: Config, world: World | None = None):
         self.config = config
-        self.world = world or World.from_environment()
+        self.world = (world or World.from_environment()).with_devices(config.strategy)
         given = config.task.options
         self.options: Any = build(self.Options, given, "task.options.") if self.Options else given
         self.step = 0
@@ -119,15 +120,39 @@ class Trainer:
         return call_target(self.config.schedule, "schedule", self._packages, num_steps)
 
     def train_step(self, micro_batches: MicroBatches) -> None:
-        """One update from this rank's share of a global batch."""
-        now, max_norm = self._now, self.config.run.clip_norm
-        totals = now.strategy.forward_backward(now.wrapped, micro_batches, now.objective)
-        factor, gradients = now.objective.factor(totals), now.strategy.gradients()
-        made = now.precision.update(now.optimizers, gradients, factor, lambda: now.strategy.clip(now.wrapped, max_norm))
-        now.wrapped.zero_grad(set_to_none=True)
-        now.verdict = torch.stack([*totals, made])
+        """One step from this rank's share of a global batch: one `update`, or several, alike on every rank."""
+        self.update(micro_batches)
 
     # What one calls ---------------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        micro_batches: MicroBatches,
+        loss: Callable[[Any, Any], Values] | None = None,
+        optimizers: Sequence[Optimizer] | None = None,
+        name: str = "loss",
+    ) -> None:
+        """From within `train_step`: the gradient of the mean of `loss` over the global batch, clipped, and a step.
+
+        `loss` is in the manner of `Trainer.loss`, which is the default; its mean is logged as `train/<name>`. Only
+        `optimizers` (all by default) step. A second update may take the same `micro_batches` again.
+        """
+        now, max_norm = self._now, self.config.run.clip_norm
+        objective = now.objective(name, loss or self.loss)
+        totals = now.strategy.forward_backward(now.wrapped, micro_batches, objective)
+        if optimizers is not None:
+            now.strategy.keep_gradients(optimizers)
+        gradients, factor = now.strategy.gradients(), objective.factor(totals)
+        clip = partial(now.strategy.clip, now.wrapped, max_norm)
+        made = now.precision.update(optimizers or now.optimizers, gradients, factor, clip)
+        now.wrapped.zero_grad(set_to_none=True)
+        verdict = torch.stack([*totals, made])
+        now.verdict = verdict if now.verdict is None else torch.minimum(now.verdict, verdict)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that `build_optimizer` gave; only while `fit` runs."""
+        return self._now.optimizers
 
     def fit(self) -> Summary:
         """Train to the end, or until asked to stop. Raises ConfigError and CheckpointError, one line for the user."""
@@ -202,7 +227,7 @@ class Trainer:
                 batches = iter(now.loaders["train"])
                 for _ in range(start, now.plan.steps_per_epoch):
                     now.set_rates(now.schedule(self.step))
-                    now.objective.stop = bool(now.stop)
+                    now.verdict, now.is_asked = None, bool(now.stop)
                     self.train_step(Share(now, epoch, list(islice(batches, now.plan.accumulation))))
                     self.step += 1
                     if self._at_boundary():
@@ -213,7 +238,11 @@ class Trainer:
     def _at_boundary(self) -> bool:
         """What is due after a step; True to leave the epoch."""
         now, is_last = self._now, self.step == self._now.num_steps
+        if now.verdict is None:
+            raise RuntimeError("train_step made no update: call self.update(micro_batches) in it")
         now.means.end_row()
+        if now.ema is not None:
+            now.ema.update()
         now.is_stopped = self._judge(now.verdicts.push(now.verdict), self.step - 1)
         if is_last or self.step % self.config.log.every_steps == 0:
             self._log()
@@ -247,7 +276,8 @@ class Trainer:
         means, seconds = now.means.read(now.group), now.watch.read()
         speed = (self.step - step) * self.config.data.global_batch / max(seconds - then, 1e-9)
         rate = float(now.optimizers[0].param_groups[0]["lr"])
-        now.writer.scalars(self.step, {"train/loss": means["loss"], "optim/lr": rate, "speed/examples_per_s": speed})
+        losses = {f"train/{name}": mean for name, mean in means.items()}
+        now.writer.scalars(self.step, {**losses, "optim/lr": rate, "speed/examples_per_s": speed})
         self._logged = (self.step, seconds)
 
     def _finish(self) -> Summary:
@@ -290,6 +320,10 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self, limit: int | None = None) -> dict[str, float]:
+        with self._now.averaged():
+            return self._evaluate_as_is(limit)
+
+    def _evaluate_as_is(self, limit: int | None) -> dict[str, float]:
         """Each example once: what pads a shard is cut off before it is counted. `limit` micro-batches only."""
         now, means, every, begun = self._now, Means(), 1, time.monotonic()
         if "eval" not in now.loaders:
@@ -336,8 +370,9 @@ class Trainer:
     def _check(self, is_training: bool) -> rundir.Origin:
         """The first gate: all that config, environment and manifests can tell, before a socket or a directory."""
         config, world = self.config, self.world
-        STRATEGIES[config.strategy.name].check(config, world)
+        check_strategy(config, world)
         choose_backend(config.dist, world)
+        check_init(config.dist)
         check_batch(config.data.global_batch, config.data.micro_batch, world.world_size)
         if is_training:
             check_target(config.optim, "optim", self._packages)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -109,6 +112,8 @@ def choose_backend(config: Dist, world: World) -> str:
     Raises ConfigError for nccl where it cannot work.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.backend == "mpi":
+        raise ConfigError("dist.backend=mpi: torch's wheels are built without MPI; use dist.backend=gloo")
     if config.backend == "nccl" and not gpus:
         raise ConfigError("dist.backend=nccl: needs CUDA, and torch sees no GPU here; use dist.backend=auto or gloo")
     if config.backend == "nccl" and gpus < world.local_world_size:
@@ -118,6 +123,23 @@ def choose_backend(config: Dist, world: World) -> str:
     if config.backend != "auto":
         return config.backend
     return "nccl" if gpus >= world.local_world_size and dist.is_nccl_available() else "gloo"
+
+
+def check_init(config: Dist) -> None:
+    """Refuse what cannot bring the ranks together: settings of another init method, a file of another run."""
+    for name, method in (("address", "tcp"), ("path", "file")):
+        value = getattr(config, name)
+        if config.init == method and not value:
+            raise ConfigError(
+                f"dist.{name} is missing: dist.init={method} needs it on every rank; see conf/dist/auto.yaml"
+            )
+        if config.init != method and value:
+            raise ConfigError(f"dist.{name}={value}: is for dist.init={method}, and dist.init is {config.init}")
+    host, _, port = (config.address or "localhost:1").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"dist.address={config.address}: must be <host>:<port>, port from 1 to 65535")
+    if config.path and not Path(config.path).absolute().parent.is_dir():
+        raise ConfigError(f"dist.path={config.path}: {Path(config.path).absolute().parent} is not a directory; make it")
 
 
 @contextmanager
@@ -132,7 +154,7 @@ def process_group(config: Dist, world: World) -> Iterator[Group]:
     if world.world_size == 1:
         store: dist.Store = dist.HashStore()
     else:
-        store = dist.PrefixStore(_generation(), _rendezvous(world, timeout))
+        store = dist.PrefixStore(_generation(), _rendezvous(config, world, timeout))
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     own = world.device if backend == "nccl" else None  # else the last barrier would have to guess it
@@ -161,17 +183,42 @@ def _generation() -> str:
     return f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_formed)}"
 
 
-def _rendezvous(world: World, timeout: timedelta) -> dist.Store:
+def _rendezvous(config: Dist, world: World, timeout: timedelta) -> dist.Store:
+    place, make = {"env": _by_environment, "tcp": _by_address, "file": _by_file}[config.init](config, world, timeout)
+    try:
+        store = make()
+        store.set_timeout(timeout)
+        return store
+    except (ValueError, RuntimeError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"rank {world.rank} found no group at {place} within dist.timeout_s={config.timeout_s:g}: {reason}"
+        ) from None
+
+
+def _by_address(config: Dist, world: World, timeout: timedelta) -> tuple[str, Callable[[], dist.Store]]:
+    host, _, port = str(config.address).rpartition(":")
+    # Not through init_method=tcp://: under torchrun that makes every rank a client of the agent's store.
+    return f"{host}:{port}", partial(dist.TCPStore, host, int(port), world.world_size, world.rank == 0, timeout)
+
+
+def _by_file(config: Dist, world: World, timeout: timedelta) -> tuple[str, Callable[[], dist.Store]]:
+    """Under torchrun each launch and restart has a file of its own; by hand a file that was left over is refused."""
+    launch = [os.environ[n] for n in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT") if n in os.environ]
+    path = Path(".".join([str(config.path), *launch])).absolute()
+    if path.exists() and time.time() - path.stat().st_mtime > config.timeout_s:
+        raise ConfigError(f"dist.path={config.path}: {path} was left by an earlier run; remove it")
+    return f"{path} (if it is of an earlier run, remove it)", partial(dist.FileStore, str(path), world.world_size)
+
+
+def _by_environment(config: Dist, world: World, timeout: timedelta) -> tuple[str, Callable[[], dist.Store]]:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise ConfigError(
                 f"{name} is not set, but WORLD_SIZE={world.world_size}: start with torchrun, or set it to rank 0's"
             )
-    try:
+
+    def meet() -> dist.Store:
         return next(iter(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout)))[0]
-    except (ValueError, RuntimeError, OSError) as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"rank {world.rank} found no group at {place} within dist.timeout_s={timeout.total_seconds():g}: {reason}"
-        ) from None
+
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", meet

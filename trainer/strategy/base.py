@@ -12,11 +12,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.config import Config
 from trainer.distributed.world import World
 from trainer.errors import CheckpointError, ConfigError
+from trainer.means import count_rows
 from trainer.precision import Precision
+from trainer.strategy.batchnorm import synchronize
 
 MicroBatch = tuple[Any, Any]
 Loss = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor]]
@@ -33,9 +37,11 @@ class Strategy(ABC):
     """How one model is trained over the ranks. `module` is the user's model, whatever wraps it."""
 
     module: nn.Module
+    flops = 0.0  # of one example, forward and backward
 
-    def __init__(self, world: World, precision: Precision):
-        self.world, self.precision = world, precision
+    def __init__(self, config: Config, world: World, precision: Precision):
+        self.config, self.world, self.precision = config.strategy, world, precision
+        self._is_compiled = config.run.compile
         self.data_parallel_rank, self.data_parallel_size = world.rank, world.world_size
         self._parameters: list[nn.Parameter] = []
 
@@ -56,12 +62,29 @@ class Strategy(ABC):
         with self.precision.autocast():
             return call(self.module, inputs)
 
+    def lay_out(self, inputs: Any) -> Any:
+        """Images in the memory format of the model."""
+        if not self.config.channels_last:
+            return inputs
+        last = torch.channels_last
+        return tree_map_only(torch.Tensor, lambda t: t.contiguous(memory_format=last) if t.dim() == 4 else t, inputs)
+
+    def keep_gradients(self, optimizers: Sequence[Optimizer]) -> None:
+        """Drop those that are not of these optimizers' parameters."""
+        kept = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        for parameter in self._parameters:
+            if id(parameter) not in kept:
+                parameter.grad = None
+
     def gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
 
     def clip(self, model: nn.Module, max_norm: float | None) -> torch.Tensor:
         """The global gradient norm, after scaling the gradients down to `max_norm` when that is given."""
-        norm = get_total_norm(self.gradients())
+        gradients = self.gradients()
+        if self.precision.dtype in (torch.bfloat16, torch.float16):
+            gradients = [gradient.float() for gradient in gradients]  # their sum of squares would overflow
+        norm = get_total_norm(gradients)
         if max_norm is not None:
             clip_grads_with_norm_(self._parameters, max_norm, norm)
         return norm
@@ -85,10 +108,31 @@ class Strategy(ABC):
 
     def place(self, model: nn.Module) -> None:
         """Move and convert the model: all that evaluation needs."""
-        self.module = model.to(device=self.world.device, dtype=self.precision.dtype)
-        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self.module = model.to(dtype=self.precision.dtype)
+        if self.config.devices_per_rank == 1:  # else the model has placed its parts itself
+            self.module.to(self.world.device)
+        if self.config.channels_last:
+            self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if self.config.sync_batchnorm and self.data_parallel_size > 1:
+            self.module = synchronize(self.module, self.world.device)
+        self._note_parameters()
         if not self._parameters:
             raise ConfigError("build_model returned a model without trainable parameters")
+
+    def rehearse(self, micro_batch: MicroBatch, loss: Loss) -> None:
+        """Forward and backward on the bare module: lazy layers make their weights, operations are counted."""
+        inputs, targets = micro_batch
+        with FlopCounterMode(display=False) as counter:
+            with self.precision.autocast():
+                scaled, _ = loss(call(self.module, inputs), targets)
+            scaled.backward()
+        self.flops = counter.get_total_flops() / count_rows(targets, inputs)
+        self._note_parameters()
+        if self._is_compiled:
+            self.module.compile()  # in place: names stay
+
+    def _note_parameters(self) -> None:
+        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
 
 
 class SingleDevice(Strategy):
@@ -103,9 +147,8 @@ class SingleDevice(Strategy):
 
     def wrap(self, model: nn.Module, rehearsal: MicroBatch, loss: Loss) -> nn.Module:
         self.place(model)
-        with untouched(self.module), torch.no_grad(), self.precision.autocast():
-            loss(call(self.module, rehearsal[0]), rehearsal[1])
-        self._parameters = [p for p in self.module.parameters() if p.requires_grad]  # lazy modules know them now
+        with untouched(self.module):
+            self.rehearse(rehearsal, loss)
         return self.module
 
     def forward_backward(self, model: nn.Module, micro_batches: MicroBatches, loss: Loss) -> torch.Tensor:
@@ -113,7 +156,7 @@ class SingleDevice(Strategy):
         for inputs, targets in micro_batches:
             with self.precision.autocast():
                 scaled, carried = loss(call(model, inputs), targets)
-            scaled.backward()
+            self.precision.scaled(scaled).backward()
             totals = totals + carried
         return totals
 

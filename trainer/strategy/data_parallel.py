@@ -1,23 +1,50 @@
-"""Data parallelism: every rank holds the model, gradients are averaged while backward runs."""
+"""Data parallelism: one process over several GPUs (DP), or one per rank, gradients averaged in backward (DDP)."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from trainer.config import Config
+from trainer.distributed.group import choose_backend
+from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.strategy.base import Loss, MicroBatch, MicroBatches, Strategy, call, untouched
+from trainer.strategy.base import Loss, MicroBatch, MicroBatches, SingleDevice, Strategy, call, untouched
 
 # torch 2.13 renames the switch: buffers are not broadcast before every forward.
 _SYNC_BUFFERS = (
     "forward_sync_buffers" if "forward_sync_buffers" in inspect.signature(TorchDDP).parameters else "broadcast_buffers"
 )
+
+
+COMPRESSING = ("fp16", "bf16", "powersgd")
+
+
+class DataParallel(SingleDevice):
+    """torch's DP: one process cuts each micro-batch over its GPUs. Without a GPU it is a single device."""
+
+    @classmethod
+    def check(cls, config: Config, world: World) -> None:
+        block = config.strategy
+        if world.world_size > 1:
+            raise ConfigError(
+                f"strategy=dp: is one process over the GPUs, and {world.world_size} were started; use ddp"
+            )
+        if block.sync_batchnorm or block.devices_per_rank > 1:
+            name = "sync_batchnorm=true" if block.sync_batchnorm else f"devices_per_rank={block.devices_per_rank}"
+            raise ConfigError(f"strategy.{name}: torch's DataParallel cannot; use strategy=ddp")
+
+    def wrap(self, model: nn.Module, rehearsal: MicroBatch, loss: Loss) -> nn.Module:
+        module = super().wrap(model, rehearsal, loss)
+        return nn.DataParallel(module, list(self.world.devices)) if self.world.device.type == "cuda" else module
 
 
 class DistributedDataParallel(Strategy):
@@ -28,22 +55,30 @@ class DistributedDataParallel(Strategy):
     after every step: evaluation and saving find them equal and change nothing.
     """
 
+    @classmethod
+    def check(cls, config: Config, world: World) -> None:
+        block = config.strategy
+        if block.comm_hook in COMPRESSING and block.precision in ("fp64", "bf16", "fp16"):
+            why = f"compresses float32 gradients, and strategy.precision={block.precision} has none"
+            raise ConfigError(f"strategy.comm_hook={block.comm_hook}: {why}; use none or parameter_server")
+        if block.comm_hook == "bf16" and choose_backend(config.dist, world) != "nccl":
+            raise ConfigError("strategy.comm_hook=bf16: needs dist.backend=nccl; use fp16")
+
     def wrap(self, model: nn.Module, rehearsal: MicroBatch, loss: Loss) -> nn.Module:
         self.place(model)
         self._running: list[torch.Tensor] = []
         with untouched(self.module) as before:
-            with self.precision.autocast():
-                scaled, _ = loss(call(self.module, rehearsal[0]), rehearsal[1])
-            scaled.backward()
+            self.rehearse(rehearsal, loss)
             self._running = self._changed(before)
-            _check_used(self.module)
-        self._parameters = [p for p in self.module.parameters() if p.requires_grad]  # lazy modules know them now
-        carrier = _Carrier(self.module, 2 + sum(b.numel() for b in self._running))
+            self._check_reached()
+        is_compressed = self.config.comm_hook in COMPRESSING
+        dtype = torch.float64 if is_compressed else torch.promote_types(self.precision.dtype, torch.float32)
+        carrier = _Carrier(self.module, 2 + sum(b.numel() for b in self._running), dtype)
         self._ride = carrier.ride
-        switches: dict[str, Any] = {_SYNC_BUFFERS: False, "gradient_as_bucket_view": True}
-        if self.world.device.type == "cuda":
-            switches["device_ids"] = [self.world.device]
-        wrapped = TorchDDP(carrier, **switches)
+        wrapped = TorchDDP(carrier, **self._switches())
+        if self.config.comm_hook != "none":
+            state, hook = _comm_hook(self.config.comm_hook)
+            wrapped.register_comm_hook(state, hook)
         # DDP orders its buckets anew after its first backward, which changes the bits of sums over 3 ranks and more.
         with untouched(self.module):
             self.forward_backward(wrapped, [rehearsal], loss)
@@ -59,8 +94,24 @@ class DistributedDataParallel(Strategy):
                     scaled, carried = loss(outputs, targets)
                 if number == last and self._running:
                     carried = torch.cat([carried, *(b.detach().flatten() for b in self._running)])
-                (scaled + (ride[: len(carried)] * carried).sum()).backward()
+                (self.precision.scaled(scaled) + (ride[: len(carried)] * carried).sum()).backward()
+        self._check_reached()
         return self._unload()
+
+    def _check_reached(self) -> None:
+        """Raise ConfigError naming a parameter that backward did not reach: DDP would wait for its gradient."""
+        if not self.config.find_unused_parameters and any(p.grad is None for p in self._parameters):
+            name = next(n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None)
+            advice = "use it, set requires_grad=False, or give strategy.find_unused_parameters=true"
+            raise ConfigError(f"strategy=ddp: the loss does not depend on the parameter {name}; {advice}")
+
+    def _switches(self) -> dict[str, Any]:
+        block = self.config
+        switches: dict[str, Any] = {_SYNC_BUFFERS: False, "gradient_as_bucket_view": True}
+        if self.world.device.type == "cuda" and block.devices_per_rank == 1:
+            switches["device_ids"] = [self.world.device]
+        names = {"static_graph": block.static_graph, "find_unused_parameters": block.find_unused_parameters}
+        return {**switches, **names, "bucket_cap_mb": block.bucket_mb}
 
     def _changed(self, before: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """The floating buffers that a forward pass changed on any rank: running statistics, and not constants."""
@@ -83,22 +134,43 @@ class DistributedDataParallel(Strategy):
         return totals
 
 
-def _check_used(module: nn.Module) -> None:
-    """Raise ConfigError naming a parameter that backward does not reach: DDP would wait for its gradient."""
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            advice = "use it, set requires_grad=False, or train with strategy=single"
-            raise ConfigError(f"strategy=ddp: the loss does not depend on the parameter {name}; {advice}")
+def _comm_hook(name: str) -> tuple[Any, Callable[..., Any]]:
+    """(state, hook) for DDP. A float64 bucket holds what rides along, which no hook may compress: reduced as it is."""
+    if name == "parameter_server":
+        return None, _over_rank_0
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10) if name == "powersgd" else None
+    hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+    compress = hooks.get(name, powerSGD_hook.powerSGD_hook)
+
+    def hook(state, bucket):  # DDP reads annotations and takes no text for a type
+        if bucket.buffer().dtype == torch.float64:
+            return default_hooks.allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+        return compress(state, bucket)
+
+    return state, hook
+
+
+def _over_rank_0(state, bucket):
+    """Rank 0 sums and sends the mean back, as a parameter server would; backward waits for it."""
+    gradient = bucket.buffer()
+    dist.reduce(gradient, 0)
+    dist.broadcast(gradient.div_(dist.get_world_size()), 0)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(gradient)
+    return done
 
 
 class _Carrier(nn.Module):
-    """The model, and the parameter whose gradient carries what the ranks must agree on."""
+    """The model, and the parameter whose gradient carries what the ranks must agree on.
 
-    def __init__(self, module: nn.Module, size: int):
+    DDP keeps dtypes apart: in a dtype of its own the ride takes a reduction of its own.
+    """
+
+    def __init__(self, module: nn.Module, size: int, dtype: torch.dtype):
         super().__init__()
         self.module = module
-        first = next(p for p in module.parameters() if p.requires_grad)
-        self.ride = nn.Parameter(torch.zeros(size, dtype=first.dtype, device=first.device))
+        device = next(p.device for p in module.parameters() if p.requires_grad)
+        self.ride = nn.Parameter(torch.zeros(size, dtype=dtype, device=device))
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
         return self.module(*args, **kwargs), self.ride * 1  # in the graph of the outputs, so never "unused"

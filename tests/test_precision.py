@@ -1,0 +1,98 @@
+"""Every precision trains; fp16's loss scale is GradScaler's, counts its skipped steps and goes on at a resume."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from tiny import Tiny, fit_on, newest
+from torch import nn
+
+from trainer.precision import Precision
+
+MLP = ["task=tiny", "optim.lr=0.3", "run.steps=30", "log.every_steps=1"]
+HERE = torch.device("cpu")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["fp64", "fp32", "amp_bf16", "amp_fp16", "bf16", "fp16"])
+def test_every_precision_trains(name, ranks, tmp_path):
+    """fit_on compares the ranks bit for bit."""
+    run = fit_on(ranks, tmp_path, *MLP, f"strategy.precision={name}", "run.clip_norm=1.0", "task.options.weights=true")
+    losses = [loss for loss in run["losses"].values() if loss is not None]
+    assert len(losses) >= 20 and min(losses) < 0.9 * losses[0]
+    dtype = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
+    assert run["weights"]["0.weight"].dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_weights_of_a_batch_are_exact_in_a_16_bit_model(name, tmp_path):
+    """201 rows are no bfloat16 number: what rides along is in float32."""
+    one = fit_on(1, tmp_path / "1", *MLP, "data.global_batch=201", f"strategy.precision={name}")
+    three = fit_on(3, tmp_path / "3", *MLP, "data.global_batch=201", f"strategy.precision={name}")
+    assert three["losses"][1] == pytest.approx(one["losses"][1], rel=1e-2)
+
+
+class Overflowing(Tiny):
+    """Gradients that overflow fp16 at a scale of 2**16, but not at 2**10."""
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 3))
+
+    def loss(self, outputs, targets):
+        values, weights = super().loss(outputs * 40, targets), torch.full_like(targets, 2.0, dtype=torch.float32)
+        return values, weights
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_overflow_is_skipped_counted_and_the_scale_resumes(ranks, tmp_path, capfd):
+    recipe = [*MLP, "strategy.precision=amp_fp16", "optim.lr=0.001"]
+    whole = fit_on(ranks, tmp_path / "whole", *recipe, task=Overflowing)
+    assert "the gradient is not finite, so the update was skipped" in capfd.readouterr().out
+    fit_on(ranks, tmp_path / "parts", *recipe, "run.steps=13", task=Overflowing)
+    saved = torch.load(newest(tmp_path / "parts/tiny/run").path / "training.pt", weights_only=True)["precision"]
+    assert saved["scale"] < 2.0**16 and saved["growth"] > 0
+    parts = fit_on(ranks, tmp_path / "parts", *recipe, "run.resume=auto", task=Overflowing)
+    assert parts["losses"] == whole["losses"] and parts["metrics"] == whole["metrics"] and whole["step"] == 30
+    assert all(torch.equal(parts["weights"][name], tensor) for name, tensor in whole["weights"].items())
+
+
+def test_scale_is_that_of_grad_scaler():
+    torch.manual_seed(0)
+    ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
+    theirs.load_state_dict(ours.state_dict())
+    precision, scaler = Precision("amp_fp16", HERE), torch.amp.GradScaler("cpu")
+    mine = torch.optim.SGD(ours.parameters(), lr=0.1)
+    other = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for step in range(8):
+        rows = torch.randn(5, 3) * (float("inf") if step in (2, 5) else 1)
+        precision.scaled(ours(rows).square().mean()).backward()
+        gradients = [p.grad for p in ours.parameters()]
+        precision.update([mine], gradients, None, lambda g=gradients: torch.nn.utils.get_total_norm(g))
+        scaler.scale(theirs(rows).square().mean()).backward()
+        scaler.step(other)
+        scaler.update()
+        mine.zero_grad()
+        other.zero_grad()
+        assert precision.state_dict()["scale"] == scaler.get_scale()
+    assert precision.state_dict()["growth"] == scaler._get_growth_tracker()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def clipped():
+    """Clipping sees gradients without the scale: the same step in fp16 as in fp32, but for rounding."""
+    moved = []
+    for name in ("fp32", "amp_fp16"):
+        torch.manual_seed(0)
+        model, precision = nn.Linear(3, 2), Precision(name, HERE)
+        start = model.weight.detach().clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        precision.scaled(model(torch.ones(5, 3)).square().mean() * 100).backward()
+        gradients = [p.grad for p in model.parameters()]
+        clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # noqa: E731, B023
+        precision.update([optimizer], gradients, None, clip)
+        moved.append(model.weight.detach() - start)
+    return moved
+
+
+def test_clipping_comes_after_unscaling():
+    plain, scaled = on_ranks(1, clipped)[0]
+    assert torch.allclose(plain, scaled, rtol=1e-3) and 0.1 < plain.norm() <= 0.5
