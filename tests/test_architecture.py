@@ -13,7 +13,7 @@ LAYERS = [
     ["distributed"],
     ["data", "means", "precision", "schedule", "checkpoint", "rundir", "writers", "report", "ema"],
     ["strategy"],
-    ["session", "trainer"],
+    ["task", "session", "trainer"],
     ["__init__", "tasks"],
     ["__main__", "evaluate"],
 ]

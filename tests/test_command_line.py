@@ -180,7 +180,7 @@ def test_evaluate_gives_the_run_its_metrics_on_any_layout(tmp_path):
         found = json.loads(done.stdout.strip().splitlines()[-1])
         assert found.pop("step") == 20 and found == pytest.approx(told, rel=1e-12), done.stderr
     done = trainer("nowhere", folder=tmp_path, verb="trainer.evaluate")
-    assert done.returncode == 2 and done.stderr.startswith("error: nowhere/config.yaml: no such file")
+    assert done.returncode == 2 and done.stderr.startswith("error: nowhere: has no config.yaml")
 
 
 def test_help_lists_groups_and_settings(tmp_path):
@@ -202,10 +202,30 @@ def test_sweep_runs_each_job_in_a_directory_of_its_own(tmp_path):
     assert len(list((tmp_path / "runs/tiny").iterdir())) == 2 and [p.name for p in tmp_path.iterdir()] == ["runs"]
 
 
-def test_sweep_with_a_typo_starts_no_job(tmp_path):
-    done = trainer("-m", *TINY, "optim.lrr=0.1,0.2", folder=tmp_path)
-    assert done.returncode == 2 and done.stderr == "error: optim.lrr is not a setting; did you mean optim.lr?\n"
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["optim.lrr=0.1,0.2"], "error: optim.lrr is not a setting; did you mean optim.lr?"),
+        (["optim.lr=0.1,abc"], "error: optim.lr=abc: must be a number of at least 0"),
+        (["optim.lr=0.1,0.2", "run.name=a"], "error: run.name=a: all 2 jobs of the sweep would have it"),
+        (["optim=sgd,foo"], "error: optim=foo: must be one of adam, adamw, muon, sgd"),
+    ],
+)
+def test_sweep_with_a_bad_job_starts_none(words, line, tmp_path):
+    done = trainer("-m", *TINY, *words, folder=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith(line) and done.stderr.count("\n") == 1, done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_run_to_resume_brings_its_configuration(tmp_path):
+    trainer(*TINY, "run.name=a", "optim.lr=0.05", folder=tmp_path)
+    (tmp_path / "runs/tiny/a").rename(tmp_path / "moved")
+    done = trainer("run.resume=moved", "run.steps=25", folder=tmp_path)
+    assert done.returncode == 0 and "resumed at step 20 of 25" in done.stdout, done.stdout + done.stderr
+    assert "changed at this resume: run.steps: 20 -> 25" in done.stdout and done.stdout.count("changed at") == 1
+    assert (tmp_path / "moved/checkpoints/step-00000025").is_dir()
+    done = trainer("run.resume=moved", "task.name=x", folder=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("error: task.name=x: the run to resume has tiny")
 
 
 def test_hydra_prints_the_composed_config(tmp_path):

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import on_ranks
-from tiny import CONF, Tiny, fit, fit_on
+from tiny import CONF, Tiny, fit, fit_on, points
 from torch import nn
 
-from trainer import ConfigError, World, load_config
+from trainer import ConfigError, ResidentDataset, World, load_config
 from trainer.distributed.group import process_group
 
 RECIPE = ["task=tiny", "run.steps=12", "log.every_steps=1", "optim.lr=0.3"]
@@ -97,7 +97,7 @@ def test_parameter_without_a_gradient_is_named_under_ddp(tmp_path):
 
 
 ONE_RANK = """from tiny import Tiny
-from trainer import ConfigError, World, load_config
+from trainer import ConfigError, ResidentDataset, World, load_config
 from trainer.distributed.group import process_group
 class Late(Tiny):
     def augment(self, inputs, targets, random, train):
@@ -130,3 +130,57 @@ def test_process_forms_one_group_after_another():
     """Each has its own names in the store: the addresses of the first are dead when the second forms."""
     for _ in range(10):
         assert on_ranks(2, two_groups) == [([1.0], [1.0])] * 2
+
+
+def started_apart(folder, overrides):
+    """Each rank is started with overrides of its own."""
+    with pytest.raises(ConfigError) as error:
+        fit(folder, *RECIPE, *overrides[World.from_environment().rank])
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("second", "line"),
+    [
+        (["optim.lr=0.2"], "optim.lr is 0.3 on rank 0 and 0.2 on rank 1: must be the same"),
+        (["run.seed=1"], "run.seed is 0 on rank 0 and 1 on rank 1"),
+        (["run.steps=13"], "run.steps is 12 on rank 0 and 13 on rank 1"),
+        (["strategy.precision=fp32"], "strategy.precision is fp64 on rank 0 and fp32 on rank 1"),
+        (["task.options.examples=204"], "task.options.examples is 203 on rank 0 and 204 on rank 1"),
+    ],
+)
+def test_ranks_started_differently_are_refused_by_name(second, line, tmp_path):
+    for said in on_ranks(2, started_apart, tmp_path, [[], second]):
+        assert said.startswith(line), said
+    assert not (tmp_path / "tiny").exists()
+
+
+class Uneven(Tiny):
+    """What differs is in the task, where no setting shows it."""
+
+    differs = ""
+
+    def build_dataset(self, split):
+        if self.differs == "eval" and split == "eval" and self.world.rank:
+            return None
+        return ResidentDataset(*points(203 + (self.differs == "length") * self.world.rank, split))
+
+    def build_model(self):
+        return nn.Linear(4, 3 + self.world.rank) if self.differs == "model" else nn.Linear(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("differs", "line"),
+    [
+        ("length", "the train data's length is 203 on rank 0 and 204 on rank 1"),
+        ("eval", "the eval data's length is 203 on rank 0 and None on rank 1"),
+        ("model", r"the shape of weight is \[3, 4\] on rank 0 and \[4, 4\] on rank 1"),
+    ],
+)
+def test_ranks_that_build_different_things_are_refused_by_name(differs, line, tmp_path):
+    def refused():
+        with pytest.raises(ConfigError, match=f"^{line}"):
+            fit(tmp_path, *RECIPE, task=type("Differs", (Uneven,), {"differs": differs}))
+        return True
+
+    assert on_ranks(2, refused) == [True, True]

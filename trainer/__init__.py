@@ -10,13 +10,14 @@ if TYPE_CHECKING:
     from trainer.data.loaders import ResidentDataset
     from trainer.data.randomness import Random
     from trainer.distributed.world import World
-    from trainer.trainer import Split, Summary, Trainer
+    from trainer.task import Split
+    from trainer.trainer import Summary, Trainer
 
 _HOMES = {
     "Config": "trainer.config",
     "Random": "trainer.data.randomness",
     "ResidentDataset": "trainer.data.loaders",
-    "Split": "trainer.trainer",
+    "Split": "trainer.task",
     "Summary": "trainer.trainer",
     "Trainer": "trainer.trainer",
     "World": "trainer.distributed.world",

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer.config import CONF, Config, choices, first_of_sweep, from_plain, load_config
+from trainer.config import CONF, Config, choices, from_plain, jobs_of_sweep, load_config, load_run_config
 from trainer.errors import ConfigError
 from trainer.targets import resolve
 
@@ -23,7 +23,7 @@ HELP = """usage: python -m trainer task=<name> [group=option ...] [key=value ...
 
   one process, the bundled images:    python -m trainer task=cifar
   two ranks, another rate, 2 epochs:  torchrun --nproc_per_node=2 -m trainer task=cifar optim.lr=0.1 run.epochs=2
-  go on with a run:                   python -m trainer task=cifar run.name=first run.resume=auto
+  go on with a run, as it was begun:  python -m trainer run.resume=runs/cifar/first
 
 groups (one option each, values in conf/<group>/<option>.yaml):
 {groups}
@@ -31,7 +31,7 @@ groups (one option each, values in conf/<group>/<option>.yaml):
 most used settings:
   run.epochs, run.steps    how long; steps wins when given
   run.name                 the run's folder, runs/<task>/<name>; a timestamp by default
-  run.resume               auto (newest checkpoint), a run directory, or one of its checkpoints
+  run.resume               a run directory or one of its checkpoints; auto: the newest of the task, or of run.name
   run.seed                 order of the samples, augmentation, initial weights, dropout
   data.global_batch        examples per step over all ranks: part of what is learned
   data.micro_batch         rows per rank per forward: less memory, same result
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     if any(a.split("=")[0] in HYDRA_FLAGS for a in arguments):
         return _hydra(arguments)
     overrides, config_dirs = split_arguments(arguments)
-    return train(load_config(overrides, config_dirs), arguments)
+    return train(_config(overrides, config_dirs))
 
 
 def split_arguments(arguments: Sequence[str], others: Sequence[str] = ()) -> tuple[list[str], list[str]]:
@@ -75,10 +75,17 @@ def split_arguments(arguments: Sequence[str], others: Sequence[str] = ()) -> tup
     return overrides, folders
 
 
-def train(config: Config, arguments: Sequence[str] = ()) -> int:
-    task = load_task(config)(config)
-    task.command = list(arguments)
-    return task.fit().exit_code
+def train(config: Config) -> int:
+    return load_task(config)(config).fit().exit_code
+
+
+def _config(overrides: Sequence[str], config_dirs: Sequence[str]) -> Config:
+    """As composed; where no task is named, a run to resume brings its own configuration."""
+    given = dict(override.split("=", 1) for override in overrides if "=" in override)
+    place = given.get("run.resume", "auto")
+    if "task" in given or place in ("auto", "null", ""):
+        return load_config(overrides, config_dirs)
+    return load_run_config(place, overrides, config_dirs)
 
 
 def load_task(config: Config) -> Any:
@@ -99,22 +106,23 @@ def _hydra(arguments: Sequence[str]) -> int:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("-m and Hydra's flags: under torchrun each rank would run them by itself; start with python")
     import hydra
-    from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
     codes: list[int] = []
     words, config_dirs = split_arguments([a for a in arguments if a not in ("-m", "--multirun")], HYDRA_FLAGS)
-    folders = [word for folder in config_dirs for word in ("--config-dir", folder)]
     overrides = [word for word in words if ("=" in word or word.startswith("~")) and not word.startswith("-")]
     flags = [word for word in arguments if word not in overrides]
-    load_config(first_of_sweep(overrides), config_dirs)
+    jobs = [load_config(job, config_dirs) for job in jobs_of_sweep(overrides)]
+    if (name := jobs[0].run.name) and len(jobs) > 1 and all(job.run.name == name for job in jobs):
+        raise ConfigError(
+            f"run.name={name}: all {len(jobs)} jobs of the sweep would have it; leave it out, or sweep it"
+        )
 
     def job(config: Any) -> None:
-        own = list(HydraConfig.get().overrides.task)
         if any(codes):
             raise ConfigError("the sweep was stopped: a job before this one did not finish")
-        codes.append(train(from_plain(OmegaConf.to_container(config, resolve=True)), [*folders, *own]))
+        codes.append(train(from_plain(OmegaConf.to_container(config, resolve=True))))
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come through as they are, for `run` to say in one line
     with tempfile.TemporaryDirectory() as scratch:  # Hydra's sweeper insists on a multirun.yaml somewhere

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import math
 import types
 import typing
@@ -248,15 +249,20 @@ def load_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Co
     return from_plain(_composed("config", overrides, config_dirs))
 
 
-def load_run_config(path: Path, overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Config:
-    """The configuration a run directory was written with, changed by overrides (values, or whole flat groups)."""
+def load_run_config(place: str, overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Config:
+    """The configuration that a run directory, or that of a checkpoint, was written with, changed by overrides.
+
+    Overrides are single values, or whole flat groups. `run.resume` is `place`.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file; a run directory holds a config.yaml")
-    saved = OmegaConf.create(path.read_text(encoding="utf-8"))
+    home = Path(place).resolve().parent.parent if (Path(place) / "manifest.json").is_file() else Path(place)
+    if not (home / "config.yaml").is_file():
+        raise ConfigError(f"{place}: has no config.yaml; give a run directory, or one of its checkpoints")
+    saved = OmegaConf.create((home / "config.yaml").read_text(encoding="utf-8"))
     OmegaConf.set_struct(saved, True)
+    saved.run.name = None  # where it lives now counts, not where it was begun
     options = _options(config_dirs)
     for override in _parsed(overrides):
         key, value = override.key_or_group, override.value()
@@ -271,6 +277,7 @@ def load_run_config(path: Path, overrides: Sequence[str], config_dirs: Sequence[
         except OmegaConfBaseException:
             known = flatten(OmegaConf.to_container(saved))  # type: ignore[arg-type]
             raise ConfigError(f"{key} is not a setting{suggest(key, known)}") from None
+    saved.run.resume = place
     return from_plain(OmegaConf.to_container(saved, resolve=True))
 
 
@@ -334,15 +341,14 @@ def _parsed(overrides: Sequence[str], is_sweep: bool = False) -> list[Any]:
     return parsed
 
 
-def first_of_sweep(overrides: Sequence[str]) -> list[str]:
-    """The overrides of a sweep's first job, to check before any starts."""
-    parsed = _parsed(overrides, is_sweep=True)
-    first = []
-    for override in parsed:
+def jobs_of_sweep(overrides: Sequence[str]) -> list[list[str]]:
+    """The overrides of each job of a sweep, to check all before any starts."""
+    choices = []
+    for override in _parsed(overrides, is_sweep=True):
         is_swept = override.is_sweep_override()
-        value = next(iter(override.sweep_string_iterator())) if is_swept else None
-        first.append(f"{override.get_key_element()}={value}" if is_swept else override.input_line)
-    return first
+        values = [f"{override.get_key_element()}={v}" for v in override.sweep_string_iterator()] if is_swept else []
+        choices.append(values or [override.input_line])
+    return [list(job) for job in itertools.product(*choices)]
 
 
 def _check_choice(group: str, choice: Any, options: Mapping[str, Mapping[str, list[Path]]]) -> None:
@@ -352,7 +358,8 @@ def _check_choice(group: str, choice: Any, options: Mapping[str, Mapping[str, li
             return
         raise ConfigError(f"{group}={_show(choice)}: must be one of {', '.join(found)}")
     if choice not in found:
-        raise ConfigError(f"{group}={choice}: must be one of {', '.join(found)}{suggest(choice, found)}")
+        near = suggest(choice, found) or ("; one of yours needs --config-dir" if group == "task" else "")
+        raise ConfigError(f"{group}={choice}: must be one of {', '.join(found)}{near}")
     if len(found[choice]) > 1:
         both = " and ".join(str(path) for path in found[choice])
         raise ConfigError(f"{group}={choice} stands twice, in {both}; rename yours")

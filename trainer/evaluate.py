@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from trainer.__main__ import load_task, run, split_arguments
 from trainer.config import load_run_config
@@ -25,10 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     places = [word for word in words if "=" not in word]
     if len(places) != 1:
         raise ConfigError("give one run directory: python -m trainer.evaluate DIR [key=value ...]")
-    place = Path(places[0])
-    home = place.resolve().parent.parent if (place / "manifest.json").is_file() else place
-    config = load_run_config(home / "config.yaml", [word for word in words if "=" in word], config_dirs)
-    config.run.resume = str(place)
+    config = load_run_config(places[0], [word for word in words if "=" in word], config_dirs)
     task = load_task(config)(config)
     metrics = task.evaluate()
     if not metrics:

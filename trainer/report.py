@@ -37,14 +37,15 @@ def arithmetic(config: Config, plan: BatchPlan, num_steps: int) -> list[str]:
     left = plan.num_examples - plan.steps_per_epoch * plan.global_batch
     lines = [
         plan.sentence(),
-        f"An epoch is {plan.num_examples:,} // {plan.global_batch:,} = {plan.steps_per_epoch:,} steps; "
+        f"An epoch is {plan.num_examples:,} // {plan.global_batch:,} = {counted(plan.steps_per_epoch, 'step')}; "
         + (f"{left:,} examples are left out of each, others every time." if left else "no example is left out."),
     ]
     if config.run.steps is not None:
         epochs = f"{num_steps / plan.steps_per_epoch:.4g} epochs"
-        lines.append(f"The run is {num_steps:,} steps ({epochs}): run.steps wins over run.epochs.")
+        lines.append(f"The run is {counted(num_steps, 'step')} ({epochs}): run.steps wins over run.epochs.")
     else:
-        lines.append(f"The run is {config.run.epochs:,} epochs x {plan.steps_per_epoch:,} = {num_steps:,} steps.")
+        epochs = counted(config.run.epochs, "epoch")
+        lines.append(f"The run is {epochs} x {plan.steps_per_epoch:,} = {counted(num_steps, 'step')}.")
     return lines
 
 
@@ -61,15 +62,13 @@ def describe_model(model: nn.Module) -> str:
     return f"model: {type(model).__name__}, {total:,} parameters" + (f", {frozen:,} of them frozen" if frozen else "")
 
 
-def resume_command(world: World, arguments: Sequence[str], directory: Path) -> str:
-    """The line that goes on with a run: the same launcher and arguments, and `run.resume=<its directory>`."""
-    kept = [a for a in arguments if a.split("=")[0] not in ("run.resume", "run.name")]
-    words = [*kept, f"run.resume={directory}"]
+def resume_command(world: World, directory: Path) -> str:
+    """The line that goes on with a run as it was begun: the same launcher, and the configuration from its directory."""
     launcher = ["python"]
     if world.world_size > 1:
         nodes = [f"--nnodes={world.num_nodes}"] if world.num_nodes > 1 else []
         launcher = ["torchrun", *nodes, f"--nproc_per_node={world.local_world_size}"]
-    return shlex.join([*launcher, "-m", "trainer", *words])
+    return shlex.join([*launcher, "-m", "trainer", f"run.resume={directory}"])
 
 
 def layout(config: Config, world: World, backend: str, threads: int) -> str:
@@ -100,7 +99,7 @@ def ending(summary: Any, num_steps: int, trained: int, metric: str, signal: str 
     elif not trained:
         lines = [f"nothing left to do: the run is finished at step {num_steps:,}; more run.epochs or run.steps go on"]
     else:
-        lines = [f"done: {num_steps:,} steps"]
+        lines = [f"done: {counted(num_steps, 'step')}"]
     if summary.metrics:
         lines.append(f"last evaluation: {metric_line(summary.metrics)}")
     if summary.best is not None:

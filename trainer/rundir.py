@@ -149,7 +149,8 @@ def _check_writable(path: Path) -> None:
     if not existing.is_dir():
         raise ConfigError(f"run.dir: {path} cannot be made, {existing} is not a directory; choose another run.dir")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"run.dir: {path} cannot be made, {existing} is not writable; choose another run.dir")
+        advice = "choose another run.dir, and with run.resume also a run.name"
+        raise ConfigError(f"run.dir: {path} cannot be written, {existing} is not writable; {advice}")
 
 
 def create(config: Config, origin: Origin, step: int) -> Path:

@@ -9,47 +9,29 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
 
 from trainer import checkpoint, report, rundir
-from trainer.config import Config
 from trainer.data.loaders import check_dataset, index_device, open_loader
 from trainer.data.order import BatchPlan, EpochSampler, FixedSampler, ShardSampler, check_batch
 from trainer.data.randomness import Random, seed_layers
 from trainer.distributed.group import Group, choose_backend
 from trainer.distributed.signals import OneStepLate, StopRequest
-from trainer.distributed.world import World
 from trainer.ema import Ema
 from trainer.errors import CheckpointError, ConfigError
 from trainer.means import Means, Objective, Values
 from trainer.schedule import rate_scale
 from trainer.strategy import Strategy, build_strategy
 from trainer.strategy.base import MicroBatch, remember_options
+from trainer.task import Split, Task
 from trainer.writers import Writer, open_writer
 
-Split = Literal["train", "eval"]
-
-
-class Task(Protocol):
-    """What a session asks of a Trainer."""
-
-    config: Config
-    world: World
-    model: nn.Module
-    step: int
-
-    def build_model(self) -> nn.Module: ...
-    def build_dataset(self, split: Split) -> Dataset | None: ...
-    def loss(self, outputs: Any, targets: Any) -> Values: ...
-    def augment(self, inputs: Any, targets: Any, random: Random, train: bool) -> tuple[Any, Any]: ...
-    def split_batch(self, batch: Any) -> tuple[Any, Any]: ...
-    def build_optimizer(self, model: nn.Module) -> Optimizer | list[Optimizer]: ...
-    def build_schedule(self, num_steps: int) -> Callable[[int], float]: ...
+OF_RANK_0 = ("run.dir", "run.name", "run.resume")
 
 
 @dataclass
@@ -119,17 +101,21 @@ class Session:
 
     def build_training(self, origin: rundir.Origin) -> Restored:
         """Everything up to the first step but the record, restored from `origin`."""
+        self._check_ranks()
         with self.group.agreed("building data and model"):
             self._open_train()
             self._open_eval()
             self._build_model()
+        self._check_built()
         self._wrap()
         return self._restore(origin)
 
     def build_evaluation(self, origin: rundir.Origin) -> Restored:
+        self._check_ranks()
         with self.group.agreed("building data and model"):
             self._open_eval()
             self._build_model()
+        self._check_built()
         self.strategy.place(self.task.model)
         self._begin_ema()
         return self._restore(origin)
@@ -160,6 +146,17 @@ class Session:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["initial"]["lr"] * factor
+
+    def _check_ranks(self) -> None:
+        """The fingerprint: all ranks were started alike. Where files lie is rank 0's alone to know."""
+        config = {key: value for key, value in self.config.flat().items() if key not in OF_RANK_0}
+        self.group.check_equal({**config, "torch's version": torch.__version__})
+
+    def _check_built(self) -> None:
+        facts = {f"the {split} data's {name}": v for split, d in self._data_facts().items() for name, v in d.items()}
+        named = self.task.model.named_parameters()
+        shapes = {f"the shape of {name}": list(p.shape) for name, p in named if not is_lazy(p)}
+        self.group.check_equal({**facts, **shapes})
 
     # Data and model ---------------------------------------------------------------------------------------------------
 

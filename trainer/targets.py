@@ -18,7 +18,7 @@ def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
 
     Raises ConfigError unless the name, and the module that defines what it names, lie under an allowed package.
     """
-    allowed = (*ALLOWED_PACKAGES, *packages)
+    allowed = tuple(dict.fromkeys((*ALLOWED_PACKAGES, *packages)))
     if not any(name.startswith(f"{package}.") for package in allowed):
         raise ConfigError(f"{key}={name}: must lie under {', '.join(allowed)}; task.packages=[<package>] adds one")
     module, _, attribute = name.rpartition(".")
@@ -27,7 +27,8 @@ def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{key}={name}: no module named {error.name}") from None
+        advice = "start where it can be imported from"
+        raise ConfigError(f"{key}={name}: no module named {error.name}; {advice}") from None
     except AttributeError:
         names = [n for n in vars(importlib.import_module(module)) if not n.startswith("_")]
         raise ConfigError(f"{key}={name}: {module} has no {attribute}{suggest(attribute, names)}") from None
@@ -42,15 +43,21 @@ def check_target(spec: Mapping[str, Any], key: str, packages: Sequence[str]) -> 
     target = resolve(spec["_target_"], f"{key}._target_", packages)
     parameters = inspect.signature(target).parameters
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    for name in spec:
+    for name, value in spec.items():
         if name != "_target_" and name not in parameters and not open_ended:
             near = suggest(name, parameters).replace("mean ", f"mean {key}.")
             raise ConfigError(f"{key}.{name} is not an argument of {spec['_target_']}{near}")
+        if isinstance(value, str) and name in parameters and _is_number(parameters[name]):
+            raise ConfigError(f"{key}.{name}={value}: must be a number")
     try:
         inspect.signature(target).bind(None, **{name: value for name, value in spec.items() if name != "_target_"})
     except TypeError as error:
         raise ConfigError(f"{key} ({spec['_target_']}): {error}") from None
     return target
+
+
+def _is_number(parameter: inspect.Parameter) -> bool:
+    return parameter.annotation in (int, float) or isinstance(parameter.default, (int, float))
 
 
 def call_target(spec: Mapping[str, Any], key: str, packages: Sequence[str], *positional: Any, **extra: Any) -> Any:

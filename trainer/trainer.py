@@ -12,27 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
 
 from trainer import report, rundir
-from trainer.config import Config, build, suggest
+from trainer.config import Config, suggest
 from trainer.data.order import check_batch
-from trainer.data.randomness import Random, seed_layers
+from trainer.data.randomness import seed_layers
 from trainer.distributed.group import Group, check_init, choose_backend, process_group
 from trainer.distributed.signals import stop_requests
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.means import Means, Values, count_rows, weigh
-from trainer.session import Session, Share, Split
+from trainer.session import Session, Share
 from trainer.strategy import check_strategy
 from trainer.strategy.base import MicroBatches
-from trainer.targets import call_target, check_target
+from trainer.targets import check_target
+from trainer.task import Task
 
 STOPPED = 75  # EX_TEMPFAIL: ended by a signal after a published checkpoint; start it again
 MAX_SKIPPED = 10
-FUSED = ("torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW")  # on CPU and CUDA
 STOP_EVERY_S = 0.5
 
 
@@ -54,73 +52,16 @@ class Stopped(Exception):
     """All ranks agreed, within an evaluation, to stop."""
 
 
-class Trainer:
-    """Trains a model over any layout; a task gives `build_model`, `build_dataset` and `loss` and may replace more.
-
-    `Options`, where a task names a dataclass so, types `task.options`: then typos there are refused too.
-    """
-
-    Options: type | None = None
-    command: Sequence[str] = ()  # the arguments as typed, for the line that says how to resume
-    model: nn.Module
+class Trainer(Task):
+    """Trains a model over any layout; a task gives `build_model`, `build_dataset` and `loss` and may replace more."""
 
     def __init__(self, config: Config, world: World | None = None):
-        self.config = config
-        self.world = (world or World.from_environment()).with_devices(config.strategy)
-        given = config.task.options
-        self.options: Any = build(self.Options, given, "task.options.") if self.Options else given
-        self.step = 0
+        super().__init__(config, world)
         self.skipped: list[str] = []
         self._session: Session | None = None
         self._trained: str | None = None
 
-    # What a task writes -----------------------------------------------------------------------------------------------
-
-    def build_model(self) -> nn.Module:
-        """The model, on the CPU; the generators are seeded with `run.seed` before the call."""
-        raise NotImplementedError
-
-    def build_dataset(self, split: Split) -> Dataset | None:
-        """A map-style dataset; None for "eval" if there is nothing to evaluate on."""
-        raise NotImplementedError
-
-    def loss(self, outputs: Any, targets: Any) -> Values:
-        """Values (batch, ...), or (values, weights) of equal shape; never a mean over the batch."""
-        raise NotImplementedError
-
-    # What a task may replace ------------------------------------------------------------------------------------------
-
-    def metrics(self, outputs: Any, targets: Any) -> dict[str, Values]:
-        """Further values to average in evaluation, by name, in the manner of `loss`."""
-        return {}
-
-    def summarize(self, means: dict[str, float]) -> dict[str, float]:
-        """What is derived from the means of an evaluation, {"perplexity": exp(means["loss"])}."""
-        return {}
-
-    def augment(self, inputs: Any, targets: Any, random: Random, train: bool) -> tuple[Any, Any]:
-        """A micro-batch on the device, in training and in evaluation."""
-        return inputs, targets
-
-    def split_batch(self, batch: Any) -> tuple[Any, Any]:
-        """(inputs, targets) from what the dataset gives."""
-        if isinstance(batch, (tuple, list)) and len(batch) == 2:
-            return batch[0], batch[1]
-        given = f"{len(batch)} parts" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
-        raise ConfigError(f"the dataset gives {given}: must be (inputs, targets), or replace Trainer.split_batch")
-
-    def build_optimizer(self, model: nn.Module) -> Optimizer | list[Optimizer]:
-        """From the `optim` group; fused where torch can. Several optimizers all step at every step."""
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        fused = {"fused": True} if self.config.optim["_target_"] in FUSED else {}
-        return call_target(self.config.optim, "optim", self._packages, parameters, **fused)
-
-    def build_schedule(self, num_steps: int) -> Callable[[int], float]:
-        """The factor on every group's rate, for the update made at 0-based step."""
-        return call_target(self.config.schedule, "schedule", self._packages, num_steps)
-
     def train_step(self, micro_batches: MicroBatches) -> None:
-        """One step from this rank's share of a global batch: one `update`, or several, alike on every rank."""
         self.update(micro_batches)
 
     # What one calls ---------------------------------------------------------------------------------------------------
@@ -290,7 +231,7 @@ class Trainer:
         speed, code = steps * self.config.data.global_batch / max(seconds, 1e-9), STOPPED if now.is_stopped else 0
         best = (progress.best, progress.best_step)
         summary = Summary(now.directory, self.step, progress.metrics, *best, seconds, speed, code)
-        again = report.resume_command(self.world, self.command, now.directory)
+        again = report.resume_command(self.world, now.directory)
         for line in report.ending(summary, now.num_steps, steps, self.config.checkpoint.metric, now.stop.name, again):
             now.writer.say(line)
         now.writer.exit(code, "stopped" if now.is_stopped else "done", step=self.step, metrics=progress.metrics)
@@ -347,7 +288,12 @@ class Trainer:
 
     def _count(self, means: Means, outputs: Any, targets: Any, rows: int) -> None:
         with self._now.precision.autocast():
-            returned = {"loss": self.loss(outputs, targets), **self.metrics(outputs, targets)}
+            returned = self.metrics(outputs, targets)
+            if "loss" in returned:
+                raise ConfigError(
+                    "metrics returned a value called loss: the loss is there already; choose another name"
+                )
+            returned["loss"] = self.loss(outputs, targets)
         for name, value in returned.items():
             values, weights = weigh(name, value, count_rows(targets, outputs))
             means.add(name, values[:rows], None if weights is None else weights[:rows])
@@ -375,8 +321,8 @@ class Trainer:
         check_init(config.dist)
         check_batch(config.data.global_batch, config.data.micro_batch, world.world_size)
         if is_training:
-            check_target(config.optim, "optim", self._packages)
-            check_target(config.schedule, "schedule", self._packages)
+            check_target(config.optim, "optim", self.packages)
+            check_target(config.schedule, "schedule", self.packages)
         if world.rank != 0:
             return rundir.Origin()  # the disk is rank 0's: another node need not see it
         return rundir.locate(config) if is_training else rundir.find(config.run.resume or self._trained)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,6 +75,17 @@ class Group:
         prefix = f"text/{self._calls}"
         self.store.set(f"{prefix}/{self.world.rank}", text)
         return [self.store.get(f"{prefix}/{rank}").decode() for rank in range(self.world.world_size)]
+
+    def check_equal(self, facts: Mapping[str, Any]) -> None:
+        """Raises ConfigError, alike on every rank, naming the first fact in which the ranks differ."""
+        told = self.gather_text(json.dumps(facts))
+        for rank, other in enumerate(told):
+            if other == told[0]:
+                continue
+            ours, theirs = json.loads(told[0]), json.loads(other)
+            name = next(n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n))
+            differ = f"{ours.get(name)} on rank 0 and {theirs.get(name)} on rank {rank}"
+            raise ConfigError(f"{name} is {differ}: must be the same; start all ranks with the same command")
 
     @contextmanager
     def agreed(self, doing: str) -> Iterator[None]:
@@ -192,7 +205,7 @@ def _rendezvous(config: Dist, world: World, timeout: timedelta) -> dist.Store:
     except (ValueError, RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"rank {world.rank} found no group at {place} within dist.timeout_s={config.timeout_s:g}: {reason}"
+            f"no group was found at {place} within dist.timeout_s={config.timeout_s:g}: {reason}"
         ) from None
 
 
