@@ -228,7 +228,7 @@ def test_gradient_of_plain_values_is_that_of_their_mean():
     outputs, targets = torch.rand(4, 3, dtype=torch.float64, requires_grad=True), torch.rand(4, 3, dtype=torch.float64)
     objective = made(plain)
     for part in (slice(0, 1), slice(1, None)):
-        objective(outputs[part], targets[part])[0].backward()
+        (objective(outputs[part], targets[part])[0] * objective.scale).backward()
     assert objective.factor(torch.zeros(2)) is None
     torch.testing.assert_close(outputs.grad, targets / 12, rtol=1e-15, atol=0)
 
@@ -238,16 +238,17 @@ def test_gradient_of_weighted_values_is_that_of_their_mean():
     objective = made(weighted)
     totals = torch.zeros(2, dtype=torch.float64)
     for part in (slice(0, 1), slice(1, None)):
-        scaled, carried = objective(outputs[part], targets[part])
-        scaled.backward()
+        total, carried = objective(outputs[part], targets[part])
+        (total * objective.scale).backward()
         totals += carried
     torch.testing.assert_close(outputs.grad * objective.factor(totals), targets**2 / targets.sum(), rtol=1e-14, atol=0)
 
 
 def test_backward_is_scaled_by_the_ranks_that_will_average():
     outputs, targets = torch.rand(4), torch.rand(4)
-    one, three = (made(plain, ranks=ranks)(outputs, targets)[0] for ranks in (1, 3))
-    assert three == pytest.approx(float(3 * one))
+    one, three = made(plain, ranks=1), made(plain, ranks=3)
+    assert torch.equal(one(outputs, targets)[0], three(outputs, targets)[0])
+    assert three.scale == pytest.approx(3 * one.scale)
 
 
 def test_request_to_stop_rides_with_the_weight():
@@ -278,5 +279,6 @@ def test_changing_number_of_values_per_example_is_refused():
 
 def test_weighted_values_may_change_their_number():
     objective = made(weighted)
-    first = objective(torch.ones(4, 3), torch.ones(4, 3))[0]
+    first, scale = objective(torch.ones(4, 3), torch.ones(4, 3))[0], objective.scale
     assert objective(torch.ones(4, 2), torch.ones(4, 2))[0] == pytest.approx(float(first) * 2 / 3)
+    assert objective.scale == scale

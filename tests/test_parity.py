@@ -90,9 +90,9 @@ def test_mean_of_the_ranks_means_is_found(recipe, ranks, references, tmp_path, m
     """The planted error: each rank divides by what it has itself. Equal shares of equal weight cannot show it."""
 
     def own_mean(self, outputs, targets):
-        scaled, carried = right(self, outputs, targets)
+        total, carried = right(self, outputs, targets)
         nominal = self._global_batch * self.elements
-        return scaled * nominal / (carried[0] * self._ranks), carried
+        return total * nominal / (carried[0] * self._ranks), carried
 
     right = Objective.__call__
     reference = references(recipe)

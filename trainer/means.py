@@ -21,7 +21,7 @@ class Gathers(Protocol):
 def count_rows(*trees: Any) -> int:
     """The length of the first axis of the first tensor found: every tensor is batch-first."""
     for tree in trees:
-        for leaf in tree_leaves(tree):
+        for leaf in [tree] if isinstance(tree, torch.Tensor) else tree_leaves(tree):
             if isinstance(leaf, torch.Tensor) and leaf.dim():
                 return leaf.shape[0]
     raise ConfigError("neither targets nor outputs hold a tensor with a batch axis")
@@ -67,7 +67,10 @@ class Means:
     def add(self, name: str, values: torch.Tensor, weights: torch.Tensor | None) -> None:
         values = values.detach()
         total = (values if weights is None else values * weights).sum(dtype=torch.float64)
-        weight: torch.Tensor | float = values.numel() if weights is None else weights.sum(dtype=torch.float64)
+        self.count(name, total, values.numel() if weights is None else weights.sum(dtype=torch.float64))
+
+    def count(self, name: str, total: torch.Tensor, weight: torch.Tensor | float) -> None:
+        """Add values that are summed already."""
         if name in self._open:
             total, weight = total + self._open[name][0], weight + self._open[name][1]
         self._open[name] = (total, weight)
@@ -89,7 +92,7 @@ class Means:
         self.end_row()
         names = sorted(self._rows)
         if names:
-            local = torch.stack([_pair(*row) for name in names for row in self._rows[name]]).cpu()
+            local = _stack([row for name in names for row in self._rows[name]])
             total = sum((part.cpu() for part in ranks.gather(local)), start=torch.zeros_like(local))
             for name, rows in zip(names, total.split([len(self._rows[name]) for name in names]), strict=True):
                 self._reduced[name] = torch.cat([self._reduced[name], rows]) if name in self._reduced else rows
@@ -109,15 +112,20 @@ class Means:
         self._reduced = {name: table.clone() for name, table in rows.items()}
 
 
-def _pair(total: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
-    return torch.stack([total, total.new_tensor(weight) if not isinstance(weight, torch.Tensor) else weight])
+def _stack(rows: list[tuple[torch.Tensor, torch.Tensor | float]]) -> torch.Tensor:
+    """(rows, 2) in float64 on the CPU; one copy each from the device for what lies there."""
+    totals = torch.stack([total for total, _ in rows]).cpu()
+    on_device = [weight for _, weight in rows if isinstance(weight, torch.Tensor)]
+    read = iter(torch.stack(on_device).tolist() if on_device else [])
+    weights = [next(read) if isinstance(weight, torch.Tensor) else weight for _, weight in rows]
+    return torch.stack([totals.double(), torch.tensor(weights, dtype=torch.float64)], dim=1)
 
 
 class Objective:
-    """The loss as a strategy calls it: (outputs, targets) -> (what to run backward on, what rides with the gradients).
+    """The loss as a strategy calls it: (outputs, targets) -> (sum(values x weights), what rides with the gradients).
 
-    Backward runs on sum(values x weights) x ranks / nominal, nominal = global batch x elements per example, a constant
-    of the run. The second result is (weight of the micro-batch, 1 if this rank was asked to stop); its sum over the
+    Backward runs on that sum x `scale` = ranks / nominal, nominal = global batch x elements per example, a constant of
+    the run. The second result is (weight of the micro-batch, 1 if this rank was asked to stop); its sum over the
     global batch turns the gradients into those of the mean: times nominal / weight.
     """
 
@@ -142,9 +150,14 @@ class Objective:
         rows = count_rows(targets, outputs)
         values, weights = weigh(self._name, self._loss(outputs, targets), rows)
         self._check_constant(values.numel() // rows, weights is not None)
-        self._means.add(self._name, values, weights)
         total = (values if weights is None else values * weights).sum()
-        return total * (self._ranks / (self._global_batch * self.elements)), self._carry(values, weights)
+        weight = values.numel() if weights is None else weights.sum()
+        self._means.count(self._name, total.detach(), weight)
+        return total, self._carry(total, weight)
+
+    @property
+    def scale(self) -> float:
+        return self._ranks / (self._global_batch * self.elements)
 
     def factor(self, totals: torch.Tensor) -> torch.Tensor | None:
         """What the reduced gradients are to be multiplied by, None for 1; `totals` are the summed carries."""
@@ -161,10 +174,10 @@ class Objective:
             was = f"{elements} values per example after {self.elements}"
             raise ConfigError(f"{self._name} returned {was}: return (values, weights), so that each value counts alike")
 
-    def _carry(self, values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        key = (values.numel() if weights is None else 0, self.stop)
+    def _carry(self, total: torch.Tensor, weight: torch.Tensor | int) -> torch.Tensor:
+        key = (0 if isinstance(weight, torch.Tensor) else weight, self.stop)
         if key not in self._carried:  # made once: on a GPU the copy would be waited for
-            self._carried[key] = torch.tensor(key, dtype=values.dtype, device=values.device)
-        if weights is None:
+            self._carried[key] = torch.tensor(key, dtype=total.dtype, device=total.device)
+        if not isinstance(weight, torch.Tensor):
             return self._carried[key]
-        return torch.stack([weights.sum().to(values.dtype), self._carried[key][1]])
+        return torch.stack([weight.to(total.dtype), self._carried[key][1]])

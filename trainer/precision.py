@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ class Precision:
         self.dtype = WEIGHTS.get(name, torch.float32)
         self._device_type, self._autocast = device.type, AUTOCAST.get(name)
         self._scale = torch.full((), 2.0**16, device=device) if name in SCALED else None
+        self._roots: dict[tuple[float, torch.dtype], torch.Tensor] = {}
+        self._found_inf, self._one = (torch.full((1,), value, device=device) for value in (0.0, 1.0))
+        self.max_skipped = 10 if self._scale is None else 30  # on end; the scale halves at each
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
         if device.type == "cuda":  # fp32 means fp32: tf32 is a precision of its own
             torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
@@ -38,15 +41,22 @@ class Precision:
             raise ConfigError("strategy.precision=tf32: is arithmetic of CUDA GPUs, and torch sees none; use fp32")
 
     def autocast(self) -> AbstractContextManager:
-        return torch.autocast(self._device_type, self._autocast, enabled=self._autocast is not None)
+        return nullcontext() if self._autocast is None else torch.autocast(self._device_type, self._autocast)
 
     def cast(self, tree: Any) -> Any:
         """Floating tensors of a batch in the dtype of the weights; others as they are."""
-        return tree_map_only(torch.Tensor, lambda t: t.to(self.dtype) if t.is_floating_point() else t, tree)
+        if isinstance(tree, torch.Tensor):
+            return tree.to(self.dtype) if tree.is_floating_point() else tree
+        return tree_map_only(torch.Tensor, self.cast, tree)
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """What to run backward on; `update` takes the scale out again."""
-        return loss if self._scale is None else loss * self._scale
+    def root(self, total: torch.Tensor, factor: float) -> torch.Tensor:
+        """What backward begins with at `total`, so that it runs on total x factor; `update` takes fp16's scale out."""
+        if self._scale is not None:
+            return (self._scale * factor).to(total.dtype)
+        key = (factor, total.dtype)
+        if key not in self._roots:
+            self._roots[key] = torch.full((), factor, dtype=total.dtype, device=total.device)
+        return self._roots[key]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {} if self._scale is None else {"scale": self._scale, "growth": self._growth}
@@ -62,31 +72,42 @@ class Precision:
         optimizers: Sequence[Optimizer],
         gradients: Sequence[torch.Tensor],
         factor: torch.Tensor | None,
-        clip: Callable[[], torch.Tensor],
+        clip: Callable[[], Any] | None,
     ) -> torch.Tensor:
-        """Correct by `factor`, clip, step; 1.0 (0-dim, on the device) if the step was made, 0.0 if it was skipped.
+        """Correct by `factor`, clip, step; (1,) on the device: 0 if the step was made, 1 if it was skipped.
 
-        The norm decides, alike on all ranks since it is of the reduced gradients: where it is not finite, neither
-        weights nor optimizer state change. Optimizers that know found_inf (torch's fused ones) skip on the device, as
-        under GradScaler; for others the host has to look.
+        The gradients decide, alike on all ranks since they are the reduced ones: where one is not finite, neither
+        weights nor optimizer state change. It is found as GradScaler finds it, in one pass on the device. Optimizers
+        that know found_inf (torch's fused ones) skip there too; for others the host has to look.
         """
         if self._scale is not None:
             factor = (1.0 if factor is None else factor) / self._scale
         if factor is not None:
             torch._foreach_mul_(list(gradients), factor)
-        norm = clip()
-        is_finite = torch.isfinite(norm)
-        found_inf = (~is_finite).float()
+        found_inf = self._found_inf.zero_()
+        for alike in _by_kind(gradients):
+            found = found_inf.to(alike[0].device)  # itself, on one device
+            torch._amp_foreach_non_finite_check_and_unscale_(alike, found, self._one.to(found.device))
+            if found is not found_inf:
+                found_inf.copy_(found)
+        if clip is not None:
+            clip()
         for optimizer in optimizers:
             if _knows_found_inf(optimizer):
                 optimizer.grad_scale, optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
                 optimizer.step()
-                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-            elif is_finite:
+            elif not found_inf:
                 optimizer.step()
         if self._scale is not None:
             torch._amp_update_scale_(self._scale, self._growth, found_inf, 2.0, 0.5, 2000)
-        return is_finite.to(norm.dtype)
+        return found_inf
+
+
+def _by_kind(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups.values()
 
 
 def _knows_found_inf(optimizer: Optimizer) -> bool:

@@ -124,8 +124,8 @@ class Session:
         """(inputs, targets) of a micro-batch: split, augmented, in the dtype of the weights."""
         inputs, targets = self.task.split_batch(batch)
         random = Random(self.config.run.seed, split, epoch, indices)
-        inputs, targets = self.precision.cast(tuple(self.task.augment(inputs, targets, random, split == "train")))
-        return self.strategy.lay_out(inputs), targets
+        inputs, targets = self.task.augment(inputs, targets, random, split == "train")
+        return self.strategy.lay_out(self.precision.cast(inputs)), self.precision.cast(targets)
 
     def objective(self, name: str, loss: Callable[[Any, Any], Values]) -> Objective:
         """The one of this name, made when it is first asked for."""

@@ -30,7 +30,6 @@ from trainer.targets import check_target
 from trainer.task import Task
 
 STOPPED = 75  # EX_TEMPFAIL: ended by a signal after a published checkpoint; start it again
-MAX_SKIPPED = 10
 STOP_EVERY_S = 0.5
 
 
@@ -84,11 +83,10 @@ class Trainer(Task):
         if optimizers is not None:
             now.strategy.keep_gradients(optimizers)
         gradients, factor = now.strategy.gradients(), objective.factor(totals)
-        clip = partial(now.strategy.clip, now.wrapped, max_norm)
-        made = now.precision.update(optimizers or now.optimizers, gradients, factor, clip)
-        now.wrapped.zero_grad(set_to_none=True)
-        verdict = torch.stack([*totals, made])
-        now.verdict = verdict if now.verdict is None else torch.minimum(now.verdict, verdict)
+        clip = None if max_norm is None else partial(now.strategy.clip, now.wrapped, max_norm)
+        found_inf = now.precision.update(optimizers or now.optimizers, gradients, factor, clip)
+        now.strategy.drop_gradients()
+        now.verdict = torch.cat([totals, found_inf] if now.verdict is None else [now.verdict, totals, found_inf])
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -200,17 +198,17 @@ class Trainer(Task):
         """What the host learns of a step, one later and alike on every rank; True if some rank was asked to stop."""
         if verdict is None:
             return False
-        now, (weight, stops, made) = self._now, verdict
-        if weight == 0:
+        now, weights, stops, found_inf = self._now, verdict[::3], verdict[1::3], verdict[2::3]
+        if 0 in weights:
             now.writer.say(f"warning: step {step}: the weights of its examples sum to 0, so no weight was updated")
-        elif not made:
+        elif any(found_inf):
             now.num_skipped += 1
             now.writer.say(f"warning: step {step}: the gradient is not finite, so the update was skipped")
-            if now.num_skipped == MAX_SKIPPED:
-                raise FloatingPointError(f"no finite gradient in {MAX_SKIPPED} steps on end, up to step {step}")
+            if now.num_skipped == (most := now.precision.max_skipped):
+                raise FloatingPointError(f"no finite gradient in {most} steps on end, up to step {step}")
         else:
             now.num_skipped = 0
-        return stops > 0
+        return any(stops)
 
     def _log(self) -> None:
         now, (step, then) = self._now, self._logged
@@ -328,9 +326,10 @@ class Trainer(Task):
         return rundir.locate(config) if is_training else rundir.find(config.run.resume or self._trained)
 
     def _is_due(self, block: Any) -> bool:
-        epoch = self._now.plan.steps_per_epoch
-        periods = [block.every_steps, block.every_epochs and block.every_epochs * epoch]
-        return self.step > 0 and (self.step == self._now.num_steps or any(p and self.step % p == 0 for p in periods))
+        step, now, steps, epochs = self.step, self._now, block.every_steps, block.every_epochs
+        if step == now.num_steps or (steps and step and step % steps == 0):
+            return step > 0
+        return bool(epochs and step and step % (epochs * now.plan.steps_per_epoch) == 0)
 
     @property
     def _now(self) -> Session:

@@ -53,6 +53,7 @@ class RankZeroWriter(Writer):
         from torch.utils.tensorboard import SummaryWriter
 
         self._console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+        self._every_s = BAR_EVERY_S if self._console.is_terminal else LINE_EVERY_S
         self._bar: Any = None
         self._task: Any = None
         self._shown = {"train/loss": math.nan, "optim/lr": math.nan, "speed/examples_per_s": math.nan}
@@ -83,14 +84,14 @@ class RankZeroWriter(Writer):
         self._console.print(table)
 
     def progress(self, step: int, num_steps: int) -> None:
-        now, is_terminal = time.monotonic(), self._console.is_terminal
-        if now - self._last < (BAR_EVERY_S if is_terminal else LINE_EVERY_S) and step < num_steps:
+        now = time.monotonic()
+        if now - self._last < self._every_s and step < num_steps:
             return
         self._last = now
         loss, rate, speed = self._shown.values()
         left = (now - self._began[1]) / max(1, step - self._began[0]) * (num_steps - step)
         shown = f"loss {_short(loss)}  lr {_short(rate)}  {_short(speed, 0)} examples/s  {_clock(left)} left"
-        if not is_terminal:
+        if not self._console.is_terminal:
             self.say(f"step {step:,}/{num_steps:,}  {shown}")
             return
         if self._bar is None:

@@ -134,14 +134,13 @@ class EpochSampler(Sampler[torch.Tensor]):
         return (self.plan.steps_per_epoch - self.start) * len(self.pieces)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        first, last = self.pieces[0][0], self.pieces[-1][1]
+        first, last, sizes = self.pieces[0][0], self.pieces[-1][1], [end - start for start, end in self.pieces]
         steps = max(1, BLOCK // (last - first))
         for begin in range(self.start, self.plan.steps_per_epoch, steps):
             batches = torch.arange(begin, min(begin + steps, self.plan.steps_per_epoch))
             positions = batches.unsqueeze(1) * self.plan.global_batch + torch.arange(first, last)
             for row in self._order(positions).to(self.device):
-                for start, end in self.pieces:
-                    yield row[start - first : end - first]
+                yield from row.split(sizes) if len(sizes) > 1 else (row,)
 
 
 class FixedSampler(Sampler[torch.Tensor]):

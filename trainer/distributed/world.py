@@ -65,7 +65,9 @@ class World:
         return cls(rank, local_rank, node_rank, world_size, local_world_size, num_nodes)
 
     def divide_threads(self) -> int:
-        """Give this rank its part of the host's cores: torchrun sets OMP_NUM_THREADS=1 whatever there is."""
+        """Give this rank its part of the cores, or what OMP_NUM_THREADS says: torchrun sets that to 1 unasked."""
+        if "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+            return torch.get_num_threads()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // self.local_world_size))
         return torch.get_num_threads()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -23,7 +23,14 @@ from trainer.precision import Precision
 from trainer.strategy.batchnorm import synchronize
 
 MicroBatch = tuple[Any, Any]
-Loss = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Loss(Protocol):
+    """(outputs, targets) -> (a sum whose gradient is wanted, times `scale`; what rides with the gradients)."""
+
+    @property
+    def scale(self) -> float: ...
+    def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class MicroBatches(Protocol):
@@ -79,14 +86,17 @@ class Strategy(ABC):
     def gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
 
-    def clip(self, model: nn.Module, max_norm: float | None) -> torch.Tensor:
-        """The global gradient norm, after scaling the gradients down to `max_norm` when that is given."""
+    def drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def clip(self, model: nn.Module, max_norm: float) -> torch.Tensor:
+        """The global gradient norm, after scaling the gradients down to `max_norm`."""
         gradients = self.gradients()
         if self.precision.dtype in (torch.bfloat16, torch.float16):
             gradients = [gradient.float() for gradient in gradients]  # their sum of squares would overflow
         norm = get_total_norm(gradients)
-        if max_norm is not None:
-            clip_grads_with_norm_(self._parameters, max_norm, norm)
+        clip_grads_with_norm_(self._parameters, max_norm, norm)
         return norm
 
     def state_dict(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
@@ -124,8 +134,8 @@ class Strategy(ABC):
         inputs, targets = micro_batch
         with FlopCounterMode(display=False) as counter:
             with self.precision.autocast():
-                scaled, _ = loss(call(self.module, inputs), targets)
-            scaled.backward()
+                total, _ = loss(call(self.module, inputs), targets)
+            total.backward()
         self.flops = counter.get_total_flops() / count_rows(targets, inputs)
         self._note_parameters()
         if self._is_compiled:
@@ -152,12 +162,13 @@ class SingleDevice(Strategy):
         return self.module
 
     def forward_backward(self, model: nn.Module, micro_batches: MicroBatches, loss: Loss) -> torch.Tensor:
-        totals = torch.zeros((), device=self.world.device)
+        totals = None
         for inputs, targets in micro_batches:
             with self.precision.autocast():
-                scaled, carried = loss(call(model, inputs), targets)
-            self.precision.scaled(scaled).backward()
-            totals = totals + carried
+                total, carried = loss(call(model, inputs), targets)
+            total.backward(self.precision.root(total, loss.scale))
+            totals = carried if totals is None else totals + carried
+        assert totals is not None
         return totals
 
 

@@ -82,7 +82,6 @@ class DistributedDataParallel(Strategy):
         # DDP orders its buckets anew after its first backward, which changes the bits of sums over 3 ranks and more.
         with untouched(self.module):
             self.forward_backward(wrapped, [rehearsal], loss)
-        wrapped.zero_grad(set_to_none=True)
         return wrapped
 
     def forward_backward(self, model: nn.Module, micro_batches: MicroBatches, loss: Loss) -> torch.Tensor:
@@ -91,10 +90,11 @@ class DistributedDataParallel(Strategy):
             with nullcontext() if number == last else model.no_sync():  # type: ignore[operator]
                 with self.precision.autocast():
                     outputs, ride = call(model, inputs)
-                    scaled, carried = loss(outputs, targets)
+                    total, carried = loss(outputs, targets)
                 if number == last and self._running:
                     carried = torch.cat([carried, *(b.detach().flatten() for b in self._running)])
-                (self.precision.scaled(scaled) + (ride[: len(carried)] * carried).sum()).backward()
+                roots = [self.precision.root(total, loss.scale), carried.to(ride.dtype)]  # the gradients to begin with
+                torch.autograd.backward([total, ride[: len(carried)]], roots)
         self._check_reached()
         return self._unload()
 
