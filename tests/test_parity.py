@@ -36,7 +36,7 @@ SAME_MICRO_BATCH = {
 }
 
 
-def check_parity(reference, other, tolerance=1e-10, weights_tolerance=1e-10):
+def check_parity(reference, other, tolerance=1e-10, weights_tolerance=1e-10, falls=True):
     assert other["seen"] == reference["seen"], "other examples"
     assert len(reference["losses"]) == 50
     for step, loss in reference["losses"].items():
@@ -47,7 +47,7 @@ def check_parity(reference, other, tolerance=1e-10, weights_tolerance=1e-10):
     for name, value in reference["metrics"].items():
         assert abs(other["metrics"][name] - value) <= max(tolerance, 1e-10) * abs(value), name
     losses = list(reference["losses"].values())
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5]), "the loss did not fall, so nothing is shown"
+    assert not falls or sum(losses[-5:]) < 0.9 * sum(losses[:5]), "the loss did not fall, so nothing is shown"
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,15 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainer import checkpoint
+from trainer.config import Log
 from trainer.writers import open_writer
 
+LOG = Log(every_steps=1, images=0, histograms_every_steps=None, profile_steps=None)
 KEEP: Any = SimpleNamespace(keep_last=1, keep_best=0, best_mode="min", metric="eval/loss")
 
 
 def write(directory: Path, steps, value=float, begin: int = 0, is_resumed: bool = False) -> None:
-    writer = open_writer(0, directory, begin, is_resumed)
+    writer = open_writer(0, directory, begin, is_resumed, LOG)
     for step in steps:
         writer.scalars(step, {"train/loss": value(step), "optim/lr": 0.1})
     writer.close()
@@ -48,7 +50,7 @@ def test_scalars_are_one_line_with_the_names_of_tensorboard(tmp_path):
 
 
 def test_line_can_be_read_as_soon_as_it_is_written(tmp_path):
-    writer = open_writer(0, tmp_path, 0, False)
+    writer = open_writer(0, tmp_path, 0, False, LOG)
     writer.scalars(1, {"train/loss": 0.5})
     assert lines(tmp_path) == [{"step": 1, "train/loss": 0.5}]
     writer.close()
@@ -123,7 +125,7 @@ def test_tensorboard_goes_on_after_a_record_that_was_cut_off(tmp_path, monkeypat
 
 
 def test_save_publishes_with_the_record_on_the_disk_and_prunes(tmp_path):
-    writer = open_writer(0, tmp_path, 0, False)
+    writer = open_writer(0, tmp_path, 0, False, LOG)
     for step in (1, 2):
         writer.scalars(step, {"train/loss": 0.5})
         writer.save(step, {"model.pt": {"step": step}}, {}, KEEP, None)
@@ -135,14 +137,14 @@ def test_save_publishes_with_the_record_on_the_disk_and_prunes(tmp_path):
 
 
 def test_exit_file_says_how_the_run_ended(tmp_path):
-    writer = open_writer(0, tmp_path, 0, False)
+    writer = open_writer(0, tmp_path, 0, False, LOG)
     writer.exit(75, "stopped by SIGTERM", step=4)
     writer.close()
     assert json.loads((tmp_path / "exit.json").read_text()) == {"code": 75, "reason": "stopped by SIGTERM", "step": 4}
 
 
 def test_silent_writer_writes_nothing(tmp_path, capsys):
-    writer = open_writer(1, tmp_path, 0, False)
+    writer = open_writer(1, tmp_path, 0, False, LOG)
     writer.scalars(1, {"train/loss": 1.0})
     writer.say("said")
     writer.table(["a"], [["b"]])

@@ -113,6 +113,9 @@ class Eval:
 @dataclass
 class Log:
     every_steps: Annotated[int, limit(min=1)]
+    images: Annotated[int, limit(min=0)]
+    histograms_every_steps: Annotated[int | None, limit(min=1)]
+    profile_steps: list[int] | None
 
 
 @dataclass
@@ -298,6 +301,8 @@ def from_plain(plain: Any) -> Config:
         for name, value in values.items():
             if name == "lr" or isinstance(value, float):
                 _typed(float, value, f"{group}.{name}", {"min": 0} if name == "lr" else {})
+    if (steps := config.log.profile_steps) is not None and (len(steps) != 2 or not 0 < steps[0] < steps[1]):
+        raise ConfigError(f"log.profile_steps={steps}: must be [<step to begin after>, <last step>], as in [10,20]")
     for key, folder in (("run.name", config.run.name), ("task.name", config.task.name)):
         if folder is not None and (Path(folder).name != folder or folder.startswith(".") or not 0 < len(folder) < 200):
             raise ConfigError(f"{key}={_show(folder)}: must be one folder name, without '/' and not starting with '.'")

@@ -105,7 +105,7 @@ def ending(summary: Any, num_steps: int, trained: int, metric: str, signal: str 
     if summary.best is not None:
         lines.append(f"best {metric}: {summary.best:.4f} at step {summary.best_step:,}")
     if trained:
-        speed = f"{summary.examples_per_s:,.0f} examples/s"
+        speed = f"{summary.examples_per_s:,.0f} examples/s, {summary.flops_per_s / 1e9:,.1f} GFLOP/s of the model"
         lines.append(f"trained {counted(trained, 'step')} in {summary.seconds:.1f} s, {speed}")
     lines.append(f"files: {place}/metrics.jsonl, {place}/checkpoints")
     return [*lines, f"curves: tensorboard --logdir {place}/tensorboard", f"go on with: {again}"]

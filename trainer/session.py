@@ -95,6 +95,7 @@ class Session:
         self.means, self.verdicts = Means(), OneStepLate()
         self.objectives: dict[str, Objective] = {}
         self._elements: dict[str, int] = {}
+        self.metrics: dict[str, Any] = {}
         self.progress, self.watch = Progress(), Stopwatch()
         self.num_steps = self.num_skipped = 0
         self.is_stopped = self.is_save_due = self.is_asked = False
@@ -196,6 +197,7 @@ class Session:
         beside = index_device(data, config.data.path, device)
         self.shard = ShardSampler(num_examples, config.eval.micro_batch or default, rank, ranks, beside)
         self.loaders["eval"] = open_loader(data, self.shard, config.data, config.run.seed, "eval", device)
+        self.metrics = {name: metric.to(device) for name, metric in self.task.build_metrics("eval").items()}
 
     def _build_model(self) -> None:
         torch.manual_seed(self.config.run.seed)
@@ -320,7 +322,7 @@ class Session:
             if self.world.rank == 0:
                 path = rundir.create(self.config, origin, step)
                 directory, recorded = str(path), json.dumps(rundir.recorded(path, step))
-                self.writer = open_writer(0, path, step, restored.is_resumed)
+                self.writer = open_writer(0, path, step, restored.is_resumed, self.config.log)
         self.directory = Path(self.group.share_text(directory))
         if metrics := json.loads(self.group.share_text(recorded)):
             self.progress.metrics, self.progress.evaluated = metrics, step
@@ -355,5 +357,6 @@ class Share:
         first = session.strategy.data_parallel_rank * len(self.batches)
         for number, (batch, indices) in enumerate(self.batches, first):
             prepared = session.prepare(batch, indices, "train", self.epoch)
+            session.writer.images(prepared[0])
             seed_layers(session.config.run.seed, session.task.step, number, session.world.device)
             yield prepared

@@ -61,6 +61,10 @@ class Task:
         """What is derived from the means of an evaluation, {"perplexity": exp(means["loss"])}."""
         return {}
 
+    def build_metrics(self, split: Split) -> dict[str, Any]:
+        """torchmetrics by name, for what is no mean of values: fed the real rows alone, computed over all ranks."""
+        return {}
+
     def augment(self, inputs: Any, targets: Any, random: Random, train: bool) -> tuple[Any, Any]:
         """A micro-batch on the device, in training and in evaluation."""
         return inputs, targets

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from trainer import report, rundir
 from trainer.config import Config, suggest
@@ -44,6 +46,7 @@ class Summary:
     best_step: int | None
     seconds: float
     examples_per_s: float
+    flops_per_s: float
     exit_code: int
 
 
@@ -186,6 +189,7 @@ class Trainer(Task):
         if is_last or self.step % self.config.log.every_steps == 0:
             self._log()
         now.writer.progress(self.step, now.num_steps)
+        now.writer.observe(self.step, self.model)
         if now.is_stopped:
             return True
         is_better = self._is_due(self.config.eval) and self._evaluate_and_log()
@@ -228,7 +232,8 @@ class Trainer(Task):
         steps, seconds = self.step - self._began[0], now.watch.read() - self._began[1]
         speed, code = steps * self.config.data.global_batch / max(seconds, 1e-9), STOPPED if now.is_stopped else 0
         best = (progress.best, progress.best_step)
-        summary = Summary(now.directory, self.step, progress.metrics, *best, seconds, speed, code)
+        speeds = (speed, speed * now.strategy.flops)
+        summary = Summary(now.directory, self.step, progress.metrics, *best, seconds, *speeds, code)
         again = report.resume_command(self.world, now.directory)
         for line in report.ending(summary, now.num_steps, steps, self.config.checkpoint.metric, now.stop.name, again):
             now.writer.say(line)
@@ -282,6 +287,11 @@ class Trainer(Task):
         if limit is not None:
             self._check_names(means.names())
         values = means.read(now.group)
+        for name, metric in now.metrics.items():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a rank that had no row to update it with
+                values[name] = metric.compute().item()
+            metric.reset()
         return {f"eval/{name}": float(value) for name, value in (values | self.summarize(dict(values))).items()}
 
     def _count(self, means: Means, outputs: Any, targets: Any, rows: int) -> None:
@@ -295,6 +305,17 @@ class Trainer(Task):
         for name, value in returned.items():
             values, weights = weigh(name, value, count_rows(targets, outputs))
             means.add(name, values[:rows], None if weights is None else weights[:rows])
+        if rows or not any(self._now.shard.rows):
+            self._feed(*tree_map_only(torch.Tensor, lambda t: t[:rows], (outputs, targets)), rows)
+
+    def _feed(self, outputs: Any, targets: Any, rows: int) -> None:
+        """A rank without a row feeds none, so that metrics which keep rows have the right shapes to gather."""
+        for metric in self._now.metrics.values():
+            try:
+                metric.update(outputs, targets)
+            except (RuntimeError, ValueError):
+                if rows:
+                    raise
 
     def _check_metrics(self) -> None:
         """Evaluate one micro-batch before the first step: a mistake in `metrics` shows now, not after an epoch."""

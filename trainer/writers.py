@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainer import checkpoint, rundir
-from trainer.config import Checkpoint
+from trainer.config import Checkpoint, Log
 
 LINE_EVERY_S = 5.0
 BAR_EVERY_S = 0.2
@@ -34,6 +36,12 @@ class Writer:
 
     def hyper_parameters(self, values: Mapping[str, Any]) -> None: ...
 
+    def images(self, inputs: Any) -> None:
+        """Called with every training micro-batch; shows the first, where it is images and they are asked for."""
+
+    def observe(self, step: int, model: torch.nn.Module) -> None:
+        """Called after every step: histograms of the weights, and the profiler, when they are due."""
+
     def save(
         self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], keep: Checkpoint, best: int | None
     ) -> None:
@@ -48,7 +56,7 @@ class Writer:
 class RankZeroWriter(Writer):
     """`step` is where the run goes on: what an earlier process wrote beyond it is dropped from both records."""
 
-    def __init__(self, directory: Path, step: int, is_resumed: bool):
+    def __init__(self, directory: Path, step: int, is_resumed: bool, config: Log):
         from rich.console import Console
         from torch.utils.tensorboard import SummaryWriter
 
@@ -58,7 +66,9 @@ class RankZeroWriter(Writer):
         self._task: Any = None
         self._shown = {"train/loss": math.nan, "optim/lr": math.nan, "speed/examples_per_s": math.nan}
         self._began, self._last = (step, time.monotonic()), time.monotonic()
-        self._directory = directory
+        self._directory, self._num_images = directory, config.images
+        self._profiler: Any = None
+        self._histograms, self._profiled = config.histograms_every_steps, config.profile_steps or [0, 0]
         path = directory / "metrics.jsonl"
         _keep_until(path, step)
         self._metrics = open(path, "a", encoding="utf-8")  # noqa: SIM115
@@ -121,6 +131,29 @@ class RankZeroWriter(Writer):
         for summary in hparams(plain, {}):
             self._board._get_file_writer().add_summary(summary)
 
+    def images(self, inputs: Any) -> None:
+        if self._num_images and isinstance(inputs, torch.Tensor) and inputs.dim() == 4 and inputs.shape[1] in (1, 3):
+            shown = inputs[: self._num_images].detach().float()
+            low, high = shown.amin((1, 2, 3), keepdim=True), shown.amax((1, 2, 3), keepdim=True)
+            self._board.add_images("train/images", (shown - low) / (high - low).clamp_min(1e-12), self._began[0])
+        self._num_images = 0
+
+    def observe(self, step: int, model: torch.nn.Module) -> None:
+        if self._histograms and step % self._histograms == 0:
+            for name, parameter in model.named_parameters():
+                self._board.add_histogram(f"weights/{name}", parameter.detach().float(), step)
+        if step == self._profiled[0]:
+            kept = torch.profiler.tensorboard_trace_handler(str(self._directory / "tensorboard"))
+            self._profiler = torch.profiler.profile(on_trace_ready=kept)
+            self._profiler.start()
+        elif step == self._profiled[1]:
+            self._stop_profiler()
+
+    def _stop_profiler(self) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+        self._profiler = None
+
     def save(
         self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], keep: Checkpoint, best: int | None
     ) -> None:
@@ -136,12 +169,13 @@ class RankZeroWriter(Writer):
 
     def close(self) -> None:
         self._close_bar()
+        self._stop_profiler()
         self._metrics.close()
         self._board.close()
 
 
-def open_writer(rank: int, directory: Path, step: int, is_resumed: bool) -> Writer:
-    return RankZeroWriter(directory, step, is_resumed) if rank == 0 else Writer()
+def open_writer(rank: int, directory: Path, step: int, is_resumed: bool, config: Log) -> Writer:
+    return RankZeroWriter(directory, step, is_resumed, config) if rank == 0 else Writer()
 
 
 def _keep_until(path: Path, step: int) -> None:

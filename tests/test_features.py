@@ -1,0 +1,191 @@
+"""What a task may add: metrics that are no means, several updates a step, compilation, pictures and traces."""
+
+import math
+
+import pytest
+import torch
+from ranks import on_ranks
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_parity import FIFTY, check_parity
+from tiny import CONF, Tiny, fit, fit_on, points
+from torch import nn
+from torch.nn.functional import softplus
+
+from trainer import ConfigError, ResidentDataset, load_config
+
+TINY = ["task=tiny", "optim.lr=0.3", *FIFTY]
+
+
+class Measured(Tiny):
+    """Area under the curve: no mean of values."""
+
+    def build_metrics(self, split):
+        from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score
+
+        return {"auroc": MulticlassAUROC(3), "f1": MulticlassF1Score(3)}
+
+    def build_dataset(self, split):
+        return ResidentDataset(*points(self.options.examples if split == "train" else self.examples, split))
+
+
+def measured(examples):
+    task = type("Task", (Measured,), {"examples": examples})(load_config(["task=tiny"], [CONF]))
+    return task.evaluate()
+
+
+@pytest.mark.parametrize(("examples", "sizes"), [(203, (1, 2, 3)), (4, (1, 3, 5))])
+def test_torchmetrics_see_each_row_once_on_any_number_of_ranks(examples, sizes):
+    """4 examples on 5 ranks: one has padding alone."""
+    pytest.importorskip("torchmetrics")
+    found = [on_ranks(size, measured, examples) for size in sizes]
+    for results in found:
+        assert results == [pytest.approx(found[0][0], rel=1e-6)] * len(results)
+    assert 0 < found[0][0]["eval/auroc"] <= 1 and set(found[0][0]) >= {"eval/loss", "eval/f1"}
+
+
+class Pair(nn.Module):
+    """Generator and discriminator; both judgements in one forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.Sigmoid())
+        self.discriminator = nn.Sequential(nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
+
+    def forward(self, real, noise):
+        fake = self.generator(noise)
+        return self.discriminator(real).squeeze(1), self.discriminator(fake).squeeze(1), fake
+
+
+class Gan(Tiny):
+    """Goodfellow et al., arXiv:1406.2661, on the digits of scikit-learn: two losses, two optimizers, one step."""
+
+    def build_model(self):
+        return Pair()
+
+    def build_dataset(self, split):
+        from sklearn.datasets import load_digits
+
+        digits = torch.tensor(load_digits().data, dtype=torch.float32) / 16
+        return ResidentDataset(digits, torch.zeros(len(digits))) if split == "train" else None
+
+    def augment(self, inputs, targets, random, train):
+        return (inputs, random.normal("noise", 8)), targets
+
+    def build_optimizer(self, model):
+        parts = (model.discriminator, model.generator)
+        return [torch.optim.Adam(part.parameters(), lr=0.002, betas=(0.5, 0.99), eps=1e-4) for part in parts]
+
+    def loss(self, outputs, targets):
+        real, fake, _ = outputs
+        return softplus(-real) + softplus(fake)
+
+    def generator_loss(self, outputs, targets):
+        return softplus(-outputs[1])
+
+    def train_step(self, micro_batches):
+        discriminator, generator = self.optimizers
+        self.update(micro_batches, optimizers=[discriminator])
+        self.update(micro_batches, self.generator_loss, [generator], name="generator")
+
+
+GAN = ["task=tiny", *FIFTY, "data.global_batch=100", "run.steps=50", "run.clip_norm=5"]
+
+
+@pytest.fixture(scope="module")
+def gan(tmp_path_factory):
+    pytest.importorskip("sklearn")
+    return fit_on(1, tmp_path_factory.mktemp("gan"), *GAN, task=Gan)
+
+
+@pytest.mark.parametrize(("ranks", "overrides"), [(2, []), (3, []), (2, ["data.micro_batch=25"])])
+def test_gan_is_the_same_run_on_any_layout(ranks, overrides, gan, tmp_path):
+    other = fit_on(ranks, tmp_path, *GAN, *overrides, task=Gan)
+    for run in (gan, other):
+        run["seen"] = [sorted(step) for step in run["seen"]]  # each example once per update
+    check_parity({**gan, "metrics": {}}, other, falls=False)  # two losses against each other
+    assert min(gan["losses"].values()) < 0.9 * gan["losses"][1]
+    generator = [entry["train/generator"] for entry in gan["record"] if "train/generator" in entry]
+    assert len(generator) == 50 and generator[-1] > generator[0], "the discriminator should have learned something"
+
+
+def test_gan_learns_the_digits_mean(tmp_path):
+    """After 400 steps the generated images look more like digits on average than at the start."""
+    pytest.importorskip("sklearn")
+
+    def distance(steps):
+        task = Gan(load_config([*GAN, f"run.dir={tmp_path}", f"run.steps={steps}", "strategy.precision=fp32"], [CONF]))
+        task.fit()
+        with torch.no_grad():
+            fake = task.model.generator(torch.randn(500, 8, generator=torch.Generator().manual_seed(0)))
+        return float((fake.mean(0) - task.build_dataset("train").tensors[0].mean(0)).norm())
+
+    before, after = on_ranks(1, lambda: (distance(1), distance(400)))[0]
+    assert after < 0.6 * before
+
+
+class Idle(Tiny):
+    def train_step(self, micro_batches):
+        pass
+
+
+def test_step_without_an_update_is_an_error(tmp_path):
+    def body():
+        with pytest.raises(RuntimeError, match=r"train_step made no update: call self.update"):
+            fit(tmp_path, *TINY, task=Idle)
+
+    on_ranks(1, body)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_compiled_model_is_the_same_run_with_the_same_names(ranks, tmp_path):
+    one = fit_on(1, tmp_path / "one", *TINY)
+    compiled = fit_on(ranks, tmp_path / "compiled", *TINY, "run.compile=true")
+    check_parity(one, compiled, 1e-9, 1e-9)
+    assert list(compiled["weights"]) == list(one["weights"])
+
+
+class Pictured(Tiny):
+    def build_dataset(self, split):
+        generator = torch.Generator().manual_seed(0)
+        return ResidentDataset(torch.rand(64, 3, 8, 8, generator=generator), torch.arange(64) % 3)
+
+    def augment(self, inputs, targets, random, train):
+        return inputs, targets
+
+    def build_model(self):
+        return nn.Sequential(nn.Flatten(), nn.Linear(192, 3))
+
+
+def test_pictures_histograms_and_a_trace_are_written_when_asked_for(tmp_path):
+    asked = ["log.images=5", "log.histograms_every_steps=4", "log.profile_steps=[3,5]"]
+    run = fit_on(2, tmp_path / "a", "task=tiny", "run.steps=8", *asked, task=Pictured)
+    board = run["directory"] / "tensorboard"
+    events = EventAccumulator(str(board), size_guidance={"images": 0, "histograms": 0}).Reload()
+    (picture,) = events.Images("train/images")
+    assert (picture.step, picture.width, picture.height) == (0, 8 * 5, 8)
+    assert [e.step for e in events.Histograms("weights/1.weight")] == [4, 8]
+    (trace,) = board.glob("*.pt.trace.json")
+    assert "aten::addmm" in trace.read_text()
+    plain = fit_on(2, tmp_path / "b", "task=tiny", "run.steps=8", task=Pictured)
+    assert plain["losses"] == run["losses"], "looking changed the run"
+
+
+@pytest.mark.parametrize("given", ["[5]", "[5,5]", "[0,3]"])
+def test_profile_steps_are_two_and_in_order(given):
+    with pytest.raises(ConfigError, match=r"log.profile_steps=.*: must be \[<step to begin after>, <last step>\]"):
+        load_config(["task=tiny", f"log.profile_steps={given}"], [CONF])
+
+
+def test_operations_of_the_model_are_counted(tmp_path):
+    """2 x multiply-adds of every matrix product: forward, and backward without the first layer's inputs."""
+
+    def body():
+        task = Tiny(load_config(["task=tiny", f"run.dir={tmp_path}"], [CONF]))
+        summary = task.fit()
+        return summary.flops_per_s / summary.examples_per_s
+
+    macs = 4 * 16 + 16 * 3
+    for found in on_ranks(2, body):
+        assert math.isclose(found, 2 * (3 * macs - 4 * 16))
