@@ -306,7 +306,8 @@ class Trainer(Task):
             values, weights = weigh(name, value, count_rows(targets, outputs))
             means.add(name, values[:rows], None if weights is None else weights[:rows])
         if rows or not any(self._now.shard.rows):
-            self._feed(*tree_map_only(torch.Tensor, lambda t: t[:rows], (outputs, targets)), rows)
+            real = tree_map_only(torch.Tensor, lambda t: t[:rows], (outputs, targets))
+            self._feed(real[0], real[1], rows)
 
     def _feed(self, outputs: Any, targets: Any, rows: int) -> None:
         """A rank without a row feeds none, so that metrics which keep rows have the right shapes to gather."""
