@@ -12,15 +12,33 @@ MLP = ["task=tiny", "optim.lr=0.3", "run.steps=30", "log.every_steps=1"]
 HERE = torch.device("cpu")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+LAYOUTS = {
+    "single": (1, ["strategy=single"]),
+    "dp": (1, ["strategy=dp"]),
+    "ddp": (2, []),
+    "parameter_server": (2, ["strategy.comm_hook=parameter_server"]),
+    "syncbn": (2, ["strategy.sync_batchnorm=true", "task.options.norm=true"]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["fp64", "fp32", "amp_bf16", "amp_fp16", "bf16", "fp16"])
-def test_every_precision_trains(name, ranks, tmp_path):
-    """fit_on compares the ranks bit for bit."""
-    run = fit_on(ranks, tmp_path, *MLP, f"strategy.precision={name}", "run.clip_norm=1.0", "task.options.weights=true")
+def test_every_precision_trains_with_every_strategy(name, layout, tmp_path):
+    """The cells of docs/strategies.md; fit_on compares the ranks bit for bit."""
+    ranks, overrides = LAYOUTS[layout]
+    asked = [*overrides, f"strategy.precision={name}", "run.clip_norm=1.0", "task.options.weights=true"]
+    run = fit_on(ranks, tmp_path, *MLP, *asked)
     losses = [loss for loss in run["losses"].values() if loss is not None]
     assert len(losses) >= 20 and min(losses) < 0.9 * losses[0]
     dtype = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
     assert run["weights"]["0.weight"].dtype == dtype
+
+
+@pytest.mark.parametrize("hook", ["fp16", "powersgd"])
+@pytest.mark.parametrize("name", ["fp32", "amp_bf16", "amp_fp16"])
+def test_compressing_hooks_train_in_every_precision_with_float32_gradients(name, hook, tmp_path):
+    run = fit_on(2, tmp_path, *MLP, f"strategy.comm_hook={hook}", f"strategy.precision={name}")
+    assert min(loss for loss in run["losses"].values() if loss is not None) < 0.9 * run["losses"][1]
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])

@@ -29,7 +29,7 @@ class Precision:
         self._device_type, self._autocast = device.type, AUTOCAST.get(name)
         self._scale = torch.full((), 2.0**16, device=device) if name in SCALED else None
         self._roots: dict[tuple[float, torch.dtype], torch.Tensor] = {}
-        self._found_inf, self._one = (torch.full((1,), value, device=device) for value in (0.0, 1.0))
+        self._found_inf, self._one = (torch.full((), value, device=device) for value in (0.0, 1.0))
         self.max_skipped = 10 if self._scale is None else 30  # on end; the scale halves at each
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
         if device.type == "cuda":  # fp32 means fp32: tf32 is a precision of its own
@@ -100,7 +100,7 @@ class Precision:
                 optimizer.step()
         if self._scale is not None:
             torch._amp_update_scale_(self._scale, self._growth, found_inf, 2.0, 0.5, 2000)
-        return found_inf
+        return found_inf.reshape(1)
 
 
 def _by_kind(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
