@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.tensorboard
 
-LIMIT_S = 40
+LIMIT_S = 120
 
 
 def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:

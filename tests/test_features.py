@@ -136,12 +136,19 @@ def test_step_without_an_update_is_an_error(tmp_path):
     on_ranks(1, body)
 
 
+class Compiled(Tiny):
+    def fit(self):
+        summary = super().fit()
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+        return summary
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_compiled_model_is_the_same_run_with_the_same_names(ranks, tmp_path):
     one = fit_on(1, tmp_path / "one", *TINY)
-    compiled = fit_on(ranks, tmp_path / "compiled", *TINY, "run.compile=true")
+    compiled = fit_on(ranks, tmp_path / "compiled", *TINY, "run.compile=true", task=Compiled)
     check_parity(one, compiled, 1e-9, 1e-9)
     assert list(compiled["weights"]) == list(one["weights"])
 

@@ -87,6 +87,8 @@ class Precision:
         found_inf = self._found_inf.zero_()
         for alike in _by_kind(gradients):
             found = found_inf.to(alike[0].device)  # itself, on one device
+            if alike[0].dtype == torch.bfloat16:  # has no such kernel on CUDA; only looked at, so a copy will do
+                alike = [tensor.float() for tensor in alike]
             torch._amp_foreach_non_finite_check_and_unscale_(alike, found, self._one.to(found.device))
             if found is not found_inf:
                 found_inf.copy_(found)

@@ -139,7 +139,8 @@ class Strategy(ABC):
         self.flops = counter.get_total_flops() / count_rows(targets, inputs)
         self._note_parameters()
         if self._is_compiled:
-            self.module.compile()  # in place: names stay
+            # Not Module.compile: it leaves modules of torch itself, such as nn.Sequential, as they are. Names stay.
+            self.module.forward = torch.compile(self.module.forward)
 
     def _note_parameters(self) -> None:
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
