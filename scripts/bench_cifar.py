@@ -74,7 +74,9 @@ def bare(given: argparse.Namespace) -> dict[str, float | None]:
     """What one would write by hand. The net, Muon and the reading of the files are the task's; all else stands here."""
     import torch
     import torch.nn.functional as F
-    from trainer.tasks.cifar import Muon, Net, load, normalize
+
+    from trainer.tasks.cifar import Muon, Net, normalize
+    from trainer.tasks.cifar10 import load
 
     torch.manual_seed(given.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -143,9 +145,8 @@ def bare(given: argparse.Namespace) -> dict[str, float | None]:
 
 
 def lockstep(given: argparse.Namespace) -> dict[str, float | None]:
-    from trainer.tasks.cifar import Cifar
-
     from trainer import load_config
+    from trainer.tasks.cifar import Cifar
 
     watch = Stopwatch(None if given.epochs else given.steps)
 

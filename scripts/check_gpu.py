@@ -31,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout ne
 import torch
 import torch.distributed as dist
 from torch import nn
-from trainer.tasks.cifar import Cifar
 
 from trainer import ConfigError, Random, ResidentDataset, Summary, Trainer, checkpoint, load_config
 from trainer.data.order import Order
+from trainer.tasks.cifar import Cifar
 
 BUDGET_S, TOLD = 460, "told: "
 NO_GPU = "no GPU: torch sees no CUDA device; nothing was checked"

@@ -1,10 +1,8 @@
-"""CIFAR-10 with the net and recipe of airbench94 (K. Jordan, arXiv:2404.00498) and Muon, in batches of 250."""
+"""CIFAR-10 with the net and recipe of airbench94 (K. Jordan, arXiv:2404.00498) and Muon, or with a ResNet-18."""
 
-import zlib
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -12,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer import ConfigError, ResidentDataset, Trainer, limit
+from trainer.tasks.cifar10 import load
+from trainer.tasks.resnet import ResNet
 
-BUNDLED = Path(__file__).parent / "data" / "cifar10-5000-1000.z"
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 LOSS_BATCH = 2000  # the paper sums its loss over 2,000 examples, ours is a mean: its SGD rates take that factor
 
@@ -21,8 +20,9 @@ LOSS_BATCH = 2000  # the paper sums its loss over 2,000 examples, ours is a mean
 class Cifar(Trainer):
     @dataclass
     class Options:
-        data: Literal["auto", "full", "bundled"]
+        data: Literal["auto", "full", "bundled", "download"]
         root: str
+        model: Literal["airbench", "resnet18"]
         widths: list[int]
         norm: Literal["batch", "none"]
         bias_lr: float
@@ -34,6 +34,8 @@ class Cifar(Trainer):
         return ResidentDataset(images, labels, source=source)
 
     def build_model(self):
+        if self.options.model == "resnet18":
+            return ResNet([2, 2, 2, 2], 10, self.options.norm == "batch")
         images = load("train", self.options.data, self.options.root)[0][:5000]
         return Net(self.options.widths, self.options.norm == "batch", normalize(images))
 
@@ -58,6 +60,9 @@ class Cifar(Trainer):
     def build_optimizer(self, model):
         if self.config.optim["_target_"] != "trainer.tasks.cifar.Muon":
             return super().build_optimizer(model)
+        if self.options.model != "airbench":
+            wrong = f"task.options.model={self.options.model}: optim=muon has its rates for airbench's layers only"
+            raise ConfigError(f"{wrong}; give optim=sgd schedule=cosine, or another optim")
         trained = [p for p in model.parameters() if p.requires_grad]
         groups = []
         for dim, lr in ((1, self.options.bias_lr), (2, self.options.head_lr)):
@@ -66,26 +71,6 @@ class Cifar(Trainer):
         arguments = {name: value for name, value in self.config.optim.items() if name != "_target_"}
         muon = Muon([p for p in trained if p.dim() == 4], **arguments)
         return [muon, torch.optim.SGD(groups, momentum=0.85, nesterov=True, fused=True)]
-
-
-@cache
-def load(split: str, data: str, root: str) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """uint8 images (N, 3, 32, 32), int64 labels (N,), and where they come from."""
-    files = [Path(root) / f"{name}.bin" for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing and data == "full":
-        raise ConfigError(f"task.options.root={root}: has no {missing[0]}; task.options.data=bundled needs none")
-    if missing or data == "bundled":
-        raw = torch.frombuffer(bytearray(zlib.decompress(BUNDLED.read_bytes())), dtype=torch.uint8)
-        images = raw[6000:].view(6, 1000, 3, 32, 32).cumsum(3, dtype=torch.uint8).cumsum(4, dtype=torch.uint8)
-        images[:, :, 1:] += images[:, :, :1].clone()
-        labels, source = raw[:6000].view(6, 1000), "the bundled part of CIFAR-10"
-    else:
-        raw = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
-        raw, source = raw.view(6, 10000, 3073), f"the full CIFAR-10 in {root}"
-        labels, images = raw[..., 0], raw[..., 1:].unflatten(2, (3, 32, 32))
-    part = slice(-1) if split == "train" else slice(-1, None)
-    return images[part].flatten(0, 1), labels[part].flatten().long(), source
 
 
 def normalize(images: torch.Tensor) -> torch.Tensor:

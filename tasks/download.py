@@ -1,0 +1,117 @@
+"""Fetching the files of a data set: whole, verified, and once however many processes ask."""
+
+import fcntl
+import gzip
+import hashlib
+import os
+import shutil
+import tarfile
+import zlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from http.client import HTTPException
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
+
+from trainer import ConfigError
+
+TIMEOUT_S = 30.0  # for an answer, and for each piece of it
+FAILURES = (OSError, HTTPException, tarfile.TarError, EOFError, zlib.error, ValueError)
+
+
+def fetch(url: str, root: str, sha256: Mapping[str, str], key: str) -> None:
+    """Have the folder `root` hold the files that `sha256` names, from the .tar.gz archive at `url`, if one is missing.
+
+    Every rank calls it. The first to come downloads, the others wait; the kernel ends their wait when that process
+    dies, and the next one takes over. A failure is that of all who waited: they do not try again, one by one.
+    Raises ConfigError, which begins with `key`.
+    """
+    place = Path(root).resolve()
+    lock = place.with_name(f".{place.name}.lock")  # stays: removing it would let two processes lock two files
+    if _has(place, sha256):
+        return
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with open(lock, "a", encoding="utf-8") as failures:
+            known = lock.read_text(encoding="utf-8")
+            fcntl.flock(failures, fcntl.LOCK_EX)
+            if _has(place, sha256):
+                return
+            if told := lock.read_text(encoding="utf-8")[len(known) :]:
+                raise ValueError(told.strip())
+            try:
+                _download(url, place, sha256)
+            except FAILURES as error:
+                if isinstance(error, HTTPError):
+                    error.close()  # it is the response too, and holds the connection
+                failures.write(f"{_reason(error)}\n")
+                raise
+    except FAILURES as error:
+        names = list(sha256)
+        advice = f"put the {len(names)} files {names[0]} ... {names[-1]} of {_last(url)} into {root}"
+        raise ConfigError(f"{key}: cannot get {url} ({_reason(error)}); {advice}") from None
+
+
+def _has(place: Path, names: Mapping[str, str]) -> bool:
+    return all((place / name).is_file() for name in names)
+
+
+def _reason(error: Exception) -> str:
+    reason = error.reason if type(error) is URLError else error
+    return " ".join(str(reason).split()) or type(error).__name__
+
+
+def _last(url: str) -> str:
+    return url.rpartition("/")[2]
+
+
+def _download(url: str, place: Path, sha256: Mapping[str, str]) -> None:
+    scratch = place.with_name(f".{place.name}.part")
+    shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+    scratch.mkdir()
+    try:
+        _unpack(url, scratch, sha256)
+        if place.is_dir():
+            for name in sha256:
+                os.replace(scratch / name, place / name)
+        else:
+            os.rename(scratch, place)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _unpack(url: str, scratch: Path, sha256: Mapping[str, str]) -> None:
+    """Read the archive as it comes. Files are written under our names only, never under a path that it gives."""
+    with (
+        urlopen(url, timeout=TIMEOUT_S) as response,  # noqa: S310  # the task's own constant
+        _bar(response, url) as stream,
+        gzip.GzipFile(fileobj=stream) as unzipped,
+        tarfile.open(fileobj=unzipped, mode="r|") as archive,
+    ):
+        for member in archive:
+            name, source = PurePosixPath(member.name).name, archive.extractfile(member) if member.isfile() else None
+            if source is None or name not in sha256:
+                continue
+            data = source.read()
+            if (found := hashlib.sha256(data).hexdigest()) != sha256[name]:
+                raise ValueError(f"{name} in it has SHA-256 {found}, must be {sha256[name]}")
+            with open(scratch / name, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())  # else a power cut leaves the name without the bytes
+    if absent := [name for name in sha256 if not (scratch / name).is_file()]:
+        raise ValueError(f"it has no {absent[0]}")
+
+
+def _bar(response: Any, url: str) -> AbstractContextManager[Any]:
+    """The response, with a bar on stderr as it is read: stdout may be JSON."""
+    from rich.console import Console
+    from rich.progress import wrap_file
+
+    console = Console(stderr=True, highlight=False)
+    console.print(f"downloading {url}", markup=False, soft_wrap=True)
+    size = int(response.headers.get("Content-Length") or 0)
+    hidden = not console.is_terminal
+    return wrap_file(response, size, description=_last(url), console=console, transient=True, disable=hidden)
