@@ -1,7 +1,7 @@
 """CIFAR-10 with the net and recipe of airbench94 (K. Jordan, arXiv:2404.00498) and Muon, or with a ResNet-18."""
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Annotated, Literal
 
@@ -74,8 +74,14 @@ class Cifar(Trainer):
 
 
 def normalize(images: torch.Tensor) -> torch.Tensor:
-    mean, std = (torch.tensor(v, device=images.device)[:, None, None] * 255 for v in (MEAN, STD))
+    mean, std = statistics(images.device)
     return (images - mean) / std
+
+
+@cache
+def statistics(device: torch.device) -> list[torch.Tensor]:
+    """Made once: a GPU waits for a tensor that comes from Python numbers."""
+    return [torch.tensor(value, device=device)[:, None, None] * 255 for value in (MEAN, STD)]
 
 
 class Net(nn.Module):

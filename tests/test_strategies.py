@@ -228,6 +228,17 @@ def test_parameter_without_gradient_is_named(tmp_path):
         assert said.startswith("strategy=ddp: the loss does not depend on the parameter spare; use it")
 
 
+def test_start_says_what_the_strategy_does(tmp_path, capfd):
+    recipe = ["task=tiny", "strategy.precision=fp32"]
+    fit_on(1, tmp_path / "dp", *recipe, "strategy=dp")
+    assert " per rank; without a GPU dp is one plain process" in capfd.readouterr().out
+    hook = [*recipe, "strategy.comm_hook=powersgd", "strategy.sync_batchnorm=true"]
+    fit_on(2, tmp_path / "hook", *hook)
+    assert "2 ranks on 1 node, fp32, SyncBN, comm hook powersgd, " in capfd.readouterr().out
+    fit_on(2, tmp_path / "hook", *hook, "run.resume=auto", "run.steps=25")
+    assert "PowerSGD begins with an empty error memory: this resume is not exact" in capfd.readouterr().out
+
+
 def test_checks_need_no_group():
     config = load_config(["task=tiny", "strategy=ddp_syncbn_amp"], [CONF])
     check_strategy(config, World())

@@ -20,7 +20,8 @@ MOST_RANKS = 16
 
 def describe_rank(world: World) -> str:
     """One rank's row of the layout, for `gather_text`; tabs part the columns."""
-    return "\t".join(map(str, (world.rank, world.local_rank, world.node_rank, world.host, world.pid, world.device)))
+    devices = ",".join(map(str, world.devices))
+    return "\t".join(map(str, (world.rank, world.local_rank, world.node_rank, world.host, world.pid, devices)))
 
 
 def rank_rows(lines: Sequence[str]) -> list[list[str]]:
@@ -74,10 +75,11 @@ def resume_command(world: World, directory: Path) -> str:
 def layout(config: Config, world: World, backend: str, threads: int) -> str:
     """Strategy, backend, ranks, precision and threads, in a sentence."""
     ranks = f"{counted(world.world_size, 'rank')} on {counted(world.num_nodes, 'node')}"
-    strategy = config.strategy
-    return (
-        f"strategy {strategy.name} over {backend}, {ranks}, {strategy.precision}, {counted(threads, 'thread')} per rank"
-    )
+    block = config.strategy
+    learned = block.precision + ", SyncBN" * block.sync_batchnorm
+    learned += "" if block.comm_hook == "none" else f", comm hook {block.comm_hook}"
+    alone = "; without a GPU dp is one plain process" if block.name == "dp" and world.device.type == "cpu" else ""
+    return f"strategy {block.name} over {backend}, {ranks}, {learned}, {counted(threads, 'thread')} per rank{alone}"
 
 
 def resumed(config: Config, manifest: Mapping[str, Any], step: int, num_steps: int) -> list[str]:
@@ -87,6 +89,8 @@ def resumed(config: Config, manifest: Mapping[str, Any], step: int, num_steps: i
     was = manifest.get("config", {})
     if any(was.get(key) != value for key, value in config.flat().items() if key in ("run.epochs", "run.steps")):
         lines.append("the learning-rate schedule is evaluated anew for the new length")
+    if config.strategy.comm_hook == "powersgd":
+        lines.append("PowerSGD begins with an empty error memory: this resume is not exact")
     return lines
 
 
