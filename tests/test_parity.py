@@ -1,5 +1,7 @@
 """One run, any layout: fifty steps agree with one process, and a planted error does not pass."""
 
+import time
+
 import pytest
 import torch
 from tiny import fit_on, relative_distance
@@ -116,3 +118,10 @@ def test_running_statistics_are_the_ranks_mean_after_every_step(tmp_path):
     recipe = ["task=tiny", "task.options.norm=true", "run.steps=7"]
     two = fit_on(2, tmp_path, *recipe)  # fit_on compares the ranks, buffers included
     assert torch.isfinite(two["weights"]["1.running_mean"]).all() and two["weights"]["1.num_batches_tracked"] == 7
+
+
+def test_data_workers_end_at_once(tmp_path):
+    """DataLoader waits 5 s for each worker when its iterator is left to the garbage collector."""
+    began = time.monotonic()
+    fit_on(1, tmp_path, "task=items", "data.workers=3", "run.steps=20")
+    assert time.monotonic() - began < 12

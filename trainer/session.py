@@ -132,7 +132,7 @@ class Session:
         """The one of this name, made when it is first asked for."""
         if name not in self.objectives:
             ranks, batch = self.strategy.data_parallel_size, self.config.data.global_batch
-            made = Objective(loss, self.means, batch, ranks, name, lambda n: int(self.group.share_text(str(n))))
+            made = Objective(loss, self.means, batch, ranks, name, self.group.share_number)
             made.elements = self._elements.get(name, 0)
             self.objectives[name] = made
         self.objectives[name].stop = self.is_asked

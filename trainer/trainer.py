@@ -156,6 +156,7 @@ class Trainer(Task):
                 raise
             finally:
                 now.writer.close()
+                now.loaders.clear()  # data workers end now; found by the garbage collector each would be waited for 5 s
 
     def _train(self) -> None:
         now = self._now

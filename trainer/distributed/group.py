@@ -69,6 +69,9 @@ class Group:
         """Rank 0's text, on every rank; what the others pass is ignored."""
         return self.share_bytes(text.encode()).decode()
 
+    def share_number(self, number: int) -> int:
+        return int(self.share_text(str(number)))
+
     def gather_text(self, text: str) -> list[str]:
         """The text of every rank, in rank order."""
         self._calls += 1
