@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -64,34 +65,19 @@ def parts():
 def bare(steps: int, ranks: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist
-    from torch.nn.functional import cross_entropy
     from torch.utils.data import DataLoader, DistributedSampler
 
-    model, data, optimizer = parts()
-    watch, sampler, epoch = Stopwatch(steps), None, 0
+    (model, data, optimizer), sampler = parts(), None
     if ranks > 1:
         dist.init_process_group("gloo")
         model, sampler = torch.nn.parallel.DistributedDataParallel(model), DistributedSampler(data)
     loader = DataLoader(data, BATCH // ranks, shuffle=sampler is None, sampler=sampler, drop_last=True)
-    while watch.count < WARM + steps:
-        if sampler is not None:
-            sampler.set_epoch(epoch)
-        for inputs, targets in loader:
-            loss = cross_entropy(model(inputs), targets)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if watch.count % LOG_EVERY == 0:
-                loss.item()
-            watch()
-            if watch.count == WARM + steps:
-                break
-        epoch += 1
+    told = _loop(loader, model, optimizer, torch.Tensor.backward, steps, sampler)
     if ranks > 1:
         del model
         dist.barrier()
         dist.destroy_process_group()
-    return watch.told()
+    return told
 
 
 def lockstep(steps: int, ranks: int) -> dict[str, float]:
@@ -157,7 +143,6 @@ def lightning(steps: int, ranks: int) -> dict[str, float]:
 
 def fabric(steps: int, ranks: int) -> dict[str, float]:
     from lightning.fabric import Fabric
-    from torch.nn.functional import cross_entropy
     from torch.utils.data import DataLoader
 
     model, data, optimizer = parts()
@@ -165,24 +150,28 @@ def fabric(steps: int, ranks: int) -> dict[str, float]:
     made.launch()
     model, optimizer = made.setup(model, optimizer)
     loader = made.setup_dataloaders(DataLoader(data, BATCH // ranks, shuffle=True, drop_last=True))
-    return _loop(loader, model, optimizer, made.backward, cross_entropy, steps)
+    return _loop(loader, model, optimizer, made.backward, steps)
 
 
 def accelerate(steps: int, ranks: int) -> dict[str, float]:
     from accelerate import Accelerator
-    from torch.nn.functional import cross_entropy
     from torch.utils.data import DataLoader
 
     made = Accelerator(cpu=True)
     model, data, optimizer = parts()
     loader = DataLoader(data, BATCH // ranks, shuffle=True, drop_last=True)
     model, optimizer, loader = made.prepare(model, optimizer, loader)
-    return _loop(loader, model, optimizer, made.backward, cross_entropy, steps)
+    return _loop(loader, model, optimizer, made.backward, steps)
 
 
-def _loop(loader, model, optimizer, backward, cross_entropy, steps: int) -> dict[str, float]:
+def _loop(loader, model, optimizer, backward, steps: int, sampler=None) -> dict[str, float]:
+    """The loop that one writes by hand, around what a framework has prepared or nothing has."""
+    from torch.nn.functional import cross_entropy
+
     watch = Stopwatch(steps)
-    while watch.count < WARM + steps:
+    for epoch in itertools.count():
+        if sampler is not None:
+            sampler.set_epoch(epoch)
         for inputs, targets in loader:
             loss = cross_entropy(model(inputs), targets)
             optimizer.zero_grad()
@@ -192,8 +181,8 @@ def _loop(loader, model, optimizer, backward, cross_entropy, steps: int) -> dict
                 loss.item()
             watch()
             if watch.count == WARM + steps:
-                break
-    return watch.told()
+                return watch.told()
+    raise AssertionError("unreachable")
 
 
 def measure(name: str, ranks: int, steps: int) -> dict[str, float]:
