@@ -75,11 +75,13 @@ class RankZeroWriter(Writer):
         self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if is_resumed else None)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._metrics.write(json.dumps({"step": step, **finite}) + "\n")
         self._metrics.flush()
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+        points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._board._get_file_writer().add_summary(Summary(value=points), step)  # one event: each wakes its thread
         self._shown |= {name: value for name, value in values.items() if name in self._shown}
 
     def say(self, text: str = "") -> None:
