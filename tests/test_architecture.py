@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     ["errors", "config", "targets"],
     ["distributed"],
-    ["data", "means", "precision", "schedule", "checkpoint", "rundir", "writers", "report", "ema"],
+    ["data", "means", "precision", "schedule", "checkpoint", "rundir", "writers", "report", "ema", "lease"],
     ["strategy"],
     ["task", "session", "trainer"],
     ["__init__", "tasks"],
@@ -19,7 +19,7 @@ LAYERS = [
 ]
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 FILES = sorted((ROOT / "trainer").rglob("*.py"))
-HEAVY = {"hydra", "omegaconf", "yaml", "rich", "torch.utils.tensorboard", "numpy"}
+HEAVY = {"hydra", "omegaconf", "yaml", "rich", "tensorboard", "torch.utils.tensorboard", "numpy"}
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 
@@ -81,7 +81,7 @@ def test_imports_inside_functions_are_of_heavy_packages_only():
         inside = [imports(f) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)]
         for name, line in (pair for pairs in inside for pair in pairs):
             is_heavy = any(name == heavy or name.startswith(f"{heavy}.") for heavy in HEAVY)
-            assert is_heavy or name.startswith("torch.utils.tensorboard") or room(path) == "__main__", f"{path}:{line}"
+            assert is_heavy or room(path) == "__main__", f"{path}:{line}"
 
 
 def test_config_and_a_bad_setting_do_not_load_torch():
@@ -110,7 +110,7 @@ def test_code_stays_within_its_budgets():
             if isinstance(node, ast.FunctionDef):
                 size = len([line for line in lines if node.lineno <= line <= node.end_lineno])
                 assert size <= 40, f"{path}:{node.lineno} {node.name}: {size} code lines"
-    assert total <= 2850
+    assert total <= 3400
     for task in (ROOT / "tasks").glob("*.py"):
         assert len(task.read_text(encoding="utf-8").splitlines()) <= 150, task
 

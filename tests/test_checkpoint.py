@@ -402,12 +402,15 @@ def test_newest_and_best_are_kept_and_nan_is_never_best(keep_last, keep_best, mo
     assert kept(tmp_path, keep_last, keep_best, mode) == expected
 
 
-def test_checkpoint_without_a_readable_manifest_is_not_among_the_best(tmp_path):
-    for step in (1, 2, 3):
+def test_checkpoint_without_a_readable_manifest_stands_in_for_none(tmp_path):
+    for step in (1, 2, 3, 4):
         save(tmp_path, step, metric=step)
-    (tmp_path / "step-00000001" / "manifest.json").write_text("{")
+    for damaged in (1, 4):
+        (tmp_path / f"step-{damaged:08d}" / "manifest.json").write_text("{")
     checkpoint.prune(tmp_path, 1, 1, "eval/loss", "min", set())
-    assert list(checkpoint.steps(tmp_path)) == [2, 3]
+    assert list(checkpoint.steps(tmp_path)) == [1, 2, 3, 4]
+    checkpoint.prune(tmp_path, 1, 0, "eval/loss", "min", set())
+    assert list(checkpoint.steps(tmp_path)) == [1, 3, 4]
 
 
 def test_sweep_removes_leftovers_and_nothing_else(tmp_path):

@@ -17,11 +17,13 @@ from trainer.config import Log
 from trainer.writers import open_writer
 
 LOG = Log(every_steps=1, images=0, histograms_every_steps=None, profile_steps=None)
-KEEP: Any = SimpleNamespace(keep_last=1, keep_best=0, best_mode="min", metric="eval/loss")
+KEEP: Any = SimpleNamespace(
+    keep_last=1, keep_best=0, best_mode="min", metric="eval/loss", background=False, on_error="stop"
+)
 
 
 def write(directory: Path, steps, value=float, begin: int = 0, is_resumed: bool = False) -> None:
-    writer = open_writer(0, directory, begin, is_resumed, LOG)
+    writer = open_writer(0, directory, begin, is_resumed, LOG, KEEP)
     for step in steps:
         writer.scalars(step, {"train/loss": value(step), "optim/lr": 0.1})
     writer.close()
@@ -50,7 +52,7 @@ def test_scalars_are_one_line_with_the_names_of_tensorboard(tmp_path):
 
 
 def test_line_can_be_read_as_soon_as_it_is_written(tmp_path):
-    writer = open_writer(0, tmp_path, 0, False, LOG)
+    writer = open_writer(0, tmp_path, 0, False, LOG, KEEP)
     writer.scalars(1, {"train/loss": 0.5})
     assert lines(tmp_path) == [{"step": 1, "train/loss": 0.5}]
     writer.close()
@@ -125,10 +127,10 @@ def test_tensorboard_goes_on_after_a_record_that_was_cut_off(tmp_path, monkeypat
 
 
 def test_save_publishes_with_the_record_on_the_disk_and_prunes(tmp_path):
-    writer = open_writer(0, tmp_path, 0, False, LOG)
+    writer = open_writer(0, tmp_path, 0, False, LOG, KEEP)
     for step in (1, 2):
         writer.scalars(step, {"train/loss": 0.5})
-        writer.save(step, {"model.pt": {"step": step}}, {}, KEEP, None)
+        writer.save(step, {"model.pt": {"step": step}}, {}, None)
         assert [value for value, _ in read_board(tmp_path, "train/loss")] == list(range(1, step + 1))
     writer.close()
     loaded, skipped = checkpoint.load_newest(tmp_path / "checkpoints")
@@ -137,20 +139,20 @@ def test_save_publishes_with_the_record_on_the_disk_and_prunes(tmp_path):
 
 
 def test_exit_file_says_how_the_run_ended(tmp_path):
-    writer = open_writer(0, tmp_path, 0, False, LOG)
+    writer = open_writer(0, tmp_path, 0, False, LOG, KEEP)
     writer.exit(75, "stopped by SIGTERM", step=4)
     writer.close()
     assert json.loads((tmp_path / "exit.json").read_text()) == {"code": 75, "reason": "stopped by SIGTERM", "step": 4}
 
 
 def test_silent_writer_writes_nothing(tmp_path, capsys):
-    writer = open_writer(1, tmp_path, 0, False, LOG)
+    writer = open_writer(1, tmp_path, 0, False, LOG, KEEP)
     writer.scalars(1, {"train/loss": 1.0})
     writer.say("said")
     writer.table(["a"], [["b"]])
     writer.progress(1, 1)
     writer.hyper_parameters({"run.seed": 0})
-    writer.save(1, {"model.pt": {}}, {}, KEEP, None)
+    writer.save(1, {"model.pt": {}}, {}, None)
     writer.exit(0, "done")
     writer.close()
     assert list(tmp_path.iterdir()) == []

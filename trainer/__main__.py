@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainer.config import CONF, Config, choices, from_plain, jobs_of_sweep, load_config, load_run_config
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, RunError
 from trainer.targets import resolve
 
 WAIT_S = 3.0  # torchrun kills all ranks at the first exit, and with it the line that rank 0 is about to print
@@ -138,18 +138,18 @@ def _hydra(arguments: Sequence[str]) -> int:
 
 
 def run(verb: Callable[[Sequence[str]], int]) -> None:
-    """Run a verb on the command line and exit: an error of the user's is one line, by rank 0, and code 2."""
+    """Run a verb on the command line and exit. What one line can tell is one line, by rank 0; settings give code 2."""
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     is_first = not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
     try:
         code = verb(sys.argv[1:])
-    except ConfigError as error:
+    except (ConfigError, RunError) as error:
         if is_first:
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(WAIT_S)  # still here: rank 0 has not failed, so it is ours to say
             print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
-        code = 2
+        code = 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         if is_first:
             print("interrupted; nothing was saved", file=sys.stderr, flush=True)

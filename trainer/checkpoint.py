@@ -3,7 +3,8 @@
     checkpoints/step-00000100/{model.pt, training.pt, manifest.json}
 
 Files are written and fsynced in a staging directory, the manifest with their sizes and SHA-256 last; one rename
-publishes it, an fsync of the parent makes that last. Only then may older ones go. Nothing is ever overwritten.
+publishes it, an fsync of the parent makes that last. Only then may older ones go. Nothing is ever overwritten, and a
+name whose fsync failed is not used again: after a failure the kernel may report the next one as done.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import pickle
 import re
 import secrets
 import shutil
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from trainer.errors import CheckpointError
 
@@ -39,10 +41,17 @@ class Loaded:
     files: dict[str, bytes]
 
 
-def save(root: Path, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any]) -> Path:
+def save(
+    root: Path,
+    step: int,
+    parts: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    check_owner: Callable[[], None] = lambda: None,
+) -> Path:
     """Publish `parts` (name to tensors and plain values) as `root/step-<step>`; `facts` go into the manifest.
 
-    Raises CheckpointError where that step exists already, and OSError as the disk gives it.
+    `check_owner` is called last before the rename, and may raise. Raises CheckpointError where that step exists
+    already, and OSError as the disk gives it.
     """
     final = root / f"step-{step:08d}"
     if final.exists():
@@ -59,17 +68,43 @@ def save(root: Path, step: int, parts: Mapping[str, Any], facts: Mapping[str, An
             buffer = io.BytesIO()
             torch.save(part, buffer)
             data = buffer.getbuffer()
-            files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            files[name] = {"rank": 0, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             _write(staging / name, data)
         manifest = {"format": FORMAT, "step": step, **facts, "files": files}
         _write(staging / MANIFEST, json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1).encode())
         _sync_directory(staging)
+        check_owner()
         os.rename(staging, final)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    _sync_directory(root)
+    try:
+        _sync_directory(root)
+    except OSError:
+        _discard([final])  # it may not be there after a power cut
+        raise
     return final
+
+
+def private_copy(tree: Any, copied: dict[Any, torch.Tensor] | None = None) -> Any:
+    """The same tree with tensors of its own on the CPU, so that training can go on while it is written.
+
+    Tensors that share memory (tied weights) share it in the copy.
+    """
+    copied = {} if copied is None else copied
+    if isinstance(tree, torch.Tensor):
+        key = (tree.device, tree.data_ptr(), tree.shape, tree.stride(), tree.dtype)
+        if not tree.numel() or key not in copied:
+            copied[key] = tree.detach().to("cpu", copy=True)
+        return copied[key]
+    if isinstance(tree, Mapping):
+        return {key: private_copy(value, copied) for key, value in tree.items()}
+    return type(tree)(private_copy(value, copied) for value in tree) if isinstance(tree, (list, tuple)) else tree
+
+
+def size_of(tree: Any) -> int:
+    """Bytes of all tensors in a tree."""
+    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def load(path: Path) -> Loaded:
@@ -78,7 +113,7 @@ def load(path: Path) -> Loaded:
     files = {}
     for name, entry in manifest["files"].items():
         try:
-            data = (path / name).read_bytes()
+            data = _read(path / name)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path / name!s}: {getattr(error, 'strerror', error)}") from None
         if len(data) != entry["bytes"]:
@@ -92,7 +127,7 @@ def load(path: Path) -> Loaded:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest alone, its form checked but no file's bytes."""
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
+        manifest = json.loads(_read(path / MANIFEST))
         files = manifest["files"]
         well_formed = all(
             Path(n).name == n and isinstance(e["bytes"], int) and isinstance(e["sha256"], str) for n, e in files.items()
@@ -113,8 +148,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def steps(root: Path) -> dict[int, Path]:
     """Published checkpoints by step, oldest first, valid or not."""
-    found = {int(m[1]): p for p in root.glob("step-*") if (m := _NAME.fullmatch(p.name)) and p.is_dir()}
+    found = {int(m[1]): p for p in root.glob("step-*") if (m := _NAME.fullmatch(p.name)) and _is_own_directory(p)}
     return dict(sorted(found.items()))
+
+
+def _is_own_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()  # a link may lead to what somebody else wrote
 
 
 def load_newest(root: Path) -> tuple[Loaded | None, list[str]]:
@@ -154,32 +193,49 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
-def prune(root: Path, keep_last: int, keep_best: int, metric: str, mode: str, also: Set[int | None]) -> None:
-    """Remove all but the newest `keep_last`, the best `keep_best` by `metric` in the manifest, and the steps `also`."""
-    metrics: dict[int, float] = {}
-    found = steps(root)
-    for step, path in found.items():
+def prune(
+    root: Path,
+    keep_last: int,
+    keep_best: int,
+    metric: str,
+    mode: str,
+    also: Set[int | None],
+    check_owner: Callable[[], None] = lambda: None,
+) -> None:
+    """Remove all but the newest `keep_last`, the best `keep_best` by `metric` in the manifest, and the steps `also`.
+
+    Only what has a readable manifest counts, and only that is removed: what is damaged never stands in for it.
+    """
+    found, metrics = {}, {}
+    for step, path in steps(root).items():
         try:
             value = read_manifest(path).get("metrics", {}).get(metric)
         except CheckpointError:
             continue
+        found[step] = path
         if isinstance(value, (int, float)) and value == value:
             metrics[step] = value if mode == "min" else -value
     best = sorted(metrics, key=lambda step: (metrics[step], step))[:keep_best]
     keep = {*list(found)[-keep_last:], *best, *also}
-    trash = []
-    for step, path in found.items():
-        if step not in keep:
-            trash.append(root / f".trash-{path.name}-{secrets.token_hex(4)}")
-            os.rename(path, trash[-1])  # first out of sight: half a directory must not look like a checkpoint
-    for path in trash:
-        shutil.rmtree(path, ignore_errors=True)
+    check_owner()
+    _discard([path for step, path in found.items() if step not in keep])
 
 
 def sweep(root: Path) -> None:
-    """Remove what an interrupted save or prune left behind. Only for the one process that writes here."""
-    for leftover in [*root.glob(".staging-*"), *root.glob(".trash-*")]:
-        shutil.rmtree(leftover, ignore_errors=True)
+    """Remove what an interrupted save or prune left behind. Only for the one process that writes here.
+
+    A writer that was frozen in a save, and wakes, then does not find it to publish.
+    """
+    _discard([*root.glob(".staging-*"), *root.glob(".trash-*")])
+
+
+def _discard(paths: Sequence[Path]) -> None:
+    """Rename, then remove: half a directory must not look like a checkpoint, nor be published."""
+    trash = [path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}") for path in paths]
+    for path, gone in zip(paths, trash, strict=True):
+        os.rename(path, gone)
+    for gone in trash:
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _check_plain(part: Any, name: str) -> None:
@@ -200,7 +256,7 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 
 def _write(path: Path, data: Any) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         view = memoryview(data)
         while view:
@@ -208,6 +264,11 @@ def _write(path: Path, data: Any) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _read(path: Path) -> bytes:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        return file.read()
 
 
 def _sync_directory(path: Path) -> None:

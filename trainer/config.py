@@ -93,6 +93,8 @@ class Checkpoint:
     every_epochs: Annotated[int | None, limit(min=1)]
     keep_last: Annotated[int, limit(min=1)]
     keep_best: Annotated[int, limit(min=0)]
+    background: bool
+    on_error: Literal["stop", "continue"]
     best_metric: str | None
     best_mode: Literal["min", "max"]
 

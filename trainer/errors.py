@@ -1,4 +1,4 @@
-"""The two errors that are the user's to mend: each is one line that names the key, what was given, what is allowed."""
+"""Errors of one line each: what the user can mend, and what ended a run through no fault of its settings."""
 
 
 class ConfigError(ValueError):
@@ -7,3 +7,7 @@ class ConfigError(ValueError):
 
 class CheckpointError(ConfigError):
     """A checkpoint cannot be read, or does not belong to this run."""
+
+
+class RunError(RuntimeError):
+    """The run cannot go on: a full disk, a step that is not finite. `python -m trainer` prints it and exits with 1."""

@@ -14,6 +14,7 @@ from typing import Any
 from trainer import checkpoint
 from trainer.config import Config, to_yaml
 from trainer.errors import CheckpointError, ConfigError
+from trainer.lease import Lease, check_free
 
 # What belongs to the run and cannot change within it: the samples follow from these.
 FIXED = ("task.name", "run.seed", "data.global_batch")
@@ -53,6 +54,8 @@ def locate(config: Config) -> Origin:
     else:
         found = _from_path(Path(config.run.resume), named)
     _check_writable(found.directory or base)
+    if found.directory is not None:
+        check_free(found.directory)
     if found.source:
         _check_same_run(config, found)
     return found
@@ -97,6 +100,7 @@ def recorded(directory: Path, step: int) -> dict[str, float]:
 
 def _unused(named: Path | None) -> Path | None:
     if named is not None and named.exists() and (not named.is_dir() or any(named.iterdir())):
+        check_free(named)
         advice = "add run.resume=auto or choose another run.name"
         raise ConfigError(f"run.name={named.name}: {named} exists and is not being resumed; {advice}")
     return named
@@ -153,8 +157,8 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(f"run.dir: {path} cannot be written, {existing} is not writable; {advice}")
 
 
-def create(config: Config, origin: Origin, step: int) -> Path:
-    """Make the run directory, or take the resumed one, and write config.yaml. Rank 0 only.
+def create(config: Config, origin: Origin, step: int) -> tuple[Path, Lease]:
+    """Make the run directory, or take the resumed one, as its only writer, and write config.yaml. Rank 0 only.
 
     Checkpoints after `step` did not verify: they are renamed, out of the way of the steps that will be saved again.
 
@@ -164,6 +168,7 @@ def create(config: Config, origin: Origin, step: int) -> Path:
     try:
         directory = origin.directory or _timestamped(base)
         directory.mkdir(parents=True, exist_ok=True)
+        lease = Lease(directory)
         (directory / "exit.json").unlink(missing_ok=True)
         _replace(directory / "config.yaml", to_yaml(config))
         root = directory / "checkpoints"
@@ -174,7 +179,7 @@ def create(config: Config, origin: Origin, step: int) -> Path:
         raise ConfigError(
             f"run.dir={config.run.dir}: {error.filename or base}: {error.strerror}; choose another run.dir"
         ) from None
-    return directory
+    return directory, lease
 
 
 def _timestamped(base: Path) -> Path:

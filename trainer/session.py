@@ -23,7 +23,7 @@ from trainer.data.randomness import Random, seed_layers
 from trainer.distributed.group import Group, choose_backend
 from trainer.distributed.signals import OneStepLate, StopRequest
 from trainer.ema import Ema
-from trainer.errors import CheckpointError, ConfigError
+from trainer.errors import CheckpointError, ConfigError, RunError
 from trainer.means import Means, Objective, Values
 from trainer.schedule import rate_scale
 from trainer.strategy import Strategy, build_strategy
@@ -252,9 +252,23 @@ class Session:
             "metrics": metrics,
         }
         with self.group.agreed("saving a checkpoint"):
+            self.writer.settle()
             if not path.exists():
-                self.writer.save(step, parts, facts, self.config.checkpoint, progress.best_step)
+                self.writer.save(step, parts, facts, progress.best_step)
         return path
+
+    def settle(self) -> None:
+        """Wait until the last step is published. Raises RunError where it could not be. A collective."""
+        path = self.path_of(self.task.step)
+        with self.group.agreed("saving a checkpoint"):
+            self.writer.settle()
+            if self.world.rank == 0 and not path.exists():
+                raise RunError(f"{path}: could not be saved, so the run's last step is lost; make room and resume")
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether this rank was asked to stop, or cannot go on."""
+        return bool(self.stop) or self.writer.has_failed
 
     def _restore(self, origin: rundir.Origin) -> Restored:
         """Rank 0 reads and verifies, all ranks load the same bytes.
@@ -320,9 +334,10 @@ class Session:
         directory, recorded = "", "{}"
         with self.group.agreed("making the run directory"):
             if self.world.rank == 0:
-                path = rundir.create(self.config, origin, step)
+                path, lease = rundir.create(self.config, origin, step)
                 directory, recorded = str(path), json.dumps(rundir.recorded(path, step))
-                self.writer = open_writer(0, path, step, restored.is_resumed, self.config.log)
+                settings = (self.config.log, self.config.checkpoint, lease)
+                self.writer = open_writer(0, path, step, restored.is_resumed, *settings)
         self.directory = Path(self.group.share_text(directory))
         if metrics := json.loads(self.group.share_text(recorded)):
             self.progress.metrics, self.progress.evaluated = metrics, step

@@ -170,7 +170,7 @@ class Trainer(Task):
                 batches = iter(now.loaders["train"])
                 for _ in range(start, now.plan.steps_per_epoch):
                     now.set_rates(now.schedule(self.step))
-                    now.verdict, now.is_asked = None, bool(now.stop)
+                    now.verdict, now.is_asked = None, now.wants_stop
                     self.train_step(Share(now, epoch, list(islice(batches, now.plan.accumulation))))
                     self.step += 1
                     if self._at_boundary():
@@ -230,6 +230,7 @@ class Trainer(Task):
         if now.is_stopped:
             now.writer.progress(self.step, self.step)
             now.save()
+        now.settle()
         steps, seconds = self.step - self._began[0], now.watch.read() - self._began[1]
         speed, code = steps * self.config.data.global_batch / max(seconds, 1e-9), STOPPED if now.is_stopped else 0
         best = (progress.best, progress.best_step)
@@ -280,7 +281,7 @@ class Trainer(Task):
             seed_layers(self.config.run.seed, -1, number, self.world.device)
             self._count(means, now.strategy.forward(now.wrapped, inputs), targets, rows)
             if number % every == 0 and limit is None:
-                asked, seconds = now.group.max(float(bool(now.stop)), time.monotonic() - begun)
+                asked, seconds = now.group.max(float(now.wants_stop), time.monotonic() - begun)
                 if asked:
                     raise Stopped
                 every = max(1, int(number * STOP_EVERY_S / max(seconds, 1e-9)))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ import torch
 
 from trainer import checkpoint, rundir
 from trainer.config import Checkpoint, Log
+from trainer.errors import RunError
+from trainer.lease import Lease
 
 LINE_EVERY_S = 5.0
 BAR_EVERY_S = 0.2
@@ -42,10 +47,19 @@ class Writer:
     def observe(self, step: int, model: torch.nn.Module) -> None:
         """Called after every step: histograms of the weights, and the profiler, when they are due."""
 
-    def save(
-        self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], keep: Checkpoint, best: int | None
-    ) -> None:
-        """Publish a checkpoint, with everything logged before it on the disk; then remove older ones, not the best."""
+    def save(self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], best: int | None) -> None:
+        """Publish a checkpoint, with everything logged before it on the disk; then remove older ones, not the best.
+
+        With checkpoint.background behind the caller, one at a time: `settle` waits for it.
+        """
+
+    def settle(self) -> None:
+        """Wait for what is being written. Raises RunError, one line, for what could not be."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether `settle` would raise now; asked after every step."""
+        return False
 
     def exit(self, code: int, reason: str, **facts: Any) -> None:
         """Write exit.json."""
@@ -56,7 +70,9 @@ class Writer:
 class RankZeroWriter(Writer):
     """`step` is where the run goes on: what an earlier process wrote beyond it is dropped from both records."""
 
-    def __init__(self, directory: Path, step: int, is_resumed: bool, config: Log):
+    def __init__(
+        self, directory: Path, step: int, is_resumed: bool, config: Log, keep: Checkpoint, lease: Lease | None
+    ):
         from rich.console import Console
         from torch.utils.tensorboard import SummaryWriter
 
@@ -67,6 +83,10 @@ class RankZeroWriter(Writer):
         self._shown = {"train/loss": math.nan, "optim/lr": math.nan, "speed/examples_per_s": math.nan}
         self._began, self._last = (step, time.monotonic()), time.monotonic()
         self._directory, self._num_images = directory, config.images
+        self._keep, self._lease, self._warned = keep, lease, set[str]()
+        self._pool: ThreadPoolExecutor | None = None
+        self._saving: Future[None] | None = None
+        self._failure: RunError | None = None
         self._profiler: Any = None
         self._histograms, self._profiled = config.histograms_every_steps, config.profile_steps or [0, 0]
         path = directory / "metrics.jsonl"
@@ -78,10 +98,13 @@ class RankZeroWriter(Writer):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._metrics.write(json.dumps({"step": step, **finite}) + "\n")
-        self._metrics.flush()
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._board._get_file_writer().add_summary(Summary(value=points), step)  # one event: each wakes its thread
+        try:
+            self._metrics.write(json.dumps({"step": step, **finite}) + "\n")
+            self._metrics.flush()  # what it could not write stays in its buffer for the next time
+            self._board._get_file_writer().add_summary(Summary(value=points), step)  # one event: each wakes its thread
+        except OSError as error:
+            self._note(error, "writing metrics.jsonl and TensorBoard's events", 0)
         self._shown |= {name: value for name, value in values.items() if name in self._shown}
 
     def say(self, text: str = "") -> None:
@@ -156,28 +179,77 @@ class RankZeroWriter(Writer):
             self._profiler.stop()
         self._profiler = None
 
-    def save(
-        self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], keep: Checkpoint, best: int | None
-    ) -> None:
-        os.fsync(self._metrics.fileno())
-        self._board.flush()
-        root = self._directory / "checkpoints"
-        checkpoint.save(root, step, parts, facts)
+    def save(self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], best: int | None) -> None:
+        self.settle()
+        if not self._keep.background:
+            self._publish(step, parts, facts, best)
+            return
+        self._pool = self._pool or ThreadPoolExecutor(1, "checkpoint")
+        self._saving = self._pool.submit(self._publish, step, checkpoint.private_copy(parts), facts, best)
+
+    def settle(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def has_failed(self) -> bool:
+        saving = self._saving
+        return self._failure is not None or bool(saving and saving.done() and saving.exception())
+
+    def _publish(self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], best: int | None) -> None:
+        root, keep = self._directory / "checkpoints", self._keep
         also = {best} if keep.keep_best else set()
-        checkpoint.prune(root, keep.keep_last, keep.keep_best, keep.metric, keep.best_mode, also)
+        try:
+            os.fsync(self._metrics.fileno())
+            self._board.flush()
+            checkpoint.save(root, step, parts, facts, self._check_owner)
+            checkpoint.prune(root, keep.keep_last, keep.keep_best, keep.metric, keep.best_mode, also, self._check_owner)
+        except OSError as error:
+            self._note(error, f"saving step {step}", checkpoint.size_of(parts))
+            if self._failure is not None:
+                raise self._failure from None
+
+    def _check_owner(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
+
+    def _note(self, error: OSError, doing: str, need: int) -> None:
+        """What checkpoint.on_error says: the run ends at the next boundary, or a warning, once for each kind."""
+        place, free = error.filename or self._directory, shutil.disk_usage(self._directory).free
+        sizes = f"{need / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB free"
+        line = f"{place}: {error.strerror or error} in {doing}; {sizes}"
+        if self._keep.on_error == "stop":
+            advice = "make room and go on with run.resume, or give checkpoint.on_error=continue"
+            self._failure = RunError(f"{line}; {advice}")
+        elif line not in self._warned:
+            self._warned.add(line)
+            self.say(f"warning: {line}; going on, as checkpoint.on_error=continue says")
 
     def exit(self, code: int, reason: str, **facts: Any) -> None:
-        rundir.write_exit(self._directory, code, reason, **facts)
+        try:
+            rundir.write_exit(self._directory, code, reason, **facts)
+        except OSError as error:
+            self.say(f"warning: {self._directory / 'exit.json'}: {error.strerror}")
 
     def close(self) -> None:
         self._close_bar()
         self._stop_profiler()
-        self._metrics.close()
-        self._board.close()
+        if self._pool is not None:
+            self._pool.shutdown()
+        for record in (self._metrics, self._board):
+            with contextlib.suppress(OSError):  # a full disk, and it was said
+                record.close()
+        if self._lease is not None:
+            self._lease.release()
 
 
-def open_writer(rank: int, directory: Path, step: int, is_resumed: bool, config: Log) -> Writer:
-    return RankZeroWriter(directory, step, is_resumed, config) if rank == 0 else Writer()
+def open_writer(
+    rank: int, directory: Path, step: int, is_resumed: bool, config: Log, keep: Checkpoint, lease: Lease | None = None
+) -> Writer:
+    return RankZeroWriter(directory, step, is_resumed, config, keep, lease) if rank == 0 else Writer()
 
 
 def _keep_until(path: Path, step: int) -> None:

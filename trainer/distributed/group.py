@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from trainer.config import Dist
 from trainer.distributed.world import World
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, RunError
 
 
 class Group:
@@ -94,8 +94,8 @@ class Group:
     def agreed(self, doing: str) -> Iterator[None]:
         """Run a block that may fail on some ranks only: then all ranks raise.
 
-        Where it failed, the error itself; elsewhere a ConfigError with the line of the lowest rank's, or, for another
-        kind of error, a RuntimeError naming that rank.
+        Where it failed, the error itself; elsewhere a ConfigError or RunError with the line of the lowest rank's, or,
+        for another kind of error, a RuntimeError naming that rank.
         """
         problem: Exception | None = None
         try:
@@ -108,7 +108,9 @@ class Group:
                 raise problem
             rank = next(r for r, line in enumerate(lines) if line)
             kind, line = lines[rank].split(" ", 1)
-            raise ConfigError(line) if kind == "config" else RuntimeError(f"rank {rank} failed {doing}: {line}")
+            if kind == "other":
+                raise RuntimeError(f"rank {rank} failed {doing}: {line}")
+            raise ConfigError(line) if kind == "config" else RunError(line)
 
     def _wire_device(self) -> torch.device:
         return self.world.device if dist.get_backend() == "nccl" else torch.device("cpu")
@@ -117,8 +119,8 @@ class Group:
 def _describe(problem: Exception | None) -> str:
     if problem is None:
         return ""
-    if isinstance(problem, ConfigError):
-        return f"config {problem}"
+    if isinstance(problem, (ConfigError, RunError)):
+        return f"{'config' if isinstance(problem, ConfigError) else 'run'} {problem}"
     return f"other {''.join(traceback.format_exception_only(problem)).strip()}"
 
 

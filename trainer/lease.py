@@ -1,0 +1,82 @@
+"""One writer per run directory, however many processes believe that they are it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import CheckpointError, ConfigError
+
+NAME = ".writer"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # some cluster file systems: the token alone protects there
+
+
+class Lease:
+    """Held by rank 0 while it writes.
+
+    A POSIX record lock: the kernel drops it when the process dies, and unlike flock's it is not handed to data workers,
+    which outlive a killed parent by seconds. Beside it stands a token. A process that was frozen, and whose lock file
+    somebody removed, finds another token when it wakes, so `check` before a rename keeps it from publishing.
+    """
+
+    def __init__(self, directory: Path):
+        """Raises ConfigError, naming host and pid, where another process writes."""
+        self.path = directory / NAME
+        self._descriptor = _lock(self.path)
+        self._held = json.dumps({"token": secrets.token_hex(8), "host": socket.gethostname(), "pid": os.getpid()})
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, self._held.encode(), 0)
+        os.fsync(self._descriptor)
+
+    def check(self) -> None:
+        """Raises CheckpointError if another process has taken the directory over."""
+        try:
+            found, ours = self.path.lstat(), os.fstat(self._descriptor)
+            if (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino) and self._read() == self._held:
+                return
+        except FileNotFoundError:
+            pass
+        raise CheckpointError(f"{self.path.parent}: another process has taken this run over; nothing was published")
+
+    def release(self) -> None:
+        os.close(self._descriptor)
+
+    def _read(self) -> str:
+        return os.pread(self._descriptor, 4096, 0).decode(errors="replace")
+
+
+def check_free(directory: Path) -> None:
+    """Raises ConfigError where a process writes; takes nothing."""
+    if (directory / NAME).is_file():
+        os.close(_lock(directory / NAME))
+
+
+def _lock(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return descriptor
+        holder = _parsed(os.pread(descriptor, 4096, 0))
+        os.close(descriptor)
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise
+        who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')} writes there"
+        advice = f"wait for its end or give run.name=<new>; if that machine is lost, remove {path}"
+        raise ConfigError(f"run directory {path.parent}: {who}; {advice}") from None
+    return descriptor
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
