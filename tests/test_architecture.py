@@ -15,7 +15,7 @@ LAYERS = [
     ["strategy"],
     ["task", "session", "trainer"],
     ["__init__", "tasks"],
-    ["__main__", "evaluate"],
+    ["__main__", "evaluate", "audit"],
 ]
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 FILES = sorted((ROOT / "trainer").rglob("*.py"))

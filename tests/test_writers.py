@@ -130,7 +130,7 @@ def test_save_publishes_with_the_record_on_the_disk_and_prunes(tmp_path):
     writer = open_writer(0, tmp_path, 0, False, LOG, KEEP)
     for step in (1, 2):
         writer.scalars(step, {"train/loss": 0.5})
-        writer.save(step, {"model.pt": {"step": step}}, {}, None)
+        writer.save(step, {"model.pt": {"step": step}}, {"ledger": ""}, None)
         assert [value for value, _ in read_board(tmp_path, "train/loss")] == list(range(1, step + 1))
     writer.close()
     loaded, skipped = checkpoint.load_newest(tmp_path / "checkpoints")
@@ -152,7 +152,7 @@ def test_silent_writer_writes_nothing(tmp_path, capsys):
     writer.table(["a"], [["b"]])
     writer.progress(1, 1)
     writer.hyper_parameters({"run.seed": 0})
-    writer.save(1, {"model.pt": {}}, {}, None)
+    writer.save(1, {"model.pt": {}}, {"ledger": ""}, None)
     writer.exit(0, "done")
     writer.close()
     assert list(tmp_path.iterdir()) == []

@@ -93,7 +93,7 @@ def fit(folder: Path, *overrides: str, task: type[Trainer] | None = None) -> dic
     record = [json.loads(line) for line in (summary.directory / "metrics.jsonl").read_text().splitlines()]
     return {
         "losses": {r["step"]: r["train/loss"] for r in record if "train/loss" in r},
-        "record": [{k: v for k, v in r.items() if not k.startswith("speed/")} for r in record],
+        "record": [{k: v for k, v in r.items() if not k.startswith("speed/")} for r in record if "ledger" not in r],
         "weights": {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()},
         "seen": seen,
         "metrics": summary.metrics,

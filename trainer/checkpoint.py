@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 

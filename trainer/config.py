@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import itertools
+import json
 import math
 import types
 import typing
@@ -23,6 +25,14 @@ PACKAGE = Path(__file__).resolve().parent
 # A wheel carries conf/ and tasks/ inside the package; in a checkout they lie beside it. Never the working directory.
 HOME = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent
 CONF = HOME / "conf"
+
+# What lays a run out, keeps it or shows it, and changes nothing of what is learned; everything else is the run.
+LAYOUT = (
+    *("run.name", "run.dir", "run.resume", "data.micro_batch", "data.workers", "data.timeout_s", "data.path"),
+    *("strategy.name", "strategy.device_ids", "strategy.devices_per_rank", "strategy.bucket_mb"),
+    *("strategy.static_graph", "strategy.find_unused_parameters", "eval.micro_batch"),
+    *("dist.", "launch.", "checkpoint.", "log."),
+)
 
 T = TypeVar("T")
 
@@ -147,6 +157,11 @@ class Config:
     def flat(self) -> dict[str, Any]:
         """Every value by its full name, `{"data.global_batch": 250, ...}`."""
         return flatten(dataclasses.asdict(self))
+
+    def run_hash(self) -> str:
+        """Of everything that changes what is learned: equal in any layout."""
+        run = {key: value for key, value in self.flat().items() if not key.startswith(LAYOUT)}
+        return hashlib.sha256(json.dumps(run, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainer import checkpoint, report, rundir
+from trainer.data.ledger import Ledger
 from trainer.data.loaders import check_dataset, index_device, open_loader
 from trainer.data.order import BatchPlan, EpochSampler, FixedSampler, ShardSampler, check_batch
 from trainer.data.randomness import Random, seed_layers
@@ -76,6 +78,7 @@ class Session:
 
     plan: BatchPlan
     sampler: EpochSampler
+    ledger: Ledger
     shard: ShardSampler
     wrapped: nn.Module
     schedule: Callable[[int], float]
@@ -97,6 +100,7 @@ class Session:
         self._elements: dict[str, int] = {}
         self.metrics: dict[str, Any] = {}
         self.progress, self.watch = Progress(), Stopwatch()
+        self.run_id, self.sessions = secrets.token_hex(8), [[0, self.world.world_size]]
         self.num_steps = self.num_skipped = 0
         self.is_stopped = self.is_save_due = self.is_asked = False
 
@@ -174,6 +178,7 @@ class Session:
         self.plan = BatchPlan(num_examples, config.data.global_batch, micro_batch, ranks)
         beside = index_device(data, config.data.path, device)
         self.sampler = EpochSampler(self.plan, config.run.seed, rank, beside)
+        self.ledger = Ledger(self.plan, rank)
         self.loaders["train"] = open_loader(data, self.sampler, config.data, config.run.seed, "train", device)
         self.num_steps = config.run.steps or config.run.epochs * self.plan.steps_per_epoch
         self.rate_scale = rate_scale(config)
@@ -233,6 +238,7 @@ class Session:
         path, self.is_save_due = self.path_of(step), False
         state = self.strategy.state_dict(self.wrapped, self.optimizers)
         rows = self.means.reduced(self.group)
+        self.ledger.close(self.group)
         parts = {
             "model.pt": state["model"],
             "training.pt": {
@@ -242,13 +248,19 @@ class Session:
                 "precision": self.precision.state_dict(),
                 "ema": self.ema.state_dict() if self.ema else {},
                 "progress": asdict(progress),
+                "ledger": self.ledger.state_dict(),
             },
         }
         metrics = progress.metrics if progress.evaluated == step else {}
         facts = {
             "config": self.config.flat(),
             "data": self._data_facts(),
+            "run": self.run_id,
+            "run_hash": self.config.run_hash(),
+            "strategy": self.config.strategy.name,
             "world_size": self.world.world_size,
+            "sessions": self.sessions,
+            "ledger": self.ledger.chain,
             "metrics": metrics,
         }
         with self.group.agreed("saving a checkpoint"):
@@ -293,16 +305,19 @@ class Session:
         if self.optimizers:
             self._check_data(manifest["data"])
             self.means.load(training["rows"])
+            self.ledger.load_state_dict(training["ledger"])
             self._elements = training["elements"]
             self.objectives.clear()
             self.precision.load_state_dict(training["precision"])
             if restored.is_resumed:
+                self.run_id = manifest["run"]
                 self.progress = Progress(**training["progress"])
         loaded = {"model": state["model.pt"], "optimizers": training["optimizers"]}
         self.strategy.load_state_dict(self.wrapped, self.optimizers, loaded)
         if self.ema:
             self.ema.load_state_dict(training["ema"])
         self.task.step = manifest["step"]
+        self.sessions = [*manifest["sessions"], [manifest["step"], self.world.world_size]]
         if self.optimizers and self.task.step > self.num_steps:
             name = "run.epochs" if self.config.run.steps is None else "run.steps"
             reached = f"the run to resume is at step {self.task.step:,} already, and it asks for {self.num_steps:,}"

@@ -171,7 +171,9 @@ class Trainer(Task):
                 for _ in range(start, now.plan.steps_per_epoch):
                     now.set_rates(now.schedule(self.step))
                     now.verdict, now.is_asked = None, now.wants_stop
-                    self.train_step(Share(now, epoch, list(islice(batches, now.plan.accumulation))))
+                    share = list(islice(batches, now.plan.accumulation))
+                    now.ledger.note([indices for _, indices in share], now.group)
+                    self.train_step(Share(now, epoch, share))
                     self.step += 1
                     if self._at_boundary():
                         break

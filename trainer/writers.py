@@ -98,13 +98,12 @@ class RankZeroWriter(Writer):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._record({"step": step, **finite})
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         try:
-            self._metrics.write(json.dumps({"step": step, **finite}) + "\n")
-            self._metrics.flush()  # what it could not write stays in its buffer for the next time
             self._board._get_file_writer().add_summary(Summary(value=points), step)  # one event: each wakes its thread
         except OSError as error:
-            self._note(error, "writing metrics.jsonl and TensorBoard's events", 0)
+            self._blame(error, "writing TensorBoard's events", 0)
         self._shown |= {name: value for name, value in values.items() if name in self._shown}
 
     def say(self, text: str = "") -> None:
@@ -181,6 +180,7 @@ class RankZeroWriter(Writer):
 
     def save(self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], best: int | None) -> None:
         self.settle()
+        self._record({"step": step, "ledger": facts["ledger"]})
         if not self._keep.background:
             self._publish(step, parts, facts, best)
             return
@@ -208,15 +208,22 @@ class RankZeroWriter(Writer):
             checkpoint.save(root, step, parts, facts, self._check_owner)
             checkpoint.prune(root, keep.keep_last, keep.keep_best, keep.metric, keep.best_mode, also, self._check_owner)
         except OSError as error:
-            self._note(error, f"saving step {step}", checkpoint.size_of(parts))
+            self._blame(error, f"saving step {step}", checkpoint.size_of(parts))
             if self._failure is not None:
                 raise self._failure from None
+
+    def _record(self, entry: Mapping[str, Any]) -> None:
+        try:
+            self._metrics.write(json.dumps(entry) + "\n")
+            self._metrics.flush()  # what could not be written stays in the buffer for the next time
+        except OSError as error:
+            self._blame(error, "writing metrics.jsonl", 0)
 
     def _check_owner(self) -> None:
         if self._lease is not None:
             self._lease.check()
 
-    def _note(self, error: OSError, doing: str, need: int) -> None:
+    def _blame(self, error: OSError, doing: str, need: int) -> None:
         """What checkpoint.on_error says: the run ends at the next boundary, or a warning, once for each kind."""
         place, free = error.filename or self._directory, shutil.disk_usage(self._directory).free
         sizes = f"{need / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB free"

@@ -1,0 +1,100 @@
+"""The ledger: what each step really took, in a chain that no layout and no restart changes."""
+
+import json
+
+import pytest
+import torch
+from tiny import fit_on, newest
+
+from trainer.audit import main as audit
+from trainer.data.ledger import CLOSE_EVERY, Ledger, digests, expected
+from trainer.data.order import BatchPlan, EpochSampler, Order
+from trainer.errors import ConfigError
+
+RECIPE = ["task=tiny", "run.steps=30"]
+
+
+class Alone:
+    def gather(self, tensor):
+        return [tensor]
+
+
+def test_chain_does_not_depend_on_layout(tmp_path):
+    chains = {
+        newest(fit_on(ranks, tmp_path / str(ranks), *RECIPE, *more)["directory"]).manifest["ledger"]
+        for ranks, more in ((1, []), (2, ["data.micro_batch=6"]), (3, ["data.path=streamed", "data.workers=2"]))
+    }
+    assert len(chains) == 1
+
+
+def test_digest_tells_another_example_another_place_and_a_repeat():
+    batch = torch.arange(100, 132).view(1, -1)
+    others = [batch.flip(1), batch + 1, torch.where(batch == 131, 130, batch), batch[:, :-1]]
+    assert len({int(digests(each)) for each in [batch, *others]}) == 5
+    parts = digests(batch[:, :11]) + digests(batch[:, 11:], start=11)
+    assert torch.equal(parts, digests(batch))
+
+
+def test_chain_is_the_same_however_often_it_is_closed():
+    plan = BatchPlan(20, 2, 2, 1)
+    seldom, often = Ledger(plan, 0), Ledger(plan, 0)
+    for step in range(CLOSE_EVERY + 5):
+        indices = [torch.tensor([step % 20, (step + 1) % 20])]
+        seldom.note(indices, Alone())
+        often.note(indices, Alone())
+        if step % 7 == 0:
+            often.close(Alone())
+    seldom.close(Alone())
+    often.close(Alone())
+    assert seldom.state_dict() == often.state_dict() and seldom.step == CLOSE_EVERY + 5
+
+
+def test_audit_agrees_over_restarts_on_other_ranks(tmp_path, capfd):
+    fit_on(2, tmp_path, *RECIPE, "task.options.signal_at=7")
+    fit_on(3, tmp_path, *RECIPE, "run.resume=auto", "task.options.signal_at=16")
+    directory = fit_on(1, tmp_path, *RECIPE, "run.resume=auto")["directory"]
+    capfd.readouterr()
+    assert audit([str(directory)]) == 0
+    said = capfd.readouterr().out
+    assert "3 sessions: from step 0 on 2 ranks, from step 9 on 3 ranks, from step 18 on 1 rank" in said
+    assert "nothing was repeated or skipped" in said and "30 steps of 22 examples, so 3 epochs and 3 steps" in said
+
+
+@pytest.mark.parametrize("planted", ["repeats an epoch's order", "skips a batch", "swaps two ranks' shares"])
+def test_audit_finds_a_run_that_took_other_examples(planted, tmp_path, capfd, monkeypatch):
+    """The errors that a resume makes elsewhere, planted into the sampler."""
+    right = EpochSampler.__iter__
+
+    def wrong(self):
+        if planted == "repeats an epoch's order":
+            self._order = Order(self.seed, 0, self.plan.num_examples)
+        batches = right(self)
+        if planted == "skips a batch" and self.epoch == 1:
+            next(batches)
+        yield from (batch.flip(0) for batch in batches) if planted.startswith("swaps") and self.epoch else batches
+
+    monkeypatch.setattr(EpochSampler, "__iter__", wrong)
+    steps = "run.steps=12" if planted == "skips a batch" else "run.steps=30"
+    directory = fit_on(1, tmp_path, "task=tiny", steps)["directory"]
+    capfd.readouterr()
+    assert audit([str(directory)]) == 1
+    assert "DIFFERENT: of the steps 10 to " in capfd.readouterr().out
+
+
+def test_every_epoch_of_the_expected_run_takes_each_example_at_most_once():
+    epochs = {}
+    for step, _, indices in expected(3, 203, 22, 27):
+        epochs.setdefault((step - 1) // 9, []).append(indices)
+    assert all(len(torch.cat(parts).unique()) == 9 * 22 for parts in epochs.values()) and len(epochs) == 3
+
+
+def test_chain_stands_in_metrics_jsonl_at_every_save(tmp_path):
+    run = fit_on(2, tmp_path, *RECIPE)
+    lines = [json.loads(line) for line in (run["directory"] / "metrics.jsonl").read_text().splitlines()]
+    kept = {line["step"]: line["ledger"] for line in lines if "ledger" in line}
+    assert kept == {step: chain for step, chain, _ in expected(0, 203, 22, 30) if step in (9, 18, 27, 30)}
+
+
+def test_audit_of_what_is_no_run_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no checkpoint to audit; give a run directory$"):
+        audit([str(tmp_path)])

@@ -1,0 +1,73 @@
+"""`python -m trainer.audit DIR`: was any example repeated or skipped, over all restarts of a run?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import checkpoint
+from trainer.__main__ import run
+from trainer.data.ledger import expected
+from trainer.data.order import counted
+from trainer.errors import ConfigError
+
+HELP = """usage: python -m trainer.audit DIR
+
+DIR is a run directory. Each step's examples entered a hash chain as they were taken; it stands in every checkpoint and
+in metrics.jsonl. This recomputes it from the seed and the size of the data, and names the first save that differs.
+Exit codes: 0 every example was taken as it should be, 1 one was not, 2 nothing to audit."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    if "-h" in arguments or "--help" in arguments:
+        print(HELP)
+        return 0
+    if len(arguments) != 1:
+        raise ConfigError("give one run directory: python -m trainer.audit DIR")
+    directory = Path(arguments[0])
+    manifest = checkpoint.newest_manifest(directory / "checkpoints")
+    if manifest is None:
+        raise ConfigError(f"{directory}: has no checkpoint to audit; give a run directory")
+    kept = {**_recorded(directory), manifest["step"]: manifest["ledger"]}
+    return _compare(manifest, kept)
+
+
+def _compare(manifest: dict[str, Any], kept: dict[int, str]) -> int:
+    config, num_examples = manifest["config"], manifest["data"]["train"]["length"]
+    batch, last = config["data.global_batch"], manifest["step"]
+    seen, right = torch.zeros(num_examples, dtype=torch.int64), 0
+    for step, chain, indices in expected(config["run.seed"], num_examples, batch, last):
+        seen[indices] += 1
+        if step not in kept:
+            continue
+        if kept[step] != chain:
+            steps = f"{right + 1:,} to {step:,}"
+            print(f"DIFFERENT: of the steps {steps} one did not take the examples of its place in the order")
+            return 1
+        right = step
+    epochs, steps = divmod(last, num_examples // batch)
+    sessions = ", ".join(f"from step {first:,} on {counted(ranks, 'rank')}" for first, ranks in manifest["sessions"])
+    print(f"run {manifest['run']}: {last:,} steps of {batch:,} examples, so {epochs} epochs and {steps:,} steps")
+    print(f"{counted(len(manifest['sessions']), 'session')}: {sessions}")
+    print(f"each of the {num_examples:,} examples was taken {int(seen.min())} to {int(seen.max())} times")
+    print(f"{counted(len(kept), 'save')} agree with the order recomputed: nothing was repeated or skipped")
+    return 0
+
+
+def _recorded(directory: Path) -> dict[int, str]:
+    """The chain at each save, as metrics.jsonl has it."""
+    found = {}
+    path = directory / "metrics.jsonl"
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        if '"ledger"' in line:
+            entry = json.loads(line)
+            found[entry["step"]] = entry["ledger"]
+    return found
+
+
+if __name__ == "__main__":
+    run(main)
