@@ -15,11 +15,11 @@ LAYERS = [
     ["strategy"],
     ["task", "session", "trainer"],
     ["__init__", "tasks"],
-    ["__main__", "evaluate", "audit"],
+    ["__main__", "evaluate", "audit", "checkpoints", "recording", "verify"],
 ]
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 FILES = sorted((ROOT / "trainer").rglob("*.py"))
-HEAVY = {"hydra", "omegaconf", "yaml", "rich", "tensorboard", "torch.utils.tensorboard", "numpy"}
+HEAVY = {"hydra", "omegaconf", "yaml", "rich", "safetensors", "tensorboard", "torch.utils.tensorboard", "numpy"}
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 

@@ -1,0 +1,95 @@
+"""`python -m trainer.checkpoints DIR`: what a run has saved, and whether every byte of it is as it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import checkpoint
+from trainer.__main__ import run
+from trainer.errors import CheckpointError, ConfigError
+
+HELP = """usage: python -m trainer.checkpoints DIR [--export FILE.safetensors]
+
+DIR is a run directory, or one directory step-<number> in its checkpoints. Lists the checkpoints: each file is read and
+its SHA-256 compared with the manifest's. --export writes the weights of the newest valid one as safetensors; averaged
+weights too, as ema.<name>, where run.ema_decay made them. It needs pip install '.[export]'.
+Exit codes: 0 all are valid, 1 one is not, 2 there is none."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    if "-h" in arguments or "--help" in arguments:
+        print(HELP)
+        return 0
+    words = list(arguments)
+    target = None
+    if "--export" in words:
+        at = words.index("--export")
+        if at + 1 == len(words):
+            raise ConfigError("--export: needs a file name, as in --export weights.safetensors")
+        target = Path(words[at + 1])
+        del words[at : at + 2]
+    if len(words) != 1 or words[0].startswith("-"):
+        raise ConfigError("give one run directory: python -m trainer.checkpoints DIR [--export FILE.safetensors]")
+    place = Path(words[0])
+    is_one = (place / checkpoint.MANIFEST).is_file()
+    found = [place] if is_one else list(checkpoint.steps(place / "checkpoints").values())
+    if not found:
+        raise ConfigError(f"{place}: has no checkpoints; give a run directory")
+    return _list(found) if target is None else _export(found, target)
+
+
+def _list(found: Sequence[Path]) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    table, invalid = Table("step", "files", "size", "strategy", "ranks", "metrics", box=None, header_style="bold"), 0
+    for path in found:
+        try:
+            manifest = checkpoint.load(path).manifest
+        except CheckpointError as error:
+            table.add_row(path.name.removeprefix("step-").lstrip("0"), f"INVALID {error}")
+            invalid += 1
+            continue
+        size = sum(entry["bytes"] for entry in manifest["files"].values())
+        metrics = "  ".join(f"{name} {value:.4f}" for name, value in manifest["metrics"].items())
+        facts = (manifest["strategy"], str(manifest["world_size"]), metrics)
+        table.add_row(f"{manifest['step']:,}", "valid", f"{size / 1e6:,.1f} MB", *facts)
+    Console(highlight=False, width=None if invalid == 0 else 200).print(table)
+    return int(invalid > 0)
+
+
+def _export(found: Sequence[Path], target: Path) -> int:
+    if target.exists():
+        raise ConfigError(f"--export {target}: exists already; give another name")
+    try:
+        from safetensors.torch import save_file
+    except ModuleNotFoundError:
+        raise ConfigError("--export: needs safetensors; pip install 'lockstep[export]'") from None
+    for path in reversed(found):
+        try:
+            loaded = checkpoint.load(path)
+        except CheckpointError as error:
+            print(f"skipped {path.name}: {error}")
+            continue
+        tensors = _weights(loaded)
+        facts = {"step": str(loaded.manifest["step"]), "run": str(loaded.manifest["run"])}
+        save_file(tensors, target, metadata=facts)
+        print(f"{target}: {len(tensors)} tensors of step {loaded.manifest['step']:,}")
+        return 0
+    raise CheckpointError(f"{found[0].parent}: no checkpoint is valid")
+
+
+def _weights(loaded: checkpoint.Loaded) -> dict[str, torch.Tensor]:
+    """Tensors by name, each with memory of its own: safetensors knows no sharing."""
+    state: dict[str, Any] = checkpoint.unpack(loaded.files["model.pt"], torch.device("cpu"))
+    averages = checkpoint.unpack(loaded.files["training.pt"], torch.device("cpu"))["ema"]
+    named = {**state, **{f"ema.{name}": tensor for name, tensor in averages.items()}}
+    return {name: tensor.contiguous().clone() for name, tensor in named.items() if isinstance(tensor, torch.Tensor)}
+
+
+if __name__ == "__main__":
+    run(main)
