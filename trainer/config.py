@@ -284,8 +284,11 @@ def load_run_config(place: str, overrides: Sequence[str], config_dirs: Sequence[
             known = flatten(OmegaConf.to_container(saved))  # type: ignore[arg-type]
             raise ConfigError(f"{key} is not a setting{suggest(key, known)}") from None
     saved.run.resume = place
-    with pure_resolvers():
-        return from_plain(OmegaConf.to_container(saved, resolve=True))
+    try:
+        with pure_resolvers():
+            return from_plain(OmegaConf.to_container(saved, resolve=True))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{home / 'config.yaml'}: {one_line(error)}") from None
 
 
 def from_plain(plain: Any) -> Config:
