@@ -17,6 +17,7 @@ from urllib.request import urlopen
 
 from trainer import ConfigError
 
+MOST_BYTES = 2**29  # of an archive, unpacked: CIFAR-10 has 184 MB
 TIMEOUT_S = 30.0  # for an answer, and for each piece of it
 FAILURES = (OSError, HTTPException, tarfile.TarError, EOFError, zlib.error, ValueError)
 
@@ -88,10 +89,11 @@ def _unpack(url: str, scratch: Path, sha256: Mapping[str, str]) -> None:
         urlopen(url, timeout=TIMEOUT_S) as response,  # noqa: S310  # the task's own constant
         _bar(response, url) as stream,
         gzip.GzipFile(fileobj=stream) as unzipped,
-        tarfile.open(fileobj=unzipped, mode="r|") as archive,
+        tarfile.open(fileobj=_Bounded(unzipped), mode="r|") as archive,
     ):
         for member in archive:
-            name, source = PurePosixPath(member.name).name, archive.extractfile(member) if member.isfile() else None
+            is_plain = member.isfile() and not member.issparse()  # a sparse one has more bytes than the stream
+            name, source = PurePosixPath(member.name).name, archive.extractfile(member) if is_plain else None
             if source is None or name not in sha256:
                 continue
             data = source.read()
@@ -103,6 +105,20 @@ def _unpack(url: str, scratch: Path, sha256: Mapping[str, str]) -> None:
                 os.fsync(file.fileno())  # else a power cut leaves the name without the bytes
     if absent := [name for name in sha256 if not (scratch / name).is_file()]:
         raise ValueError(f"it has no {absent[0]}")
+
+
+class _Bounded:
+    """A stream that gives MOST_BYTES at most: what unpacks without end must not fill the memory."""
+
+    def __init__(self, stream: Any):
+        self._stream, self._left = stream, MOST_BYTES
+
+    def read(self, size: int) -> bytes:
+        data = self._stream.read(size)
+        self._left -= len(data)
+        if self._left < 0:
+            raise ValueError(f"it unpacks to more than {MOST_BYTES:,} bytes")
+        return data
 
 
 def _bar(response: Any, url: str) -> AbstractContextManager[Any]:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer.config import CONF, Config, choices, from_plain, jobs_of_sweep, load_config, load_run_config
-from trainer.errors import ConfigError, RunError
+from trainer.config import CONF, Config, choices, jobs_of_sweep, load_config, load_run_config
+from trainer.errors import ConfigError, RunError, visible
 from trainer.targets import resolve
 
 WAIT_S = 3.0  # torchrun kills all ranks at the first exit, and with it the line that rank 0 is about to print
-HYDRA_FLAGS = ("-m", "--multirun", "-c", "--cfg", "-i", "--info", "--hydra-help", "--resolve", "-p", "--package")
+SWEEP = ("-m", "--multirun")
+QUESTIONS = ("-c", "--cfg", "-i", "--info", "--hydra-help")
+HYDRA_FLAGS = (*SWEEP, *QUESTIONS, "--resolve", "-p", "--package")
 
 HELP = """usage: python -m trainer task=<name> [group=option ...] [key=value ...] [--config-dir DIR ...]
        torchrun --nproc_per_node=<ranks> -m trainer task=<name> ...
@@ -48,7 +49,7 @@ config; python -m trainer.evaluate DIR evaluates a run directory. Exit codes: 0 
 def main(arguments: Sequence[str]) -> int:
     if "-h" in arguments or "--help" in arguments:
         overrides, config_dirs = split_arguments([a for a in arguments if a not in ("-h", "--help")])
-        groups = "\n".join(f"  {group:<11}{', '.join(found)}" for group, found in choices(config_dirs).items())
+        groups = "\n".join(f"  {group:<11}{visible(', '.join(found))}" for group, found in choices(config_dirs).items())
         print(HELP.format(groups=groups))
         return 0
     if any(a.split("=")[0] in HYDRA_FLAGS for a in arguments):
@@ -69,7 +70,9 @@ def split_arguments(arguments: Sequence[str], others: Sequence[str] = ()) -> tup
         elif word.startswith("--config-dir="):
             folders.append(word.split("=", 1)[1])
         elif word.startswith("-") and word.split("=")[0] not in others:
-            raise ConfigError(f"{word} is not a flag: there are --config-dir, --help, -m, --cfg, --info and key=value")
+            raise ConfigError(
+                f"{word.split('=')[0]} is not a flag: there are --config-dir, --help, -m, --cfg, --info and key=value"
+            )
         else:
             overrides.append(word)
     return overrides, folders
@@ -102,39 +105,43 @@ def load_task(config: Config) -> Any:
 
 
 def _hydra(arguments: Sequence[str]) -> int:
-    """Sweeps and Hydra's own questions, with its directories and logging off; jobs pass through the same checks."""
+    """Sweeps, and Hydra's own questions.
+
+    Jobs run here and not under Hydra's sweeper: it would build what a file of --config-dir names in `hydra.callbacks`
+    or `hydra.job_logging`, whatever that is. Its questions are only answered, nothing is run.
+    """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("-m and Hydra's flags: under torchrun each rank would run them by itself; start with python")
-    import hydra
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-
-    codes: list[int] = []
-    words, config_dirs = split_arguments([a for a in arguments if a not in ("-m", "--multirun")], HYDRA_FLAGS)
+    words, config_dirs = split_arguments([a for a in arguments if a not in SWEEP], HYDRA_FLAGS)
     overrides = [word for word in words if ("=" in word or word.startswith("~")) and not word.startswith("-")]
-    flags = [word for word in arguments if word not in overrides]
     jobs = [load_config(job, config_dirs) for job in jobs_of_sweep(overrides)]
+    if any(a.split("=")[0] in QUESTIONS for a in arguments):
+        return _answer(overrides, [word for word in arguments if word not in overrides])
+    if not set(SWEEP) & set(arguments):
+        raise ConfigError("--resolve and --package: go with --cfg job")
     if (name := jobs[0].run.name) and len(jobs) > 1 and all(job.run.name == name for job in jobs):
         raise ConfigError(
             f"run.name={name}: all {len(jobs)} jobs of the sweep would have it; leave it out, or sweep it"
         )
+    for number, job in enumerate(jobs, 1):
+        if code := train(job):
+            if number < len(jobs):
+                raise ConfigError("the sweep was stopped: a job before this one did not finish")
+            return code
+    return 0
 
-    def job(config: Any) -> None:
-        if any(codes):
-            raise ConfigError("the sweep was stopped: a job before this one did not finish")
-        codes.append(train(from_plain(OmegaConf.to_container(config, resolve=True))))
+
+def _answer(overrides: list[str], flags: list[str]) -> int:
+    import hydra
+    from hydra.errors import HydraException
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come through as they are, for `run` to say in one line
-    with tempfile.TemporaryDirectory() as scratch:  # Hydra's sweeper insists on a multirun.yaml somewhere
-        quiet = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled", f"hydra.sweep.dir={scratch}"]
-        sys.argv = [sys.argv[0], *quiet, *overrides, *flags]  # argparse wants the overrides together
-        try:
-            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
-        except (HydraException, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(" ".join(str(error).split())) from None
-    return max(codes, default=0)
+    sys.argv = [sys.argv[0], *overrides, *flags]  # argparse wants the overrides together
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(lambda config: None)()
+    except (HydraException, ValueError) as error:
+        raise ConfigError(" ".join(str(error).split())) from None
+    return 0
 
 
 def run(verb: Callable[[Sequence[str]], int]) -> None:
@@ -145,10 +152,10 @@ def run(verb: Callable[[Sequence[str]], int]) -> None:
         code = verb(sys.argv[1:])
     except (ConfigError, RunError) as error:
         if is_first:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(visible(f"error: {error}"), file=sys.stderr, flush=True)
         else:
             time.sleep(WAIT_S)  # still here: rank 0 has not failed, so it is ours to say
-            print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
+            print(visible(f"error: rank {rank}: {error}"), file=sys.stderr, flush=True)
         code = 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         if is_first:

@@ -9,14 +9,16 @@ name whose fsync failed is not used again: after a failure the kernel may report
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
 import os
-import pickle
 import re
 import secrets
 import shutil
+import stat
+import zipfile
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,7 @@ from trainer.errors import CheckpointError
 
 FORMAT = 2
 MANIFEST = "manifest.json"
+MOST_OF_MANIFEST = 2**26
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -113,11 +116,11 @@ def load(path: Path) -> Loaded:
     files = {}
     for name, entry in manifest["files"].items():
         try:
-            data = _read(path / name)
-        except (OSError, ValueError) as error:
+            size, data = _read(path / name, entry["bytes"])
+        except (OSError, ValueError, MemoryError) as error:
             raise CheckpointError(f"{path / name!s}: {getattr(error, 'strerror', error)}") from None
-        if len(data) != entry["bytes"]:
-            raise CheckpointError(f"{path / name}: {len(data)} bytes, {entry['bytes']} were written")
+        if size != entry["bytes"]:
+            raise CheckpointError(f"{path / name}: {size} bytes, {entry['bytes']} were written")
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
             raise CheckpointError(f"{path / name}: its SHA-256 is not the one in the manifest, so bits have changed")
         files[name] = data
@@ -127,15 +130,16 @@ def load(path: Path) -> Loaded:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest alone, its form checked but no file's bytes."""
     try:
-        manifest = json.loads(_read(path / MANIFEST))
-        files = manifest["files"]
+        manifest = json.loads(_read(path / MANIFEST, MOST_OF_MANIFEST)[1], object_pairs_hook=_unique)
         well_formed = all(
-            Path(n).name == n and isinstance(e["bytes"], int) and isinstance(e["sha256"], str) for n, e in files.items()
-        )
+            Path(n).name == n != ".." and n.isprintable() and type(e["bytes"]) is int and isinstance(e["sha256"], str)
+            for n, e in manifest["files"].items()
+        ) and all(type(v) in (int, float, type(None)) for v in manifest.get("metrics", {}).values())
+        well_formed &= all(isinstance(manifest.get(key, {}), dict) for key in ("config", "data"))
         number = _NAME.fullmatch(path.resolve().name)
     except OSError as error:
         raise CheckpointError(f"{path / MANIFEST}: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise CheckpointError(f"{path / MANIFEST}: cannot be read as a manifest") from None
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path}: format {manifest.get('format')}, this version reads {FORMAT}")
@@ -180,10 +184,16 @@ def newest_manifest(root: Path) -> dict[str, Any] | None:
 def unpack(data: bytes, device: torch.device) -> Any:
     """Tensors and plain values only, on `device`. Raises CheckpointError for anything else."""
     try:
-        return torch.load(io.BytesIO(data), map_location=device, weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            entries = archive.infolist()
+        if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > len(data):
+            raise ValueError("compressed or overlapping entries")  # a small file would fill the memory
+        found = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+        _check_loaded(found, len(data))
+    except Exception as error:  # the bytes are anybody's, and torch has many ways to say no
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"the checkpoint holds more than tensors and plain values: {reason}") from None
+    return found
 
 
 def set_aside(path: Path) -> Path:
@@ -251,6 +261,31 @@ def _check_plain(part: Any, name: str) -> None:
         raise CheckpointError(f"{name} is a {type(part).__name__}: a checkpoint holds tensors and plain values only")
 
 
+def _check_loaded(tree: Any, most: int) -> None:
+    """Refuse what we would not have saved. A list that holds itself, or the same one many times, has no end."""
+    pending, seen = [tree], 0
+    while pending:
+        part, seen = pending.pop(), seen + 1
+        if seen > most:
+            raise ValueError("a value that holds itself")
+        if isinstance(part, Mapping):
+            pending += [*part.keys(), *part.values()]
+        elif type(part) in (list, tuple):
+            pending += part
+        elif isinstance(part, torch.Tensor):
+            is_dense = type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout == torch.strided
+            if not is_dense or part.is_meta or part.is_quantized or part.nbytes > part.untyped_storage().nbytes():
+                raise ValueError("a tensor that is not plain and dense")
+        elif part is not None and type(part) not in (bool, int, float, str):
+            raise ValueError(f"a {type(part).__name__}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a name stands twice")
+    return found
+
+
 def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
@@ -266,9 +301,13 @@ def _write(path: Path, data: Any) -> None:
         os.close(descriptor)
 
 
-def _read(path: Path) -> bytes:
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-        return file.read()
+def _read(path: Path, most: int) -> tuple[int, bytes]:
+    """A regular file's size and, if that is at most `most`, its bytes. A pipe is not waited for."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file")
+        return found.st_size, file.read() if found.st_size <= most else b""
 
 
 def _sync_directory(path: Path) -> None:

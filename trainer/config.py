@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union
 
 from trainer.errors import ConfigError
+from trainer.guard import check_no_secret, check_override, pure_resolvers
 
 PACKAGE = Path(__file__).resolve().parent
 # A wheel carries conf/ and tasks/ inside the package; in a checkout they lie beside it. Never the working directory.
@@ -298,7 +299,11 @@ def load_run_config(place: str, overrides: Sequence[str], config_dirs: Sequence[
             known = flatten(OmegaConf.to_container(saved))  # type: ignore[arg-type]
             raise ConfigError(f"{key} is not a setting{suggest(key, known)}") from None
     saved.run.resume = place
-    return from_plain(OmegaConf.to_container(saved, resolve=True))
+    try:
+        with pure_resolvers():
+            return from_plain(OmegaConf.to_container(saved, resolve=True))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{home / 'config.yaml'}: {one_line(error)}") from None
 
 
 def from_plain(plain: Any) -> Config:
@@ -306,6 +311,7 @@ def from_plain(plain: Any) -> Config:
     if "name" not in plain.get("task", {}):
         names = ", ".join(_options(())["task"])
         raise ConfigError(f"task is not chosen: give task=<name>, one of {names}, or one of yours with --config-dir")
+    check_no_secret(plain)
     config = build(Config, plain)
     data, options = config.data, _options(())
     if data.micro_batch is not None and data.micro_batch > data.global_batch:
@@ -351,6 +357,7 @@ def _parsed(overrides: Sequence[str], is_sweep: bool = False) -> list[Any]:
     from hydra.errors import HydraException
 
     for text in overrides:
+        check_override(text)
         if ("=" not in text and not text.startswith("~")) or text.startswith(("=", "hydra.", "hydra/")):
             raise ConfigError(f"{text!r} is not a setting: write key=value{suggest(text, ['--help', '--config-dir'])}")
     try:
@@ -409,9 +416,11 @@ def _composed(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -
     folders = ",".join(repr(f"file://{Path(folder).resolve()}") for folder in config_dirs)
     search = [f"hydra.searchpath=[{folders}]"] if config_dirs else []
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3", job_name="trainer"):
+    with initialize_config_dir(str(CONF), version_base="1.3", job_name="trainer"), pure_resolvers("now", "hydra"):
         try:
-            return typing.cast(dict, OmegaConf.to_container(compose(name, [*overrides, *search]), resolve=True))
+            composed = compose(name, [*overrides, *search])
+            with pure_resolvers():  # Hydra's own node, which is not ours to keep, needs those two
+                return typing.cast(dict, OmegaConf.to_container(composed, resolve=True))
         except (YAMLError, UnicodeDecodeError) as error:
             raise ConfigError(f"a file of --config-dir cannot be read: {one_line(error)}") from None
         except (HydraException, OmegaConfBaseException) as error:

@@ -11,3 +11,8 @@ class CheckpointError(ConfigError):
 
 class RunError(RuntimeError):
     """The run cannot go on: a full disk, a step that is not finite. `python -m trainer` prints it and exits with 1."""
+
+
+def visible(text: str) -> str:
+    """What a name brought along that a terminal would obey, or that turns its neighbours around, escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from trainer.__main__ import load_task, run, split_arguments
 from trainer.config import load_run_config
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, visible
 
 HELP = """usage: python -m trainer.evaluate DIR [key=value ...] [--config-dir DIR]
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"task {config.task.name} has no evaluation data: build_dataset('eval') returned None")
     if task.world.rank == 0:
         for line in task.skipped:
-            print(line, file=sys.stderr)
+            print(visible(line), file=sys.stderr)
         print(json.dumps({"step": task.step, **metrics}))
     return 0
 

@@ -53,7 +53,7 @@ class Lease:
 
 def check_free(directory: Path) -> None:
     """Raises ConfigError where a process writes; takes nothing."""
-    if (directory / NAME).is_file():
+    if (directory / NAME).is_file() and not (directory / NAME).is_symlink():
         os.close(_lock(directory / NAME))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,6 +20,8 @@ from trainer.lease import Lease, check_free
 # What belongs to the run and cannot change within it: the samples follow from these.
 FIXED = ("task.name", "run.seed", "data.global_batch")
 _NOT_COMPARED = ("run.resume", "run.name", "run.dir")
+_FILES = ("config.yaml", "exit.json", "metrics.jsonl", ".writer")
+_FOLDERS = ("checkpoints", "tensorboard")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ def locate(config: Config) -> Origin:
         found = _from_path(Path(config.run.resume), named)
     _check_writable(found.directory or base)
     if found.directory is not None:
+        _check_own(found.directory)
         check_free(found.directory)
     if found.source:
         _check_same_run(config, found)
@@ -157,6 +161,20 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(f"run.dir: {path} cannot be written, {existing} is not writable; {advice}")
 
 
+def _check_own(directory: Path) -> None:
+    """Refuse a link or a pipe where a file or folder of ours belongs: we would write wherever it leads."""
+    for name in (*_FILES, *_FOLDERS):
+        try:
+            mode = (directory / name).lstat().st_mode
+        except OSError:
+            continue
+        if not (stat.S_ISREG(mode) if name in _FILES else stat.S_ISDIR(mode)):
+            what = "file" if name in _FILES else "folder"
+            raise ConfigError(
+                f"run directory {directory}: {name} must be a plain {what}, no link; remove it or give run.name=<new>"
+            )
+
+
 def create(config: Config, origin: Origin, step: int) -> tuple[Path, Lease]:
     """Make the run directory, or take the resumed one, as its only writer, and write config.yaml. Rank 0 only.
 
@@ -168,9 +186,10 @@ def create(config: Config, origin: Origin, step: int) -> tuple[Path, Lease]:
     try:
         directory = origin.directory or _timestamped(base)
         directory.mkdir(parents=True, exist_ok=True)
+        _check_own(directory)
         lease = Lease(directory)
         (directory / "exit.json").unlink(missing_ok=True)
-        _replace(directory / "config.yaml", to_yaml(config))
+        replace(directory / "config.yaml", to_yaml(config) + "\n")
         root = directory / "checkpoints"
         for later in [path for other, path in checkpoint.steps(root).items() if other > step]:
             checkpoint.set_aside(later)
@@ -203,13 +222,20 @@ def changes(config: Config, manifest: Mapping[str, Any]) -> list[str]:
 
 def write_exit(directory: Path, code: int, reason: str, **facts: Any) -> None:
     """exit.json: torchrun flattens every exit code to 1, so it is said here too."""
-    _replace(directory / "exit.json", json.dumps({"code": code, "reason": reason, **facts}, indent=1))
+    replace(directory / "exit.json", json.dumps({"code": code, "reason": reason, **facts}, indent=1) + "\n")
 
 
-def _replace(path: Path, text: str) -> None:
+def replace(path: Path, text: str) -> None:
+    """Write a file anew, whole or not at all. A link of its name, or of the staged file's, is not followed."""
     staged = path.with_name(f".{path.name}.new")
-    with open(staged, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
+    staged.unlink(missing_ok=True)
+    with open(staged, "x", encoding="utf-8") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(staged, path)
+
+
+def opener(path: str, flags: int) -> int:
+    """For `open`: a link is not followed."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

@@ -1,7 +1,8 @@
 """Learning-rate factors as pure functions of the step: nothing to save, nothing to fast-forward at a resume.
 
-Each builder takes the number of steps of the run and returns `factor(step)`, for the update made at 0-based `step`,
-which multiplies every parameter group's base rate. All warm up linearly over `warmup_steps` when there are any.
+Each builder takes the run's `num_steps`, first and by that name (targets.py knows a schedule by it), and returns
+`factor(step)`, for the update made at 0-based `step`, which multiplies every parameter group's base rate. All warm up
+linearly over `warmup_steps` when there are any.
 """
 
 import bisect

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
     allowed = tuple(dict.fromkeys((*ALLOWED_PACKAGES, *packages)))
     if not any(name.startswith(f"{package}.") for package in allowed):
         raise ConfigError(f"{key}={name}: must lie under {', '.join(allowed)}; task.packages=[<package>] adds one")
+    if (head := name.split(".")[0]) in sys.stdlib_module_names:
+        raise ConfigError(f"{key}={name}: must not be of Python's own library, {head}; write a class or function")
     module, _, attribute = name.rpartition(".")
     if not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"{key}={name}: must be <module>.<name>")
@@ -38,10 +41,22 @@ def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
     return found
 
 
-def check_target(spec: Mapping[str, Any], key: str, packages: Sequence[str]) -> Any:
-    """The object `spec["_target_"]` names. Raises ConfigError for an argument in `spec` that it does not take."""
+def check_target(spec: Mapping[str, Any], key: str, packages: Sequence[str], kind: type | None = None) -> Any:
+    """The object `spec["_target_"]` names: a subclass of `kind`, else what takes `num_steps` first, as schedules do.
+
+    Without this any function of an allowed package could be called from a config, `trainer.checkpoint.sweep` as well.
+    Raises ConfigError also for an argument in `spec` that it does not take.
+    """
     target = resolve(spec["_target_"], f"{key}._target_", packages)
-    parameters = inspect.signature(target).parameters
+    if kind is not None and not (isinstance(target, type) and issubclass(target, kind)):
+        raise ConfigError(f"{key}._target_={spec['_target_']}: must be a subclass of {kind.__module__}.{kind.__name__}")
+    try:
+        parameters = inspect.signature(target).parameters
+    except ValueError:
+        parameters = {}  # type: ignore[assignment]
+    if kind is None and next(iter(parameters), None) != "num_steps":
+        advice = "as in def mine(num_steps, warmup_steps=0)"
+        raise ConfigError(f"{key}._target_={spec['_target_']}: must take num_steps first, {advice}")
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     for name, value in spec.items():
         if name != "_target_" and name not in parameters and not open_ended:
@@ -60,13 +75,15 @@ def _is_number(parameter: inspect.Parameter) -> bool:
     return parameter.annotation in (int, float) or isinstance(parameter.default, (int, float))
 
 
-def call_target(spec: Mapping[str, Any], key: str, packages: Sequence[str], *positional: Any, **extra: Any) -> Any:
+def call_target(
+    spec: Mapping[str, Any], key: str, packages: Sequence[str], kind: type | None, first: Any, **extra: Any
+) -> Any:
     """Call `spec["_target_"]` with its arguments, and with those of `extra` that it knows and `spec` does not give."""
-    target = check_target(spec, key, packages)
+    target = check_target(spec, key, packages, kind)
     known = inspect.signature(target).parameters
     given = {name: value for name, value in spec.items() if name != "_target_"}
     arguments = {name: value for name, value in extra.items() if name in known} | given
     try:
-        return target(*positional, **arguments)
+        return target(first, **arguments)
     except Exception as error:  # whatever a constructor says of its arguments
         raise ConfigError(f"{key} ({spec['_target_']}): {one_line(error)}") from None

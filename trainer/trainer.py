@@ -345,7 +345,7 @@ class Trainer(Task):
         check_init(config.dist)
         check_batch(config.data.global_batch, config.data.micro_batch, world.world_size)
         if is_training:
-            check_target(config.optim, "optim", self.packages)
+            check_target(config.optim, "optim", self.packages, Optimizer)
             check_target(config.schedule, "schedule", self.packages)
         if world.rank != 0:
             return rundir.Origin()  # the disk is rank 0's: another node need not see it

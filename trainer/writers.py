@@ -18,7 +18,7 @@ import torch
 
 from trainer import checkpoint, rundir
 from trainer.config import Checkpoint, Log
-from trainer.errors import RunError
+from trainer.errors import RunError, visible
 from trainer.lease import Lease
 
 LINE_EVERY_S = 5.0
@@ -91,7 +91,7 @@ class RankZeroWriter(Writer):
         self._histograms, self._profiled = config.histograms_every_steps, config.profile_steps or [0, 0]
         path = directory / "metrics.jsonl"
         _keep_until(path, step)
-        self._metrics = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self._metrics = open(path, "a", encoding="utf-8", opener=rundir.opener)  # noqa: SIM115
         self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if is_resumed else None)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -107,14 +107,15 @@ class RankZeroWriter(Writer):
         self._shown |= {name: value for name, value in values.items() if name in self._shown}
 
     def say(self, text: str = "") -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(visible(text), markup=False, soft_wrap=True)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(*columns, box=None, header_style="bold")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*(Text(visible(cell)) for cell in row))  # a Text: its brackets are no markup
         self._console.print(table)
 
     def progress(self, step: int, num_steps: int) -> None:
@@ -270,12 +271,7 @@ def _keep_until(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue
-    staged = path.with_name(".metrics.jsonl.new")
-    with open(staged, "w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(staged, path)
+    rundir.replace(path, "".join(kept))
 
 
 def _short(value: float, digits: int = 4) -> str:
