@@ -157,7 +157,7 @@ def test_directory_holds_what_is_promised(tmp_path):
     assert done.returncode == 0, done.stderr
     place = tmp_path / "runs/tiny/a"
     assert sorted(path.name for path in place.iterdir()) == [
-        *("checkpoints", "config.yaml", "exit.json", "metrics.jsonl", "tensorboard"),
+        *(".writer", "checkpoints", "config.yaml", "exit.json", "metrics.jsonl", "tensorboard"),
     ]
     assert len(list((place / "tensorboard").iterdir())) == 1  # rank 0's alone
     assert json.loads((place / "exit.json").read_text())["code"] == 0

@@ -54,7 +54,7 @@ def publish(root, training=None, model=None, raw=None, **facts):
     entries = {n: {"rank": 0, "bytes": len(d), "sha256": hashlib.sha256(d).hexdigest()} for n, d in files.items()}
     for name, data in files.items():
         (path / name).write_bytes(data)
-    manifest = {"format": 1, "step": 1, "files": entries, **facts}
+    manifest = {"format": checkpoint.FORMAT, "step": 1, "files": entries, **facts}
     manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     text = raw(manifest) if raw else json.dumps(manifest)
     (path / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))

@@ -63,6 +63,9 @@ def recorded(base: type, kill: Sequence[int] | None) -> Any:
                 os.kill(os.getpid(), signal.SIGKILL)
             if not self.notes["ids"]:
                 self.notes["probe"] = probe(self)
+                self.notes["begun"] = {
+                    key: value.detach().cpu().clone() for key, value in self.model.state_dict().items()
+                }
                 self._watch_gradients()
             self.notes["ids"].append([i for _, indices in micro_batches.batches for i in indices.tolist()])
             self._is_stepping = True

@@ -301,6 +301,8 @@ class Session:
         for name in sorted(manifest["files"]):
             data = self.group.share_bytes(found.files[name] if found else None)
             state[name] = checkpoint.unpack(data, torch.device("cpu"))
+        if absent := {"model.pt", "training.pt"} - state.keys():
+            raise CheckpointError(f"{self.path_of(manifest['step']).name}: holds no {min(absent)}: not one of a run")
         training = state["training.pt"]
         if self.optimizers:
             self._check_data(manifest["data"])

@@ -151,12 +151,7 @@ class Stage:
         spec = self.folder / f"{name}.json"
         plan = {"out": str(self.folder), "config_dirs": self.config_dirs, "runs": runs, "kill": kill}
         spec.write_text(json.dumps(plan), encoding="utf-8")
-        words = [sys.executable, "-m", "trainer.recording", str(spec)]
-        if ranks > 1:
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-            words = [sys.executable, *launcher, *words[1:]]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(words, capture_output=True, text=True, env=environment)  # noqa: S603  # our own words
+        done = self.launch(spec, ranks)
         if kill is not None and done.returncode:
             return None
         if done.returncode:
@@ -164,6 +159,12 @@ class Stage:
             raise RunError(f"{name}: {(said or done.stderr.splitlines() or ['failed'])[0].strip()}")
         files = {p: [self.folder / f"{name}-{p}-{rank}.pt" for rank in range(ranks)] for p in precisions}
         return {p: Evidence([torch.load(file, weights_only=True) for file in found]) for p, found in files.items()}
+
+    def launch(self, spec: Path, ranks: int) -> subprocess.CompletedProcess[str]:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+        words = [sys.executable, *launcher, "-m", "trainer.recording", str(spec)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(words, capture_output=True, text=True, env=environment)  # noqa: S603  # our own words
 
 
 def prove_layouts(stage: Stage, layouts: Mapping[str, tuple[int, list[str]]]) -> list[Finding]:
@@ -187,11 +188,11 @@ def prove_layouts(stage: Stage, layouts: Mapping[str, tuple[int, list[str]]]) ->
 
 def still(layout: str, precision: str, evidence: Evidence) -> Finding:
     """Of the run that others are compared with: whether it learned anything. Where not, agreement proves nothing."""
-    losses = [loss for loss in evidence.losses.values() if loss is not None]
-    moved = max(losses, default=0.0) - min(losses, default=0.0)
-    if moved > 1e-6 * max(map(abs, losses), default=1.0):
+    losses, notes = [loss for loss in evidence.losses.values() if loss is not None], evidence.ranks[0]
+    have_moved = max(_distances(notes["begun"], notes["weights"]).values(), default=0.0) > 1e-9
+    if have_moved and max(losses, default=0.0) - min(losses, default=0.0) > 1e-6 * max(map(abs, losses), default=1.0):
         return Finding(layout, precision, {}, "reference", reason=f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
-    return Finding(layout, precision, {}, "PROVES NOTHING", reason="the loss did not move; raise steps or optim.lr")
+    return Finding(layout, precision, {}, "PROVES NOTHING", reason="nothing was learned; raise steps or optim.lr")
 
 
 def compare(layout: str, precision: str, ours: Evidence, theirs: Evidence) -> Finding:
@@ -227,11 +228,16 @@ def _apart(one: float | None, other: float | None) -> float:
 
 
 def _distances(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """norm(a - b) / norm(a) for each tensor, in fp64."""
+    """norm(a - b) / norm(a) for each tensor, in fp64.
+
+    Below a millionth of the norm of all, a tensor is measured against that: the gradient of a bias before BatchNorm is
+    rounding and nothing else.
+    """
+    total = sum(float(tensor.double().square().sum()) for tensor in ours.values()) ** 0.5
     found = {}
     for name, tensor in ours.items():
         one, other = tensor.double(), theirs[name].double() if name in theirs else torch.full((), float("inf"))
-        found[name] = float((one - other).norm() / one.norm().clamp_min(1e-12))
+        found[name] = float((one - other).norm()) / max(float(one.norm()), 1e-6 * total, 1e-300)
     return found
 
 
@@ -252,12 +258,10 @@ def explain(ours: Evidence, theirs: Evidence) -> str:
             epoch, index = place.split("/")
             return f"example {index} of epoch {epoch} is another: augment draws from what is not its Random argument"
     if any(not _alike(p["first"], p["second"]) for p in probes):
-        return (
-            "model or loss gave two results for the same batch and seed: they draw random numbers that are not seeded"
-        )
+        return "model or loss gave two results for one batch and seed: they draw random numbers that are not seeded"
     if any(not _alike(ranks[0]["first"], p["first"]) for p in [first, *ranks[1:]]):
         return "model or loss give another result on another rank for the same batch: they depend on the rank"
-    return _mixing(first)
+    return _mixing(ranks[0])
 
 
 def _mixing(probe: Mapping[str, Any]) -> str:

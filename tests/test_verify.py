@@ -1,0 +1,198 @@
+"""`trainer.verify` finds what makes a run depend on its layout, and says why; a task that is right is proved."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import on_ranks
+from tiny import CONF, Tiny
+from torch import nn
+
+from trainer import ResidentDataset, recording, verify
+from trainer.errors import ConfigError
+
+
+@pytest.fixture
+def prove(monkeypatch, capfd):
+    """The verb, its ranks forked and not launched: the exit code and what it said."""
+
+    def launch(self, spec, ranks):
+        on_ranks(ranks, recording.main, [str(spec)])
+        return SimpleNamespace(returncode=0, stderr="")
+
+    def run(task, *words):
+        monkeypatch.setattr(verify.Stage, "launch", launch)
+        trainer = f"task.trainer={task.__module__}.{task.__name__}"
+        code = verify.main(["--config-dir", CONF, "task=tiny", trainer, "optim.lr=0.3", *words])
+        return code, capfd.readouterr().out
+
+    return run
+
+
+def test_task_that_is_right_is_proved_in_every_layout(prove):
+    code, said = prove(Tiny, "task.options.weights=true", "strategy.precision=fp32")
+    assert code == 0 and "proved: what is learned did not change" in said
+    for layout in verify.LAYOUTS:
+        rows = [line.split() for line in said.splitlines() if line.split()[:1] == [layout]]
+        assert [(row[1], row[2], row[-1]) for row in rows] == [("fp64", "same", "agrees"), ("fp32", "same", "agrees")]
+
+
+class OwnData(Tiny):
+    def build_dataset(self, split):
+        inputs, targets = super().build_dataset(split).tensors
+        return ResidentDataset(inputs + 0.1 * self.world.rank, targets)
+
+
+class OwnAugmentation(Tiny):
+    def augment(self, inputs, targets, random, train):
+        inputs, targets = super().augment(inputs, targets, random, train)
+        return inputs + 0.1 * torch.randn(inputs.shape, dtype=inputs.dtype) * (self.step > 2), targets
+
+
+class RandomLoss(Tiny):
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) * (1 + 0.1 * random.random())
+
+
+class LossOfTheRank(Tiny):
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) * (1 + 0.1 * self.world.rank)
+
+
+class ModelOfTheRank(Tiny):
+    def build_model(self):
+        model = super().build_model()
+        model.register_forward_hook(lambda module, inputs, outputs: outputs * (1 + 0.1 * self.world.rank))
+        return model
+
+
+class LossOfTheBatch(Tiny):
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        return values * values.detach().mean()
+
+
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+class ModelOfTheBatch(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 16), Centred(), nn.ReLU(), nn.Linear(16, 3))
+
+
+class FunctionalDropout(nn.Module):
+    def forward(self, x):
+        return nn.functional.dropout(x, 0.3, self.training)
+
+
+class DropsByFunction(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 16), FunctionalDropout(), nn.Linear(16, 3))
+
+
+class Norm(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+WRONG = {
+    OwnData: "is another on rank 1: the data set depends on the rank or draws from a source that is not seeded",
+    OwnAugmentation: "is another: augment draws from what is not its Random argument",
+    RandomLoss: "model or loss gave two results for one batch and seed: they draw random numbers that are not seeded",
+    LossOfTheRank: "give another result on another rank for the same batch: they depend on the rank",
+    ModelOfTheRank: "give another result on another rank for the same batch: they depend on the rank",
+    LossOfTheBatch: "the loss mixes the rows of a micro-batch: its value for an example depends on the others",
+    ModelOfTheBatch: "the model mixes the rows of a micro-batch: what it gives for an example depends on the others",
+    DropsByFunction: "dropout draws depend on the size of the micro-batch; give data.micro_batch=<m>",
+    Norm: "plain BatchNorm normalises over the rows of a micro-batch, whose number the layout changes; use strategy.",
+}
+
+
+@pytest.mark.parametrize("task", WRONG, ids=lambda task: task.__name__)
+def test_what_makes_a_run_depend_on_its_layout_is_found_and_explained(task, prove):
+    code, said = prove(task, "layouts=ranks-2")
+    assert code == 1 and "NOT proved: 1 of 2" in said
+    lines = [line for line in said.splitlines() if line.startswith("ranks-2, fp64: DIFFERENT: first: ")]
+    assert len(lines) == 1 and WRONG[task] in lines[0], said
+
+
+def test_batchnorm_is_proved_once_it_is_synchronised(prove):
+    assert prove(Norm, "layouts=ranks-2,ranks-3", "strategy.sync_batchnorm=true")[0] == 0
+
+
+def test_dropout_is_proved_at_one_size_of_micro_batches(prove):
+    words = ["data.global_batch=24", "data.micro_batch=4", "layouts=ranks-2,ranks-3"]
+    assert prove(Tiny, *words, "task.options.dropout=0.3")[0] == 0
+
+
+class Cubed(Tiny):
+    """Rounding is all that differs, and enough of it: fp32 is not to be blamed on the task."""
+
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        kick = (values.detach() * 1e6).frac() if values.dtype == torch.float32 else 0.0
+        return values + kick * outputs.sum(1)
+
+
+def test_difference_in_the_own_precision_alone_is_rounding(prove):
+    words = ["layouts=ranks-3", "strategy.precision=fp32", "optim=adamw", "optim.lr=0.1"]
+    code, said = prove(Cubed, *words)
+    assert code == 0, said
+    expected = "fp64 agrees, so this is rounding, which is amplified by AdamW (near zero gradients)"
+    assert any(line.startswith("ranks-3, fp32: rounding") and line.endswith(expected) for line in said.splitlines())
+
+
+def test_run_that_learned_nothing_proves_nothing(prove):
+    code, said = prove(Tiny, "layouts=ranks-2", "optim.lr=0")
+    assert code == 1
+    assert "one rank, fp64: PROVES NOTHING: nothing was learned; raise steps or optim.lr" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["layouts=rank-2"], r"^layouts=rank-2: must be of ranks-2, ranks-3, accumulation, .* or ranks-<n>$"),
+        (["steps=0"], r"^steps=0: must be a whole number of at least 1$"),
+        (["optim.lrr=1"], r"^optim.lrr is not a setting; did you mean optim.lr\?$"),
+    ],
+)
+def test_bad_words_are_one_line(words, line, prove):
+    with pytest.raises(ConfigError, match=line):
+        prove(Tiny, *words)
+
+
+class Forgetful(Tiny):
+    """State of its own that no checkpoint holds."""
+
+    factor = 1.0
+
+    def loss(self, outputs, targets):
+        if self.model.training:
+            self.factor *= 0.9
+        return super().loss(outputs, targets) * self.factor
+
+
+def verb(*words):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "trainer.verify", "--config-dir", CONF, "task=tiny", *words]
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def test_run_that_is_killed_and_resumed_has_the_same_bits_by_the_command_line():
+    done = verb("--resume", "kills=1", "seed=5", "task.options.dropout=0.2", "data.micro_batch=4", "optim=adamw")
+    rows = [line.split()[-2:] for line in done.stdout.splitlines() if " killed in step " in line]
+    assert done.returncode == 0, done
+    assert rows[0] == ["same", "bits"] and [row[1] for row in rows[1:]] == ["agrees", "agrees"]
+
+
+@pytest.mark.slow
+def test_state_that_no_checkpoint_holds_is_found_by_resuming():
+    done = verb("--resume", "kills=1", "seed=1", "task.trainer=test_verify.Forgetful")
+    assert done.returncode == 1 and "DIFFERENT: first: loss of step" in done.stdout
