@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import sys
@@ -85,7 +86,7 @@ def _config(overrides: Sequence[str], config_dirs: Sequence[str]) -> Config:
     place = given.get("run.resume", "auto")
     if "task" in given or place in ("auto", "null", ""):
         return load_config(overrides, config_dirs)
-    return load_run_config(place, overrides, config_dirs)
+    return load_run_config(place, overrides, config_dirs, prefix="run.resume=")
 
 
 def load_task(config: Config) -> Any:
@@ -96,7 +97,7 @@ def load_task(config: Config) -> Any:
     found = resolve(name, "task.trainer", [name.split(".")[0], *config.task.packages])
     from trainer.trainer import Trainer
 
-    if not (isinstance(found, type) and issubclass(found, Trainer)):
+    if not (isinstance(found, type) and issubclass(found, Trainer)) or found is Trainer:
         raise ConfigError(f"task.trainer={name}: must be a subclass of trainer.Trainer")
     return found
 
@@ -110,6 +111,7 @@ def _hydra(arguments: Sequence[str]) -> int:
     from omegaconf import OmegaConf
 
     codes: list[int] = []
+    failures: list[Exception] = []  # not raised in a job: Hydra would print a line of its own
     words, config_dirs = split_arguments([a for a in arguments if a not in ("-m", "--multirun")], HYDRA_FLAGS)
     overrides = [word for word in words if ("=" in word or word.startswith("~")) and not word.startswith("-")]
     flags = [word for word in arguments if word not in overrides]
@@ -121,20 +123,40 @@ def _hydra(arguments: Sequence[str]) -> int:
 
     def job(config: Any) -> None:
         if any(codes):
-            raise ConfigError("the sweep was stopped: a job before this one did not finish")
-        codes.append(train(from_plain(OmegaConf.to_container(config, resolve=True))))
+            failures.append(ConfigError("the sweep was stopped: a job before this one did not finish"))
+        if failures:
+            return
+        try:
+            codes.append(train(from_plain(OmegaConf.to_container(config, resolve=True))))
+        except (ConfigError, RunError) as error:
+            failures.append(error)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come through as they are, for `run` to say in one line
     with tempfile.TemporaryDirectory() as scratch:  # Hydra's sweeper insists on a multirun.yaml somewhere
         quiet = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled", f"hydra.sweep.dir={scratch}"]
         sys.argv = [sys.argv[0], *quiet, *overrides, *flags]  # argparse wants the overrides together
+        _check_flags(sys.argv[1:])
         try:
             hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
         except (HydraException, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(" ".join(str(error).split())) from None
+    if failures:
+        raise failures[0]
     return max(codes, default=0)
+
+
+def _check_flags(words: Sequence[str]) -> None:
+    """Refuse in one line what Hydra would answer with its usage."""
+    from hydra._internal.utils import get_args_parser
+
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    try:
+        parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error.argument_name}: {error.message}") from None
 
 
 def run(verb: Callable[[Sequence[str]], int]) -> None:
@@ -159,11 +181,12 @@ def run(verb: Callable[[Sequence[str]], int]) -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    if code in (0, 2):
-        sys.exit(code)
+    if code == 0:
+        sys.exit(0)
     for child in multiprocessing.active_children():
         child.kill()  # data workers hold our sockets open: peers would not notice the end
-    os._exit(code)  # peers may sit in a collective: an orderly end would wait for them
+    # Peers may sit in a collective: an orderly end would wait for them. It also takes torch half a second.
+    os._exit(code)
 
 
 if __name__ == "__main__":

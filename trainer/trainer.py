@@ -28,8 +28,8 @@ from trainer.means import Means, Values, count_rows, weigh
 from trainer.session import Session, Share
 from trainer.strategy import check_strategy
 from trainer.strategy.base import MicroBatches
-from trainer.targets import check_target
-from trainer.task import Task
+from trainer.targets import call_target, check_target
+from trainer.task import FUSED, Task
 
 STOPPED = 75  # EX_TEMPFAIL: ended by a signal after a published checkpoint; start it again
 STOP_EVERY_S = 0.5
@@ -344,6 +344,8 @@ class Trainer(Task):
         check_batch(config.data.global_batch, config.data.micro_batch, world.world_size)
         if is_training:
             check_target(config.optim, "optim", self.packages)
+            if config.optim["_target_"] in FUSED:  # they check their arguments when they are made
+                call_target(config.optim, "optim", self.packages, [torch.zeros(1, requires_grad=True)])
             check_target(config.schedule, "schedule", self.packages)
         if world.rank != 0:
             return rundir.Origin()  # the disk is rank 0's: another node need not see it
