@@ -13,6 +13,7 @@ from tiny import CONF
 
 from trainer import ConfigError, World, load_config
 from trainer.distributed.group import check_init, choose_backend, process_group
+from trainer.distributed.world import World
 
 TINY = ["--config-dir", CONF, "task=tiny", "run.steps=3", "dist.timeout_s=20"]
 
@@ -97,7 +98,7 @@ REFUSED = {
 def test_settings_that_bring_no_ranks_together_are_refused(words):
     config = load_config(["task=tiny", *words.split()], [CONF])
     with pytest.raises(ConfigError) as error:
-        check_init(config.dist)
+        check_init(config.dist, World())
         choose_backend(config.dist, World())
     assert str(error.value).startswith(REFUSED[words])
 

@@ -340,16 +340,17 @@ class Trainer(Task):
         config, world = self.config, self.world
         check_strategy(config, world)
         choose_backend(config.dist, world)
-        check_init(config.dist)
+        check_init(config.dist, world)
         check_batch(config.data.global_batch, config.data.micro_batch, world.world_size)
         if is_training:
             check_target(config.optim, "optim", self.packages)
-            if config.optim["_target_"] in FUSED:  # they check their arguments when they are made
-                call_target(config.optim, "optim", self.packages, [torch.zeros(1, requires_grad=True)])
             check_target(config.schedule, "schedule", self.packages)
-        if world.rank != 0:
-            return rundir.Origin()  # the disk is rank 0's: another node need not see it
-        return rundir.locate(config) if is_training else rundir.find(config.run.resume or self._trained)
+        origin = rundir.Origin()
+        if world.rank == 0:  # the disk is rank 0's: another node need not see it
+            origin = rundir.locate(config) if is_training else rundir.find(config.run.resume or self._trained)
+        if is_training and config.optim["_target_"] in FUSED:  # last: torch's optimizers check their own arguments,
+            call_target(config.optim, "optim", self.packages, [torch.zeros(1, requires_grad=True)])  # and load dynamo
+        return origin
 
     def _is_due(self, block: Any) -> bool:
         step, now, steps, epochs = self.step, self._now, block.every_steps, block.every_epochs

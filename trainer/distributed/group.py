@@ -143,8 +143,10 @@ def choose_backend(config: Dist, world: World) -> str:
     return "nccl" if gpus >= world.local_world_size and dist.is_nccl_available() else "gloo"
 
 
-def check_init(config: Dist) -> None:
-    """Refuse what cannot bring the ranks together: settings of another init method, a file of another run."""
+def check_init(config: Dist, world: World) -> None:
+    """Refuse what cannot bring the ranks together: settings of another init method, an address that is none."""
+    if config.init == "env" and world.world_size > 1:
+        _check_master(world)
     for name, method in (("address", "tcp"), ("path", "file")):
         value = getattr(config, name)
         if config.init == method and not value:
@@ -158,6 +160,17 @@ def check_init(config: Dist) -> None:
         raise ConfigError(f"dist.address={config.address}: must be <host>:<port>, port from 1 to 65535")
     if config.path and not Path(config.path).absolute().parent.is_dir():
         raise ConfigError(f"dist.path={config.path}: {Path(config.path).absolute().parent} is not a directory; make it")
+
+
+def _check_master(world: World) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise ConfigError(
+                f"{name} is not set, but WORLD_SIZE={world.world_size}: start with torchrun, or set it to rank 0's"
+            )
+    port = os.environ["MASTER_PORT"]
+    if not _is_port(port):
+        raise ConfigError(f"MASTER_PORT={port}: must be a port from 1 to 65535, and the same on every rank")
 
 
 def _is_port(text: str) -> bool:
@@ -234,15 +247,6 @@ def _by_file(config: Dist, world: World, timeout: timedelta) -> tuple[str, Calla
 
 
 def _by_environment(config: Dist, world: World, timeout: timedelta) -> tuple[str, Callable[[], dist.Store]]:
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(name):
-            raise ConfigError(
-                f"{name} is not set, but WORLD_SIZE={world.world_size}: start with torchrun, or set it to rank 0's"
-            )
-    port = os.environ["MASTER_PORT"]
-    if not _is_port(port):
-        raise ConfigError(f"MASTER_PORT={port}: must be a port from 1 to 65535, and the same on every rank")
-
     def meet() -> dist.Store:
         return next(iter(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout)))[0]
 
