@@ -13,7 +13,6 @@ from tiny import CONF
 
 from trainer import ConfigError, World, load_config
 from trainer.distributed.group import check_init, choose_backend, process_group
-from trainer.distributed.world import World
 
 TINY = ["--config-dir", CONF, "task=tiny", "run.steps=3", "dist.timeout_s=20"]
 
