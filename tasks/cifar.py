@@ -14,6 +14,7 @@ from trainer.tasks.cifar10 import load
 from trainer.tasks.resnet import ResNet
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+Rate = Annotated[float, limit(min=0, max=1)]
 LOSS_BATCH = 2000  # the paper sums its loss over 2,000 examples, ours is a mean: its SGD rates take that factor
 
 
@@ -23,11 +24,17 @@ class Cifar(Trainer):
         data: Literal["auto", "full", "bundled", "download"]
         root: str
         model: Literal["airbench", "resnet18"]
-        widths: list[int]
+        widths: list[Annotated[int, limit(min=1)]]
         norm: Literal["batch", "none"]
-        bias_lr: float
-        head_lr: float
-        label_smoothing: Annotated[float, limit(min=0, max=1)]
+        bias_lr: Annotated[float, limit(above=0)]
+        head_lr: Annotated[float, limit(above=0)]
+        label_smoothing: Rate
+
+        def __post_init__(self):
+            if len(self.widths) != 3:
+                raise ConfigError(
+                    f"task.options.widths={self.widths}: must be three, one for each halving of the image"
+                )
 
     def build_dataset(self, split):
         images, labels, source = load(split, self.options.data, self.options.root)
@@ -120,7 +127,7 @@ class Net(nn.Module):
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised by Newton-Schulz, for filters of norm sqrt(out channels) (Jordan, 2024)."""
 
-    def __init__(self, params, lr: float, momentum: float, iterations: int):
+    def __init__(self, params, lr: float, momentum: Rate, iterations: Annotated[int, limit(min=1)]):
         params = list(params)
         if any(p.dim() < 2 for p in params):
             raise ValueError("takes filters and matrices only, and the model has others; choose another optim")

@@ -31,6 +31,10 @@ class Options:
     dropout: Annotated[float, limit(min=0, max=1)]
     files: Annotated[int, limit(min=2)]
 
+    def __post_init__(self):
+        if self.width % self.heads:
+            raise ConfigError(f"task.options.heads={self.heads}: must divide task.options.width={self.width}")
+
 
 class Text(Trainer):
     Options = Options
@@ -47,9 +51,6 @@ class Text(Trainer):
         return ResidentDataset(tokens, lengths, source=source, digest=digest)
 
     def build_model(self):
-        if self.options.width % self.options.heads:
-            given = f"task.options.heads={self.options.heads}"
-            raise ConfigError(f"{given}: must divide task.options.width={self.options.width}")
         return GPT(self.options)
 
     def split_batch(self, batch):

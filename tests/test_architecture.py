@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    ["errors", "config", "guard", "targets"],
+    ["errors", "typed", "config", "guard", "targets"],
     ["distributed"],
     ["data", "means", "precision", "schedule", "checkpoint", "rundir", "writers", "report", "ema", "lease"],
     ["strategy"],

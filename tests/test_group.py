@@ -97,7 +97,7 @@ REFUSED = {
 def test_settings_that_bring_no_ranks_together_are_refused(words):
     config = load_config(["task=tiny", *words.split()], [CONF])
     with pytest.raises(ConfigError) as error:
-        check_init(config.dist)
+        check_init(config.dist, World())
         choose_backend(config.dist, World())
     assert str(error.value).startswith(REFUSED[words])
 

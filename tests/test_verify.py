@@ -186,7 +186,8 @@ def verb(*words):
 
 
 def test_run_that_is_killed_and_resumed_has_the_same_bits_by_the_command_line():
-    done = verb("--resume", "kills=1", "seed=5", "task.options.dropout=0.2", "data.micro_batch=4", "optim=adamw")
+    words = ["data.global_batch=24", "data.micro_batch=4", "task.options.dropout=0.2", "optim=adamw"]
+    done = verb("--resume", "kills=1", "seed=5", *words)
     rows = [line.split()[-2:] for line in done.stdout.splitlines() if " killed in step " in line]
     assert done.returncode == 0, done
     assert rows[0] == ["same", "bits"] and [row[1] for row in rows[1:]] == ["agrees", "agrees"]

@@ -3,15 +3,16 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import CheckpointError, ConfigError
+from trainer.errors import CheckpointError, ConfigError, RunError
 
 if TYPE_CHECKING:
-    from trainer.config import Config, limit, load_config
+    from trainer.config import Config, load_config
     from trainer.data.loaders import ResidentDataset
     from trainer.data.randomness import Random
     from trainer.distributed.world import World
     from trainer.task import Split
     from trainer.trainer import Summary, Trainer
+    from trainer.typed import limit
 
 _HOMES = {
     "Config": "trainer.config",
@@ -21,7 +22,7 @@ _HOMES = {
     "Summary": "trainer.trainer",
     "Trainer": "trainer.trainer",
     "World": "trainer.distributed.world",
-    "limit": "trainer.config",
+    "limit": "trainer.typed",
     "load_config": "trainer.config",
 }
 
@@ -31,6 +32,7 @@ __all__ = [
     "ConfigError",
     "Random",
     "ResidentDataset",
+    "RunError",
     "Split",
     "Summary",
     "Trainer",

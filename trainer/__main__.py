@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import sys
@@ -88,7 +89,7 @@ def _config(overrides: Sequence[str], config_dirs: Sequence[str]) -> Config:
     place = given.get("run.resume", "auto")
     if "task" in given or place in ("auto", "null", ""):
         return load_config(overrides, config_dirs)
-    return load_run_config(place, overrides, config_dirs)
+    return load_run_config(place, overrides, config_dirs, prefix="run.resume=")
 
 
 def load_task(config: Config) -> Any:
@@ -99,7 +100,7 @@ def load_task(config: Config) -> Any:
     found = resolve(name, "task.trainer", [name.split(".")[0], *config.task.packages])
     from trainer.trainer import Trainer
 
-    if not (isinstance(found, type) and issubclass(found, Trainer)):
+    if not (isinstance(found, type) and issubclass(found, Trainer)) or found is Trainer:
         raise ConfigError(f"task.trainer={name}: must be a subclass of trainer.Trainer")
     return found
 
@@ -118,7 +119,8 @@ def _hydra(arguments: Sequence[str]) -> int:
     if any(a.split("=")[0] in QUESTIONS for a in arguments):
         return _answer(overrides, [word for word in arguments if word not in overrides])
     if not set(SWEEP) & set(arguments):
-        raise ConfigError("--resolve and --package: go with --cfg job")
+        flags = [word for word in arguments if word.split("=")[0] in HYDRA_FLAGS]
+        raise ConfigError(f"{flags[0]}: -m takes no value, --resolve and --package go with --cfg job")
     if (name := jobs[0].run.name) and len(jobs) > 1 and all(job.run.name == name for job in jobs):
         raise ConfigError(
             f"run.name={name}: all {len(jobs)} jobs of the sweep would have it; leave it out, or sweep it"
@@ -137,11 +139,24 @@ def _answer(overrides: list[str], flags: list[str]) -> int:
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come through as they are, for `run` to say in one line
     sys.argv = [sys.argv[0], *overrides, *flags]  # argparse wants the overrides together
+    _check_flags(sys.argv[1:])
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(lambda config: None)()
     except (HydraException, ValueError) as error:
         raise ConfigError(" ".join(str(error).split())) from None
     return 0
+
+
+def _check_flags(words: Sequence[str]) -> None:
+    """Refuse in one line what Hydra would answer with its usage."""
+    from hydra._internal.utils import get_args_parser
+
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    try:
+        parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error.argument_name}: {error.message}") from None
 
 
 def run(verb: Callable[[Sequence[str]], int]) -> None:
@@ -166,11 +181,12 @@ def run(verb: Callable[[Sequence[str]], int]) -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    if code in (0, 2):
-        sys.exit(code)
+    if code == 0:
+        sys.exit(0)
     for child in multiprocessing.active_children():
         child.kill()  # data workers hold our sockets open: peers would not notice the end
-    os._exit(code)  # peers may sit in a collective: an orderly end would wait for them
+    # Peers may sit in a collective: an orderly end would wait for them. It also takes torch half a second.
+    os._exit(code)
 
 
 if __name__ == "__main__":

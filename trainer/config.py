@@ -7,20 +7,18 @@ refused before torch is loaded, a socket opened or a directory made.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import itertools
 import json
-import math
-import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union
+from typing import Annotated, Any, Literal
 
 from trainer.errors import ConfigError
 from trainer.guard import check_no_secret, check_override, pure_resolvers
+from trainer.typed import build, limit, show, suggest, typed
 
 PACKAGE = Path(__file__).resolve().parent
 # A wheel carries conf/ and tasks/ inside the package; in a checkout they lie beside it. Never the working directory.
@@ -34,13 +32,7 @@ LAYOUT = (
     *("strategy.static_graph", "strategy.find_unused_parameters", "eval.micro_batch"),
     *("dist.", "launch.", "checkpoint.", "log."),
 )
-
-T = TypeVar("T")
-
-
-def limit(**bounds: float) -> dict[str, float]:
-    """What a number may be: `min`, `max` (inclusive) or `above` (exclusive)."""
-    return bounds
+SWEEPS = ("SIMPLE_CHOICE_SWEEP", "CHOICE_SWEEP", "RANGE_SWEEP")  # not glob(*) and interval(0,1)
 
 
 @dataclass
@@ -73,7 +65,7 @@ class Strategy:
     precision: Literal["fp64", "fp32", "tf32", "amp_bf16", "amp_fp16", "bf16", "fp16"]
     sync_batchnorm: bool
     channels_last: bool
-    device_ids: list[int] | None
+    device_ids: list[Annotated[int, limit(min=0)]] | None
     devices_per_rank: Annotated[int, limit(min=1)]
     bucket_mb: Annotated[float, limit(above=0)]
     static_graph: bool
@@ -175,93 +167,6 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# Typing ---------------------------------------------------------------------------------------------------------------
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean optim.lr?` for the nearest known name, else nothing."""
-    known = list(known)
-    leaf = [k for k in known if k.split(".")[-1] == name]
-    close = leaf or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
-    """The dataclass `cls` from plain values, each checked against its annotation and limits.
-
-    Raises ConfigError naming the full key, what was given and what is allowed.
-    """
-    hints = typing.get_type_hints(cls, include_extras=True)
-    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
-    for name in values:
-        if name not in known:
-            near = suggest(str(name), known)
-            raise ConfigError(f"{prefix}{name} is not a setting{near.replace('mean ', f'mean {prefix}')}")
-    arguments = {}
-    for name, entry in known.items():
-        if name in values:
-            arguments[name] = _typed(hints[name], values[name], f"{prefix}{name}", {})
-        elif entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{prefix}{name} is missing: give {prefix}{name}=<{_spell(hints[name])}>")
-    return cls(**arguments)
-
-
-def _typed(kind: Any, value: Any, key: str, limits: Mapping[str, Any]) -> Any:
-    origin, choices = typing.get_origin(kind), typing.get_args(kind)
-    if kind is str and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)  # run.name=5
-    if origin is list and isinstance(value, list):
-        return [_typed(choices[0], entry, f"{key}[{number}]", {}) for number, entry in enumerate(value)]
-    if is_dataclass(kind) and isinstance(value, Mapping):
-        return build(typing.cast(type, kind), value, f"{key}.")
-    if origin is Annotated:
-        return _typed(choices[0], value, key, choices[1])
-    if origin in (Union, types.UnionType):
-        if value is None and type(None) in choices:
-            return None
-        kind = next(c for c in choices if c is not type(None))
-        return _typed(kind, value, key, {**limits, "null": True})
-    fits = {
-        Literal: lambda: any(value == c and type(value) is type(c) for c in choices),
-        list: lambda: isinstance(value, list),
-        dict: lambda: isinstance(value, dict),
-        float: lambda: isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
-        int: lambda: isinstance(value, int) and not isinstance(value, bool),
-        Any: lambda: True,
-    }.get(origin or kind, lambda: isinstance(value, kind))
-    if not fits() or (isinstance(value, (int, float)) and not _is_inside(value, limits)):
-        raise ConfigError(f"{key}={_show(value)}: must be {_spell(kind, limits)}")
-    return float(value) if kind is float else value
-
-
-def _is_inside(value: float, limits: Mapping[str, Any]) -> bool:
-    low, high, above = (limits.get(k, d) for k, d in (("min", -math.inf), ("max", math.inf), ("above", -math.inf)))
-    return low <= value <= high and value > above
-
-
-def _show(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value) or "''"
-
-
-def _spell(kind: Any, limits: Mapping[str, Any] | None = None) -> str:
-    limits = limits or {}
-    origin, choices = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Annotated:
-        return _spell(choices[0], choices[1])
-    if origin in (Union, types.UnionType):
-        return " or ".join(_spell(c) for c in choices)
-    if origin is Literal:
-        return ("one of " if len(choices) > 1 else "") + ", ".join(_show(c) for c in choices)
-    names: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-    names |= {dict: "a mapping", list: "a list"}
-    text = "null" if kind is type(None) else names.get(origin or kind, "a group of settings")
-    bounds = {"min": "of at least", "above": "above", "max": "of at most"}
-    text += " and".join(f" {word} {limits[name]}" for name, word in bounds.items() if name in limits)
-    return text + (" or null" if "null" in limits else "")
-
-
 # Composition ----------------------------------------------------------------------------------------------------------
 
 
@@ -270,20 +175,24 @@ def load_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Co
     return from_plain(_composed("config", overrides, config_dirs))
 
 
-def load_run_config(place: str, overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Config:
+def load_run_config(place: str, overrides: Sequence[str], config_dirs: Sequence[str] = (), prefix: str = "") -> Config:
     """The configuration that a run directory, or that of a checkpoint, was written with, changed by overrides.
 
-    Overrides are single values, or whole flat groups. `run.resume` is `place`.
+    Overrides are single values, or whole flat groups. `run.resume` is `place`; errors about it begin with `prefix`.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     home = Path(place).resolve().parent.parent if (Path(place) / "manifest.json").is_file() else Path(place)
     if not (home / "config.yaml").is_file():
-        raise ConfigError(f"{place}: has no config.yaml; give a run directory, or one of its checkpoints")
-    saved = OmegaConf.create((home / "config.yaml").read_text(encoding="utf-8"))
-    OmegaConf.set_struct(saved, True)
-    saved.run.name = None  # where it lives now counts, not where it was begun
+        raise ConfigError(f"{prefix}{place}: has no config.yaml; give a run directory, or one of its checkpoints")
+    try:
+        saved: Any = OmegaConf.create((home / "config.yaml").read_text(encoding="utf-8"))
+        OmegaConf.set_struct(saved, True)
+        saved.run.name = None  # where it lives now counts, not where it was begun
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{prefix}{place}: its config.yaml is not that of a run: {one_line(error)}") from None
     options = _options(config_dirs)
     for override in _parsed(overrides):
         key, value = override.key_or_group, override.value()
@@ -309,26 +218,28 @@ def load_run_config(place: str, overrides: Sequence[str], config_dirs: Sequence[
 def from_plain(plain: Any) -> Config:
     """A Config from nested plain values. Raises ConfigError for what one setting, or two together, cannot be."""
     if "name" not in plain.get("task", {}):
-        names = ", ".join(_options(())["task"])
-        raise ConfigError(f"task is not chosen: give task=<name>, one of {names}, or one of yours with --config-dir")
+        raise ConfigError("task.name is missing: a task's file sets it, below a first line '# @package _global_'")
     check_no_secret(plain)
     config = build(Config, plain)
     data, options = config.data, _options(())
     if data.micro_batch is not None and data.micro_batch > data.global_batch:
         raise ConfigError(f"data.micro_batch={data.micro_batch}: must be at most data.global_batch={data.global_batch}")
+    if (config.run.lr_scaling == "none") != (config.run.lr_batch is None):
+        rule, needs = config.run.lr_scaling, "run.lr_batch=<the global batch that optim.lr was chosen for>"
+        raise ConfigError(f"run.lr_scaling={rule}: " + ("takes no run.lr_batch" if rule == "none" else f"give {needs}"))
     if config.strategy.name not in options["strategy"]:
         raise ConfigError(f"strategy.name={config.strategy.name}: must be one of {', '.join(options['strategy'])}")
-    for group, values in (("optim", config.optim), ("schedule", config.schedule)):
-        if not isinstance(values.get("_target_"), str):
+    for group, spec in (("optim", config.optim), ("schedule", config.schedule)):
+        if not isinstance(spec.get("_target_"), str):
             raise ConfigError(f"{group}._target_ is missing: give {group}=<name> ({', '.join(options[group])})")
-        for name, value in values.items():
+        for name, value in spec.items():
             if name == "lr" or isinstance(value, float):
-                _typed(float, value, f"{group}.{name}", {"min": 0} if name == "lr" else {})
+                typed(float, value, f"{group}.{name}", {"min": 0} if name == "lr" else {})
     if (steps := config.log.profile_steps) is not None and (len(steps) != 2 or not 0 < steps[0] < steps[1]):
         raise ConfigError(f"log.profile_steps={steps}: must be [<step to begin after>, <last step>], as in [10,20]")
     for key, folder in (("run.name", config.run.name), ("task.name", config.task.name)):
         if folder is not None and (Path(folder).name != folder or folder.startswith(".") or not 0 < len(folder) < 200):
-            raise ConfigError(f"{key}={_show(folder)}: must be one folder name, without '/' and not starting with '.'")
+            raise ConfigError(f"{key}={show(folder)}: must be one folder name, without '/' and not starting with '.'")
     return config
 
 
@@ -360,13 +271,17 @@ def _parsed(overrides: Sequence[str], is_sweep: bool = False) -> list[Any]:
         check_override(text)
         if ("=" not in text and not text.startswith("~")) or text.startswith(("=", "hydra.", "hydra/")):
             raise ConfigError(f"{text!r} is not a setting: write key=value{suggest(text, ['--help', '--config-dir'])}")
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise ConfigError(f"cannot be read: {one_line(error)}; quote special characters, as in key=\"'a,b'\"") from None
+    parsed, parser = [], OverridesParser.create()
+    for text in overrides:
+        try:
+            parsed.append(parser.parse_override(text))
+        except HydraException:
+            raise ConfigError(f"{text}: cannot be read as key=value; quote special characters: key=\"'a,b'\"") from None
     for override in parsed:
-        if override.is_sweep_override() and not is_sweep:
-            raise ConfigError(f"{override.input_line}: several values need -m; a list is written [a,b]")
+        is_list = override.value_type is not None and override.value_type.name in SWEEPS
+        if override.is_sweep_override() and not (is_sweep and is_list):
+            line = f"{override.input_line}: several values need -m, as a,b or range(1,4)"
+            raise ConfigError(f"{line}; a list is written [a,b]")
     return parsed
 
 
@@ -385,7 +300,7 @@ def _check_choice(group: str, choice: Any, options: Mapping[str, Mapping[str, li
     if choice is None or not isinstance(choice, str):
         if group == "experiment" and choice is None:
             return
-        raise ConfigError(f"{group}={_show(choice)}: must be one of {', '.join(found)}")
+        raise ConfigError(f"{group}={show(choice)}: must be one of {', '.join(found)}")
     if choice not in found:
         near = suggest(choice, found) or ("; one of yours needs --config-dir" if group == "task" else "")
         raise ConfigError(f"{group}={choice}: must be one of {', '.join(found)}{near}")
@@ -403,7 +318,7 @@ def _composed(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -
     from yaml import YAMLError
 
     for folder in config_dirs:
-        if not Path(folder).is_dir():
+        if not folder or not Path(folder).is_dir():
             raise ConfigError(f"--config-dir {folder}: no such directory")
     options, parsed = _options(config_dirs), _parsed(overrides)
     chosen: dict[str, Any] = {}
@@ -413,6 +328,7 @@ def _composed(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -
             _check_choice(group, value, options)
             if chosen.setdefault(group, value) != value:
                 raise ConfigError(f"{group}={value}: {group}={chosen[group]} was given before; give one")
+    where = f"--config-dir {' '.join(config_dirs)}" if config_dirs else str(CONF)
     folders = ",".join(repr(f"file://{Path(folder).resolve()}") for folder in config_dirs)
     search = [f"hydra.searchpath=[{folders}]"] if config_dirs else []
     GlobalHydra.instance().clear()
@@ -422,18 +338,19 @@ def _composed(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -
             with pure_resolvers():  # Hydra's own node, which is not ours to keep, needs those two
                 return typing.cast(dict, OmegaConf.to_container(composed, resolve=True))
         except (YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"a file of --config-dir cannot be read: {one_line(error)}") from None
+            raise ConfigError(f"{where}: a file in it cannot be read: {one_line(error)}") from None
         except (HydraException, OmegaConfBaseException) as error:
             if "You must specify 'task'" in str(error):
                 raise ConfigError(
                     f"task is not chosen: give task=<name>, one of {', '.join(options['task'])}"
                 ) from None
-            groups = [o.input_line for o in parsed if o.key_or_group in options]
-            _name_unknown(parsed, options, lambda: compose(name, [*groups, *search]))
-            raise ConfigError(one_line(error)) from None
+            groups = [o.input_line.lstrip("+") for o in parsed if o.key_or_group in options]
+            _name_unknown(parsed, options, where, lambda: compose(name, [*groups, *search]))
+            key = getattr(error, "full_key", None)  # of an interpolation
+            raise ConfigError(f"{key}: {str(error).splitlines()[0]}" if key else one_line(error)) from None
 
 
-def _name_unknown(parsed: list[Any], options: Mapping[str, Any], compose_groups: Any) -> None:
+def _name_unknown(parsed: list[Any], options: Mapping[str, Any], where: str, compose_groups: Any) -> None:
     """Raise for the first override whose key does not exist, in our words: Hydra's advise to add the typo with `+`."""
     from hydra.errors import HydraException
     from omegaconf import DictConfig, OmegaConf
@@ -442,11 +359,13 @@ def _name_unknown(parsed: list[Any], options: Mapping[str, Any], compose_groups:
     try:
         base = compose_groups()
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(one_line(error)) from None
+        raise ConfigError(f"{where}: {one_line(error).split(' Config search path')[0]}") from None
     known = [*flatten(typing.cast(dict, OmegaConf.to_container(base))), *options]
     for override in parsed:
         key = override.key_or_group
         found = OmegaConf.select(base, key, default=known)
+        if override.is_add() and (key in options or found is not known):
+            raise ConfigError(f"{override.input_line}: {key} is there already; leave out the '+'")
         if isinstance(found, DictConfig) and key not in options:
             raise ConfigError(f"{key} is a group of settings: give {key}.<name>=<value>")
         if not override.is_add() and key not in options and found is known:

@@ -7,21 +7,22 @@ linearly over `warmup_steps` when there are any.
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Annotated
 
 from trainer.config import Config
-from trainer.errors import ConfigError
+from trainer.typed import limit
 
 Factor = Callable[[int], float]
+Steps = Annotated[int, limit(min=0)]
+MaybeSteps = Annotated[int | None, limit(min=0)]
+Part = Annotated[float, limit(min=0)]  # of the base rate
 
 
 def rate_scale(config: Config) -> float:
     """What `run.lr_scaling` multiplies every rate with: linear (Goyal et al., arXiv:1706.02677) or its square root."""
-    rule, batch = config.run.lr_scaling, config.run.lr_batch
-    if (rule == "none") != (batch is None):
-        needs = "run.lr_batch=<the global batch that optim.lr was chosen for>"
-        raise ConfigError(f"run.lr_scaling={rule}: " + ("takes no run.lr_batch" if rule == "none" else f"give {needs}"))
-    return (config.data.global_batch / (batch or 1)) ** {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[rule]
+    power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[config.run.lr_scaling]
+    return (config.data.global_batch / (config.run.lr_batch or 1)) ** power
 
 
 def _warm(warmup_steps: int, num_steps: int, after: Callable[[float], float]) -> Factor:
@@ -42,22 +43,22 @@ def _check_warmup(warmup_steps: int) -> None:
         raise ValueError(f"warmup_steps={warmup_steps}: must be a whole number of at least 0")
 
 
-def constant(num_steps: int, warmup_steps: int = 0) -> Factor:
+def constant(num_steps: int, warmup_steps: Steps = 0) -> Factor:
     return _warm(warmup_steps, num_steps, lambda progress: 1.0)
 
 
-def linear(num_steps: int, warmup_steps: int = 0, final: float = 0.0) -> Factor:
+def linear(num_steps: int, warmup_steps: Steps = 0, final: Part = 0.0) -> Factor:
     return _warm(warmup_steps, num_steps, lambda progress: 1 + (final - 1) * progress)
 
 
-def cosine(num_steps: int, warmup_steps: int = 0, final: float = 0.0) -> Factor:
+def cosine(num_steps: int, warmup_steps: Steps = 0, final: Part = 0.0) -> Factor:
     """Half a cosine (Loshchilov and Hutter, arXiv:1608.03983, without restarts)."""
     return _warm(
         warmup_steps, num_steps, lambda progress: final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
     )
 
 
-def one_cycle(num_steps: int, warmup_steps: int | None = None, initial: float = 0.04, final: float = 4e-6) -> Factor:
+def one_cycle(num_steps: int, warmup_steps: MaybeSteps = None, initial: Part = 0.04, final: Part = 4e-6) -> Factor:
     """Cosine up from `initial`, cosine down to `final` (Smith and Topin, arXiv:1708.07120)."""
     peak = int(0.3 * num_steps) if warmup_steps is None else warmup_steps
     _check_warmup(peak)
@@ -71,8 +72,10 @@ def one_cycle(num_steps: int, warmup_steps: int | None = None, initial: float = 
     return factor
 
 
-def multistep(num_steps: int, warmup_steps: int = 0, milestones: Sequence[float] = (), gamma: float = 0.1) -> Factor:
+def multistep(
+    num_steps: int, warmup_steps: Steps = 0, milestones: list[Part] | None = None, gamma: Part = 0.1
+) -> Factor:
     """Times `gamma` at each milestone, given as a part of the run (0.5) or, from 1 on, as a step (20000)."""
-    steps = sorted(m if m >= 1 else round(m * num_steps) for m in milestones)
+    steps = sorted(m if m >= 1 else round(m * num_steps) for m in milestones or ())
     warm = _warm(warmup_steps, num_steps, lambda progress: 1.0)
     return lambda step: warm(step) * gamma ** bisect.bisect_right(steps, step)

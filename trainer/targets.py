@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import types
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.config import one_line, suggest
+from trainer.config import one_line
 from trainer.errors import ConfigError
+from trainer.typed import check_value, suggest
 
 ALLOWED_PACKAGES = ("torch.optim", "torch.nn", "trainer")
+_HOLDERS = (list, typing.Union, types.UnionType)
 
 
 def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
@@ -62,8 +66,8 @@ def check_target(spec: Mapping[str, Any], key: str, packages: Sequence[str], kin
         if name != "_target_" and name not in parameters and not open_ended:
             near = suggest(name, parameters).replace("mean ", f"mean {key}.")
             raise ConfigError(f"{key}.{name} is not an argument of {spec['_target_']}{near}")
-        if isinstance(value, str) and name in parameters and _is_number(parameters[name]):
-            raise ConfigError(f"{key}.{name}={value}: must be a number")
+        if name in parameters:
+            check_value(_kind(parameters[name]), value, f"{key}.{name}")
     try:
         inspect.signature(target).bind(None, **{name: value for name, value in spec.items() if name != "_target_"})
     except TypeError as error:
@@ -71,8 +75,22 @@ def check_target(spec: Mapping[str, Any], key: str, packages: Sequence[str], kin
     return target
 
 
-def _is_number(parameter: inspect.Parameter) -> bool:
-    return parameter.annotation in (int, float) or isinstance(parameter.default, (int, float))
+def _kind(parameter: inspect.Parameter) -> Any:
+    """What an argument must be, where the signature tells of a switch, a number or a list of numbers; else Any."""
+    default = parameter.default
+    if _is_plain(parameter.annotation):
+        return parameter.annotation
+    if isinstance(default, tuple) and {type(part) for part in default} == {float}:
+        return list[float]
+    return {bool: bool, int: float, float: float}.get(type(default), Any)
+
+
+def _is_plain(kind: Any) -> bool:
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return isinstance(parts[1], Mapping) and _is_plain(parts[0])  # limit(...)
+    parts = tuple(part for part in parts if part is not type(None))
+    return kind in (bool, int, float) or (origin in _HOLDERS and len(parts) == 1 and _is_plain(parts[0]))
 
 
 def call_target(

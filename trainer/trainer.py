@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from trainer import report, rundir
-from trainer.config import Config, suggest
+from trainer.config import Config
 from trainer.data.order import check_batch
 from trainer.data.randomness import seed_layers
 from trainer.distributed.group import Group, check_init, choose_backend, process_group
@@ -28,8 +28,9 @@ from trainer.means import Means, Values, count_rows, weigh
 from trainer.session import Session, Share
 from trainer.strategy import check_strategy
 from trainer.strategy.base import MicroBatches
-from trainer.targets import check_target
-from trainer.task import Task
+from trainer.targets import call_target, check_target
+from trainer.task import FUSED, Task
+from trainer.typed import suggest
 
 STOPPED = 75  # EX_TEMPFAIL: ended by a signal after a published checkpoint; start it again
 STOP_EVERY_S = 0.5
@@ -342,14 +343,18 @@ class Trainer(Task):
         config, world = self.config, self.world
         check_strategy(config, world)
         choose_backend(config.dist, world)
-        check_init(config.dist)
+        check_init(config.dist, world)
         check_batch(config.data.global_batch, config.data.micro_batch, world.world_size)
         if is_training:
             check_target(config.optim, "optim", self.packages, Optimizer)
             check_target(config.schedule, "schedule", self.packages)
-        if world.rank != 0:
-            return rundir.Origin()  # the disk is rank 0's: another node need not see it
-        return rundir.locate(config) if is_training else rundir.find(config.run.resume or self._trained)
+        origin = rundir.Origin()
+        if world.rank == 0:  # the disk is rank 0's: another node need not see it
+            origin = rundir.locate(config) if is_training else rundir.find(config.run.resume or self._trained)
+        if is_training and config.optim["_target_"] in FUSED:  # last: torch's optimizers check their own arguments,
+            weights = [torch.zeros(1, requires_grad=True)]  # and load dynamo
+            call_target(config.optim, "optim", self.packages, Optimizer, weights)
+        return origin
 
     def _is_due(self, block: Any) -> bool:
         step, now, steps, epochs = self.step, self._now, block.every_steps, block.every_epochs

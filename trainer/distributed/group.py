@@ -143,8 +143,10 @@ def choose_backend(config: Dist, world: World) -> str:
     return "nccl" if gpus >= world.local_world_size and dist.is_nccl_available() else "gloo"
 
 
-def check_init(config: Dist) -> None:
-    """Refuse what cannot bring the ranks together: settings of another init method, a file of another run."""
+def check_init(config: Dist, world: World) -> None:
+    """Refuse what cannot bring the ranks together: settings of another init method, an address that is none."""
+    if config.init == "env" and world.world_size > 1:
+        _check_master(world)
     for name, method in (("address", "tcp"), ("path", "file")):
         value = getattr(config, name)
         if config.init == method and not value:
@@ -154,10 +156,25 @@ def check_init(config: Dist) -> None:
         if config.init != method and value:
             raise ConfigError(f"dist.{name}={value}: is for dist.init={method}, and dist.init is {config.init}")
     host, _, port = (config.address or "localhost:1").rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or not _is_port(port):
         raise ConfigError(f"dist.address={config.address}: must be <host>:<port>, port from 1 to 65535")
     if config.path and not Path(config.path).absolute().parent.is_dir():
         raise ConfigError(f"dist.path={config.path}: {Path(config.path).absolute().parent} is not a directory; make it")
+
+
+def _check_master(world: World) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise ConfigError(
+                f"{name} is not set, but WORLD_SIZE={world.world_size}: start with torchrun, or set it to rank 0's"
+            )
+    port = os.environ["MASTER_PORT"]
+    if not _is_port(port):
+        raise ConfigError(f"MASTER_PORT={port}: must be a port from 1 to 65535, and the same on every rank")
+
+
+def _is_port(text: str) -> bool:
+    return text.isdecimal() and 0 < int(text) < 65536
 
 
 @contextmanager
@@ -230,12 +247,6 @@ def _by_file(config: Dist, world: World, timeout: timedelta) -> tuple[str, Calla
 
 
 def _by_environment(config: Dist, world: World, timeout: timedelta) -> tuple[str, Callable[[], dist.Store]]:
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(name):
-            raise ConfigError(
-                f"{name} is not set, but WORLD_SIZE={world.world_size}: start with torchrun, or set it to rank 0's"
-            )
-
     def meet() -> dist.Store:
         return next(iter(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout)))[0]
 
