@@ -13,9 +13,9 @@ LAYERS = [
     ["distributed"],
     ["data", "means", "precision", "schedule", "checkpoint", "rundir", "writers", "report", "ema", "lease"],
     ["strategy"],
-    ["task", "session", "trainer"],
+    ["task", "session", "diagnosis", "trainer"],
     ["__init__", "tasks"],
-    ["__main__", "evaluate", "audit", "checkpoints", "recording", "verify"],
+    ["__main__", "evaluate", "audit", "checkpoints", "recording", "verify", "replay"],
 ]
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 FILES = sorted((ROOT / "trainer").rglob("*.py"))
@@ -110,7 +110,7 @@ def test_code_stays_within_its_budgets():
             if isinstance(node, ast.FunctionDef):
                 size = len([line for line in lines if node.lineno <= line <= node.end_lineno])
                 assert size <= 40, f"{path}:{node.lineno} {node.name}: {size} code lines"
-    assert total <= 3400
+    assert total <= 3600, total
     for task in (ROOT / "tasks").glob("*.py"):
         assert len(task.read_text(encoding="utf-8").splitlines()) <= 150, task
 

@@ -48,6 +48,7 @@ class Run:
     lr_batch: Annotated[int | None, limit(min=1)]
     compile: bool
     clip_norm: Annotated[float | None, limit(above=0)]
+    on_bad_step: Literal["skip", "stop", "rollback"]
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Data:
     workers: Annotated[int, limit(min=0)]
     timeout_s: Annotated[float, limit(min=0)]
     path: Literal["auto", "resident", "streamed"]
+    on_error: Literal["raise", "skip"]
 
 
 @dataclass
@@ -81,6 +83,7 @@ class Dist:
     path: str | None
     timeout_s: Annotated[float, limit(above=0, max=10**6)]
     hang_timeout_s: None
+    drift_every_steps: Annotated[int | None, limit(min=1)]
 
 
 @dataclass

@@ -30,7 +30,8 @@ class Precision:
         self._scale = torch.full((), 2.0**16, device=device) if name in SCALED else None
         self._roots: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._found_inf, self._one = (torch.full((), value, device=device) for value in (0.0, 1.0))
-        self.max_skipped = 10 if self._scale is None else 30  # on end; the scale halves at each
+        self.is_scaled = self._scale is not None
+        self.max_skipped = 30 if self.is_scaled else 10  # on end; the scale halves at each
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
         if device.type == "cuda":  # fp32 means fp32: tf32 is a precision of its own
             torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = name == "tf32"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ class Session:
         self._elements: dict[str, int] = {}
         self.metrics: dict[str, Any] = {}
         self.progress, self.watch = Progress(), Stopwatch()
+        self.replaced: dict[int, int] = {}
         self.run_id, self.sessions = secrets.token_hex(8), [[0, self.world.world_size]]
         self.num_steps = self.num_skipped = 0
         self.is_stopped = self.is_save_due = self.is_asked = False
@@ -214,10 +216,8 @@ class Session:
     def _wrap(self) -> None:
         """Wrap the model around a rehearsed micro-batch, then build what needs its parameters."""
         config, model = self.config, self.task.model
-        first, here = FixedSampler([next(iter(self.sampler))]), replace(config.data, workers=0)
-        loader = open_loader(self.datasets["train"], first, here, config.run.seed, "train", self.world.device)
+        rehearsal = next(iter(self.share_of(0)))
         torch.manual_seed(config.run.seed)  # lazy layers draw their weights in the rehearsal
-        rehearsal = self.prepare(*next(iter(loader)), "train", 0)
         self.wrapped = self.strategy.wrap(model, rehearsal, self.objective("loss", self.task.loss))
         self.means.clear()
         built = self.task.build_optimizer(model)
@@ -225,6 +225,16 @@ class Session:
         for optimizer in self.optimizers:
             remember_options(optimizer)
         self._begin_ema()
+
+    def share_of(self, step: int) -> Share:
+        """This rank's micro-batches of any step, read in this process."""
+        epoch, start = divmod(step, self.plan.steps_per_epoch)
+        sampler = EpochSampler(self.plan, self.config.run.seed, self.strategy.data_parallel_rank, self.sampler.device)
+        sampler.set_epoch(epoch, start)
+        pieces = FixedSampler(list(islice(sampler, self.plan.accumulation)), epoch)
+        here, seed = replace(self.config.data, workers=0), self.config.run.seed
+        loader = open_loader(self.datasets["train"], pieces, here, seed, "train", self.world.device)
+        return Share(self, epoch, list(loader))
 
     def _begin_ema(self) -> None:
         if (decay := self.config.run.ema_decay) is not None:
@@ -239,6 +249,7 @@ class Session:
         state = self.strategy.state_dict(self.wrapped, self.optimizers)
         rows = self.means.reduced(self.group)
         self.ledger.close(self.group)
+        self.gather_replaced()
         parts = {
             "model.pt": state["model"],
             "training.pt": {
@@ -261,6 +272,7 @@ class Session:
             "world_size": self.world.world_size,
             "sessions": self.sessions,
             "ledger": self.ledger.chain,
+            "replaced": {str(index): other for index, other in self.replaced.items()},
             "metrics": metrics,
         }
         with self.group.agreed("saving a checkpoint"):
@@ -276,6 +288,16 @@ class Session:
             self.writer.settle()
             if self.world.rank == 0 and not path.exists():
                 raise RunError(f"{path}: could not be saved, so the run's last step is lost; make room and resume")
+
+    def withdraw(self, step: int) -> None:
+        """Move the checkpoints of `step` and later aside. A collective."""
+        with self.group.agreed("going back to a checkpoint"):
+            self.writer.settle()
+            for number, path in (
+                checkpoint.steps(self.directory / "checkpoints").items() if self.world.rank == 0 else ()
+            ):
+                if number >= step:
+                    checkpoint.set_aside(path)
 
     @property
     def wants_stop(self) -> bool:
@@ -308,6 +330,7 @@ class Session:
             self._check_data(manifest["data"])
             self.means.load(training["rows"])
             self.ledger.load_state_dict(training["ledger"])
+            self.replaced = {int(index): other for index, other in manifest["replaced"].items()}
             self._elements = training["elements"]
             self.objectives.clear()
             self.precision.load_state_dict(training["precision"])
@@ -325,6 +348,18 @@ class Session:
             reached = f"the run to resume is at step {self.task.step:,} already, and it asks for {self.num_steps:,}"
             raise ConfigError(f"{name}={getattr(self.config.run, name[4:])}: {reached}; ask for more")
         return restored
+
+    def gather_replaced(self) -> None:
+        """Bring together, from all ranks, which training examples could not be read; say those that are new."""
+        if self.config.data.on_error != "skip":
+            return
+        told = self.group.gather_text(json.dumps(getattr(self.loaders["train"], "replaced", {})))
+        found = {int(index): other for line in told for index, other in json.loads(line).items()}
+        for index in sorted(found.keys() - self.replaced.keys()):
+            self.writer.say(f"warning: train example {index} cannot be read: {found[index]} is taken instead")
+        self.replaced |= found
+        if (count := len(self.replaced)) > (most := max(10, self.plan.num_examples // 100)):
+            raise RunError(f"data.on_error=skip: {count} train examples cannot be read; at most {most} may")
 
     def path_of(self, step: int) -> Path:
         return self.directory / "checkpoints" / f"step-{step:08d}"

@@ -20,10 +20,11 @@ from trainer import report, rundir
 from trainer.config import Config
 from trainer.data.order import check_batch
 from trainer.data.randomness import seed_layers
+from trainer.diagnosis import check_drift, name_bad_examples
 from trainer.distributed.group import Group, check_init, choose_backend, process_group
 from trainer.distributed.signals import stop_requests
 from trainer.distributed.world import World
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, RunError
 from trainer.means import Means, Values, count_rows, weigh
 from trainer.session import Session, Share
 from trainer.strategy import check_strategy
@@ -55,6 +56,14 @@ class Stopped(Exception):
     """All ranks agreed, within an evaluation, to stop."""
 
 
+class RolledBack(Exception):
+    """All ranks agreed to begin again from the newest checkpoint of the run in `directory`."""
+
+    def __init__(self, directory: Path):
+        super().__init__(f"going back to the newest checkpoint of {directory}")
+        self.directory = directory
+
+
 class Trainer(Task):
     """Trains a model over any layout; a task gives `build_model`, `build_dataset` and `loss` and may replace more."""
 
@@ -63,6 +72,7 @@ class Trainer(Task):
         self.skipped: list[str] = []
         self._session: Session | None = None
         self._trained: str | None = None
+        self._rolled_back = set[int]()
 
     def train_step(self, micro_batches: MicroBatches) -> None:
         self.update(micro_batches)
@@ -101,11 +111,16 @@ class Trainer(Task):
         """Train to the end, or until asked to stop. Raises ConfigError and CheckpointError, one line for the user."""
         self.step = 0
         origin = self._check(is_training=True)
+        summary: Summary | None = None
+        self._rolled_back.clear()
         with process_group(self.config.dist, self.world) as group:
-            try:
-                summary = self._fit(group, origin)
-            finally:
-                self._session = None  # the wrapper goes before its group
+            while summary is None:
+                try:
+                    summary = self._fit(group, origin)
+                except RolledBack as back:
+                    origin, self.step = rundir.Origin(back.directory, source=back.directory), 0
+                finally:
+                    self._session = None  # the wrapper goes before its group
         self._trained = str(summary.directory)
         return summary
 
@@ -192,6 +207,8 @@ class Trainer(Task):
         now.is_stopped = self._judge(now.verdicts.push(now.verdict), self.step - 1)
         if is_last or self.step % self.config.log.every_steps == 0:
             self._log()
+        if (every := self.config.dist.drift_every_steps) and self.step % every == 0 and self.world.world_size > 1:
+            check_drift(now.group, self.step, now.strategy.state_dict(now.wrapped, now.optimizers))
         now.writer.progress(self.step, now.num_steps)
         now.writer.observe(self.step, self.model)
         if now.is_stopped:
@@ -210,16 +227,34 @@ class Trainer(Task):
         if 0 in weights:
             now.writer.say(f"warning: step {step}: the weights of its examples sum to 0, so no weight was updated")
         elif any(found_inf):
-            now.num_skipped += 1
-            now.writer.say(f"warning: step {step}: the gradient is not finite, so the update was skipped")
-            if now.num_skipped == (most := now.precision.max_skipped):
-                raise FloatingPointError(f"no finite gradient in {most} steps on end, up to step {step}")
+            self._judge_bad(step)
         else:
             now.num_skipped = 0
         return any(stops)
 
+    def _judge_bad(self, step: int) -> None:
+        """What `run.on_bad_step` says of a step that was not finite and changed nothing; alike on every rank."""
+        now, policy = self._now, self.config.run.on_bad_step
+        now.num_skipped += 1
+        if now.precision.is_scaled and now.num_skipped < now.precision.max_skipped:
+            now.writer.say(f"warning: step {step}: the scaled gradient overflowed, so the update was skipped")
+            return
+        found = f"step {step}: {name_bad_examples(now, step - 1)}"
+        if now.num_skipped == now.precision.max_skipped:
+            raise RunError(f"{found}; and no finite gradient in {now.num_skipped} steps on end")
+        if policy == "stop" or step in self._rolled_back:
+            again = "again, so it is not chance; " if step in self._rolled_back else ""
+            raise RunError(f"{found}; {again}look at it with python -m trainer.replay {now.directory} step={step}")
+        if policy == "rollback":
+            now.writer.say(f"warning: {found}; going back to the newest checkpoint")
+            self._rolled_back.add(step)
+            now.withdraw(step)
+            raise RolledBack(now.directory)
+        now.writer.say(f"warning: {found}; the update was skipped")
+
     def _log(self) -> None:
         now, (step, then) = self._now, self._logged
+        now.gather_replaced()
         means, seconds = now.means.read(now.group), now.watch.read()
         speed = (self.step - step) * self.config.data.global_batch / max(seconds - then, 1e-9)
         rate = float(now.optimizers[0].param_groups[0]["lr"])

@@ -7,7 +7,7 @@ same number however the batch is laid out; the chain goes over the steps in orde
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,13 +67,16 @@ def extend(chain: str, step: int, digest: int) -> str:
 
 
 def expected(
-    seed: int, num_examples: int, global_batch: int, num_steps: int
+    seed: int, num_examples: int, global_batch: int, num_steps: int, replaced: Mapping[int, int] | None = None
 ) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """(step, chain after it, its example indices) for each step of an undisturbed run."""
+    """(step, chain after it, its example indices) for each step of an undisturbed run; `replaced` by others."""
+    taken = torch.arange(num_examples)
+    for index, other in (replaced or {}).items():
+        taken[index] = other
     chain, per_epoch = "", num_examples // global_batch
     for first in range(0, num_steps, per_epoch):
         steps = min(per_epoch, num_steps - first)
-        order = Order(seed, first // per_epoch, num_examples)(torch.arange(steps * global_batch)).view(steps, -1)
+        order = taken[Order(seed, first // per_epoch, num_examples)(torch.arange(steps * global_batch))].view(steps, -1)
         for number, digest in enumerate(digests(order).tolist()):
             chain = extend(chain, first + number, digest)
             yield first + number + 1, chain, order[number]

@@ -7,16 +7,20 @@ dataset, through DataLoader and its workers.
 from __future__ import annotations
 
 import signal
+import traceback
 from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, default_collate
 
 from trainer.config import Data
 from trainer.data.randomness import key_of, seed_example
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, RunError
+
+MOST_IN_A_ROW = 10
 
 
 class ResidentDataset(TensorDataset):
@@ -77,23 +81,42 @@ class ResidentLoader:
 
 
 class StreamedLoader:
+    """`replaced` are the examples that could not be read, and what was taken instead; this rank's, so far."""
+
     def __init__(
         self, dataset: Dataset, sampler: IndexSampler, config: Data, seed: int, split: str, device: torch.device
     ):
-        self.device = device
+        self.device, self._split, self._timeout_s = device, split, config.timeout_s
+        self.replaced: dict[int, int] = {}
+        may_skip = config.on_error == "skip" and split == "train"  # in evaluation each example counts exactly once
         self.loader = DataLoader(
-            _Seeded(dataset, key_of(seed, split, "example")),
+            _Seeded(dataset, key_of(seed, split, "example"), may_skip),
             batch_sampler=cast(Any, _Pairs(sampler)),
             num_workers=config.workers,
             timeout=config.timeout_s if config.workers else 0,
             persistent_workers=config.workers > 0 and split == "train",
             pin_memory=device.type == "cuda",
             worker_init_fn=_ignore_interrupt,
+            collate_fn=_collate,
         )
 
     def __iter__(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        for indices, batch in self.loader:
+        for found in self._read():
+            if isinstance(found, _Unreadable):
+                raise RunError(f"{self._split} example {found.index} cannot be read: {found.reason}; {found.advice}")
+            wanted, indices, batch = found
+            if not torch.equal(wanted, indices):
+                self.replaced |= {w: i for w, i in zip(wanted.tolist(), indices.tolist(), strict=True) if w != i}
             yield tree_map_only(torch.Tensor, self._move, batch), self._move(indices)
+
+    def _read(self) -> Iterator[Any]:
+        try:
+            yield from self.loader
+        except RuntimeError as error:
+            if "DataLoader" not in (said := " ".join(str(error).split())):
+                raise
+            why = f"data.timeout_s={self._timeout_s:g} is over" if "timed out" in said else said.split(". ")[0]
+            raise RunError(f"a worker of the {self._split} data does not answer: {why}; look at its dataset") from None
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
@@ -113,19 +136,45 @@ class _Pairs(Sampler):
             yield [(self.sampler.epoch, index) for index in indices.tolist()]
 
 
-class _Seeded(Dataset):
-    """A user's dataset with the generators seeded per example: the same transforms in any worker, rank or restart."""
+@dataclass
+class _Unreadable:
+    """Sent in place of a batch: an exception would come through a worker as forty lines."""
 
-    def __init__(self, dataset: Dataset, seed: int):
-        self.dataset, self.seed = dataset, seed
+    index: int
+    reason: str
+    advice: str
+
+
+class _Seeded(Dataset):
+    """A user's dataset with the generators seeded per example: the same transforms in any worker, rank or restart.
+
+    Gives (wanted index, index taken, example). An example that cannot be read is replaced, where that is allowed, by
+    the next one that can: the same one at every epoch, in any layout.
+    """
+
+    def __init__(self, dataset: Dataset, seed: int, may_skip: bool):
+        self.dataset, self.seed, self.may_skip = dataset, seed, may_skip
 
     def __len__(self) -> int:
         return len(cast(Sized, self.dataset))
 
-    def __getitem__(self, pair: tuple[int, int]) -> tuple[int, Any]:
-        epoch, index = pair
-        seed_example(self.seed, epoch, index)
-        return index, self.dataset[index]
+    def __getitem__(self, pair: tuple[int, int]) -> tuple[int, int, Any] | _Unreadable:
+        epoch, wanted = pair
+        for index in range(wanted, wanted + MOST_IN_A_ROW):
+            taken = index % len(self)
+            seed_example(self.seed, epoch, taken)
+            try:
+                return wanted, taken, self.dataset[taken]
+            except Exception as error:
+                line = traceback.extract_tb(error.__traceback__)[-1]
+                reason = " ".join(f"{type(error).__name__}: {error} ({line.filename}:{line.lineno})".split())
+                if not self.may_skip:
+                    return _Unreadable(wanted, reason, "mend it, or give data.on_error=skip for training data")
+        return _Unreadable(wanted, reason, f"nor can the {MOST_IN_A_ROW - 1} examples after it")
+
+
+def _collate(rows: list[Any]) -> Any:
+    return next((row for row in rows if isinstance(row, _Unreadable)), None) or default_collate(rows)
 
 
 def _ignore_interrupt(worker: int) -> None:

@@ -144,12 +144,10 @@ class EpochSampler(Sampler[torch.Tensor]):
 
 
 class FixedSampler(Sampler[torch.Tensor]):
-    """Given index tensors, in order, of no epoch."""
+    """Given index tensors, in order, as of an epoch."""
 
-    epoch = 0
-
-    def __init__(self, batches: Sequence[torch.Tensor]):
-        self.batches = batches
+    def __init__(self, batches: Sequence[torch.Tensor], epoch: int = 0):
+        self.batches, self.epoch = batches, epoch
 
     def __len__(self) -> int:
         return len(self.batches)

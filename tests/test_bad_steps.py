@@ -1,0 +1,265 @@
+"""When something is wrong: the step, the rank and the example are named, and the policy asked for is followed."""
+
+import multiprocessing
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+from ranks import on_ranks
+from tiny import CONF, Items, Tiny, TinyItems, fit, fit_on, newest
+
+from trainer import RunError, checkpoint
+from trainer.audit import main as audit
+from trainer.replay import main as replay
+
+RECIPE = ["task=tiny", "run.steps=12", "log.every_steps=1", "optim.lr=0.3"]
+BAD = 57  # an example that spoils whatever step takes it
+EVERY_2 = ["checkpoint.every_steps=2", "checkpoint.every_epochs=null", "checkpoint.keep_last=20"]
+
+
+class BadExample(Tiny):
+    """The loss of one example is not a number, from step `since` on."""
+
+    since = 0
+
+    def augment(self, inputs, targets, random, train):
+        inputs, targets = super().augment(inputs, targets, random, train)
+        is_bad = (random.indices == BAD) & train & (self.step >= self.since)
+        return torch.where(is_bad.unsqueeze(1), float("nan"), inputs), targets
+
+
+class BadGradient(Tiny):
+    """The loss of one example is finite and its gradient is not: the root of 0."""
+
+    def augment(self, inputs, targets, random, train):
+        inputs, targets = super().augment(inputs, targets, random, train)
+        return inputs, torch.where((random.indices == BAD) & train, targets - 10, targets)
+
+    def loss(self, outputs, targets):
+        is_bad, right = targets < 0, targets.clamp(0) * (targets >= 0) + (targets + 10) * (targets < 0)
+        return super().loss(outputs, right) + (outputs.sum(1) * 0 + ~is_bad).sqrt()
+
+
+class Once(Tiny):
+    """As a bit that flips in memory: the first time that step 8 is made, on the last rank, and never again."""
+
+    has_been = False
+
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        is_last = self.world.rank == self.world.world_size - 1
+        if self.step == 7 and is_last and self.model.training and self._session.optimizers and not Once.has_been:
+            Once.has_been = True
+            return values * float("inf")
+        return values
+
+
+def place_of_the_bad(ranks):
+    """(1-based step, rank) that takes the bad example."""
+    from trainer.data.order import BatchPlan, EpochSampler
+
+    plan = BatchPlan(203, 22, 22, ranks)
+    for rank in range(ranks):
+        for step, indices in enumerate(EpochSampler(plan, 0, rank, torch.device("cpu")), 1):
+            if BAD in indices.tolist():
+                return step, rank
+    raise AssertionError("not in the first epoch")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("task", "what"), [(BadExample, "loss"), (BadGradient, "gradient")])
+def test_rank_and_example_that_make_a_step_bad_are_named(task, what, ranks, tmp_path, capfd):
+    run = fit_on(ranks, tmp_path, *RECIPE, "run.steps=9", task=task)
+    step, rank = place_of_the_bad(ranks)
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("warning: ")]
+    nan = " (nan)" if what == "loss" else ""
+    named = f"the {what} of example {BAD} is not finite{nan}, on rank {rank}"
+    assert said == [f"warning: step {step}: {named}; the update was skipped"]
+    assert all(torch.isfinite(tensor).all() for tensor in run["weights"].values())
+
+
+def ends(task, folder, *overrides):
+    with pytest.raises(RunError) as told:
+        fit(folder, *RECIPE, *overrides, task=task)
+    return str(told.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stop_ends_the_run_on_every_rank_with_the_example_and_how_to_look_at_it(ranks, tmp_path):
+    said = on_ranks(ranks, ends, BadExample, tmp_path, "run.on_bad_step=stop")
+    step, rank = place_of_the_bad(ranks)
+    assert len(set(said)) == 1 and re.fullmatch(
+        rf"step {step}: the loss of example {BAD} is not finite \(nan\), on rank {rank}; "
+        rf"look at it with python -m trainer.replay \S+/tiny/run step={step}",
+        said[0],
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rollback_undoes_what_happened_once(ranks, tmp_path, capfd):
+    straight = fit_on(ranks, tmp_path / "straight", *RECIPE, *EVERY_2)
+    rolled = fit_on(ranks, tmp_path / "rolled", *RECIPE, *EVERY_2, "run.on_bad_step=rollback", task=Once)
+    assert "warning: step 8: " in (said := capfd.readouterr().out) and "going back to the newest checkpoint" in said
+    assert "resumed at step 6 of 12" in said
+    assert all(torch.equal(tensor, rolled["weights"][name]) for name, tensor in straight["weights"].items())
+    assert rolled["record"] == straight["record"]
+
+
+def test_rollback_to_the_start_where_nothing_was_saved(tmp_path):
+    straight = fit_on(1, tmp_path / "straight", *RECIPE)
+    rolled = fit_on(1, tmp_path / "rolled", *RECIPE, "run.on_bad_step=rollback", task=Once)
+    assert all(torch.equal(tensor, rolled["weights"][name]) for name, tensor in straight["weights"].items())
+
+
+def test_step_that_is_bad_again_after_a_rollback_ends_the_run(tmp_path):
+    said = on_ranks(1, ends, BadExample, tmp_path, "run.on_bad_step=rollback", *EVERY_2)[0]
+    assert "again, so it is not chance; look at it with python -m trainer.replay" in said
+
+
+def test_replay_shows_the_example_on_one_process(tmp_path, capfd, monkeypatch):
+    words = [f"task.trainer={__name__}.BadExample"]
+    run = fit_on(2, tmp_path, *RECIPE, *words, *EVERY_2)
+    step, _ = place_of_the_bad(2)
+    capfd.readouterr()
+
+    def body(step):
+        monkeypatch.delenv("RANK")
+        monkeypatch.delenv("WORLD_SIZE")
+        return replay([str(run["directory"]), f"step={step}", "--config-dir", CONF])
+
+    assert on_ranks(1, body, step) == [1]
+    said = capfd.readouterr().out
+    assert f"example {BAD}: loss nan, it is not finite" in said and f"step {step}: 22 examples" in said
+    assert on_ranks(1, body, step + 1) == [0]
+    said = capfd.readouterr().out
+    mean, logged = re.search(r"mean loss (\S+); metrics.jsonl has (\S+) up to that step", said).groups()
+    assert mean == logged
+
+
+# Drift ----------------------------------------------------------------------------------------------------------------
+
+
+class Drifting(Tiny):
+    def train_step(self, micro_batches):
+        super().train_step(micro_batches)
+        if self.step == 6 and self.world.rank == 1:
+            with torch.no_grad():
+                next(self.model.parameters()).view(-1)[3] += 1e-12
+
+
+@pytest.mark.parametrize(("ranks", "optimizer"), [(2, "sgd"), (3, "adamw")])
+def test_rank_whose_weights_drift_is_named(ranks, optimizer, tmp_path):
+    said = on_ranks(ranks, ends, Drifting, tmp_path, "dist.drift_every_steps=4", f"optim={optimizer}")
+    expected = "step 8: model.0.weight on rank 1 is not what the other ranks have; "
+    assert len(set(said)) == 1 and said[0].startswith(expected)
+
+
+def test_ranks_that_agree_are_left_alone(tmp_path):
+    wanted = ["dist.drift_every_steps=1", "task.options.norm=true", "optim=adamw"]
+    assert fit_on(3, tmp_path, *RECIPE, *wanted)["step"] == 12
+
+
+# Data -----------------------------------------------------------------------------------------------------------------
+
+
+class Corrupt(Items):
+    bad = (BAD,)
+
+    def __getitem__(self, index):
+        if index in self.bad:
+            raise OSError(f"image {index} is truncated\nbytes: 17")
+        return super().__getitem__(index)
+
+
+class CorruptItems(TinyItems):
+    def build_dataset(self, split):
+        return Corrupt(split) if split == "train" else Items(split)
+
+
+class ManyCorrupt(CorruptItems):
+    def build_dataset(self, split):
+        data = super().build_dataset(split)
+        data.bad = tuple(range(0, 203, 10))
+        return data
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_example_that_cannot_be_read_is_one_line(workers, tmp_path):
+    said = on_ranks(1, ends, CorruptItems, tmp_path, f"data.workers={workers}")[0]
+    where = r"\(.*test_bad_steps.py:\d+\)"
+    expected = rf"train example {BAD} cannot be read: OSError: image {BAD} is truncated bytes: 17 {where}"
+    assert re.match(f"{expected}; mend it, or give data.on_error=skip for training data$", said)
+
+
+def test_skipped_example_is_replaced_alike_in_any_layout_and_resume_and_audited(tmp_path, capfd):
+    wanted = ["task=items", "data.on_error=skip", "run.steps=30"]
+    one = fit_on(1, tmp_path / "one", *wanted, task=CorruptItems)
+    two = fit_on(2, tmp_path / "two", *wanted, "data.workers=2", "task.options.signal_at=8", task=CorruptItems)
+    assert two["code"] == 75
+    two = fit_on(3, tmp_path / "two", *wanted, "run.resume=auto", task=CorruptItems)
+    assert newest(one["directory"]).manifest["ledger"] == newest(two["directory"]).manifest["ledger"]
+    assert newest(two["directory"]).manifest["replaced"] == {str(BAD): BAD + 1}
+    said = capfd.readouterr().out
+    assert said.count(f"warning: train example {BAD} cannot be read: {BAD + 1} is taken instead") == 2
+    assert audit([str(two["directory"])]) == 0
+    assert f"example {BAD} could not be read: example {BAD + 1} was taken in its place" in capfd.readouterr().out
+
+
+def test_too_many_examples_that_cannot_be_read_end_the_run(tmp_path):
+    said = on_ranks(2, ends, ManyCorrupt, tmp_path, "data.on_error=skip")
+    assert said[0] == said[1]
+    assert re.fullmatch(r"data.on_error=skip: 1\d train examples cannot be read; at most 10 may", said[0])
+
+
+class Killed(Items):
+    def __getitem__(self, index):
+        if index == BAD:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+class Hung(Items):
+    def __getitem__(self, index):
+        if index == BAD:
+            time.sleep(30)
+        return super().__getitem__(index)
+
+
+class KilledWorker(TinyItems):
+    def build_dataset(self, split):
+        return Killed(split) if split == "train" else Items(split)
+
+
+class HungWorker(TinyItems):
+    def build_dataset(self, split):
+        return Hung(split) if split == "train" else Items(split)
+
+
+def test_data_worker_that_dies_is_one_line(tmp_path):
+    said = on_ranks(1, ends, KilledWorker, tmp_path, "data.workers=1")[0]
+    assert said.startswith("a worker of the train data does not answer: DataLoader worker (pid")
+
+
+def test_data_worker_that_hangs_is_one_line(tmp_path):
+    def body():
+        began = time.monotonic()
+        said = ends(HungWorker, tmp_path, "data.workers=1", "data.timeout_s=1")
+        for child in multiprocessing.active_children():
+            child.kill()  # as the command line does; here it would hold the pipe of the test
+        return said, time.monotonic() - began
+
+    said, seconds = on_ranks(1, body)[0]
+    assert said == "a worker of the train data does not answer: data.timeout_s=1 is over; look at its dataset"
+    assert seconds < 20
+
+
+def test_bad_examples_are_in_no_checkpoint_of_a_rollback(tmp_path):
+    """What was saved at the bad step itself, before the host knew, is moved aside."""
+    every = ["checkpoint.every_steps=1", "checkpoint.every_epochs=null", "checkpoint.keep_last=20"]
+    rolled = fit_on(1, tmp_path, *RECIPE, *every, "run.on_bad_step=rollback", task=Once)
+    assert list(checkpoint.steps(rolled["directory"] / "checkpoints")) == list(range(1, 13))
+    aside = [path.name for path in (rolled["directory"] / "checkpoints").glob("invalid-step-*")]
+    assert [name.split("-")[2] for name in sorted(aside)] == ["00000008", "00000009"][: len(aside)] and aside

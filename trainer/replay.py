@@ -1,0 +1,101 @@
+"""`python -m trainer.replay DIR step=N`: one step of a run again, on one process, example by example."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer import checkpoint
+from trainer.__main__ import load_task, run, split_arguments
+from trainer.config import load_run_config
+from trainer.data.order import BatchPlan
+from trainer.diagnosis import Example, examine
+from trainer.errors import ConfigError
+
+HELP = """usage: python -m trainer.replay DIR step=N [key=value ...] [--config-dir DIR]
+
+DIR is a run directory. Goes from the newest checkpoint before step N (or from the start) to step N on one process, in
+micro-batches of the run's size, and shows the loss of each example of that step: those that are not finite, or whose
+gradient is not, and the largest. Writes nothing. Exit codes: 0 the step is finite, 1 it is not, 2 it is not there."""
+SHOWN = 5
+
+
+class Replayed(Exception):
+    """The step was reached and told."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    if "-h" in arguments or "--help" in arguments:
+        print(HELP)
+        return 0
+    words, config_dirs = split_arguments(arguments)
+    places = [word for word in words if "=" not in word]
+    wanted = [word.removeprefix("step=") for word in words if word.startswith("step=")]
+    if len(places) != 1 or len(wanted) != 1 or not wanted[0].isdecimal() or int(wanted[0]) < 1:
+        raise ConfigError("give one run directory and one step: python -m trainer.replay DIR step=N")
+    directory, step = Path(places[0]), int(wanted[0])
+    before = {number: path for number, path in checkpoint.steps(directory / "checkpoints").items() if number < step}
+    overrides = [word for word in words if "=" in word and not word.startswith("step=")]
+    config = load_run_config(str(directory), overrides, config_dirs)
+    config.run.resume = str(before[max(before)]) if before else None
+    config.run.name, config.strategy.name, config.strategy.comm_hook = "replay", "single", "none"
+    config.data.micro_batch = _micro_batch(directory, config)
+    with tempfile.TemporaryDirectory() as scratch:
+        config.run.dir = scratch
+        task = _stopping_at(load_task(config), step)(config)
+        try:
+            task.fit()
+        except Replayed:
+            return _tell(task.examples, step, directory)
+    raise ConfigError(f"step={step}: the run has only {task.step:,} steps")
+
+
+def _micro_batch(directory: Path, config: Any) -> int:
+    """The largest micro-batch of the run as it was last laid out: what dropout draws depends on it."""
+    manifest = checkpoint.newest_manifest(directory / "checkpoints")
+    ranks = manifest["world_size"] if manifest else 1
+    batch = config.data.global_batch
+    micro_batch = min(config.data.micro_batch or batch, -(-batch // ranks))
+    return -(-batch // (ranks * BatchPlan(batch, batch, micro_batch, ranks).accumulation))
+
+
+def _stopping_at(base: type, step: int) -> Any:
+    class Replay(base):
+        examples: list[Example]
+
+        def train_step(self, micro_batches: Any) -> None:
+            if self.step == step - 1:
+                self.examples = examine(self._now, self.step)
+                raise Replayed
+            super().train_step(micro_batches)
+
+    return Replay
+
+
+def _tell(examples: Sequence[Example], step: int, directory: Path) -> int:
+    bad = [e for e in examples if not (e.is_finite and e.has_finite_gradient)]
+    mean = sum(e.loss for e in examples) / len(examples)
+    print(f"step {step:,}: {len(examples):,} examples, mean loss {mean:.6g}{_logged(directory, step)}")
+    for e in bad:
+        print(f"example {e.index}: loss {e.loss:.6g}, {'its gradient' if e.is_finite else 'it'} is not finite")
+    finite = sorted((e for e in examples if math.isfinite(e.loss)), key=lambda e: -e.loss)[:SHOWN]
+    print("largest losses: " + ", ".join(f"{e.loss:.6g} (example {e.index})" for e in finite))
+    return int(bool(bad))
+
+
+def _logged(directory: Path, step: int) -> str:
+    """What metrics.jsonl has for the step; with log.every_steps above 1 a mean over several."""
+    path = directory / "metrics.jsonl"
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        entry = json.loads(line)
+        if entry.get("step") == step and entry.get("train/loss") is not None:
+            return f"; metrics.jsonl has {entry['train/loss']:.6g} up to that step"
+    return ""
+
+
+if __name__ == "__main__":
+    run(main)
