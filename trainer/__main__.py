@@ -43,8 +43,10 @@ most used settings:
   eval.every_epochs        how often to evaluate; checkpoint.every_epochs how often to save
 
 flags: --config-dir DIR adds a folder of yours with task/<name>.yaml; -m runs a sweep; --cfg job prints the composed
-config; python -m trainer.evaluate DIR evaluates a run directory. Exit codes: 0 done, 1 failed, 2 bad configuration,
-75 stopped by a signal after saving."""
+config. Exit codes: 0 done, 1 failed, 2 bad configuration, 75 stopped by a signal after saving.
+
+more verbs, each with --help: trainer.verify (proves that layouts and kills change nothing), trainer.evaluate,
+trainer.checkpoints, trainer.audit, trainer.replay."""
 
 
 def main(arguments: Sequence[str]) -> int:
