@@ -64,7 +64,7 @@ class Overflowing(Tiny):
 def test_overflow_is_skipped_counted_and_the_scale_resumes(ranks, tmp_path, capfd):
     recipe = [*MLP, "strategy.precision=amp_fp16", "optim.lr=0.001"]
     whole = fit_on(ranks, tmp_path / "whole", *recipe, task=Overflowing)
-    assert "the gradient is not finite, so the update was skipped" in capfd.readouterr().out
+    assert "the scaled gradient is not finite, so the update was skipped" in capfd.readouterr().out
     fit_on(ranks, tmp_path / "parts", *recipe, "run.steps=13", task=Overflowing)
     saved = torch.load(newest(tmp_path / "parts/tiny/run").path / "training.pt", weights_only=True)["precision"]
     assert saved["scale"] < 2.0**16 and saved["growth"] > 0

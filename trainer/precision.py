@@ -29,7 +29,7 @@ class Precision:
         self._device_type, self._autocast = device.type, AUTOCAST.get(name)
         self._scale = torch.full((), 2.0**16, device=device) if name in SCALED else None
         self._roots: dict[tuple[float, torch.dtype], torch.Tensor] = {}
-        self._found_inf, self._one = (torch.full((), value, device=device) for value in (0.0, 1.0))
+        self._one = torch.ones((), device=device)
         self.is_scaled = self._scale is not None
         self.max_skipped = 30 if self.is_scaled else 10  # on end; the scale halves at each
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
@@ -47,7 +47,7 @@ class Precision:
     def cast(self, tree: Any) -> Any:
         """Floating tensors of a batch in the dtype of the weights; others as they are."""
         if isinstance(tree, torch.Tensor):
-            return tree.to(self.dtype) if tree.is_floating_point() else tree
+            return tree if tree.dtype == self.dtype or not tree.is_floating_point() else tree.to(self.dtype)
         return tree_map_only(torch.Tensor, self.cast, tree)
 
     def root(self, total: torch.Tensor, factor: float) -> torch.Tensor:
@@ -85,13 +85,14 @@ class Precision:
             factor = (1.0 if factor is None else factor) / self._scale
         if factor is not None:
             torch._foreach_mul_(list(gradients), factor)
-        found_inf = self._found_inf.zero_()
+        found_inf = torch.zeros_like(self._one)
         for alike in _by_kind(gradients):
-            found = found_inf.to(alike[0].device)  # itself, on one device
+            is_here = alike[0].device == found_inf.device
+            found, one = (found_inf, self._one) if is_here else (t.to(alike[0].device) for t in (found_inf, self._one))
             if alike[0].dtype == torch.bfloat16:  # has no such kernel on CUDA; only looked at, so a copy will do
                 alike = [tensor.float() for tensor in alike]
-            torch._amp_foreach_non_finite_check_and_unscale_(alike, found, self._one.to(found.device))
-            if found is not found_inf:
+            torch._amp_foreach_non_finite_check_and_unscale_(alike, found, one)
+            if not is_here:
                 found_inf.copy_(found)
         if clip is not None:
             clip()

@@ -83,7 +83,7 @@ class Session:
     shard: ShardSampler
     wrapped: nn.Module
     schedule: Callable[[int], float]
-    verdict: torch.Tensor | None
+    verdict: list[torch.Tensor]
 
     def __init__(self, task: Task, group: Group, stop: StopRequest):
         self.task, self.group, self.stop = task, group, stop

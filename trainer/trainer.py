@@ -100,7 +100,7 @@ class Trainer(Task):
         clip = None if max_norm is None else partial(now.strategy.clip, now.wrapped, max_norm)
         found_inf = now.precision.update(optimizers or now.optimizers, gradients, factor, clip)
         now.strategy.drop_gradients()
-        now.verdict = torch.cat([totals, found_inf] if now.verdict is None else [now.verdict, totals, found_inf])
+        now.verdict += [totals, found_inf]
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -186,7 +186,7 @@ class Trainer(Task):
                 batches = iter(now.loaders["train"])
                 for _ in range(start, now.plan.steps_per_epoch):
                     now.set_rates(now.schedule(self.step))
-                    now.verdict, now.is_asked = None, now.wants_stop
+                    now.verdict, now.is_asked = [], now.wants_stop
                     share = list(islice(batches, now.plan.accumulation))
                     now.ledger.note([indices for _, indices in share], now.group)
                     self.train_step(Share(now, epoch, share))
@@ -199,7 +199,7 @@ class Trainer(Task):
     def _at_boundary(self) -> bool:
         """What is due after a step; True to leave the epoch."""
         now, is_last = self._now, self.step == self._now.num_steps
-        if now.verdict is None:
+        if not now.verdict:
             raise RuntimeError("train_step made no update: call self.update(micro_batches) in it")
         now.means.end_row()
         if now.ema is not None:
@@ -237,7 +237,7 @@ class Trainer(Task):
         now, policy = self._now, self.config.run.on_bad_step
         now.num_skipped += 1
         if now.precision.is_scaled and now.num_skipped < now.precision.max_skipped:
-            now.writer.say(f"warning: step {step}: the scaled gradient overflowed, so the update was skipped")
+            now.writer.say(f"warning: step {step}: the scaled gradient is not finite, so the update was skipped")
             return
         found = f"step {step}: {name_bad_examples(now, step - 1)}"
         if now.num_skipped == now.precision.max_skipped:

@@ -10,6 +10,7 @@ import signal
 import traceback
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol, cast
 
 import torch
@@ -20,7 +21,8 @@ from trainer.config import Data
 from trainer.data.randomness import key_of, seed_example
 from trainer.errors import ConfigError, RunError
 
-MOST_IN_A_ROW = 10
+AHEAD_BYTES = 2**18  # gathered at once, at most, unless one micro-batch is larger
+MOST_IN_A_ROW = 10  # examples that are tried in place of one that cannot be read
 
 
 class ResidentDataset(TensorDataset):
@@ -71,13 +73,24 @@ def open_loader(
 
 
 class ResidentLoader:
+    """Small micro-batches are gathered several at once: around a small model each gather costs as much as a layer."""
+
     def __init__(self, dataset: TensorDataset, sampler: IndexSampler, device: torch.device):
         self.tensors = [tensor.to(device) for tensor in dataset.tensors]
         self.sampler = sampler
 
     def __iter__(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        for indices in self.sampler:
-            yield tuple(tensor.index_select(0, indices) for tensor in self.tensors), indices
+        row_bytes = max(1, sum(tensor[:1].nbytes for tensor in self.tensors))
+        batches = iter(self.sampler)
+        for first in batches:
+            count = max(1, AHEAD_BYTES // (row_bytes * max(1, len(first))))
+            some = [first, *islice(batches, count - 1)]
+            if len(some) == 1:
+                yield tuple(tensor.index_select(0, first) for tensor in self.tensors), first
+                continue
+            indices, sizes = torch.cat(some), [len(each) for each in some]
+            parts = (tensor.index_select(0, indices).split(sizes) for tensor in self.tensors)
+            yield from zip(zip(*parts, strict=True), some, strict=True)
 
 
 class StreamedLoader:

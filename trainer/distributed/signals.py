@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -52,25 +52,25 @@ class OneStepLate:
     """Small device tensors read by the host one push later, so that the device never waits for the question."""
 
     def __init__(self) -> None:
-        self._pending: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._pending: tuple[list[float] | torch.Tensor, torch.cuda.Event | None] | None = None
 
-    def push(self, tensor: torch.Tensor) -> list[float] | None:
-        """The values of the tensor pushed before, None the first time."""
+    def push(self, tensors: Sequence[torch.Tensor]) -> list[float] | None:
+        """The values of the tensors pushed before, None the first time."""
         before = self.flush()
-        if tensor.device.type == "cuda":
+        if tensors[0].device.type == "cuda":
             copied = torch.cuda.Event()
-            self._pending = (tensor.to("cpu", non_blocking=True), copied)
+            self._pending = (torch.cat(list(tensors)).to("cpu", non_blocking=True), copied)
             copied.record()
         else:
-            self._pending = (tensor, None)
+            self._pending = ([value for tensor in tensors for value in tensor.tolist()], None)
         return before
 
     def flush(self) -> list[float] | None:
-        """The values of the last tensor pushed, once."""
+        """The values of the last tensors pushed, once."""
         if self._pending is None:
             return None
-        tensor, copied = self._pending
+        values, copied = self._pending
         self._pending = None
         if copied is not None:
             copied.synchronize()
-        return tensor.tolist()
+        return values.tolist() if isinstance(values, torch.Tensor) else values
