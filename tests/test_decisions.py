@@ -57,7 +57,9 @@ def test_skipped_first_step_leaves_no_trace_in_the_optimizer(tmp_path):
 
 
 def fails(folder):
-    with pytest.raises(RunError, match=r"^step 10: the loss of .* on rank 1; and no finite gradient in 10 steps on end$"):
+    with pytest.raises(
+        RunError, match=r"^step 10: the loss of .* on rank 1; and no finite gradient in 10 steps on end$"
+    ):
         fit(folder, *RECIPE, task=Lost)
 
 

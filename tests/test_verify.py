@@ -185,12 +185,18 @@ def verb(*words):
     return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_run_that_is_killed_and_resumed_has_the_same_bits_by_the_command_line():
     words = ["data.global_batch=24", "data.micro_batch=4", "task.options.dropout=0.2", "optim=adamw"]
     done = verb("--resume", "kills=1", "seed=5", *words)
     rows = [line.split()[-2:] for line in done.stdout.splitlines() if " killed in step " in line]
     assert done.returncode == 0, done
     assert rows[0] == ["same", "bits"] and [row[1] for row in rows[1:]] == ["agrees", "agrees"]
+
+
+def test_layouts_are_compared_by_the_command_line():
+    done = verb("layouts=ranks-2", "steps=5")
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "proved: what is learned did not change", done
 
 
 @pytest.mark.slow
