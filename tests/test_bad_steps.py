@@ -201,11 +201,11 @@ def test_skipped_example_is_replaced_alike_in_any_layout_and_resume_and_audited(
     assert two["code"] == 75
     two = fit_on(3, tmp_path / "two", *wanted, "run.resume=auto", task=CorruptItems)
     assert newest(one["directory"]).manifest["ledger"] == newest(two["directory"]).manifest["ledger"]
-    assert newest(two["directory"]).manifest["replaced"] == {str(BAD): BAD + 1}
+    assert newest(two["directory"]).manifest["replaced"] == {f"{epoch}/{BAD}": BAD + 1 for epoch in range(3)}
     said = capfd.readouterr().out
-    assert said.count(f"warning: train example {BAD} cannot be read: {BAD + 1} is taken instead") == 2
+    assert said.count(f"warning: train example {BAD} cannot be read: the next that can is taken instead") == 2
     assert audit([str(two["directory"])]) == 0
-    assert f"example {BAD} could not be read: example {BAD + 1} was taken in its place" in capfd.readouterr().out
+    assert f"example {BAD} could not be read in epoch 2: example {BAD + 1} was taken" in capfd.readouterr().out
 
 
 def test_too_many_examples_that_cannot_be_read_end_the_run(tmp_path):

@@ -155,9 +155,58 @@ def test_run_that_learned_nothing_proves_nothing(prove):
     assert "one rank, fp64: PROVES NOTHING: nothing was learned; raise steps or optim.lr" in said
 
 
+class TwoLosses(Tiny):
+    """Of the second one, an update of its own, the value depends on the rank; the first is as it should be."""
+
+    def other(self, outputs, targets):
+        return outputs.square().mean(1) * self.world.world_size
+
+    def train_step(self, micro_batches):
+        self.update(micro_batches, name="first")
+        self.update(micro_batches, self.other, name="second")
+
+
+def test_losses_of_a_step_of_its_own_are_compared_too(prove):
+    code, said = prove(TwoLosses, "layouts=ranks-2")
+    assert code == 1 and "one rank, fp64: reference: " in said and "ranks-2, fp64: DIFFERENT" in said
+
+
+class OneInput(Tiny):
+    """No targets, and an output that has no rows."""
+
+    def split_batch(self, batch):
+        return batch[0], None
+
+    def augment(self, inputs, targets, random, train):
+        return inputs, targets
+
+    def build_model(self):
+        return WithNorm(super().build_model())
+
+    def loss(self, outputs, targets):
+        return outputs[0].square().mean(1)
+
+    def metrics(self, outputs, targets):
+        return {}
+
+
+class WithNorm(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x), self.net[0].weight.norm()
+
+
+def test_task_without_targets_is_proved(prove):
+    assert prove(OneInput, "layouts=ranks-2")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
+        (["--resume", "steps=3"], r"^steps=3: --resume needs at least 5, to kill after the first save$"),
         (["layouts=rank-2"], r"^layouts=rank-2: must be of ranks-2, ranks-3, accumulation, .* or ranks-<n>$"),
         (["steps=0"], r"^steps=0: must be a whole number of at least 1$"),
         (["optim.lrr=1"], r"^optim.lrr is not a setting; did you mean optim.lr\?$"),
@@ -202,4 +251,8 @@ def test_layouts_are_compared_by_the_command_line():
 @pytest.mark.slow
 def test_state_that_no_checkpoint_holds_is_found_by_resuming():
     done = verb("--resume", "kills=1", "seed=1", "task.trainer=test_verify.Forgetful")
-    assert done.returncode == 1 and "DIFFERENT: first: loss of step" in done.stdout
+    assert (
+        done.returncode == 1
+        and "DIFFERENT: first: train/loss of step" in done.stdout
+        and "state kept outside of model" in done.stdout
+    )

@@ -40,7 +40,7 @@ def _compare(manifest: dict[str, Any], kept: dict[int, str]) -> int:
     config, num_examples = manifest["config"], manifest["data"]["train"]["length"]
     batch, last = config["data.global_batch"], manifest["step"]
     seen, right = torch.zeros(num_examples, dtype=torch.int64), 0
-    replaced = {int(index): other for index, other in manifest["replaced"].items()}
+    replaced = manifest["replaced"]
     for step, chain, indices in expected(config["run.seed"], num_examples, batch, last, replaced):
         seen[indices] += 1
         if step not in kept:
@@ -55,8 +55,9 @@ def _compare(manifest: dict[str, Any], kept: dict[int, str]) -> int:
     print(f"run {manifest['run']}: {last:,} steps of {batch:,} examples, so {epochs} epochs and {steps:,} steps")
     print(f"{counted(len(manifest['sessions']), 'session')}: {sessions}")
     print(f"each of the {num_examples:,} examples was taken {int(seen.min())} to {int(seen.max())} times")
-    for index, other in replaced.items():
-        print(f"example {index} could not be read: example {other} was taken in its place (data.on_error=skip)")
+    for place, other in replaced.items():
+        epoch, index = place.split("/")
+        print(f"example {index} could not be read in epoch {epoch}: example {other} was taken (data.on_error=skip)")
     print(f"{counted(len(kept), 'save')} agree with the order recomputed: nothing was repeated or skipped")
     return 0
 

@@ -101,7 +101,10 @@ def private_copy(tree: Any, copied: dict[Any, torch.Tensor] | None = None) -> An
             copied[key] = tree.detach().to("cpu", copy=True)
         return copied[key]
     if isinstance(tree, Mapping):
-        return {key: private_copy(value, copied) for key, value in tree.items()}
+        made = type(tree)((key, private_copy(value, copied)) for key, value in tree.items())  # type: ignore[call-arg]
+        if hasattr(tree, "_metadata"):  # of a module's state_dict: the versions of its layers
+            made._metadata = tree._metadata  # type: ignore[attr-defined]
+        return made
     return type(tree)(private_copy(value, copied) for value in tree) if isinstance(tree, (list, tuple)) else tree
 
 

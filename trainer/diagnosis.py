@@ -17,6 +17,8 @@ from trainer.means import count_rows, weigh
 from trainer.session import Session
 from trainer.strategy.base import call, untouched
 
+CHUNK = 2**22  # elements digested at once: the copies are of 64 bits
+
 
 @dataclass(frozen=True)
 class Example:
@@ -50,10 +52,14 @@ def name_bad_examples(session: Session, step: int) -> str:
 
 
 def examine(session: Session, step: int) -> list[Example]:
-    """This rank's examples of a 0-based step. The model, its buffers and its gradients stay as they are."""
+    """This rank's examples of a 0-based step. The model, its buffers and its gradients stay as they are.
+
+    With BatchNorm by its running statistics: in a batch, one bad example would spoil all the others.
+    """
     task, module, found = session.task, session.strategy.module, list[Example]()
     now, task.step = task.step, step
     try:
+        module.train(not any(isinstance(m, _BatchNorm) for m in module.modules()))
         with untouched(module):
             for (_, indices), (inputs, targets) in zip((share := session.share_of(step)).batches, share, strict=True):
                 losses = _losses(session, inputs, targets).detach()
@@ -63,6 +69,7 @@ def examine(session: Session, step: int) -> list[Example]:
                 rows = zip(indices.tolist(), losses.tolist(), finite.tolist(), strict=True)
                 found += [Example(*row, number not in bad) for number, row in enumerate(rows)]
     finally:
+        module.train()
         task.step = now
     return found
 
@@ -77,15 +84,9 @@ def _losses(session: Session, inputs: Any, targets: Any) -> torch.Tensor:
 
 
 def _find_bad_gradients(session: Session, inputs: Any, targets: Any, num_rows: int) -> list[int]:
-    """By halving, so that it takes few passes; examples are looked at apart from each other, since inf x 0 is not 0.
-
-    Not looked for where SyncBN would wait for other ranks. Plain BatchNorm takes its running statistics here.
-    """
-    module, found, pending = session.strategy.module, list[int](), [(0, num_rows)]
-    if session.config.strategy.sync_batchnorm and session.strategy.data_parallel_size > 1:
-        return []
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    module.train(not any(isinstance(m, _BatchNorm) for m in module.modules()))
+    """By halving, so that it takes few passes; examples are looked at apart from each other, since inf x 0 is not 0."""
+    found, pending = list[int](), [(0, num_rows)]
+    parameters = [p for p in session.strategy.module.parameters() if p.requires_grad]
     while pending:
         first, last = pending.pop()
         part = partial(tree_map_only, torch.Tensor, lambda t, rows=slice(first, last): t[rows])
@@ -96,13 +97,13 @@ def _find_bad_gradients(session: Session, inputs: Any, targets: Any, num_rows: i
         half = (first + last) // 2
         found += [first] if last - first == 1 else []
         pending += [(half, last), (first, half)] if last - first > 1 else []
-    module.train()
     return found
 
 
 def check_drift(group: Group, step: int, state: Mapping[str, Any]) -> None:
     """Compare weights, buffers and optimizer state over the data-parallel ranks, by digest. A collective.
 
+    Tensors of whole numbers are left out: a buffer may count a rank's own rows.
     Raises RunError, alike on every rank, naming the first tensor that differs and where.
     """
     named = dict(_tensors(state))
@@ -118,7 +119,8 @@ def check_drift(group: Group, step: int, state: Mapping[str, Any]) -> None:
 
 def _tensors(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(tree, torch.Tensor):
-        yield name, tree
+        if tree.is_floating_point():
+            yield name, tree
     elif isinstance(tree, (Mapping, list, tuple)):
         for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             yield from _tensors(value, f"{name}.{key}" if name else str(key))
@@ -127,6 +129,10 @@ def _tensors(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 def _digest(tensor: torch.Tensor) -> int:
     """64 bits of a tensor's bits and their places, by integer arithmetic modulo 2**64."""
     kinds = {1: torch.uint8, 2: torch.int16}
-    bits = tensor.detach().contiguous().reshape(-1).view(kinds.get(tensor.element_size(), torch.int32)).long()
-    places = torch.arange(1, len(bits) + 1, device=bits.device) * 0x1E3779B97F4A7C15
-    return int((bits * (places | 1)).sum())
+    bits = tensor.detach().contiguous().reshape(-1).view(kinds.get(tensor.element_size(), torch.int32))
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for first in range(0, len(bits), CHUNK):
+        part = bits[first : first + CHUNK].long()
+        places = torch.arange(first + 1, first + 1 + len(part), device=bits.device) * 0x1E3779B97F4A7C15
+        total += (part * (places | 1)).sum()
+    return int(total)

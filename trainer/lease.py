@@ -33,6 +33,7 @@ class Lease:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, self._held.encode(), 0)
         os.fsync(self._descriptor)
+        _held.add(self.path.absolute())
 
     def check(self) -> None:
         """Raises CheckpointError if another process has taken the directory over."""
@@ -45,6 +46,7 @@ class Lease:
         raise CheckpointError(f"{self.path.parent}: another process has taken this run over; nothing was published")
 
     def release(self) -> None:
+        _held.discard(self.path.absolute())
         os.close(self._descriptor)
 
     def _read(self) -> str:
@@ -57,7 +59,12 @@ def check_free(directory: Path) -> None:
         os.close(_lock(directory / NAME))
 
 
+_held = set[Path]()  # closing any descriptor of a file drops a process's own lock on it, so it is not opened again
+
+
 def _lock(path: Path) -> int:
+    if path.absolute() in _held:
+        raise ConfigError(f"run directory {path.parent}: this process writes there already; give run.name=<new>")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -21,7 +21,7 @@ from trainer.config import load_config
 from trainer.data.loaders import open_loader
 from trainer.data.order import FixedSampler, Order
 from trainer.data.randomness import Random, seed_layers
-from trainer.means import weigh
+from trainer.means import count_rows, weigh
 from trainer.strategy.base import call, untouched
 
 PROBED = 8  # examples that every rank looks at, the same on all
@@ -142,11 +142,11 @@ def _values(task: Any, module: nn.Module, inputs: Any, targets: Any, number: int
     seed_layers(task.config.run.seed, 0, number, task.world.device)
     with task._now.precision.autocast():
         outputs = call(module, inputs)
-        rows = len(tree_leaves(targets)[0])
+        rows = count_rows(targets, outputs)
         values, weights = weigh("loss", task.loss(outputs, targets), rows)
     leaves = [leaf.reshape(rows, -1).double().cpu() for leaf in tree_leaves(outputs) if _is_rows(leaf, rows)]
     flat = [values.reshape(rows, -1).double().cpu()] + ([] if weights is None else [weights.reshape(rows, -1).cpu()])
-    return {"outputs": torch.cat(leaves, 1), "values": torch.cat(flat, 1)}
+    return {"outputs": torch.cat(leaves or flat, 1), "values": torch.cat(flat, 1)}
 
 
 def _rows(tree: Any, first: int) -> Any:

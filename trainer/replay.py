@@ -55,12 +55,20 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _micro_batch(directory: Path, config: Any) -> int:
-    """The largest micro-batch of the run as it was last laid out: what dropout draws depends on it."""
+    """The size of the run's micro-batches as it was last laid out: what dropout draws depends on it, and BatchNorm.
+
+    Under SyncBN the ranks' shares are one. Says where the run's pieces cannot be had on one process.
+    """
     manifest = checkpoint.newest_manifest(directory / "checkpoints")
-    ranks = manifest["world_size"] if manifest else 1
-    batch = config.data.global_batch
-    micro_batch = min(config.data.micro_batch or batch, -(-batch // ranks))
-    return -(-batch // (ranks * BatchPlan(batch, batch, micro_batch, ranks).accumulation))
+    ranks, batch = manifest["world_size"] if manifest else 1, config.data.global_batch
+    was = BatchPlan(batch, batch, min(config.data.micro_batch or batch, -(-batch // ranks)), ranks)
+    joined = 1 if config.strategy.sync_batchnorm else ranks
+    micro_batch = -(-batch // (joined * was.accumulation))
+    ours = BatchPlan(batch, batch, micro_batch, 1).micro_batches(0)
+    theirs = [piece for rank in range(ranks) for piece in was.micro_batches(rank)]
+    if ours != theirs and not (joined < ranks and was.accumulation == 1):
+        print("its micro-batches were cut otherwise than one process can: with dropout or BatchNorm losses will differ")
+    return micro_batch
 
 
 def _stopping_at(base: type, step: int) -> Any:

@@ -41,6 +41,16 @@ class Origin:
         return self.source is not None and self.source == self.directory
 
 
+@dataclass(frozen=True)
+class Restored:
+    """What a run goes on from: the manifest (None: a fresh start), a line for each checkpoint passed over, and
+    whether it goes on in its own directory."""
+
+    manifest: dict[str, Any] | None
+    skipped: list[str]
+    is_resumed: bool
+
+
 def locate(config: Config) -> Origin:
     """Read `run.dir`, `run.name` and `run.resume`; touches nothing.
 
@@ -63,6 +73,13 @@ def locate(config: Config) -> Origin:
     if found.source:
         _check_same_run(config, found)
     return found
+
+
+def back_to(directory: Path, begun: Origin) -> Origin:
+    """What a run that rolls back goes on from: its own newest checkpoint, else what it began with."""
+    if begun.directory != directory and begun.source is not None and not checkpoint.steps(directory / "checkpoints"):
+        return Origin(directory, begun.checkpoint, begun.source)
+    return Origin(directory, source=directory)
 
 
 def find(resume: str | None) -> Origin:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from trainer import checkpoint, report, rundir
 from trainer.data.ledger import Ledger
-from trainer.data.loaders import check_dataset, index_device, open_loader
+from trainer.data.loaders import ResidentLoader, check_dataset, index_device, open_loader
 from trainer.data.order import BatchPlan, EpochSampler, FixedSampler, ShardSampler, check_batch
 from trainer.data.randomness import Random, seed_layers
 from trainer.distributed.group import Group, choose_backend
@@ -28,6 +28,7 @@ from trainer.distributed.signals import OneStepLate, StopRequest
 from trainer.ema import Ema
 from trainer.errors import CheckpointError, ConfigError, RunError
 from trainer.means import Means, Objective, Values
+from trainer.rundir import Restored
 from trainer.schedule import rate_scale
 from trainer.strategy import Strategy, build_strategy
 from trainer.strategy.base import MicroBatch, remember_options
@@ -46,16 +47,6 @@ class Progress:
     best: float | None = None
     best_step: int | None = None
     best_of: str = ""
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What a run goes on from: the manifest (None: a fresh start), a line for each checkpoint passed over, and
-    whether it goes on in its own directory."""
-
-    manifest: dict[str, Any] | None
-    skipped: list[str]
-    is_resumed: bool
 
 
 class Stopwatch:
@@ -101,7 +92,7 @@ class Session:
         self._elements: dict[str, int] = {}
         self.metrics: dict[str, Any] = {}
         self.progress, self.watch = Progress(), Stopwatch()
-        self.replaced: dict[int, int] = {}
+        self.replaced: dict[str, int] = {}
         self.run_id, self.sessions = secrets.token_hex(8), [[0, self.world.world_size]]
         self.num_steps = self.num_skipped = 0
         self.is_stopped = self.is_save_due = self.is_asked = False
@@ -232,9 +223,12 @@ class Session:
         sampler = EpochSampler(self.plan, self.config.run.seed, self.strategy.data_parallel_rank, self.sampler.device)
         sampler.set_epoch(epoch, start)
         pieces = FixedSampler(list(islice(sampler, self.plan.accumulation)), epoch)
-        here, seed = replace(self.config.data, workers=0), self.config.run.seed
-        loader = open_loader(self.datasets["train"], pieces, here, seed, "train", self.world.device)
-        return Share(self, epoch, list(loader))
+        here, seed, base = replace(self.config.data, workers=0), self.config.run.seed, self.loaders["train"]
+        if isinstance(base, ResidentLoader):
+            return Share(self, epoch, list(base.over(pieces)))
+        return Share(
+            self, epoch, list(open_loader(self.datasets["train"], pieces, here, seed, "train", self.world.device))
+        )
 
     def _begin_ema(self) -> None:
         if (decay := self.config.run.ema_decay) is not None:
@@ -272,7 +266,7 @@ class Session:
             "world_size": self.world.world_size,
             "sessions": self.sessions,
             "ledger": self.ledger.chain,
-            "replaced": {str(index): other for index, other in self.replaced.items()},
+            "replaced": self.replaced,
             "metrics": metrics,
         }
         with self.group.agreed("saving a checkpoint"):
@@ -330,7 +324,7 @@ class Session:
             self._check_data(manifest["data"])
             self.means.load(training["rows"])
             self.ledger.load_state_dict(training["ledger"])
-            self.replaced = {int(index): other for index, other in manifest["replaced"].items()}
+            self.replaced = dict(manifest["replaced"])
             self._elements = training["elements"]
             self.objectives.clear()
             self.precision.load_state_dict(training["precision"])
@@ -354,11 +348,12 @@ class Session:
         if self.config.data.on_error != "skip":
             return
         told = self.group.gather_text(json.dumps(getattr(self.loaders["train"], "replaced", {})))
-        found = {int(index): other for line in told for index, other in json.loads(line).items()}
-        for index in sorted(found.keys() - self.replaced.keys()):
-            self.writer.say(f"warning: train example {index} cannot be read: {found[index]} is taken instead")
+        found = {place: other for line in told for place, other in json.loads(line).items()}
+        known, unreadable = ({place.split("/")[1] for place in places} for places in (self.replaced, found))
+        for index in sorted(unreadable - known, key=int):
+            self.writer.say(f"warning: train example {index} cannot be read: the next that can is taken instead")
         self.replaced |= found
-        if (count := len(self.replaced)) > (most := max(10, self.plan.num_examples // 100)):
+        if (count := len(known | unreadable)) > (most := max(10, self.plan.num_examples // 100)):
             raise RunError(f"data.on_error=skip: {count} train examples cannot be read; at most {most} may")
 
     def path_of(self, step: int) -> Path:

@@ -22,7 +22,7 @@ from trainer.data.order import check_batch
 from trainer.data.randomness import seed_layers
 from trainer.diagnosis import check_drift, name_bad_examples
 from trainer.distributed.group import Group, check_init, choose_backend, process_group
-from trainer.distributed.signals import stop_requests
+from trainer.distributed.signals import StopRequest, stop_requests
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError
 from trainer.means import Means, Values, count_rows, weigh
@@ -93,12 +93,14 @@ class Trainer(Task):
         """
         now, max_norm = self._now, self.config.run.clip_norm
         objective = now.objective(name, loss or self.loss)
+        statistics = now.strategy.running_statistics()
         totals = now.strategy.forward_backward(now.wrapped, micro_batches, objective)
         if optimizers is not None:
             now.strategy.keep_gradients(optimizers)
         gradients, factor = now.strategy.gradients(), objective.factor(totals)
         clip = None if max_norm is None else partial(now.strategy.clip, now.wrapped, max_norm)
         found_inf = now.precision.update(optimizers or now.optimizers, gradients, factor, clip)
+        now.strategy.undo_running_statistics(statistics, found_inf)
         now.strategy.drop_gradients()
         now.verdict += [totals, found_inf]
 
@@ -113,12 +115,12 @@ class Trainer(Task):
         origin = self._check(is_training=True)
         summary: Summary | None = None
         self._rolled_back.clear()
-        with process_group(self.config.dist, self.world) as group:
+        with process_group(self.config.dist, self.world) as group, stop_requests() as stop:
             while summary is None:
                 try:
-                    summary = self._fit(group, origin)
+                    summary = self._fit(group, origin, stop)
                 except RolledBack as back:
-                    origin, self.step = rundir.Origin(back.directory, source=back.directory), 0
+                    origin, self.step = rundir.back_to(back.directory, origin), 0
                 finally:
                     self._session = None  # the wrapper goes before its group
         self._trained = str(summary.directory)
@@ -157,22 +159,21 @@ class Trainer(Task):
 
     # The loop ---------------------------------------------------------------------------------------------------------
 
-    def _fit(self, group: Group, origin: rundir.Origin) -> Summary:
-        with stop_requests() as stop:
-            now = self._session = Session(self, group, stop)
-            try:
-                restored = now.build_training(origin)
-                self._check_metrics()
-                now.open_record(origin, restored)
-                self._train()
-                return self._finish()
-            except BaseException as error:
-                code = 2 if isinstance(error, ConfigError) else 1
-                now.writer.exit(code, f"{type(error).__name__}: {error}", step=self.step)
-                raise
-            finally:
-                now.writer.close()
-                now.loaders.clear()  # data workers end now; found by the garbage collector each would be waited for 5 s
+    def _fit(self, group: Group, origin: rundir.Origin, stop: StopRequest) -> Summary:
+        now = self._session = Session(self, group, stop)
+        try:
+            restored = now.build_training(origin)
+            self._check_metrics()
+            now.open_record(origin, restored)
+            self._train()
+            return self._finish()
+        except BaseException as error:
+            code = 2 if isinstance(error, ConfigError) else 1
+            now.writer.exit(code, f"{type(error).__name__}: {error}", step=self.step)
+            raise
+        finally:
+            now.writer.close()
+            now.loaders.clear()  # data workers end now; found by the garbage collector each would be waited for 5 s
 
     def _train(self) -> None:
         now = self._now
@@ -216,8 +217,9 @@ class Trainer(Task):
         is_better = self._is_due(self.config.eval) and self._evaluate_and_log()
         if self._is_due(self.config.checkpoint) or is_better or now.is_save_due:
             with now.watch.paused():
+                now.is_stopped |= self._judge(now.verdicts.flush(), self.step)  # before the step is published
                 now.save()
-        return is_last
+        return is_last or now.is_stopped
 
     def _judge(self, verdict: list[float] | None, step: int) -> bool:
         """What the host learns of a step, one later and alike on every rank; True if some rank was asked to stop."""
@@ -267,7 +269,7 @@ class Trainer(Task):
         self._judge(now.verdicts.flush(), self.step)
         if now.is_stopped:
             now.writer.progress(self.step, self.step)
-            now.save()
+        now.save()  # where it is not there yet: after a stop, or a branch that had nothing left to do
         now.settle()
         steps, seconds = self.step - self._began[0], now.watch.read() - self._began[1]
         speed, code = steps * self.config.data.global_batch / max(seconds, 1e-9), STOPPED if now.is_stopped else 0

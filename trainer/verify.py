@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,9 +41,11 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "parameter-server": (2, ["strategy.comm_hook=parameter_server"]),
 }
 FP64 = "fp64"
+LEAST_TO_RESUME = 5  # steps: one is saved after the second, so that a kill in the fourth or later leaves something
 # (losses and metrics, gradients and weights): relative. Below fp64 the tensors are shown, not judged.
 TOLERANCE = {FP64: (1e-8, 1e-6), "fp32": (1e-3, 1.0), "tf32": (1e-2, 1.0)}
 COARSE = (1e-1, 1.0)
+LOST = "state kept outside of model, optimizer and step, or random numbers that are not seeded"
 
 
 @dataclass
@@ -58,8 +61,10 @@ class Evidence:
         return [[index for part in parts for index in part] for parts in steps]
 
     @property
-    def losses(self) -> dict[int, float]:
-        return {entry["step"]: entry["train/loss"] for entry in self.record if "train/loss" in entry}
+    def losses(self) -> dict[tuple[int, str], float]:
+        """By step and name: a train_step of its own may log several."""
+        named = [(entry["step"], k, v) for entry in self.record for k, v in entry.items() if k.startswith("train/")]
+        return {(step, name): value for step, name, value in named}
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -152,7 +157,7 @@ class Stage:
         plan = {"out": str(self.folder), "config_dirs": self.config_dirs, "runs": runs, "kill": kill}
         spec.write_text(json.dumps(plan), encoding="utf-8")
         done = self.launch(spec, ranks)
-        if kill is not None and done.returncode:
+        if kill is not None and (done.returncode == -signal.SIGKILL or "SIGKILL" in done.stderr):
             return None
         if done.returncode:
             said = [line for line in done.stderr.splitlines() if "Error" in line or line.startswith("error:")]
@@ -188,7 +193,10 @@ def prove_layouts(stage: Stage, layouts: Mapping[str, tuple[int, list[str]]]) ->
 
 def still(layout: str, precision: str, evidence: Evidence) -> Finding:
     """Of the run that others are compared with: whether it learned anything. Where not, agreement proves nothing."""
-    losses, notes = [loss for loss in evidence.losses.values() if loss is not None], evidence.ranks[0]
+    notes, curves = evidence.ranks[0], dict[str, list[float]]()
+    for (_, name), value in evidence.losses.items():
+        curves.setdefault(name, []).extend([value] if value is not None else [])
+    losses = max(curves.values(), key=lambda curve: max(curve, default=0.0) - min(curve, default=0.0), default=[])
     have_moved = max(_distances(notes["begun"], notes["weights"]).values(), default=0.0) > 1e-9
     if have_moved and max(losses, default=0.0) - min(losses, default=0.0) > 1e-6 * max(map(abs, losses), default=1.0):
         return Finding(layout, precision, {}, "reference", reason=f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
@@ -197,7 +205,8 @@ def still(layout: str, precision: str, evidence: Evidence) -> Finding:
 
 def compare(layout: str, precision: str, ours: Evidence, theirs: Evidence) -> Finding:
     scalars, tensors = TOLERANCE.get(precision, COARSE)
-    losses = {f"loss of step {step}": (loss, theirs.losses.get(step)) for step, loss in ours.losses.items()}
+    named = ours.losses.items()
+    losses = {f"{name} of step {step}": (value, theirs.losses.get((step, name))) for (step, name), value in named}
     metrics = {name: (value, theirs.metrics.get(name)) for name, value in ours.metrics.items()}
     taken = enumerate(zip(ours.ids, theirs.ids, strict=True), 1)
     groups: dict[str, dict[str, float]] = {
@@ -302,14 +311,18 @@ def _alike(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -
 def prove_resume(stage: Stage, kills: int, seed: int) -> list[Finding]:
     """Kill a run on two ranks at random and start it again; on two ranks for bits, on one and three for parity."""
     chance, findings = random.Random(seed), []  # noqa: S311  # no secret
-    saves = ["checkpoint.every_steps=2", "checkpoint.every_epochs=null"]
+    if stage.steps < LEAST_TO_RESUME:
+        raise ConfigError(
+            f"steps={stage.steps}: --resume needs at least {LEAST_TO_RESUME}, to kill after the first save"
+        )
+    saves = ["checkpoint.every_steps=2", "checkpoint.every_epochs=null", "checkpoint.background=false"]
     for precision in stage.precisions:
         whole = stage.train("undisturbed", 2, saves, [precision])
         assert whole is not None
         findings.append(still("undisturbed, 2 ranks", precision, whole[precision]))
         ranks_after = [2] * kills + ([1, 3] if precision == FP64 else [])
         for number, ranks in enumerate(ranks_after):
-            at = (chance.randrange(1, stage.steps), chance.randrange(2))
+            at = (chance.randrange(LEAST_TO_RESUME - 2, stage.steps), chance.randrange(2))
             name, where = f"killed-{number}", f"rank {at[1]} killed in step {at[0] + 1}, resumed on {ranks}"
             print(f"{where} ...", file=sys.stderr, flush=True)
             if stage.train(name, 2, saves, [precision], kill=at) is not None:
@@ -322,8 +335,9 @@ def prove_resume(stage: Stage, kills: int, seed: int) -> list[Finding]:
 
 def _compare_resumed(layout: str, precision: str, whole: Evidence, resumed: Evidence, is_exact: bool) -> Finding:
     """Examples, losses and gradients of the steps that the second process made, and all that stands at the end."""
-    made = len(resumed.ids)
-    begun = len(whole.ids) - made
+    begun = len(whole.ids) - len(resumed.ids)
+    if not begun:
+        return Finding(layout, precision, {}, "PROVES NOTHING", reason="it began anew: there was no checkpoint")
     part = Evidence([{**notes, "ids": notes["ids"][begun:], "gradients": {}} for notes in whole.ranks])
     other = Evidence([{**notes, "gradients": {}} for notes in resumed.ranks])
     finding = compare(layout, precision, part, other)

@@ -9,8 +9,9 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from trainer import checkpoint, rundir
 from trainer.config import Checkpoint, Log
-from trainer.errors import RunError, visible
+from trainer.errors import CheckpointError, RunError, visible
 from trainer.lease import Lease
 
 LINE_EVERY_S = 5.0
@@ -92,7 +93,8 @@ class RankZeroWriter(Writer):
         path = directory / "metrics.jsonl"
         _keep_until(path, step)
         self._metrics = open(path, "a", encoding="utf-8", opener=rundir.opener)  # noqa: SIM115
-        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if is_resumed else None)
+        self._open_board = partial(SummaryWriter, str(directory / "tensorboard"))
+        self._board = self._open_board(purge_step=step + 1 if is_resumed else None)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -100,10 +102,7 @@ class RankZeroWriter(Writer):
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._record({"step": step, **finite})
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        try:
-            self._board._get_file_writer().add_summary(Summary(value=points), step)  # one event: each wakes its thread
-        except OSError as error:
-            self._blame(error, "writing TensorBoard's events", 0)
+        self._show(lambda board: board._get_file_writer().add_summary(Summary(value=points), step))  # one event for all
         self._shown |= {name: value for name, value in values.items() if name in self._shown}
 
     def say(self, text: str = "") -> None:
@@ -154,19 +153,21 @@ class RankZeroWriter(Writer):
 
         plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()}
         for summary in hparams(plain, {}):
-            self._board._get_file_writer().add_summary(summary)
+            self._show(lambda board, summary=summary: board._get_file_writer().add_summary(summary))  # type: ignore[misc]
 
     def images(self, inputs: Any) -> None:
         if self._num_images and isinstance(inputs, torch.Tensor) and inputs.dim() == 4 and inputs.shape[1] in (1, 3):
             shown = inputs[: self._num_images].detach().float()
             low, high = shown.amin((1, 2, 3), keepdim=True), shown.amax((1, 2, 3), keepdim=True)
-            self._board.add_images("train/images", (shown - low) / (high - low).clamp_min(1e-12), self._began[0])
+            shown = (shown - low) / (high - low).clamp_min(1e-12)
+            self._show(lambda board: board.add_images("train/images", shown, self._began[0]))
         self._num_images = 0
 
     def observe(self, step: int, model: torch.nn.Module) -> None:
         if self._histograms and step % self._histograms == 0:
             for name, parameter in model.named_parameters():
-                self._board.add_histogram(f"weights/{name}", parameter.detach().float(), step)
+                weights = (f"weights/{name}", parameter.detach().float(), step)
+                self._show(lambda board, weights=weights: board.add_histogram(*weights))  # type: ignore[misc]
         if step == self._profiled[0]:
             kept = torch.profiler.tensorboard_trace_handler(str(self._directory / "tensorboard"))
             self._profiler = torch.profiler.profile(on_trace_ready=kept)
@@ -205,13 +206,22 @@ class RankZeroWriter(Writer):
         also = {best} if keep.keep_best else set()
         try:
             os.fsync(self._metrics.fileno())
-            self._board.flush()
+            self._show(lambda board: board.flush())
             checkpoint.save(root, step, parts, facts, self._check_owner)
             checkpoint.prune(root, keep.keep_last, keep.keep_best, keep.metric, keep.best_mode, also, self._check_owner)
         except OSError as error:
             self._blame(error, f"saving step {step}", checkpoint.size_of(parts))
             if self._failure is not None:
                 raise self._failure from None
+
+    def _show(self, draw: Callable[[Any], None]) -> None:
+        """Something for TensorBoard. Its thread ends with the first error, so another one takes over."""
+        try:
+            draw(self._board)
+        except OSError as error:
+            self._blame(error, "writing TensorBoard's events", 0)
+            with contextlib.suppress(OSError):
+                self._board = self._open_board()
 
     def _record(self, entry: Mapping[str, Any]) -> None:
         try:
@@ -238,9 +248,10 @@ class RankZeroWriter(Writer):
 
     def exit(self, code: int, reason: str, **facts: Any) -> None:
         try:
+            self._check_owner()
             rundir.write_exit(self._directory, code, reason, **facts)
-        except OSError as error:
-            self.say(f"warning: {self._directory / 'exit.json'}: {error.strerror}")
+        except (OSError, CheckpointError) as error:
+            self.say(f"warning: {self._directory / 'exit.json'}: {error}")
 
     def close(self) -> None:
         self._close_bar()

@@ -67,16 +67,19 @@ def extend(chain: str, step: int, digest: int) -> str:
 
 
 def expected(
-    seed: int, num_examples: int, global_batch: int, num_steps: int, replaced: Mapping[int, int] | None = None
+    seed: int, num_examples: int, global_batch: int, num_steps: int, replaced: Mapping[str, int] | None = None
 ) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """(step, chain after it, its example indices) for each step of an undisturbed run; `replaced` by others."""
-    taken = torch.arange(num_examples)
-    for index, other in (replaced or {}).items():
-        taken[index] = other
+    """(step, chain after it, its example indices) for each step of an undisturbed run.
+
+    `replaced` holds "<epoch>/<index>" of examples that could not be read, and what was taken.
+    """
     chain, per_epoch = "", num_examples // global_batch
     for first in range(0, num_steps, per_epoch):
-        steps = min(per_epoch, num_steps - first)
-        order = taken[Order(seed, first // per_epoch, num_examples)(torch.arange(steps * global_batch))].view(steps, -1)
+        steps, epoch, taken = min(per_epoch, num_steps - first), first // per_epoch, torch.arange(num_examples)
+        for place, other in (replaced or {}).items():
+            of, index = map(int, place.split("/"))
+            taken[index] = other if of == epoch else taken[index]
+        order = taken[Order(seed, epoch, num_examples)(torch.arange(steps * global_batch))].view(steps, -1)
         for number, digest in enumerate(digests(order).tolist()):
             chain = extend(chain, first + number, digest)
             yield first + number + 1, chain, order[number]

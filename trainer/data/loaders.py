@@ -6,6 +6,7 @@ dataset, through DataLoader and its workers.
 
 from __future__ import annotations
 
+import copy
 import signal
 import traceback
 from collections.abc import Iterable, Iterator, Sized
@@ -79,6 +80,12 @@ class ResidentLoader:
         self.tensors = [tensor.to(device) for tensor in dataset.tensors]
         self.sampler = sampler
 
+    def over(self, sampler: IndexSampler) -> ResidentLoader:
+        """Other batches of the same tensors."""
+        other = copy.copy(self)
+        other.sampler = sampler
+        return other
+
     def __iter__(self) -> Iterator[tuple[Any, torch.Tensor]]:
         row_bytes = max(1, sum(tensor[:1].nbytes for tensor in self.tensors))
         batches = iter(self.sampler)
@@ -94,13 +101,13 @@ class ResidentLoader:
 
 
 class StreamedLoader:
-    """`replaced` are the examples that could not be read, and what was taken instead; this rank's, so far."""
+    """`replaced` are this rank's examples that could not be read so far, "<epoch>/<index>", and what was taken."""
 
     def __init__(
         self, dataset: Dataset, sampler: IndexSampler, config: Data, seed: int, split: str, device: torch.device
     ):
         self.device, self._split, self._timeout_s = device, split, config.timeout_s
-        self.replaced: dict[int, int] = {}
+        self.replaced: dict[str, int] = {}
         may_skip = config.on_error == "skip" and split == "train"  # in evaluation each example counts exactly once
         self.loader = DataLoader(
             _Seeded(dataset, key_of(seed, split, "example"), may_skip),
@@ -117,16 +124,18 @@ class StreamedLoader:
         for found in self._read():
             if isinstance(found, _Unreadable):
                 raise RunError(f"{self._split} example {found.index} cannot be read: {found.reason}; {found.advice}")
-            wanted, indices, batch = found
+            epoch, wanted, indices, batch = found
             if not torch.equal(wanted, indices):
-                self.replaced |= {w: i for w, i in zip(wanted.tolist(), indices.tolist(), strict=True) if w != i}
+                pairs = zip(wanted.tolist(), indices.tolist(), strict=True)
+                self.replaced |= {f"{int(epoch[0])}/{w}": i for w, i in pairs if w != i}
             yield tree_map_only(torch.Tensor, self._move, batch), self._move(indices)
 
     def _read(self) -> Iterator[Any]:
         try:
             yield from self.loader
         except RuntimeError as error:
-            if "DataLoader" not in (said := " ".join(str(error).split())):
+            said = " ".join(str(error).split())
+            if not ("DataLoader" in said and any(w in said for w in ("timed out", "exited unexpect", "is killed by"))):
                 raise
             why = f"data.timeout_s={self._timeout_s:g} is over" if "timed out" in said else said.split(". ")[0]
             raise RunError(f"a worker of the {self._split} data does not answer: {why}; look at its dataset") from None
@@ -161,8 +170,8 @@ class _Unreadable:
 class _Seeded(Dataset):
     """A user's dataset with the generators seeded per example: the same transforms in any worker, rank or restart.
 
-    Gives (wanted index, index taken, example). An example that cannot be read is replaced, where that is allowed, by
-    the next one that can: the same one at every epoch, in any layout.
+    Gives (epoch, wanted index, index taken, example). An example that cannot be read is replaced, where that may be, by
+    the next one that can: the same one in every epoch, in any layout.
     """
 
     def __init__(self, dataset: Dataset, seed: int, may_skip: bool):
@@ -171,13 +180,13 @@ class _Seeded(Dataset):
     def __len__(self) -> int:
         return len(cast(Sized, self.dataset))
 
-    def __getitem__(self, pair: tuple[int, int]) -> tuple[int, int, Any] | _Unreadable:
+    def __getitem__(self, pair: tuple[int, int]) -> tuple[int, int, int, Any] | _Unreadable:
         epoch, wanted = pair
         for index in range(wanted, wanted + MOST_IN_A_ROW):
             taken = index % len(self)
             seed_example(self.seed, epoch, taken)
             try:
-                return wanted, taken, self.dataset[taken]
+                return epoch, wanted, taken, self.dataset[taken]
             except Exception as error:
                 line = traceback.extract_tb(error.__traceback__)[-1]
                 reason = " ".join(f"{type(error).__name__}: {error} ({line.filename}:{line.lineno})".split())

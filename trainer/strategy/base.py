@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -52,6 +52,7 @@ class Strategy(ABC):
         self._is_compiled = config.run.compile
         self.data_parallel_rank, self.data_parallel_size = world.rank, world.world_size
         self._parameters: list[nn.Parameter] = []
+        self._running: list[torch.Tensor] = []
 
     @classmethod
     def check(cls, config: Config, world: World) -> None:  # most have nothing to refuse
@@ -83,6 +84,16 @@ class Strategy(ABC):
         for parameter in self._parameters:
             if id(parameter) not in kept:
                 parameter.grad = None
+
+    def running_statistics(self) -> list[torch.Tensor]:
+        """Copies of the buffers that a forward pass changes."""
+        return [buffer.clone() for buffer in self._running]
+
+    @torch.no_grad()
+    def undo_running_statistics(self, before: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
+        """Put the copies back where a step was skipped: what was not finite is in the statistics already."""
+        for buffer, was in zip(self._running, before, strict=True):
+            buffer.copy_(torch.where(found_inf.to(buffer.device) > 0, was, buffer))
 
     def gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
@@ -159,8 +170,9 @@ class SingleDevice(Strategy):
 
     def wrap(self, model: nn.Module, rehearsal: MicroBatch, loss: Loss) -> nn.Module:
         self.place(model)
-        with untouched(self.module):
+        with untouched(self.module) as before:
             self.rehearse(rehearsal, loss)
+            self._running = changed_buffers(self.module, before)
         return self.module
 
     def forward_backward(self, model: nn.Module, micro_batches: MicroBatches, loss: Loss) -> torch.Tensor:
@@ -202,12 +214,20 @@ def call(model: nn.Module, inputs: Any) -> Any:
 def untouched(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Run a block, then put the model's buffers back and drop its gradients. Yields the buffers as they were."""
     before = {name: buffer.clone() for name, buffer in model.named_buffers() if not is_lazy(buffer)}
-    yield before
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in before:
-                buffer.copy_(before[name])
-    model.zero_grad(set_to_none=True)
+    try:
+        yield before
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in before:
+                    buffer.copy_(before[name])
+        model.zero_grad(set_to_none=True)
+
+
+def changed_buffers(model: nn.Module, before: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The floating buffers that are not as they were: running statistics, and not constants."""
+    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    return [b for name, b in buffers.items() if name not in before or not torch.equal(b, before[name])]
 
 
 def _check_model(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:

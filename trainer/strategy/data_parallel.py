@@ -17,7 +17,16 @@ from trainer.config import Config
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.strategy.base import Loss, MicroBatch, MicroBatches, SingleDevice, Strategy, call, untouched
+from trainer.strategy.base import (
+    Loss,
+    MicroBatch,
+    MicroBatches,
+    SingleDevice,
+    Strategy,
+    call,
+    changed_buffers,
+    untouched,
+)
 
 # torch 2.13 renames the switch: buffers are not broadcast before every forward.
 _SYNC_BUFFERS = (
@@ -66,7 +75,6 @@ class DistributedDataParallel(Strategy):
 
     def wrap(self, model: nn.Module, rehearsal: MicroBatch, loss: Loss) -> nn.Module:
         self.place(model)
-        self._running: list[torch.Tensor] = []
         with untouched(self.module) as before:
             self.rehearse(rehearsal, loss)
             self._running = self._changed(before)
@@ -114,12 +122,13 @@ class DistributedDataParallel(Strategy):
         return {**switches, **names, "bucket_cap_mb": block.bucket_mb}
 
     def _changed(self, before: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The floating buffers that a forward pass changed on any rank: running statistics, and not constants."""
-        buffers = {name: b for name, b in self.module.named_buffers() if b.is_floating_point()}
-        flags = [name not in before or not torch.equal(b, before[name]) for name, b in buffers.items()]
+        """The floating buffers that a forward pass changed on any rank."""
+        buffers = [b for b in self.module.buffers() if b.is_floating_point()]
+        here = {id(b) for b in changed_buffers(self.module, before)}
+        flags = [id(b) in here for b in buffers]
         agreed = torch.tensor(flags, dtype=torch.uint8, device=self.world.device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
-        return [b for b, is_changed in zip(buffers.values(), agreed.tolist(), strict=True) if is_changed]
+        return [b for b, is_changed in zip(buffers, agreed.tolist(), strict=True) if is_changed]
 
     @torch.no_grad()
     def _unload(self) -> torch.Tensor:
