@@ -25,11 +25,11 @@ from faults.common import Row  # noqa: E402
 
 # name -> (what runs, cases in full, cases in --quick)
 ROWS = {
-    "kill": (calls.kill, 1000, 100),
+    "kill": (calls.kill, 1000, 60),
     "power": (power.power, 500, 200),
     "weak": (power.weak, 4, 4),
     "damage": (damage.damage, 500, 200),
-    "errors": (calls.fail, 200, 60),
+    "errors": (calls.fail, 200, 30),
     "command": (calls.command, 8, 1),
     "ranks": (runs.ranks, 50, 2),
     "doubles": (runs.doubles, 20, 2),

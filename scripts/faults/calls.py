@@ -29,7 +29,16 @@ from trainer import checkpoint
 
 # Calls that no file sees: to die there is to die between two others. Their number varies with the allocator.
 _UNSEEN = {"mmap", "munmap", "mremap", "madvise", "brk", "futex", "getrandom", "gettid", "getpid", "sched_yield"}
-_UNSEEN |= {"rt_sigaction", "rt_sigprocmask", "restart_syscall", "exit_group", "clock_nanosleep", "mprotect"}
+_UNSEEN |= {
+    "rt_sigaction",
+    "rt_sigprocmask",
+    "restart_syscall",
+    "exit_group",
+    "clock_nanosleep",
+    "mprotect",
+    "select",
+    "pselect6",
+}
 ERRORS = ("ENOSPC", "EIO", "EROFS", "EINTR")
 FALLIBLE = ("openat", "write", "fsync", "close", "mkdir", "rename")
 RETRIED = ("openat", "write", "fsync")  # Python tries these again after EINTR, but no openat of a directory listing
@@ -84,6 +93,7 @@ def _calls(base: Path, template: Path, shape: Shape) -> list[Point]:
         else:
             body()
             shape.step_of(checkpoint.load_newest(root)[0])
+    (base / "announced").unlink()
     counts: Counter[str] = Counter()
     found = []
     for name, rest in re.findall(r"^\d+ +(\w+)\((.*)", log.read_text(), re.MULTILINE):
@@ -123,22 +133,23 @@ def kill(amount: int, seed: int) -> Row:
     ends: Counter[str] = Counter()
     with folder() as base:
         for point in random_of(seed).sample(_points(base, amount, seed), amount):
-            row.note(str(point), _one(base, point, ends))
+            row.note(str(point), _one(point, ends))
     row.detail = f"newest was the old one {ends['old']} times, the new one {ends['new']}"
     return row
 
 
-def _one(base: Path, point: Point, ends: Counter[str]) -> str | None:
-    with _attempt(base, point, "signal=KILL") as (root, code, said, announced):
+def _one(point: Point, ends: Counter[str]) -> str | None:
+    with _attempt(point, "signal=KILL") as (root, code, said, announced):
         if code != -9:
             return f"ended with code {code}, not by the signal: {said}"
         return _judge(root, point.shape, announced, ends)
 
 
 @contextmanager
-def _attempt(base: Path, point: Point, what: str) -> Iterator[tuple[Path, int, str, int | None]]:
+def _attempt(point: Point, what: str) -> Iterator[tuple[Path, int, str, int | None]]:
     """Save the next step with `what` injected at the point: (root, exit code, what was raised, the step announced)."""
-    root, told, step = base / "root", base / "announced", point.shape.num_older + 1
+    place, step = point.template.parent, point.shape.num_older + 1
+    root, told = place / "root", place / "announced"  # as deep as where the calls were counted: paths are resolved
     shutil.copytree(point.template, root)
     try:
         code, said = traced(lambda: _save_and_prune(root, point.shape, step, told), point.inject(what), os.devnull)
@@ -178,13 +189,13 @@ def fail(amount: int, seed: int) -> Row:
     with folder() as base:
         points = [point for point in _points(base, 600, seed) if point.call in FALLIBLE]
         for point, error in random_of(seed).sample([(p, e) for p in points for e in ERRORS], amount):
-            row.note(f"{error} at {point}", _one_error(base, point, error, ends))
+            row.note(f"{error} at {point}", _one_error(point, error, ends))
     row.detail = f"{ends['success']} went through, {ends['OSError']} ended in an OSError"
     return row
 
 
-def _one_error(base: Path, point: Point, error: str, ends: Counter[str]) -> str | None:
-    with _attempt(base, point, f"error={error}") as (root, code, said, announced):
+def _one_error(point: Point, error: str, ends: Counter[str]) -> str | None:
+    with _attempt(point, f"error={error}") as (root, code, said, announced):
         ends["success" if code == 0 else "OSError"] += 1
         if code not in (0, 1) or (code == 1 and "Traceback" in said):
             return f"ended with code {code}, by no OSError: {said}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import statistics
 import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -34,22 +36,27 @@ def _poison(place: Path, size: int, example: int, hit: Counter[str]) -> str | No
 
     place.mkdir()
     found = on_ranks(size, _train_poisoned, place, example)
-    where = [rank for rank, (_, seen) in enumerate(found) if example in seen]
-    if not where:
+    taken = [
+        rank
+        for step in zip(*(seen for _, seen in found), strict=True)
+        for rank, ids in enumerate(step)
+        if example in ids
+    ]
+    if not taken:
         hit["untaken"] += 1
         return "the example was not taken within the run"
     is_clean = all(torch.isfinite(t).all() and torch.equal(t, found[0][0][n]) for w, _ in found for n, t in w.items())
     hit["poisoned"] += not is_clean
-    said = (place / "rank-0.log").read_text() + (place / "rank-1.log").read_text()
+    said = "".join(path.read_text() for path in place.glob("rank-*.log"))
     lines = [line for line in said.splitlines() if "not finite" in line]
-    is_named = any(re.search(rf"example {example}\b.*rank {where[0]}\b", line) for line in lines)
+    is_named = any(re.search(rf"example {example}\b.*rank {taken[0]}\b", line) for line in lines)
     hit["named"] += is_named
     if not is_clean:
         return "weights are not finite, or not the same on all ranks"
-    return None if is_named else f"rank {where[0]} and example {example} are not named: {lines[:1]}"
+    return None if is_named else f"rank {taken[0]} and example {example} are not named: {lines[:1]}"
 
 
-def _train_poisoned(place: Path, example: int) -> tuple[dict[str, torch.Tensor], list[int]]:
+def _train_poisoned(place: Path, example: int) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
     """Weights at the end, and the examples that this rank took; two epochs, so that each example is taken."""
     from tiny import fit
 
@@ -60,7 +67,7 @@ def _train_poisoned(place: Path, example: int) -> tuple[dict[str, torch.Tensor],
         os.dup2(log, descriptor)
     steps = 2 * (EXAMPLES // BATCH)
     run = fit(place, "task=tiny", *_slow_options(example), f"run.steps={steps}", "optim.lr=0.01", task=Slow)
-    return run["weights"], [index for seen in run["seen"] for index in seen]
+    return run["weights"], run["seen"]
 
 
 def _slow_options(example: int) -> list[str]:
@@ -93,20 +100,16 @@ def cost(amount: int, seed: int) -> Row:
 
 def _measure(place: Path, is_on: bool) -> dict[str, Any]:
     """A run in a process of its own: its seconds, and of each save the stall and torch.save of the same state."""
-    import json
-    import sys
-
     place.mkdir()
-    words = [sys.executable, "-m", "faults.numbers", str(place), "1" if is_on else "null"]
-    words[1:3] = ["-c", "import sys; from faults.numbers import timed; timed(*sys.argv[1:])"]
+    program = "import sys; from faults.numbers import timed; timed(*sys.argv[1:])"
+    words = [sys.executable, "-c", program, str(place), "1" if is_on else "null"]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=600, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr[-500:]
     return json.loads((place / "timed.json").read_text())
 
 
 def timed(place: str, every: str) -> None:
-    import json
-
+    """In the process that is measured: what we time beside the run, torch.save, is taken off its seconds."""
     from trainer import load_config
     from trainer.session import Session
     from trainer.tasks.cifar import Cifar

@@ -319,6 +319,7 @@ def loss_in(announced: int, tree: Tree, shape: Shape) -> str | None:
 
 
 def power(amount: int, seed: int) -> Row:
+    """Each state of the disk that a crash in a save or prune may leave, drawn from all of them, and loaded from."""
     row = Row("disk state after a power loss", amount)
     shapes = [Shape(parts, size, keep) for parts, size in ((1, 20_000), (2, 50), (3, 2000), (5, 1)) for keep in (1, 2)]
     found = [(shape, *state) for shape in shapes for state in crash_states(ours, shape, 4)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import random
 import signal
@@ -25,7 +26,7 @@ from faults.common import (
     words_of,
 )
 from faults.task import MARKS
-from trainer import audit
+from trainer import audit, checkpoint
 
 PHASES = ("start-up", "first step", "mid step", "evaluation", "during save", "at the end")
 LAYOUTS = {
@@ -112,6 +113,8 @@ def ranks(amount: int, seed: int) -> Row:
     row, chance, hit = Row("rank killed, run started again", amount), random_of(seed), Counter[str]()
     cases = [(phase, layout, size) for layout in LAYOUTS for size in (2, 3) for phase in PHASES]
     cases = (chance.sample(cases, len(cases)) * (1 + amount // len(cases)))[:amount]
+    if amount < 6:  # one layout, so one undisturbed run
+        cases = [(phase, *cases[0][1:]) for phase, *_ in cases]
     undisturbed: dict[tuple[str, int], Any] = {}
     with folder() as base:
         for number, (phase, layout, size) in enumerate(cases):
@@ -258,10 +261,6 @@ def _wake(place: Path, undisturbed: Any, chance: random.Random, is_over: bool, h
 
 def _judge_successor(directory: Path, step: int, undisturbed: Any) -> str | None:
     """Each checkpoint after `step` is of the second session, and what is left is what one run alone leaves."""
-    import json
-
-    from trainer import checkpoint
-
     for other, path in checkpoint.steps(directory / "checkpoints").items():
         sessions = len(checkpoint.load(path).manifest["sessions"])
         if sessions != 1 + (other > step):
