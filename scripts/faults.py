@@ -25,15 +25,15 @@ from faults.common import Row  # noqa: E402
 
 # name -> (what runs, cases in full, cases in --quick)
 ROWS = {
-    "kill": (calls.kill, 1000, 60),
-    "power": (power.power, 500, 200),
+    "kill": (calls.kill, 1000, 40),
+    "power": (power.power, 500, 100),
     "weak": (power.weak, 4, 4),
-    "damage": (damage.damage, 500, 200),
+    "damage": (damage.damage, 500, 100),
     "errors": (calls.fail, 200, 30),
     "command": (calls.command, 8, 1),
     "ranks": (runs.ranks, 50, 2),
     "doubles": (runs.doubles, 20, 2),
-    "nonfinite": (numbers.nonfinite, 30, 2),
+    "nonfinite": (numbers.nonfinite, 30, 1),
     "cost": (numbers.cost, 5, 0),
 }
 
@@ -68,7 +68,7 @@ def table(rows: list[Row]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=ROWS, action="append", help="one row; may be given more than once")
-    parser.add_argument("--quick", action="store_true", help="fewer cases, under 90 s")
+    parser.add_argument("--quick", action="store_true", help="fewer cases: minutes become seconds")
     parser.add_argument("--cases", type=int, help="how many cases, in place of the row's own number")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)

@@ -265,7 +265,7 @@ def _judge_successor(directory: Path, step: int, undisturbed: Any) -> str | None
         sessions = len(checkpoint.load(path).manifest["sessions"])
         if sessions != 1 + (other > step):
             return f"step {other} was published by the old process"
+    if problem := difference(state_of(directory), undisturbed):
+        return problem
     told = json.loads((directory / "exit.json").read_text())
-    if told["code"] != 0:
-        return f"the old process wrote exit.json over its successor's: {told}"
-    return difference(state_of(directory), undisturbed)
+    return f"the old process wrote exit.json over its successor's: {told}" if told["code"] else None
