@@ -8,7 +8,7 @@ ARGS ?=
 # pip finds no newer torch than the pinned one, so no CUDA packages come along on a machine without a GPU
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help setup train text test test-all lint format types wheel clean
+.PHONY: help setup train text test test-all faults lint format types wheel clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -32,6 +32,9 @@ test: setup ## the default tests: minutes on two cores
 
 test-all: setup ## every test, the slow ones too
 	@$(BIN)/python -m pytest -m '' $(ARGS)
+
+faults: setup ## kills, power losses, damage, disk errors, two writers: every row; ARGS="--quick" for less
+	@$(BIN)/python scripts/faults.py $(ARGS)
 
 lint: setup ## ruff, as CI and pre-commit run it
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

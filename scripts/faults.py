@@ -1,0 +1,86 @@
+"""Break what can break and see that nothing is lost: kills, power losses, damage, errors of the disk, two writers.
+
+    python scripts/faults.py [--only NAME] [--quick] [--seed N] [--json FILE]
+
+One table at the end; exit code 1 if any case failed. Cases are drawn by the seed, and none is tried again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from faults import calls, damage, numbers, power, runs  # noqa: E402
+from faults.common import Row  # noqa: E402
+
+# name -> (what runs, cases in full, cases in --quick)
+ROWS = {
+    "kill": (calls.kill, 1000, 40),
+    "power": (power.power, 500, 100),
+    "weak": (power.weak, 4, 4),
+    "damage": (damage.damage, 500, 100),
+    "errors": (calls.fail, 200, 30),
+    "command": (calls.command, 8, 1),
+    "ranks": (runs.ranks, 50, 2),
+    "doubles": (runs.doubles, 20, 2),
+    "nonfinite": (numbers.nonfinite, 30, 1),
+    "cost": (numbers.cost, 5, 0),
+}
+
+
+def measure(name: str, is_quick: bool, amount: int | None, seed: int) -> Row | None:
+    function, full, quick = ROWS[name]
+    amount = amount or (quick if is_quick else full)
+    if not amount:
+        return None
+    print(f"{name}: {function.__doc__}", file=sys.stderr, flush=True)
+    begun = time.monotonic()
+    row = function(amount, seed)
+    row.seed, row.seconds = seed, time.monotonic() - begun
+    return row
+
+
+def table(rows: list[Row]) -> str:
+    lines = [("test", "asked", "passed", "seed", "seconds", "")]
+    for row in rows:
+        said = f"skipped: {row.skipped}" if row.skipped else row.detail
+        verdict = "" if row.is_good else "FAILED "
+        lines.append((row.name, str(row.asked), str(row.passed), str(row.seed), f"{row.seconds:.0f}", verdict + said))
+    widths = [max(len(line[n]) for line in lines) for n in range(5)]
+    return "\n".join(
+        f"{line[0]:<{widths[0]}}  "
+        + "  ".join(f"{line[n]:>{widths[n]}}" for n in range(1, 5))
+        + f"  {line[5]}".rstrip()
+        for line in lines
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=ROWS, action="append", help="one row; may be given more than once")
+    parser.add_argument("--quick", action="store_true", help="fewer cases: minutes become seconds")
+    parser.add_argument("--cases", type=int, help="how many cases, in place of the row's own number")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    found = [measure(name, given.quick, given.cases, given.seed) for name in given.only or ROWS]
+    rows = [row for row in found if row is not None]
+    print(table(rows))
+    if given.json:
+        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    return int(not all(row.is_good for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""What the rows share: a row's outcome, content that tells its step, and strace attached to a forked child."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from trainer import checkpoint
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+FACTS: dict[str, Any] = {"metrics": {"eval/loss": None}, "config": {"run.seed": 3}}
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    name: str
+    asked: int
+    passed: int = 0
+    failures: list[str] = field(default_factory=list)
+    detail: str = ""
+    skipped: str = ""
+    seed: int = 0
+    seconds: float = 0.0
+
+    @property
+    def is_good(self) -> bool:
+        return not self.failures and (bool(self.skipped) or self.passed == self.asked)
+
+    def note(self, case: str, problem: str | None) -> None:
+        """One case: passed where there is no problem."""
+        if problem is None:
+            self.passed += 1
+        else:
+            self.failures.append(f"{case}: {problem}")
+            print(f"FAILED {self.name}: {case}: {problem}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="faults-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def random_of(seed: int) -> random.Random:
+    return random.Random(seed)  # noqa: S311  # cases are drawn, no secret
+
+
+# Checkpoints whose content tells what was saved -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one save consists of."""
+
+    num_parts: int
+    size: int
+    num_older: int = 1
+
+    def parts(self, step: int) -> dict[str, Any]:
+        names = ["model.pt", "training.pt", *(f"part-{n}.pt" for n in range(2, self.num_parts))][: self.num_parts]
+        return {
+            name: {"weight": torch.arange(self.size, dtype=torch.float32) * step + n, "seen": [step, n, None]}
+            for n, name in enumerate(names)
+        }
+
+    def save(self, root: Path, step: int) -> Path:
+        return checkpoint.save(root, step, self.parts(step), FACTS)
+
+    def step_of(self, loaded: checkpoint.Loaded | None) -> int | None:
+        """Its step; raises AssertionError for anything but exactly what was saved for it."""
+        if loaded is None:
+            return None
+        step = loaded.manifest["step"]
+        found = {name: checkpoint.unpack(data, CPU) for name, data in loaded.files.items()}
+        assert same(found, self.parts(step)), f"step {step} is mixed: it holds what was not saved for it"
+        return step
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal to the bit, types and structure included."""
+    (ours, shape), (theirs, other_shape) = tree_flatten(one), tree_flatten(other)
+    return shape == other_shape and all(_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        is_alike = one.dtype == other.dtype and one.shape == other.shape
+        return is_alike and bool((one.contiguous().view(-1).view(torch.uint8) == _bytes(other)).all())
+    return type(one) is type(other) and (one == other or one != one)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+# strace on a forked child ---------------------------------------------------------------------------------------------
+
+
+def without_strace() -> str:
+    """Why strace cannot be used here; empty where it can."""
+    if shutil.which("strace") is None and os.geteuid() == 0 and (apt := shutil.which("apt-get")):
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.run([apt, "install", "-y", "-qq", "strace"], capture_output=True, timeout=120)
+    if shutil.which("strace") is None:
+        return "strace is not installed"
+    try:
+        code, _ = traced(lambda: None, ["-e", "trace=close"], os.devnull)
+    except OSError as error:
+        return str(error)
+    return "" if code == 0 else "strace cannot attach here"
+
+
+def traced(body: Callable[[], None], options: list[str], log: str) -> tuple[int, str]:
+    """Run `body` in a forked child with strace attached: (its exit code, negative for a signal; what it raised).
+
+    The child has torch loaded already, and waits for a byte until strace is there.
+    """
+    (go, start), (told, tell) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _child(body, go, tell, (start, told))
+    os.close(go)
+    os.close(tell)
+    words = ["strace", "-f", "-p", str(pid), "-o", log, *options]
+    tracer = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    assert tracer.stderr is not None
+    first = tracer.stderr.readline()
+    if "attached" not in first:
+        os.kill(pid, signal.SIGKILL)
+    else:
+        os.write(start, b".")
+    with os.fdopen(told, "rb") as stream:
+        said = stream.read().decode()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.close(start)
+    tracer.stderr.close()
+    tracer.wait()
+    if "attached" not in first:
+        raise OSError(first.strip() or "strace said nothing")
+    return code, said
+
+
+def _child(body: Callable[[], None], go: int, tell: int, others: tuple[int, int]) -> None:
+    for descriptor in others:
+        os.close(descriptor)
+    select.select([go], [], [])  # and no read: how often that is called is counted
+    try:
+        body()
+    except BaseException as error:
+        text = "" if isinstance(error, OSError) else traceback.format_exc()
+        os.write(tell, f"{type(error).__name__}: {error}\n{text}".encode())
+        os._exit(1)
+    os._exit(0)
+
+
+# Whole runs -----------------------------------------------------------------------------------------------------------
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For a process that finds the package, the tests' task and ours."""
+    paths = [REPOSITORY, REPOSITORY / "tests", REPOSITORY / "scripts"]
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**kept, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", **more}
+
+
+def words_of(task: str, run_dir: Path, *overrides: str, ranks: int = 0) -> list[str]:
+    """The command of a run; under torchrun where `ranks` are given."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    dirs = ["--config-dir", str(REPOSITORY / "tests/conf"), "--config-dir", str(REPOSITORY / "scripts/faults/conf")]
+    named = [f"task={task}", f"run.dir={run_dir}", "run.name=run"]
+    return [sys.executable, *launcher, "-m", "trainer", *dirs, *named, *overrides]
+
+
+def wait_for(condition: Callable[[], Any], limit_s: float, every_s: float = 0.005) -> Any:
+    """What `condition` gives once it is true; None after `limit_s`."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(every_s)
+    return None
+
+
+def errors_in(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("error: ")]
+
+
+def state_of(directory: Path) -> Mapping[str, Any]:
+    """Everything that a run left: the newest checkpoint's content and metrics.jsonl without speeds and ledger."""
+    import json
+
+    loaded, skipped = checkpoint.load_newest(directory / "checkpoints")
+    assert loaded is not None and not skipped, f"no valid newest checkpoint: {skipped}"
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    record = [{k: v for k, v in line.items() if not k.startswith("speed/")} for line in lines if "ledger" not in line]
+    parts = {name: checkpoint.unpack(data, CPU) for name, data in loaded.files.items()}
+    return {"step": loaded.manifest["step"], "record": record, **parts}
+
+
+def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    """The first part that differs."""
+    unlike = [name for name in {**ours, **theirs} if not same(ours.get(name), theirs.get(name))]
+    return f"{', '.join(unlike)} differ from the undisturbed run" if unlike else None
