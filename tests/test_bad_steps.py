@@ -11,7 +11,7 @@ import torch
 from ranks import on_ranks
 from tiny import CONF, Items, Tiny, TinyItems, fit, fit_on, newest
 
-from trainer import RunError, checkpoint
+from trainer import RunError
 from trainer.audit import main as audit
 from trainer.replay import main as replay
 
@@ -256,10 +256,37 @@ def test_data_worker_that_hangs_is_one_line(tmp_path):
     assert seconds < 20
 
 
-def test_bad_examples_are_in_no_checkpoint_of_a_rollback(tmp_path):
-    """What was saved at the bad step itself, before the host knew, is moved aside."""
-    every = ["checkpoint.every_steps=1", "checkpoint.every_epochs=null", "checkpoint.keep_last=20"]
-    rolled = fit_on(1, tmp_path, *RECIPE, *every, "run.on_bad_step=rollback", task=Once)
-    assert list(checkpoint.steps(rolled["directory"] / "checkpoints")) == list(range(1, 13))
-    aside = [path.name for path in (rolled["directory"] / "checkpoints").glob("invalid-step-*")]
-    assert [name.split("-")[2] for name in sorted(aside)] == ["00000008", "00000009"][: len(aside)] and aside
+def test_bad_step_is_known_before_it_is_published(tmp_path):
+    """Else it would push the last good checkpoint out, and a rollback begin anew."""
+    every = ["checkpoint.every_steps=1", "checkpoint.every_epochs=null", "checkpoint.keep_last=1"]
+    every += ["checkpoint.keep_best=0"]
+    straight = fit_on(1, tmp_path / "straight", *RECIPE, *every)
+    rolled = fit_on(1, tmp_path / "rolled", *RECIPE, *every, "run.on_bad_step=rollback", task=Once)
+    assert all(torch.equal(tensor, rolled["weights"][name]) for name, tensor in straight["weights"].items())
+    assert rolled["record"] == straight["record"]
+
+
+def test_rollback_on_a_branch_goes_back_to_what_it_began_with(tmp_path):
+    fit_on(1, tmp_path, "task=tiny", "run.steps=4")
+    begun = [*RECIPE, f"run.resume={tmp_path}/tiny/run", "checkpoint.every_epochs=null"]
+    straight = fit_on(1, tmp_path, *begun, "run.name=straight")
+    rolled = fit_on(1, tmp_path, *begun, "run.name=rolled", "run.on_bad_step=rollback", task=Once)
+    assert all(torch.equal(tensor, rolled["weights"][name]) for name, tensor in straight["weights"].items())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_skipped_step_leaves_running_statistics_as_they_were(ranks, tmp_path, capfd):
+    run = fit_on(ranks, tmp_path, *RECIPE, "run.steps=9", "task.options.norm=true", task=BadExample)
+    assert all(torch.isfinite(tensor).all() for tensor in run["weights"].values())
+    assert all(value == value for value in run["metrics"].values())
+    step, rank = place_of_the_bad(ranks)
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("warning: ")]
+    named = f"the loss of example {BAD} is not finite (nan), on rank {rank}"
+    assert said == [f"warning: step {step}: {named}; the update was skipped"]
+
+
+def test_signal_in_the_step_of_a_rollback_is_not_lost(tmp_path):
+    """The request stands, whatever session is at work."""
+    every = ["checkpoint.every_steps=2", "checkpoint.every_epochs=null"]
+    wanted = ["run.on_bad_step=rollback", "task.options.signal_at=8", "run.steps=40"]
+    assert fit_on(1, tmp_path, *RECIPE, *every, *wanted, task=Once)["code"] == 75

@@ -206,7 +206,7 @@ def test_task_without_targets_is_proved(prove):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--resume", "steps=3"], r"^steps=3: --resume needs at least 5, to kill after the first save$"),
+        (["--resume", "steps=3"], r"^steps=3: --resume needs at least 5, to kill after a save$"),
         (["layouts=rank-2"], r"^layouts=rank-2: must be of ranks-2, ranks-3, accumulation, .* or ranks-<n>$"),
         (["steps=0"], r"^steps=0: must be a whole number of at least 1$"),
         (["optim.lrr=1"], r"^optim.lrr is not a setting; did you mean optim.lr\?$"),
@@ -251,8 +251,5 @@ def test_layouts_are_compared_by_the_command_line():
 @pytest.mark.slow
 def test_state_that_no_checkpoint_holds_is_found_by_resuming():
     done = verb("--resume", "kills=1", "seed=1", "task.trainer=test_verify.Forgetful")
-    assert (
-        done.returncode == 1
-        and "DIFFERENT: first: train/loss of step" in done.stdout
-        and "state kept outside of model" in done.stdout
-    )
+    assert done.returncode == 1
+    assert "DIFFERENT: first: train/loss of step" in done.stdout and "state kept outside of model" in done.stdout

@@ -33,20 +33,20 @@ class Lease:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, self._held.encode(), 0)
         os.fsync(self._descriptor)
-        _held.add(self.path.absolute())
+        _held.add(_identity(os.fstat(self._descriptor)))
 
     def check(self) -> None:
         """Raises CheckpointError if another process has taken the directory over."""
         try:
             found, ours = self.path.lstat(), os.fstat(self._descriptor)
-            if (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino) and self._read() == self._held:
+            if _identity(found) == _identity(ours) and self._read() == self._held:
                 return
         except FileNotFoundError:
             pass
         raise CheckpointError(f"{self.path.parent}: another process has taken this run over; nothing was published")
 
     def release(self) -> None:
-        _held.discard(self.path.absolute())
+        _held.discard(_identity(os.fstat(self._descriptor)))
         os.close(self._descriptor)
 
     def _read(self) -> str:
@@ -59,11 +59,15 @@ def check_free(directory: Path) -> None:
         os.close(_lock(directory / NAME))
 
 
-_held = set[Path]()  # closing any descriptor of a file drops a process's own lock on it, so it is not opened again
+_held = set[tuple[int, int]]()  # closing any descriptor of a file drops the process's own lock on it: not opened again
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
 
 
 def _lock(path: Path) -> int:
-    if path.absolute() in _held:
+    if path.exists() and _identity(path.lstat()) in _held:
         raise ConfigError(f"run directory {path.parent}: this process writes there already; give run.name=<new>")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:

@@ -77,7 +77,7 @@ def locate(config: Config) -> Origin:
 
 def back_to(directory: Path, begun: Origin) -> Origin:
     """What a run that rolls back goes on from: its own newest checkpoint, else what it began with."""
-    if begun.directory != directory and begun.source is not None and not checkpoint.steps(directory / "checkpoints"):
+    if begun.source not in (None, directory) and not checkpoint.steps(directory / "checkpoints"):
         return Origin(directory, begun.checkpoint, begun.source)
     return Origin(directory, source=directory)
 

@@ -347,8 +347,8 @@ class Trainer(Task):
         for name, value in returned.items():
             values, weights = weigh(name, value, count_rows(targets, outputs))
             means.add(name, values[:rows], None if weights is None else weights[:rows])
-        if rows or not any(self._now.shard.rows):
-            real = tree_map_only(torch.Tensor, lambda t: t[:rows], (outputs, targets))
+        if self._now.metrics and (rows or not any(self._now.shard.rows)):
+            real = tree_map_only(torch.Tensor, lambda t: t[:rows] if t.dim() else t, (outputs, targets))
             self._feed(real[0], real[1], rows)
 
     def _feed(self, outputs: Any, targets: Any, rows: int) -> None:

@@ -312,9 +312,7 @@ def prove_resume(stage: Stage, kills: int, seed: int) -> list[Finding]:
     """Kill a run on two ranks at random and start it again; on two ranks for bits, on one and three for parity."""
     chance, findings = random.Random(seed), []  # noqa: S311  # no secret
     if stage.steps < LEAST_TO_RESUME:
-        raise ConfigError(
-            f"steps={stage.steps}: --resume needs at least {LEAST_TO_RESUME}, to kill after the first save"
-        )
+        raise ConfigError(f"steps={stage.steps}: --resume needs at least {LEAST_TO_RESUME}, to kill after a save")
     saves = ["checkpoint.every_steps=2", "checkpoint.every_epochs=null", "checkpoint.background=false"]
     for precision in stage.precisions:
         whole = stage.train("undisturbed", 2, saves, [precision])

@@ -210,6 +210,7 @@ class RankZeroWriter(Writer):
             checkpoint.save(root, step, parts, facts, self._check_owner)
             checkpoint.prune(root, keep.keep_last, keep.keep_best, keep.metric, keep.best_mode, also, self._check_owner)
         except OSError as error:
+            self._check_owner()  # a successor has swept what was being written
             self._blame(error, f"saving step {step}", checkpoint.size_of(parts))
             if self._failure is not None:
                 raise self._failure from None
@@ -250,8 +251,10 @@ class RankZeroWriter(Writer):
         try:
             self._check_owner()
             rundir.write_exit(self._directory, code, reason, **facts)
-        except (OSError, CheckpointError) as error:
-            self.say(f"warning: {self._directory / 'exit.json'}: {error}")
+        except CheckpointError:
+            return  # it is another's to write
+        except OSError as error:
+            self.say(f"warning: {self._directory / 'exit.json'}: {error.strerror}")
 
     def close(self) -> None:
         self._close_bar()
