@@ -16,7 +16,7 @@ TEXT = [
 PLAIN_TEXT = [*TEXT, "task.options.dropout=0.0"]
 DROPOUT_TEXT = [*TEXT, "task.options.dropout=0.1", "data.global_batch=20", "data.micro_batch=5"]
 CIFAR = [
-    *("task=cifar", "task.options.data=bundled", "task.options.norm=none", "task.options.widths=[16,32,32]"),
+    *("task=cifar", "task.options.data=bundled", "task.options.norm=none", "task.options.widths=[8,16,16]"),
     *("task.options.label_smoothing=0", "optim=adamw", "optim.lr=0.003", "schedule=constant", "data.global_batch=22"),
     *FIFTY,
 ]

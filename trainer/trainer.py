@@ -217,7 +217,8 @@ class Trainer(Task):
         is_better = self._is_due(self.config.eval) and self._evaluate_and_log()
         if self._is_due(self.config.checkpoint) or is_better or now.is_save_due:
             with now.watch.paused():
-                now.is_stopped |= self._judge(now.verdicts.flush(), self.step)  # before the step is published
+                is_asked = self._judge(now.verdicts.flush(), self.step)  # before the step is published
+                now.is_stopped = is_asked and not is_last
                 now.save()
         return is_last or now.is_stopped
 
