@@ -342,13 +342,13 @@ def _compare_resumed(layout: str, precision: str, whole: Evidence, resumed: Evid
     if is_exact and finding.verdict == "agrees":
         weights = zip(part.ranks[0]["weights"].items(), other.ranks[0]["weights"].values(), strict=True)
         bits = [name for (name, one), two in weights if not torch.equal(one, two)]
-        unlike = [f"loss of step {step}" for step, loss in part.losses.items() if other.losses.get(step) != loss]
+        unlike = [f"{k[1]} of step {k[0]}" for k, value in part.losses.items() if other.losses.get(k) != value]
         if bits or unlike:
-            reason = (
-                "not to the bit: state that is kept outside of model, optimizer and step, or random numbers unseeded"
-            )
-            return Finding(layout, precision, finding.worst, "DIFFERENT", f"first: {[*unlike, *bits][0]}", reason)
+            where = f"first: {[*unlike, *bits][0]}"
+            return Finding(layout, precision, finding.worst, "DIFFERENT", where, f"not to the bit: {LOST}")
         finding.verdict = "same bits"
+    elif finding.verdict == "DIFFERENT":  # what its ranks saw, they saw with other weights
+        finding.reason = LOST
     return finding
 
 
