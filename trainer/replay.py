@@ -50,6 +50,8 @@ def main(arguments: Sequence[str]) -> int:
         try:
             task.fit()
         except Replayed:
+            if any("BatchNorm" in type(module).__name__ for module in task.model.modules()):
+                print("BatchNorm took its running statistics for this, so these are not the losses of training")
             return _tell(task.examples, step, directory)
     raise ConfigError(f"step={step}: the run has only {task.step:,} steps")
 
