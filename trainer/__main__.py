@@ -81,6 +81,15 @@ def split_arguments(arguments: Sequence[str], others: Sequence[str] = ()) -> tup
     return overrides, folders
 
 
+def run_directory(arguments: Sequence[str], advice: str) -> tuple[str, list[str], list[str]]:
+    """(the one run directory among the words, overrides, config dirs). Raises ConfigError with `advice`."""
+    words, config_dirs = split_arguments(arguments)
+    places = [word for word in words if "=" not in word]
+    if len(places) != 1:
+        raise ConfigError(advice)
+    return places[0], [word for word in words if "=" in word], config_dirs
+
+
 def train(config: Config) -> int:
     return load_task(config)(config).fit().exit_code
 

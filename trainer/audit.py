@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer import checkpoint
+from trainer import checkpoint, rundir
 from trainer.__main__ import run
 from trainer.data.ledger import expected
 from trainer.data.order import counted
@@ -64,13 +63,7 @@ def _compare(manifest: dict[str, Any], kept: dict[int, str]) -> int:
 
 def _recorded(directory: Path) -> dict[int, str]:
     """The chain at each save, as metrics.jsonl has it."""
-    found = {}
-    path = directory / "metrics.jsonl"
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        if '"ledger"' in line:
-            entry = json.loads(line)
-            found[entry["step"]] = entry["ledger"]
-    return found
+    return {e["step"]: e["ledger"] for _, e in rundir.entries(directory / rundir.METRICS) if "ledger" in e}
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def _export(found: Sequence[Path], target: Path) -> int:
     try:
         from safetensors.torch import save_file
     except ModuleNotFoundError:
-        raise ConfigError("--export: needs safetensors; pip install 'lockstep[export]'") from None
+        raise ConfigError("--export: needs safetensors; pip install 'lockstep-trainer[export]'") from None
     for path in reversed(found):
         try:
             loaded = checkpoint.load(path)

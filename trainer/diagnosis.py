@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from trainer.distributed.group import Group
@@ -16,6 +15,7 @@ from trainer.errors import RunError
 from trainer.means import count_rows, weigh
 from trainer.session import Session
 from trainer.strategy.base import call, untouched
+from trainer.strategy.batchnorm import has_batchnorm
 
 CHUNK = 2**22  # elements digested at once: the copies are of 64 bits
 
@@ -59,7 +59,7 @@ def examine(session: Session, step: int) -> list[Example]:
     task, module, found = session.task, session.strategy.module, list[Example]()
     now, task.step = task.step, step
     try:
-        module.train(not any(isinstance(m, _BatchNorm) for m in module.modules()))
+        module.train(not has_batchnorm(module))
         with untouched(module):
             for (_, indices), (inputs, targets) in zip((share := session.share_of(step)).batches, share, strict=True):
                 losses = _losses(session, inputs, targets).detach()

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from trainer.__main__ import load_task, run, split_arguments
+from trainer.__main__ import load_task, run, run_directory
 from trainer.config import load_run_config
 from trainer.errors import ConfigError, visible
 
@@ -20,11 +20,8 @@ def main(arguments: Sequence[str]) -> int:
     if "-h" in arguments or "--help" in arguments:
         print(HELP)
         return 0
-    words, config_dirs = split_arguments(arguments)
-    places = [word for word in words if "=" not in word]
-    if len(places) != 1:
-        raise ConfigError("give one run directory: python -m trainer.evaluate DIR [key=value ...]")
-    config = load_run_config(places[0], [word for word in words if "=" in word], config_dirs)
+    advice = "give one run directory: python -m trainer.evaluate DIR [key=value ...]"
+    config = load_run_config(*run_directory(arguments, advice))
     task = load_task(config)(config)
     metrics = task.evaluate()
     if not metrics:

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from trainer import rundir
 from trainer.__main__ import load_task, run
 from trainer.config import load_config
 from trainer.data.loaders import open_loader
@@ -36,8 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         directory = task.fit().directory
         task.notes["weights"] = {key: value.detach().cpu() for key, value in task.model.state_dict().items()}
         if task.world.rank == 0:
-            lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            task.notes["record"] = [json.loads(line) for line in lines]
+            task.notes["record"] = [entry for _, entry in rundir.entries(directory / rundir.METRICS)]
         torch.save(task.notes, Path(plan["out"]) / f"{name}-{task.world.rank}.pt")
     return 0
 

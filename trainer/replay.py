@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer import checkpoint
-from trainer.__main__ import load_task, run, split_arguments
+from trainer import checkpoint, rundir
+from trainer.__main__ import load_task, run, run_directory
 from trainer.config import load_run_config
 from trainer.data.order import BatchPlan
 from trainer.diagnosis import Example, examine
 from trainer.errors import ConfigError
+from trainer.strategy.batchnorm import has_batchnorm
 
 HELP = """usage: python -m trainer.replay DIR step=N [key=value ...] [--config-dir DIR]
 
@@ -32,14 +32,14 @@ def main(arguments: Sequence[str]) -> int:
     if "-h" in arguments or "--help" in arguments:
         print(HELP)
         return 0
-    words, config_dirs = split_arguments(arguments)
-    places = [word for word in words if "=" not in word]
+    advice = "give one run directory and one step: python -m trainer.replay DIR step=N"
+    place, words, config_dirs = run_directory(arguments, advice)
     wanted = [word.removeprefix("step=") for word in words if word.startswith("step=")]
-    if len(places) != 1 or len(wanted) != 1 or not wanted[0].isdecimal() or int(wanted[0]) < 1:
-        raise ConfigError("give one run directory and one step: python -m trainer.replay DIR step=N")
-    directory, step = Path(places[0]), int(wanted[0])
+    if len(wanted) != 1 or not wanted[0].isdecimal() or int(wanted[0]) < 1:
+        raise ConfigError(advice)
+    directory, step = Path(place), int(wanted[0])
     before = {number: path for number, path in checkpoint.steps(directory / "checkpoints").items() if number < step}
-    overrides = [word for word in words if "=" in word and not word.startswith("step=")]
+    overrides = [word for word in words if not word.startswith("step=")]
     config = load_run_config(str(directory), overrides, config_dirs)
     config.run.resume = str(before[max(before)]) if before else None
     config.run.name, config.strategy.name, config.strategy.comm_hook = "replay", "single", "none"
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             task.fit()
         except Replayed:
-            if any("BatchNorm" in type(module).__name__ for module in task.model.modules()):
+            if has_batchnorm(task.model):
                 print("BatchNorm took its running statistics for this, so these are not the losses of training")
             return _tell(task.examples, step, directory)
     raise ConfigError(f"step={step}: the run has only {task.step:,} steps")
@@ -99,10 +99,8 @@ def _tell(examples: Sequence[Example], step: int, directory: Path) -> int:
 
 def _logged(directory: Path, step: int) -> str:
     """What metrics.jsonl has for the step; with log.every_steps above 1 a mean over several."""
-    path = directory / "metrics.jsonl"
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        entry = json.loads(line)
-        if entry.get("step") == step and entry.get("train/loss") is not None:
+    for _, entry in rundir.entries(directory / rundir.METRICS):
+        if entry["step"] == step and entry.get("train/loss") is not None:
             return f"; metrics.jsonl has {entry['train/loss']:.6g} up to that step"
     return ""
 

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +20,8 @@ from trainer.lease import Lease, check_free
 # What belongs to the run and cannot change within it: the samples follow from these.
 FIXED = ("task.name", "run.seed", "data.global_batch")
 _NOT_COMPARED = ("run.resume", "run.name", "run.dir")
-_FILES = ("config.yaml", "exit.json", "metrics.jsonl", ".writer")
+METRICS = "metrics.jsonl"
+_FILES = ("config.yaml", "exit.json", METRICS, ".writer")
 _FOLDERS = ("checkpoints", "tensorboard")
 
 
@@ -107,16 +108,22 @@ def read(origin: Origin) -> tuple[checkpoint.Loaded | None, list[str]]:
 
 def recorded(directory: Path, step: int) -> dict[str, float]:
     """The evaluation that metrics.jsonl already holds for `step`: it is not made, nor written, a second time."""
-    path = directory / "metrics.jsonl"
     found: dict[str, float] = {}
+    for _, entry in entries(directory / METRICS):
+        if entry["step"] == step:
+            found |= {name: value for name, value in entry.items() if name.startswith("eval/") and value is not None}
+    return found
+
+
+def entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(line, what it says) of a metrics.jsonl, where there is one; a line that was cut off is passed over."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             entry = json.loads(line)
         except ValueError:
             continue
-        if entry.get("step") == step:
-            found |= {name: value for name, value in entry.items() if name.startswith("eval/") and value is not None}
-    return found
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            yield line, entry
 
 
 def _unused(named: Path | None) -> Path | None:

@@ -223,12 +223,11 @@ class Session:
         sampler = EpochSampler(self.plan, self.config.run.seed, self.strategy.data_parallel_rank, self.sampler.device)
         sampler.set_epoch(epoch, start)
         pieces = FixedSampler(list(islice(sampler, self.plan.accumulation)), epoch)
-        here, seed, base = replace(self.config.data, workers=0), self.config.run.seed, self.loaders["train"]
-        if isinstance(base, ResidentLoader):
-            return Share(self, epoch, list(base.over(pieces)))
-        return Share(
-            self, epoch, list(open_loader(self.datasets["train"], pieces, here, seed, "train", self.world.device))
-        )
+        loader = self.loaders["train"]
+        if isinstance(loader, ResidentLoader):
+            return Share(self, epoch, list(loader.over(pieces)))
+        here, seed, data = replace(self.config.data, workers=0), self.config.run.seed, self.datasets["train"]
+        return Share(self, epoch, list(open_loader(data, pieces, here, seed, "train", self.world.device)))
 
     def _begin_ema(self) -> None:
         if (decay := self.config.run.ema_decay) is not None:
@@ -253,7 +252,6 @@ class Session:
                 "precision": self.precision.state_dict(),
                 "ema": self.ema.state_dict() if self.ema else {},
                 "progress": asdict(progress),
-                "ledger": self.ledger.state_dict(),
             },
         }
         metrics = progress.metrics if progress.evaluated == step else {}
@@ -323,7 +321,7 @@ class Session:
         if self.optimizers:
             self._check_data(manifest["data"])
             self.means.load(training["rows"])
-            self.ledger.load_state_dict(training["ledger"])
+            self.ledger.step, self.ledger.chain = manifest["step"], manifest["ledger"]
             self.replaced = dict(manifest["replaced"])
             self._elements = training["elements"]
             self.objectives.clear()

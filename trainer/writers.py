@@ -90,7 +90,7 @@ class RankZeroWriter(Writer):
         self._failure: RunError | None = None
         self._profiler: Any = None
         self._histograms, self._profiled = config.histograms_every_steps, config.profile_steps or [0, 0]
-        path = directory / "metrics.jsonl"
+        path = directory / rundir.METRICS
         _keep_until(path, step)
         self._metrics = open(path, "a", encoding="utf-8", opener=rundir.opener)  # noqa: SIM115
         self._open_board = partial(SummaryWriter, str(directory / "tensorboard"))
@@ -276,16 +276,8 @@ def open_writer(
 
 def _keep_until(path: Path, step: int) -> None:
     """Drop what stands beyond `step` in metrics.jsonl, and a last line that was cut off."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            continue
-    rundir.replace(path, "".join(kept))
+    if path.exists():
+        rundir.replace(path, "".join(f"{line}\n" for line, entry in rundir.entries(path) if entry["step"] <= step))
 
 
 def _short(value: float, digits: int = 4) -> str:

@@ -126,9 +126,8 @@ def _points(base: Path, at_least: int, seed: int) -> list[Point]:
 
 def kill(amount: int, seed: int) -> Row:
     """SIGKILL before each system call: what was announced is there, and nothing is mixed."""
-    row = Row("SIGKILL at a system call of a save", amount)
-    if reason := without_strace():
-        row.skipped = reason
+    row = Row("SIGKILL at a system call of a save", amount, skipped=without_strace())
+    if row.skipped:
         return row
     ends: Counter[str] = Counter()
     with folder() as base:
@@ -181,9 +180,8 @@ def _judge(root: Path, shape: Shape, announced: int | None, ends: Counter[str]) 
 
 def fail(amount: int, seed: int) -> Row:
     """ENOSPC, EIO, EROFS and EINTR from the system call itself, so that Python's own retry is exercised."""
-    row = Row("error from a system call of a save", amount)
-    if reason := without_strace():
-        row.skipped = reason
+    row = Row("error from a system call of a save", amount, skipped=without_strace())
+    if row.skipped:
         return row
     ends: Counter[str] = Counter()
     with folder() as base:
@@ -213,9 +211,8 @@ SAVES = ("checkpoint.every_steps=3", "checkpoint.every_epochs=null", "checkpoint
 
 def command(amount: int, seed: int) -> Row:
     """The same through `python -m trainer`: one error line, exit code 1, the previous checkpoint intact."""
-    row = Row("error in a save of the whole command", amount)
-    if reason := without_strace():
-        row.skipped = reason
+    row = Row("error in a save of the whole command", amount, skipped=without_strace())
+    if row.skipped:
         return row
     chance = random_of(seed)
     with folder() as base:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -42,12 +41,6 @@ class Ledger:
             self.chain = extend(self.chain, self.step, digest)
             self.step += 1
         self._pending.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "chain": self.chain}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.chain = state["step"], state["chain"]
 
 
 def digests(indices: torch.Tensor, start: int = 0) -> torch.Tensor:

@@ -14,6 +14,10 @@ from trainer.errors import ConfigError
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
+def has_batchnorm(model: nn.Module) -> bool:
+    return any(isinstance(layer, _BatchNorm) for layer in model.modules())
+
+
 def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
     """The model with every BatchNorm layer taking its statistics over all ranks; names and parameters stay.
 
