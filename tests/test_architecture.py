@@ -13,13 +13,23 @@ LAYERS = [
     ["distributed"],
     ["data", "means", "precision", "schedule", "checkpoint", "rundir", "writers", "report", "ema", "lease"],
     ["strategy"],
-    ["task", "session", "diagnosis", "trainer"],
+    ["task", "fingerprint", "session", "scoring", "diagnosis", "trainer"],
     ["__init__", "tasks"],
-    ["__main__", "evaluate", "audit", "checkpoints", "recording", "verify", "replay"],
+    ["__main__", "evaluate", "audit", "checkpoints", "recording", "verify", "replay", "sweep"],
 ]
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 FILES = sorted((ROOT / "trainer").rglob("*.py"))
-HEAVY = {"hydra", "omegaconf", "yaml", "rich", "safetensors", "tensorboard", "torch.utils.tensorboard", "numpy"}
+HEAVY = {
+    "hydra",
+    "mpi4py",
+    "omegaconf",
+    "yaml",
+    "rich",
+    "safetensors",
+    "tensorboard",
+    "torch.utils.tensorboard",
+    "numpy",
+}
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 
@@ -110,7 +120,7 @@ def test_code_stays_within_its_budgets():
             if isinstance(node, ast.FunctionDef):
                 size = len([line for line in lines if node.lineno <= line <= node.end_lineno])
                 assert size <= 40, f"{path}:{node.lineno} {node.name}: {size} code lines"
-    assert total <= 3600, total
+    assert total <= 4500, total
     for task in (ROOT / "tasks").glob("*.py"):
         assert len(task.read_text(encoding="utf-8").splitlines()) <= 150, task
 

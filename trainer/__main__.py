@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainer.config import CONF, Config, choices, jobs_of_sweep, load_config, load_run_config
+from trainer.distributed.launchers import CODES, MARK, find_launcher
+from trainer.distributed.signals import catch_early, let_go
 from trainer.errors import ConfigError, RunError, visible
 from trainer.targets import resolve
 
@@ -57,8 +59,16 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if any(a.split("=")[0] in HYDRA_FLAGS for a in arguments):
         return _hydra(arguments)
+    catch_early()
     overrides, config_dirs = split_arguments(arguments)
-    return train(_config(overrides, config_dirs))
+    config = _config(overrides, config_dirs)
+    if config.launch.name == "inline" or MARK in os.environ:
+        return train(config)
+    if (name := find_launcher().name) != "python":
+        raise ConfigError(f"launch={config.launch.name}: the ranks were started already, by {name}; leave it out")
+    from trainer.distributed.launch import launch
+
+    return launch(config.launch, arguments)
 
 
 def split_arguments(arguments: Sequence[str], others: Sequence[str] = ()) -> tuple[list[str], list[str]]:
@@ -72,6 +82,8 @@ def split_arguments(arguments: Sequence[str], others: Sequence[str] = ()) -> tup
             folders.append(rest.pop(0))
         elif word.startswith("--config-dir="):
             folders.append(word.split("=", 1)[1])
+        elif word.startswith(("--local-rank=", "--local_rank=")):
+            continue  # torch.distributed.launch gives it beside LOCAL_RANK
         elif word.startswith("-") and word.split("=")[0] not in others:
             raise ConfigError(
                 f"{word.split('=')[0]} is not a flag: there are --config-dir, --help, -m, --cfg, --info and key=value"
@@ -122,26 +134,24 @@ def _hydra(arguments: Sequence[str]) -> int:
     Jobs run here and not under Hydra's sweeper: it would build what a file of --config-dir names in `hydra.callbacks`
     or `hydra.job_logging`, whatever that is. Its questions are only answered, nothing is run.
     """
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError("-m and Hydra's flags: under torchrun each rank would run them by itself; start with python")
+    if find_launcher().variables.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            "-m and Hydra's flags: under torchrun each rank would run them by itself; start with python, a sweep with"
+            " launch=elastic launch.nproc_per_node=<ranks of each job>"
+        )
     words, config_dirs = split_arguments([a for a in arguments if a not in SWEEP], HYDRA_FLAGS)
     overrides = [word for word in words if ("=" in word or word.startswith("~")) and not word.startswith("-")]
-    jobs = [load_config(job, config_dirs) for job in jobs_of_sweep(overrides)]
+    jobs = jobs_of_sweep(overrides)
+    configs = [load_config(job, config_dirs) for job in jobs]  # all of them, before the first starts
     if any(a.split("=")[0] in QUESTIONS for a in arguments):
         return _answer(overrides, [word for word in arguments if word not in overrides])
     if not set(SWEEP) & set(arguments):
         flags = [word for word in arguments if word.split("=")[0] in HYDRA_FLAGS]
         raise ConfigError(f"{flags[0]}: -m takes no value, --resolve and --package go with --cfg job")
-    if (name := jobs[0].run.name) and len(jobs) > 1 and all(job.run.name == name for job in jobs):
-        raise ConfigError(
-            f"run.name={name}: all {len(jobs)} jobs of the sweep would have it; leave it out, or sweep it"
-        )
-    for number, job in enumerate(jobs, 1):
-        if code := train(job):
-            if number < len(jobs):
-                raise ConfigError("the sweep was stopped: a job before this one did not finish")
-            return code
-    return 0
+    from trainer.sweep import check_names, run_sweep
+
+    check_names(configs)
+    return run_sweep(jobs, configs, config_dirs)
 
 
 def _answer(overrides: list[str], flags: list[str]) -> int:
@@ -172,14 +182,17 @@ def _check_flags(words: Sequence[str]) -> None:
 
 def run(verb: Callable[[Sequence[str]], int]) -> None:
     """Run a verb on the command line and exit. What one line can tell is one line, by rank 0; settings give code 2."""
-    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    is_first = not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
+    rank, is_first = "", True
     try:
+        given = find_launcher().variables
+        rank, size = given.get("RANK", ""), given.get("WORLD_SIZE", "")
+        is_first = not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
         code = verb(sys.argv[1:])
     except (ConfigError, RunError) as error:
+        is_ending = let_go()
         if is_first:
             print(visible(f"error: {error}"), file=sys.stderr, flush=True)
-        else:
+        elif not is_ending:
             time.sleep(WAIT_S)  # still here: rank 0 has not failed, so it is ours to say
             print(visible(f"error: rank {rank}: {error}"), file=sys.stderr, flush=True)
         code = 2 if isinstance(error, ConfigError) else 1
@@ -192,6 +205,9 @@ def run(verb: Callable[[Sequence[str]], int]) -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
+    if path := os.environ.get(CODES):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{code}\n")
     if code == 0:
         sys.exit(0)
     for child in multiprocessing.active_children():

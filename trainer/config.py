@@ -82,15 +82,16 @@ class Dist:
     address: str | None
     path: str | None
     timeout_s: Annotated[float, limit(above=0, max=10**6)]
-    hang_timeout_s: None
+    hang_timeout_s: Annotated[float | None, limit(above=0, max=10**6)]
     drift_every_steps: Annotated[int | None, limit(min=1)]
 
 
 @dataclass
 class Launch:
-    name: Literal["inline"]
-    nproc_per_node: None
-    max_restarts: Literal[0]
+    name: Literal["inline", "elastic", "spawn"]
+    nproc_per_node: str | None
+    max_restarts: Annotated[int, limit(min=0)]
+    on_failed_job: Literal["continue", "stop"]
 
 
 @dataclass
@@ -230,6 +231,7 @@ def from_plain(plain: Any) -> Config:
     if (config.run.lr_scaling == "none") != (config.run.lr_batch is None):
         rule, needs = config.run.lr_scaling, "run.lr_batch=<the global batch that optim.lr was chosen for>"
         raise ConfigError(f"run.lr_scaling={rule}: " + ("takes no run.lr_batch" if rule == "none" else f"give {needs}"))
+    _check_launch(config.launch)
     if config.strategy.name not in options["strategy"]:
         raise ConfigError(f"strategy.name={config.strategy.name}: must be one of {', '.join(options['strategy'])}")
     for group, spec in (("optim", config.optim), ("schedule", config.schedule)):
@@ -244,6 +246,17 @@ def from_plain(plain: Any) -> Config:
         if folder is not None and (Path(folder).name != folder or folder.startswith(".") or not 0 < len(folder) < 200):
             raise ConfigError(f"{key}={show(folder)}: must be one folder name, without '/' and not starting with '.'")
     return config
+
+
+def _check_launch(block: Launch) -> None:
+    given = block.nproc_per_node
+    if given not in (None, "gpu", "cpu", "auto") and not (given.isdecimal() and int(given) > 0):
+        raise ConfigError(f"launch.nproc_per_node={given}: must be gpu, cpu, auto or a whole number of at least 1")
+    if block.name == "inline" and (given is not None or block.max_restarts):
+        key = f"max_restarts={block.max_restarts}" if given is None else f"nproc_per_node={given}"
+        raise ConfigError(f"launch.{key}: needs launch=elastic or launch=spawn; torchrun has flags of its own for it")
+    if block.name == "spawn" and block.max_restarts:
+        raise ConfigError(f"launch.max_restarts={block.max_restarts}: launch=spawn starts nothing anew; use elastic")
 
 
 def to_yaml(config: Config) -> str:

@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ class Lease:
     somebody removed, finds another token when it wakes, so `check` before a rename keeps it from publishing.
     """
 
-    def __init__(self, directory: Path):
-        """Raises ConfigError, naming host and pid, where another process writes."""
+    def __init__(self, directory: Path, facts: Mapping[str, Any] | None = None):
+        """`facts` are kept beside the token. Raises ConfigError, naming host and pid, where another process writes."""
         self.path = directory / NAME
         self._descriptor = _lock(self.path)
-        self._held = json.dumps({"token": secrets.token_hex(8), "host": socket.gethostname(), "pid": os.getpid()})
+        who = {"token": secrets.token_hex(8), "host": socket.gethostname(), "pid": os.getpid()}
+        self._held = json.dumps({**who, **(facts or {})})
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, self._held.encode(), 0)
         os.fsync(self._descriptor)
@@ -51,6 +53,17 @@ class Lease:
 
     def _read(self) -> str:
         return os.pread(self._descriptor, 4096, 0).decode(errors="replace")
+
+
+def last_facts(directory: Path) -> dict[str, Any]:
+    """What the last writer of a run directory has kept there; takes nothing."""
+    try:
+        if _identity((directory / NAME).lstat()) in _held:
+            return {}
+        with open(directory / NAME, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW)) as file:
+            return _parsed(file.read(4096))
+    except OSError:
+        return {}
 
 
 def check_free(directory: Path) -> None:

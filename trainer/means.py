@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -181,3 +181,31 @@ class Objective:
         if not isinstance(weight, torch.Tensor):
             return self._carried[key]
         return torch.stack([weight.to(total.dtype), self._carried[key][1]])
+
+
+class OneStepLate:
+    """Small device tensors read by the host one push later, so that the device never waits for the question."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[list[float] | torch.Tensor, torch.cuda.Event | None] | None = None
+
+    def push(self, tensors: Sequence[torch.Tensor]) -> list[float] | None:
+        """The values of the tensors pushed before, None the first time."""
+        before = self.flush()
+        if tensors[0].device.type == "cuda":
+            copied = torch.cuda.Event()
+            self._pending = (torch.cat(list(tensors)).to("cpu", non_blocking=True), copied)
+            copied.record()
+        else:
+            self._pending = ([value for tensor in tensors for value in tensor.tolist()], None)
+        return before
+
+    def flush(self) -> list[float] | None:
+        """The values of the last tensors pushed, once."""
+        if self._pending is None:
+            return None
+        values, copied = self._pending
+        self._pending = None
+        if copied is not None:
+            copied.synchronize()
+        return values.tolist() if isinstance(values, torch.Tensor) else values

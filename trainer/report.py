@@ -65,8 +65,12 @@ def describe_model(model: nn.Module) -> str:
 
 def resume_command(world: World, directory: Path) -> str:
     """The line that goes on with a run as it was begun: the same launcher, and the configuration from its directory."""
-    launcher = ["python"]
-    if world.world_size > 1:
+    launcher, name = ["python"], world.launcher.name
+    if name == "srun":
+        launcher = ["srun", f"--nodes={world.num_nodes}", f"--ntasks={world.world_size}", "python"]
+    elif name == "mpirun":
+        launcher = ["mpirun", "-n", str(world.world_size), "python"]
+    elif world.world_size > 1 and name not in ("elastic", "spawn"):  # those two stand in the configuration
         nodes = [f"--nnodes={world.num_nodes}"] if world.num_nodes > 1 else []
         launcher = ["torchrun", *nodes, f"--nproc_per_node={world.local_world_size}"]
     return shlex.join([*launcher, "-m", "trainer", f"run.resume={directory}"])

@@ -10,19 +10,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from trainer import checkpoint
 from trainer.config import Config, to_yaml
-from trainer.errors import CheckpointError, ConfigError
-from trainer.lease import Lease, check_free
+from trainer.distributed.launchers import Launcher
+from trainer.errors import CheckpointError, ConfigError, RunError
+from trainer.lease import NAME, Lease, check_free, last_facts
 
 # What belongs to the run and cannot change within it: the samples follow from these.
 FIXED = ("task.name", "run.seed", "data.global_batch")
 _NOT_COMPARED = ("run.resume", "run.name", "run.dir")
 METRICS = "metrics.jsonl"
-_FILES = ("config.yaml", "exit.json", METRICS, ".writer")
+_FILES = ("config.yaml", "exit.json", METRICS, NAME)
 _FOLDERS = ("checkpoints", "tensorboard")
+RESTARTS = 3  # by the launcher, without a newer checkpoint: then it is no chance
 
 
 @dataclass(frozen=True)
@@ -52,15 +54,20 @@ class Restored:
     is_resumed: bool
 
 
-def locate(config: Config) -> Origin:
+def locate(config: Config, launcher: Launcher) -> Origin:
     """Read `run.dir`, `run.name` and `run.resume`; touches nothing.
+
+    Where a launcher has started us anew, the directory of the attempt before counts, and what it has saved.
 
     Raises ConfigError for a directory that is taken or cannot be written, a checkpoint that is not there, and one of
     a run with another task, seed or global batch.
     """
     base = Path(config.run.dir) / config.task.name
     named = base / config.run.name if config.run.name else None
-    if config.run.resume is None:
+    if again := _of_attempt_before(config, base, launcher):
+        own, one = _place(Path(config.run.resume)) if _is_path(config.run.resume) else (None, None)
+        found = back_to(again, Origin(again, one, own))
+    elif config.run.resume is None:
         found = Origin(_unused(named))
     elif config.run.resume == "auto":
         directory = named or _latest(base)
@@ -74,6 +81,22 @@ def locate(config: Config) -> Origin:
     if found.source:
         _check_same_run(config, found)
     return found
+
+
+def _of_attempt_before(config: Config, base: Path, launcher: Launcher) -> Path | None:
+    if not launcher.attempt:
+        return None
+    places = {*base.glob("*/"), *([_place(Path(config.run.resume))[0]] if _is_path(config.run.resume) else [])}
+    ours = [place for place in places if last_facts(place).get("launch") == _identity(config, launcher)]
+    return max(ours, key=lambda place: (place / NAME).stat().st_mtime, default=None)
+
+
+def _identity(config: Config, launcher: Launcher) -> str:
+    return f"{launcher.job}/{config.run_hash()}"
+
+
+def _is_path(resume: str | None) -> TypeGuard[str]:
+    return resume not in (None, "auto")
 
 
 def back_to(directory: Path, begun: Origin) -> Origin:
@@ -199,19 +222,19 @@ def _check_own(directory: Path) -> None:
             )
 
 
-def create(config: Config, origin: Origin, step: int) -> tuple[Path, Lease]:
+def create(config: Config, origin: Origin, step: int, launcher: Launcher) -> tuple[Path, Lease]:
     """Make the run directory, or take the resumed one, as its only writer, and write config.yaml. Rank 0 only.
 
     Checkpoints after `step` did not verify: they are renamed, out of the way of the steps that will be saved again.
 
-    Raises ConfigError where the disk refuses.
+    Raises ConfigError where the disk refuses, RunError where restarts have come no further.
     """
     base = Path(config.run.dir) / config.task.name
     try:
         directory = origin.directory or _timestamped(base)
         directory.mkdir(parents=True, exist_ok=True)
         _check_own(directory)
-        lease = Lease(directory)
+        lease = Lease(directory, _attempt(config, launcher, directory, step))
         (directory / "exit.json").unlink(missing_ok=True)
         replace(directory / "config.yaml", to_yaml(config) + "\n")
         root = directory / "checkpoints"
@@ -223,6 +246,18 @@ def create(config: Config, origin: Origin, step: int) -> tuple[Path, Lease]:
             f"run.dir={config.run.dir}: {error.filename or base}: {error.strerror}; choose another run.dir"
         ) from None
     return directory, lease
+
+
+def _attempt(config: Config, launcher: Launcher, directory: Path, step: int) -> dict[str, Any]:
+    """What the next attempt must know of this one."""
+    before, facts = last_facts(directory), {"launch": _identity(config, launcher), "step": step}
+    is_vain = launcher.attempt > 0 and facts.items() <= before.items()
+    vain = before.get("vain", 0) + 1 if is_vain else 0
+    if vain >= RESTARTS:
+        told = directory / "exit.json"
+        reason = json.loads(told.read_text())["reason"] if told.is_file() else "its rank 0 was killed"
+        raise RunError(f"{directory}: given up, {RESTARTS} restarts came no further than step {step}: {reason}")
+    return {**facts, "vain": vain}
 
 
 def _timestamped(base: Path) -> Path:

@@ -15,27 +15,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from trainer import checkpoint, report, rundir
+from trainer import checkpoint, fingerprint, report, rundir
 from trainer.data.ledger import Ledger
 from trainer.data.loaders import ResidentLoader, check_dataset, index_device, open_loader
 from trainer.data.order import BatchPlan, EpochSampler, FixedSampler, ShardSampler, check_batch
 from trainer.data.randomness import Random, seed_layers
 from trainer.distributed.group import Group, choose_backend
-from trainer.distributed.signals import OneStepLate, StopRequest
+from trainer.distributed.signals import StopRequest
+from trainer.distributed.watch import Phase, Pulse
 from trainer.ema import Ema
 from trainer.errors import CheckpointError, ConfigError, RunError
-from trainer.means import Means, Objective, Values
+from trainer.means import Means, Objective, OneStepLate, Values
 from trainer.rundir import Restored
 from trainer.schedule import rate_scale
 from trainer.strategy import Strategy, build_strategy
 from trainer.strategy.base import MicroBatch, remember_options
 from trainer.task import Split, Task
 from trainer.writers import Writer, open_writer
-
-OF_RANK_0 = ("run.dir", "run.name", "run.resume")
 
 
 @dataclass
@@ -76,8 +74,8 @@ class Session:
     schedule: Callable[[int], float]
     verdict: list[torch.Tensor]
 
-    def __init__(self, task: Task, group: Group, stop: StopRequest):
-        self.task, self.group, self.stop = task, group, stop
+    def __init__(self, task: Task, group: Group, stop: StopRequest, pulse: Pulse):
+        self.task, self.group, self.stop, self.pulse = task, group, stop, pulse
         self.config, self.world = task.config, task.world
         self.threads = self.world.divide_threads()
         self.strategy: Strategy = build_strategy(self.config, self.world)
@@ -99,21 +97,22 @@ class Session:
 
     def build_training(self, origin: rundir.Origin) -> Restored:
         """Everything up to the first step but the record, restored from `origin`."""
-        self._check_ranks()
+        self.pulse.at(Phase.BUILD)
+        self.group.check_equal(fingerprint.of_start(self.task))
         with self.group.agreed("building data and model"):
             self._open_train()
             self._open_eval()
             self._build_model()
-        self._check_built()
+        self.group.check_equal(fingerprint.of_built(self.datasets, self.task.model))
         self._wrap()
         return self._restore(origin)
 
     def build_evaluation(self, origin: rundir.Origin) -> Restored:
-        self._check_ranks()
+        self.group.check_equal(fingerprint.of_start(self.task))
         with self.group.agreed("building data and model"):
             self._open_eval()
             self._build_model()
-        self._check_built()
+        self.group.check_equal(fingerprint.of_built(self.datasets, self.task.model))
         self.strategy.place(self.task.model)
         self._begin_ema()
         return self._restore(origin)
@@ -144,17 +143,6 @@ class Session:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["initial"]["lr"] * factor
-
-    def _check_ranks(self) -> None:
-        """The fingerprint: all ranks were started alike. Where files lie is rank 0's alone to know."""
-        config = {key: value for key, value in self.config.flat().items() if key not in OF_RANK_0}
-        self.group.check_equal({**config, "torch's version": torch.__version__})
-
-    def _check_built(self) -> None:
-        facts = {f"the {split} data's {name}": v for split, d in self._data_facts().items() for name, v in d.items()}
-        named = self.task.model.named_parameters()
-        shapes = {f"the shape of {name}": list(p.shape) for name, p in named if not is_lazy(p)}
-        self.group.check_equal({**facts, **shapes})
 
     # Data and model ---------------------------------------------------------------------------------------------------
 
@@ -210,6 +198,7 @@ class Session:
         rehearsal = next(iter(self.share_of(0)))
         torch.manual_seed(config.run.seed)  # lazy layers draw their weights in the rehearsal
         self.wrapped = self.strategy.wrap(model, rehearsal, self.objective("loss", self.task.loss))
+        self.strategy.tell_gradients(self.pulse.reduce)
         self.means.clear()
         built = self.task.build_optimizer(model)
         self.optimizers = built if isinstance(built, list) else [built]
@@ -238,6 +227,7 @@ class Session:
     def save(self) -> Path:
         """Publish the state after the task's step; one that is published already is left as it is. A collective."""
         step, progress = self.task.step, self.progress
+        self.pulse.at(Phase.SAVE)
         path, self.is_save_due = self.path_of(step), False
         state = self.strategy.state_dict(self.wrapped, self.optimizers)
         rows = self.means.reduced(self.group)
@@ -257,7 +247,7 @@ class Session:
         metrics = progress.metrics if progress.evaluated == step else {}
         facts = {
             "config": self.config.flat(),
-            "data": self._data_facts(),
+            "data": fingerprint.of_data(self.datasets),
             "run": self.run_id,
             "run_hash": self.config.run_hash(),
             "strategy": self.config.strategy.name,
@@ -319,7 +309,7 @@ class Session:
             raise CheckpointError(f"{self.path_of(manifest['step']).name}: holds no {min(absent)}: not one of a run")
         training = state["training.pt"]
         if self.optimizers:
-            self._check_data(manifest["data"])
+            fingerprint.check_data(self.datasets, manifest["data"])
             self.means.load(training["rows"])
             self.ledger.step, self.ledger.chain = manifest["step"], manifest["ledger"]
             self.replaced = dict(manifest["replaced"])
@@ -357,20 +347,6 @@ class Session:
     def path_of(self, step: int) -> Path:
         return self.directory / "checkpoints" / f"step-{step:08d}"
 
-    def _data_facts(self) -> dict[str, dict[str, Any]]:
-        sets = self.datasets.items()
-        return {split: {"length": len(data), "digest": getattr(data, "digest", "")} for split, data in sets}
-
-    def _check_data(self, theirs: dict[str, dict[str, Any]]) -> None:
-        ours, advice = self._data_facts(), "resume with the same data, or start a new run"
-        for split, facts in theirs.items():
-            for name, value in facts.items():
-                given = ours.get(split, {}).get(name)
-                if given != value:
-                    raise CheckpointError(
-                        f"the {split} data has {name} {given}, the run to resume had {value}: {advice}"
-                    )
-
     # Record -----------------------------------------------------------------------------------------------------------
 
     def open_record(self, origin: rundir.Origin, restored: Restored) -> None:
@@ -379,11 +355,12 @@ class Session:
         directory, recorded = "", "{}"
         with self.group.agreed("making the run directory"):
             if self.world.rank == 0:
-                path, lease = rundir.create(self.config, origin, step)
+                path, lease = rundir.create(self.config, origin, step, self.world.launcher)
                 directory, recorded = str(path), json.dumps(rundir.recorded(path, step))
                 settings = (self.config.log, self.config.checkpoint, lease)
                 self.writer = open_writer(0, path, step, restored.is_resumed, *settings)
         self.directory = Path(self.group.share_text(directory))
+        self.pulse.tell(str(self.directory.absolute()))
         if metrics := json.loads(self.group.share_text(recorded)):
             self.progress.metrics, self.progress.evaluated = metrics, step
         ranks = self.group.gather_text(report.describe_rank(self.world))
@@ -416,6 +393,7 @@ class Share:
         session = self.session
         first = session.strategy.data_parallel_rank * len(self.batches)
         for number, (batch, indices) in enumerate(self.batches, first):
+            session.pulse.at(Phase.COMPUTE)
             prepared = session.prepare(batch, indices, "train", self.epoch)
             session.writer.images(prepared[0])
             seed_layers(session.config.run.seed, session.task.step, number, session.world.device)

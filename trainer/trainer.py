@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -14,18 +13,20 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from trainer import report, rundir
 from trainer.config import Config
 from trainer.data.order import check_batch
-from trainer.data.randomness import seed_layers
 from trainer.diagnosis import check_drift, name_bad_examples
-from trainer.distributed.group import Group, check_init, choose_backend, process_group
+from trainer.distributed.group import Group, choose_backend, process_group
+from trainer.distributed.launchers import requeue
+from trainer.distributed.meet import check_init
 from trainer.distributed.signals import StopRequest, stop_requests
+from trainer.distributed.watch import Phase, Pulse, watched
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError
-from trainer.means import Means, Values, count_rows, weigh
+from trainer.means import Values
+from trainer.scoring import Stopped, score
 from trainer.session import Session, Share
 from trainer.strategy import check_strategy
 from trainer.strategy.base import MicroBatches
@@ -34,7 +35,6 @@ from trainer.task import FUSED, Task
 from trainer.typed import suggest
 
 STOPPED = 75  # EX_TEMPFAIL: ended by a signal after a published checkpoint; start it again
-STOP_EVERY_S = 0.5
 
 
 @dataclass
@@ -50,10 +50,6 @@ class Summary:
     examples_per_s: float
     flops_per_s: float
     exit_code: int
-
-
-class Stopped(Exception):
-    """All ranks agreed, within an evaluation, to stop."""
 
 
 class RolledBack(Exception):
@@ -95,6 +91,7 @@ class Trainer(Task):
         objective = now.objective(name, loss or self.loss)
         statistics = now.strategy.running_statistics()
         totals = now.strategy.forward_backward(now.wrapped, micro_batches, objective)
+        now.pulse.at(Phase.UPDATE)
         if optimizers is not None:
             now.strategy.keep_gradients(optimizers)
         gradients, factor = now.strategy.gradients(), objective.factor(totals)
@@ -115,10 +112,10 @@ class Trainer(Task):
         origin = self._check(is_training=True)
         summary: Summary | None = None
         self._rolled_back.clear()
-        with process_group(self.config.dist, self.world) as group, stop_requests() as stop:
+        with self._ranks() as ranks:
             while summary is None:
                 try:
-                    summary = self._fit(group, origin, stop)
+                    summary = self._fit(origin, *ranks)
                 except RolledBack as back:
                     origin, self.step = rundir.back_to(back.directory, origin), 0
                 finally:
@@ -134,9 +131,9 @@ class Trainer(Task):
         if self._session is not None:
             return self._evaluate()
         origin = self._check(is_training=False)
-        with process_group(self.config.dist, self.world) as group, stop_requests() as stop:
+        with self._ranks() as ranks:
             try:
-                self._session = Session(self, group, stop)
+                self._session = Session(self, *ranks)
                 self.skipped = self._session.build_evaluation(origin).skipped
                 return self._evaluate()
             except Stopped:
@@ -159,8 +156,18 @@ class Trainer(Task):
 
     # The loop ---------------------------------------------------------------------------------------------------------
 
-    def _fit(self, group: Group, origin: rundir.Origin, stop: StopRequest) -> Summary:
-        now = self._session = Session(self, group, stop)
+    @contextmanager
+    def _ranks(self) -> Iterator[tuple[Group, StopRequest, Pulse]]:
+        block = self.config.dist
+        with (
+            stop_requests() as stop,
+            process_group(block, self.world) as group,
+            watched(block.hang_timeout_s, group) as pulse,
+        ):
+            yield group, stop, pulse
+
+    def _fit(self, origin: rundir.Origin, group: Group, stop: StopRequest, pulse: Pulse) -> Summary:
+        now = self._session = Session(self, group, stop, pulse)
         try:
             restored = now.build_training(origin)
             self._check_metrics()
@@ -188,10 +195,13 @@ class Trainer(Task):
                 for _ in range(start, now.plan.steps_per_epoch):
                     now.set_rates(now.schedule(self.step))
                     now.verdict, now.is_asked = [], now.wants_stop
+                    now.pulse.begin(self.step)
                     share = list(islice(batches, now.plan.accumulation))
                     now.ledger.note([indices for _, indices in share], now.group)
+                    now.pulse.at(Phase.COMPUTE)
                     self.train_step(Share(now, epoch, share))
                     self.step += 1
+                    now.pulse.end()
                     if self._at_boundary():
                         break
         except Stopped:
@@ -257,6 +267,7 @@ class Trainer(Task):
 
     def _log(self) -> None:
         now, (step, then) = self._now, self._logged
+        now.pulse.at(Phase.LOG)
         now.gather_replaced()
         means, seconds = now.means.read(now.group), now.watch.read()
         speed = (self.step - step) * self.config.data.global_batch / max(seconds - then, 1e-9)
@@ -267,6 +278,7 @@ class Trainer(Task):
 
     def _finish(self) -> Summary:
         now, progress = self._now, self._now.progress
+        now.pulse.at(Phase.END)
         self._judge(now.verdicts.flush(), self.step)
         if now.is_stopped:
             now.writer.progress(self.step, self.step)
@@ -280,7 +292,12 @@ class Trainer(Task):
         again = report.resume_command(self.world, now.directory)
         for line in report.ending(summary, now.num_steps, steps, self.config.checkpoint.metric, now.stop.name, again):
             now.writer.say(line)
-        now.writer.exit(code, "stopped" if now.is_stopped else "done", step=self.step, metrics=progress.metrics)
+        facts = {"step": self.step, "metrics": progress.metrics, "best": progress.best}
+        now.writer.exit(code, "stopped" if now.is_stopped else "done", **facts)
+        # SIGTERM is scancel's too, and then nobody wants it back; a preempted job SLURM requeues by itself.
+        is_asked = bool(code) and now.group.max(now.stop.name == "SIGUSR1")[0]
+        if is_asked and self.world.rank == 0 and (told := requeue()):
+            now.writer.say(told)
         return summary
 
     # Evaluation -------------------------------------------------------------------------------------------------------
@@ -308,58 +325,7 @@ class Trainer(Task):
     @torch.no_grad()
     def _evaluate(self, limit: int | None = None) -> dict[str, float]:
         with self._now.averaged():
-            return self._evaluate_as_is(limit)
-
-    def _evaluate_as_is(self, limit: int | None) -> dict[str, float]:
-        """Each example once: what pads a shard is cut off before it is counted. `limit` micro-batches only."""
-        now, means, every, begun = self._now, Means(), 1, time.monotonic()
-        if "eval" not in now.loaders:
-            return {}
-        self.model.eval()
-        batches = zip(islice(now.loaders["eval"], limit), now.shard.rows, strict=False)
-        for number, ((batch, indices), rows) in enumerate(batches, 1):
-            inputs, targets = now.prepare(batch, indices, "eval", 0)
-            seed_layers(self.config.run.seed, -1, number, self.world.device)
-            self._count(means, now.strategy.forward(now.wrapped, inputs), targets, rows)
-            if number % every == 0 and limit is None:
-                asked, seconds = now.group.max(float(now.wants_stop), time.monotonic() - begun)
-                if asked:
-                    raise Stopped
-                every = max(1, int(number * STOP_EVERY_S / max(seconds, 1e-9)))
-        self.model.train()
-        if limit is not None:
-            self._check_names(means.names())
-        values = means.read(now.group)
-        for name, metric in now.metrics.items():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of a rank that had no row to update it with
-                values[name] = metric.compute().item()
-            metric.reset()
-        return {f"eval/{name}": float(value) for name, value in (values | self.summarize(dict(values))).items()}
-
-    def _count(self, means: Means, outputs: Any, targets: Any, rows: int) -> None:
-        with self._now.precision.autocast():
-            returned = self.metrics(outputs, targets)
-            if "loss" in returned:
-                raise ConfigError(
-                    "metrics returned a value called loss: the loss is there already; choose another name"
-                )
-            returned["loss"] = self.loss(outputs, targets)
-        for name, value in returned.items():
-            values, weights = weigh(name, value, count_rows(targets, outputs))
-            means.add(name, values[:rows], None if weights is None else weights[:rows])
-        if self._now.metrics and (rows or not any(self._now.shard.rows)):
-            real = tree_map_only(torch.Tensor, lambda t: t[:rows] if t.dim() else t, (outputs, targets))
-            self._feed(real[0], real[1], rows)
-
-    def _feed(self, outputs: Any, targets: Any, rows: int) -> None:
-        """A rank without a row feeds none, so that metrics which keep rows have the right shapes to gather."""
-        for metric in self._now.metrics.values():
-            try:
-                metric.update(outputs, targets)
-            except (RuntimeError, ValueError):
-                if rows:
-                    raise
+            return score(self._now, limit)
 
     def _check_metrics(self) -> None:
         """Evaluate one micro-batch before the first step: a mistake in `metrics` shows now, not after an epoch."""
@@ -367,12 +333,6 @@ class Trainer(Task):
         if names and best not in names:
             near = suggest(best, names)
             raise ConfigError(f"checkpoint.best_metric={best}: must be one of {', '.join(names)}{near}")
-
-    def _check_names(self, names: list[str]) -> None:
-        lines = self._now.group.gather_text(", ".join(names))
-        for rank, line in enumerate(lines):
-            if line != lines[0]:
-                raise ConfigError(f"metrics returned {lines[0]} on rank 0 and {line} on rank {rank}: must be the same")
 
     # Checks -----------------------------------------------------------------------------------------------------------
 
@@ -388,7 +348,8 @@ class Trainer(Task):
             check_target(config.schedule, "schedule", self.packages)
         origin = rundir.Origin()
         if world.rank == 0:  # the disk is rank 0's: another node need not see it
-            origin = rundir.locate(config) if is_training else rundir.find(config.run.resume or self._trained)
+            resume = config.run.resume or self._trained
+            origin = rundir.locate(config, world.launcher) if is_training else rundir.find(resume)
         if is_training and config.optim["_target_"] in FUSED:  # last: torch's optimizers check their own arguments,
             weights = [torch.zeros(1, requires_grad=True)]  # and load dynamo
             call_target(config.optim, "optim", self.packages, Optimizer, weights)

@@ -6,13 +6,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-
-import torch
 
 # torchrun passes Ctrl-C on as a second signal at once; only a later one is a person's second.
 GRACE_S = 1.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
@@ -21,8 +20,12 @@ class StopRequest:
     def __init__(self) -> None:
         self.name: str | None = None
         self._since = 0.0
+        # A launcher that is gone (a SIGUSR1 kills torchrun) cannot pass its signal on: its ranks stop by themselves.
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def __bool__(self) -> bool:
+        if self._launcher is not None and os.getppid() != self._launcher:
+            self.name = self.name or "the end of its launcher"
         return self.name is not None
 
     def receive(self, number: int, frame: object) -> None:
@@ -32,45 +35,33 @@ class StopRequest:
             os._exit(1)  # asked twice: at once. What is published stays valid
 
 
+_early: list[StopRequest] = []
+
+
+def catch_early() -> None:
+    """Catch SIGTERM and SIGUSR1 from here to the end of the process: what asks during start-up stops the first step."""
+    _early[:] = [StopRequest()]
+    for number in SIGNALS[1:]:
+        signal.signal(number, _early[0].receive)
+
+
+def let_go() -> bool:
+    """Let SIGTERM end this process again: there is nothing to save. True where it was asked to end already."""
+    if _early:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return bool(_early and _early[0])
+
+
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
     """Catch SIGINT, SIGTERM and SIGUSR1 while the block runs (in the main thread; elsewhere Python cannot)."""
-    request = StopRequest()
+    request = _early[0] if _early else StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.signal(number, request.receive) for number in numbers}
+    before = {number: signal.signal(number, request.receive) for number in SIGNALS}
     try:
         yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-class OneStepLate:
-    """Small device tensors read by the host one push later, so that the device never waits for the question."""
-
-    def __init__(self) -> None:
-        self._pending: tuple[list[float] | torch.Tensor, torch.cuda.Event | None] | None = None
-
-    def push(self, tensors: Sequence[torch.Tensor]) -> list[float] | None:
-        """The values of the tensors pushed before, None the first time."""
-        before = self.flush()
-        if tensors[0].device.type == "cuda":
-            copied = torch.cuda.Event()
-            self._pending = (torch.cat(list(tensors)).to("cpu", non_blocking=True), copied)
-            copied.record()
-        else:
-            self._pending = ([value for tensor in tensors for value in tensor.tolist()], None)
-        return before
-
-    def flush(self) -> list[float] | None:
-        """The values of the last tensors pushed, once."""
-        if self._pending is None:
-            return None
-        values, copied = self._pending
-        self._pending = None
-        if copied is not None:
-            copied.synchronize()
-        return values.tolist() if isinstance(values, torch.Tensor) else values

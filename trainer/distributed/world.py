@@ -1,4 +1,4 @@
-"""Who am I: read once from the environment that a launcher such as torchrun sets."""
+"""Who am I: read once from the environment that a launcher such as torchrun, srun or mpirun sets."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from trainer.config import Strategy
+from trainer.distributed.launchers import MASTER, Launcher, find_launcher
 from trainer.errors import ConfigError
 
 
@@ -26,6 +27,7 @@ class World:
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     devices: tuple[torch.device, ...] = (torch.device("cpu"),)
+    launcher: Launcher = field(default=Launcher("python", {}), compare=False)
 
     @property
     def device(self) -> torch.device:
@@ -48,21 +50,36 @@ class World:
             raise ConfigError(f"strategy.{key}: rank {self.rank} has no GPU {max(numbers)}; torch sees {count}")
         return replace(self, devices=tuple(torch.device("cuda", number) for number in numbers))
 
+    @property
+    def master(self) -> tuple[str, int]:
+        """(host, port) where rank 0's store is. Raises ConfigError for what is missing or no port."""
+        for name in MASTER:
+            if not self.launcher.variables.get(name):
+                advice = {"mpirun": "with mpirun over several nodes, mpirun -x MASTER_ADDR=<host of rank 0>"}
+                start = advice.get(self.launcher.name, "start with torchrun, or set it to rank 0's")
+                raise ConfigError(f"{name} is not set, but WORLD_SIZE={self.world_size}: {start}")
+        host, port = (self.launcher.variables[name] for name in MASTER)
+        if not is_port(port):
+            raise ConfigError(f"MASTER_PORT={port}: must be a port from 1 to 65535, and the same on every rank")
+        return host, int(port)
+
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
-        """From RANK and WORLD_SIZE and, where set, their LOCAL_ and GROUP_ kin; without them, one rank alone.
+        """From what the launcher says: torchrun's RANK, WORLD_SIZE and their kin, SLURM's or MPI's; else alone.
 
         Raises ConfigError for a variable that is missing beside another, no whole number, or out of range.
         """
-        if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        launcher = find_launcher(environment)
+        given = launcher.variables
+        if "RANK" not in given and "WORLD_SIZE" not in given:
             return cls()
-        world_size = _whole(environment, "WORLD_SIZE", 1, None)
-        rank = _whole(environment, "RANK", 0, world_size - 1)
-        local_world_size = _whole(environment, "LOCAL_WORLD_SIZE", 1, world_size, default=world_size)
-        local_rank = _whole(environment, "LOCAL_RANK", 0, local_world_size - 1, default=rank % local_world_size)
-        num_nodes = _whole(environment, "GROUP_WORLD_SIZE", 1, None, default=-(-world_size // local_world_size))
-        node_rank = _whole(environment, "GROUP_RANK", 0, num_nodes - 1, default=rank // local_world_size)
-        return cls(rank, local_rank, node_rank, world_size, local_world_size, num_nodes)
+        world_size = _whole(given, "WORLD_SIZE", 1, None)
+        rank = _whole(given, "RANK", 0, world_size - 1)
+        local_world_size = _whole(given, "LOCAL_WORLD_SIZE", 1, world_size, default=world_size)
+        local_rank = _whole(given, "LOCAL_RANK", 0, local_world_size - 1, default=rank % local_world_size)
+        num_nodes = _whole(given, "GROUP_WORLD_SIZE", 1, None, default=-(-world_size // local_world_size))
+        node_rank = _whole(given, "GROUP_RANK", 0, num_nodes - 1, default=rank // local_world_size)
+        return cls(rank, local_rank, node_rank, world_size, local_world_size, num_nodes, launcher=launcher)
 
     def divide_threads(self) -> int:
         """Give this rank its part of the cores, or what OMP_NUM_THREADS says: torchrun sets that to 1 unasked."""
@@ -71,6 +88,10 @@ class World:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // self.local_world_size))
         return torch.get_num_threads()
+
+
+def is_port(text: str) -> bool:
+    return text.isdecimal() and 0 < int(text) < 65536
 
 
 def _whole(environment: Mapping[str, str], name: str, low: int, high: int | None, default: int | None = None) -> int:

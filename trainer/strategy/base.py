@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -70,6 +70,9 @@ class Strategy(ABC):
         """Outputs for evaluation; every rank calls it equally often."""
         with self.precision.autocast():
             return call(self.module, inputs)
+
+    def tell_gradients(self, hook: Callable[[Any], None]) -> None:
+        """Have `hook` called when this rank's last gradient is there and waiting for the others' begins."""
 
     def lay_out(self, inputs: Any) -> Any:
         """Images in the memory format of the model."""

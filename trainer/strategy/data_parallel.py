@@ -88,8 +88,13 @@ class DistributedDataParallel(Strategy):
             state, hook = _comm_hook(self.config.comm_hook)
             wrapped.register_comm_hook(state, hook)
         # DDP orders its buckets anew after its first backward, which changes the bits of sums over 3 ranks and more.
+        reached: list[torch.Tensor] = []
+        hooks = [p.register_post_accumulate_grad_hook(reached.append) for p in self._parameters]
         with untouched(self.module):
             self.forward_backward(wrapped, [rehearsal], loss)
+        for hook in hooks:
+            hook.remove()
+        self._last = reached[-1]
         return wrapped
 
     def forward_backward(self, model: nn.Module, micro_batches: MicroBatches, loss: Loss) -> torch.Tensor:
@@ -105,6 +110,9 @@ class DistributedDataParallel(Strategy):
                 torch.autograd.backward([total, ride[: len(carried)]], roots)
         self._check_reached()
         return self._unload()
+
+    def tell_gradients(self, hook: Callable[[Any], None]) -> None:
+        self._last.register_post_accumulate_grad_hook(hook)
 
     def _check_reached(self) -> None:
         """Raise ConfigError naming a parameter that backward did not reach: DDP would wait for its gradient."""

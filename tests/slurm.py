@@ -1,0 +1,177 @@
+"""A real SLURM of two nodes, n1 and n2, on this machine: own munge, own ports, own files; /etc is not touched.
+
+    with Cluster(tmp_path) as cluster:
+        cluster.srun("-N2", "--ntasks-per-node=2", sys.executable, "-m", "trainer", "task=cifar")
+
+It needs Debian's slurm-wlm and munge installed, no root, and disturbs no SLURM or munge that runs already.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
+PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin"  # where the daemons are; only root looks there by itself
+START_S, CANCEL_S = 60, 15  # limits: a start takes 1 s, the end up to 11 s where a job ignores SIGTERM
+
+# cred_expire is what a requeued job waits before it starts again: 120 s by default, 5 s is the least that SLURM takes.
+# sched_interval and bf_interval are how often SLURM looks (30 s until a restart without them), KillWait is the time
+# from SIGTERM to SIGKILL. The nodes claim more CPUs than there are, so that any layout starts at once.
+CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+MpiDefault=none
+MailProg=/bin/true
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=1,bf_interval=1
+MessageTimeout=30
+KillWait=5
+JobRequeue=1
+ReturnToService=2
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=64
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=64
+PartitionName=test Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+"""
+
+
+def unavailable() -> str:
+    """Why no SLURM can be started here; empty where it can."""
+    missing = [name for name in (*DAEMONS, "srun", "sbatch") if shutil.which(name, path=PATH) is None]
+    return f"no {', '.join(missing)}: apt-get install slurm-wlm munge" if missing else ""
+
+
+class Cluster:
+    """Runs while the block does; its logs stay in `folder`, whose path must be short (it holds Unix sockets)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
+        self.environment = own | {"PATH": PATH, "SLURM_CONF": f"{self.folder}/slurm.conf"}
+        self._daemons: list[subprocess.Popen] = []
+
+    def __enter__(self) -> "Cluster":
+        for name in ("state", "n1", "n2"):
+            (self.folder / name).mkdir(parents=True)
+        with contextlib.ExitStack() as stack:  # held together, so that no two are the same
+            sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+            ports = [one.getsockname()[1] for one in sockets]
+        host = socket.gethostname().split(".")[0]
+        text = CONFIG.format(host=host, ports=ports, user=os.getuid(), folder=self.folder)
+        (self.folder / "slurm.conf").write_text(text)
+        key = self.folder / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(secrets.token_bytes(128))
+        files = [f"--{name}-file={self.folder}/munged.{name}" for name in ("pid", "seed", "log")]
+        try:
+            munge = self.folder / "munge.socket"
+            self._start("munged", "--foreground", "--force", f"--socket={munge}", f"--key-file={key}", *files)
+            self._until(munge.exists, START_S, "munged up")
+            self._start("slurmctld", "-D")
+            self._start("slurmd", "-D", "-N", "n1")
+            self._start("slurmd", "-D", "-N", "n2")
+            self._until(self._is_idle, START_S, "both nodes idle")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired, TimeoutError):  # what stays is killed below
+            self.run("scancel", "--partition=test", timeout=CANCEL_S)
+            self._until(lambda: not self.run("squeue", "-h", timeout=CANCEL_S).stdout, CANCEL_S, "no job left")
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+            try:
+                daemon.wait(CANCEL_S)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        self._daemons.clear()
+        self._until(self._kill_leftovers, CANCEL_S, "no process left")
+
+    def run(self, *words: str | Path, **options: Any) -> subprocess.CompletedProcess:
+        """A command in the cluster's environment; options are subprocess.run's: here text, captured, 60 s, no stdin."""
+        usual = {"env": self.environment, "stdin": subprocess.DEVNULL, "text": True, "capture_output": True}
+        return subprocess.run(words, **{**usual, "timeout": 60, **options})
+
+    def srun(self, *words: str | Path, **options: Any) -> subprocess.CompletedProcess:
+        return self.run("srun", *words, **options)
+
+    def submit(self, script: Path, *words: str) -> str:
+        """The job's number; `words` are sbatch's options, and the script's own arguments follow `--`."""
+        split = words.index("--") if "--" in words else len(words)
+        return self._said("sbatch", "--parsable", *words[:split], script, *words[split + 1 :]).strip()
+
+    def state(self, job: str) -> str:
+        return self._shown(job)["JobState"]
+
+    def requeues(self, job: str) -> int:
+        return int(self._shown(job)["Restarts"])
+
+    def wait(self, job: str, states: Collection[str], limit_s: float) -> str:
+        """The first of `states` that the job is seen in; TimeoutError with all that SLURM knows of it."""
+        end = time.monotonic() + limit_s
+        while (shown := self._shown(job))["JobState"] not in states:
+            if time.monotonic() > end:
+                raise TimeoutError(f"job {job} not {' or '.join(states)} within {limit_s} s: {shown}")
+            time.sleep(0.2)
+        return shown["JobState"]
+
+    def _shown(self, job: str) -> dict[str, str]:
+        words = self._said("scontrol", "--oneliner", "show", "job", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def _said(self, *words: str | Path) -> str:
+        done = self.run(*words)
+        assert done.returncode == 0, f"{words[0]}: exit {done.returncode}: {done.stderr}"
+        return done.stdout
+
+    def _start(self, *words: str) -> None:
+        with (self.folder / f"{words[0]}{len(self._daemons)}.log").open("w") as log:
+            # a session of its own: Ctrl-C reaches the tests, which then end it in order
+            own = {"cwd": self.folder, "env": self.environment, "start_new_session": True}
+            self._daemons.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **own))
+
+    def _until(self, is_so: Callable[[], bool], limit_s: float, what: str) -> None:
+        end = time.monotonic() + limit_s
+        while not is_so():
+            ended = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
+            if ended or time.monotonic() > end:
+                logs = [f"{path.name}:\n{path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.log"))]
+                raise TimeoutError("\n".join([f"not within {limit_s} s: {what}; ended: {ended}", *logs]))
+            time.sleep(0.1)
+
+    def _is_idle(self) -> bool:
+        return self.run("sinfo", "--noheader", "--Node", "--format=%T").stdout.split() == ["idle", "idle"]
+
+    def _kill_leftovers(self) -> bool:
+        """True once no process is left that was started in this cluster; a slurmstepd outlives its slurmd."""
+        mark, is_clean = f"SLURM_CONF={self.folder}/slurm.conf".encode(), True
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (path / "environ").read_bytes().split(b"\0"):
+                    is_clean = False
+                    os.kill(int(path.name), signal.SIGKILL)
+        return is_clean

@@ -1,0 +1,336 @@
+"""Every way to start ranks on one machine, and what the launchers make of the ranks' ends."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from tiny import CONF, newest
+
+from trainer import ConfigError, World, load_config
+from trainer.distributed.launchers import expand_counts, expand_hosts, find_launcher
+from trainer.distributed.meet import meet
+
+TINY = ["--config-dir", CONF, "task=tiny", "run.name=a"]
+PATHS = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1] / "scripts")])
+SLOW = ["--config-dir", CONF, "--config-dir", str(Path(__file__).parents[1] / "scripts/faults/conf"), "task=slow"]
+OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def start(folder: Path, *words: str, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.Popen:
+    clean = {k: v for k, v in os.environ.items() if k not in OURS}
+    clean |= {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, *launcher, "-m", "trainer", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=folder, env=clean, text=True, **pipes)
+
+
+def ended(process: subprocess.Popen, limit_s: float = 90) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def ranks_of(process: subprocess.Popen) -> dict[int, int]:
+    """Rank to process id, of the launcher's children."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            told = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            found |= {int(word[5:]): int(child) for word in told if word.startswith(b"RANK=")}
+    return found
+
+
+def wait_for(condition, limit_s=60.0):
+    end = time.monotonic() + limit_s
+    while not (found := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return found
+
+
+ELASTIC = ["launch=elastic", "launch.nproc_per_node=2"]
+SPAWN = ["launch=spawn", "launch.nproc_per_node=2"]
+
+
+@pytest.mark.parametrize("words", [ELASTIC, SPAWN], ids=["elastic", "spawn"])
+def test_one_command_starts_the_ranks(words, tmp_path):
+    code, out, err = ended(start(tmp_path, *TINY, *words))
+    assert code == 0 and err == "", err
+    assert "2 ranks on 1 node" in out and out.rstrip().endswith("go on with: python -m trainer run.resume=runs/tiny/a")
+    code, out, err = ended(start(tmp_path, "run.resume=runs/tiny/a", "run.steps=22"))
+    assert code == 0 and "2 ranks on 1 node" in out and "resumed at step 20 of 22" in out, out + err
+
+
+@pytest.mark.parametrize("words", [ELASTIC, SPAWN], ids=["elastic", "spawn"])
+def test_exit_code_and_line_of_a_bad_setting_come_through(words, tmp_path):
+    code, _, err = ended(start(tmp_path, *TINY, *words, "data.global_batch=1"))
+    assert code == 2 and err == "error: data.global_batch=1: must be at least the 2 data-parallel ranks\n"
+
+
+def test_python_m_torch_distributed_launch_starts_the_ranks(tmp_path):
+    launcher = ("-W", "ignore", "-m", "torch.distributed.launch", "--standalone", "--nproc_per_node=2")
+    code, out, err = ended(start(tmp_path, *TINY, launcher=launcher))
+    assert code == 0 and "2 ranks on 1 node" in out, err
+
+
+def test_launch_within_a_launcher_is_refused(tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    code, _, err = ended(start(tmp_path, *TINY, *ELASTIC, launcher=launcher))
+    line = "error: launch=elastic: the ranks were started already, by torchrun; leave it out"
+    assert code == 1 and err.splitlines().count(line) == 1, err
+
+
+REFUSED = {
+    "launch.nproc_per_node=2": "launch.nproc_per_node=2: needs launch=elastic or launch=spawn",
+    "launch.max_restarts=2": "launch.max_restarts=2: needs launch=elastic",
+    "launch=spawn launch.max_restarts=2": "launch.max_restarts=2: launch=spawn starts nothing anew; use elastic",
+    "launch=elastic launch.nproc_per_node=0": "launch.nproc_per_node=0: must be gpu, cpu, auto or a whole number",
+    "launch=elastic launch.nproc_per_node=all": "launch.nproc_per_node=all: must be gpu, cpu, auto or a whole",
+    "launch=elastic launch.max_restarts=-1": "launch.max_restarts=-1: must be a whole number of at least 0",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_settings_of_launch_are_checked(words):
+    with pytest.raises(ConfigError) as error:
+        load_config(["task=tiny", *words.split()], [CONF])
+    assert str(error.value).startswith(REFUSED[words])
+
+
+# What launchers say ---------------------------------------------------------------------------------------------------
+
+HOSTS = {
+    "n[1-2]": ["n1", "n2"],
+    "gpu-a[03-07,12]": ["gpu-a03", "gpu-a04", "gpu-a05", "gpu-a06", "gpu-a07", "gpu-a12"],
+    "gpu-a[03-04],login1,b[9-10]x": ["gpu-a03", "gpu-a04", "login1", "b9x", "b10x"],
+    "r[1-2]n[1-2]": ["r1n1", "r1n2", "r2n1", "r2n2"],
+    "single": ["single"],
+}
+
+
+@pytest.mark.parametrize("text", HOSTS)
+def test_node_lists_of_slurm_are_expanded(text):
+    assert expand_hosts(text) == HOSTS[text]
+
+
+@pytest.mark.parametrize("text", ["", "n[a-b]", "n[1-]"])
+def test_what_is_no_node_list_is_refused(text):
+    with pytest.raises(ConfigError, match="SLURM_STEP_NODELIST="):
+        expand_hosts(text)
+
+
+def test_counts_of_slurm_are_expanded():
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1] and expand_counts("4") == [4]
+
+
+STEP = {
+    **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "5", "SLURM_LOCALID": "1"},
+    **{"SLURM_NODEID": "1", "SLURM_TASKS_PER_NODE": "2(x2),1", "SLURM_JOB_NODELIST": "localhost,n[1-2]"},
+}
+
+
+def test_rank_is_read_from_slurm():
+    world = World.from_environment({**STEP, "SLURM_RESTART_COUNT": "2"})
+    told = (world.rank, world.local_rank, world.node_rank, world.world_size, world.local_world_size, world.num_nodes)
+    assert told == (3, 1, 1, 5, 2, 3)
+    assert world.master[0] == "localhost" and 20000 <= world.master[1] < 32000
+    assert world.launcher.name == "srun" and (world.launcher.job, world.launcher.attempt) == ("slurm:7", 2)
+    assert World.from_environment({**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).master == world.master
+    assert World.from_environment({**STEP, "SLURM_STEP_ID": "1"}).master != world.master
+    assert World.from_environment({**STEP, "SLURM_STEP_RESV_PORTS": "12000-12001"}).master[1] == 12000
+    assert World.from_environment({**STEP, "MASTER_ADDR": "h", "MASTER_PORT": "9"}).master == ("h", 9)
+
+
+def test_batch_script_of_slurm_is_one_rank():
+    """It has SLURM_PROCID=0 and SLURM_NTASKS, and no step."""
+    assert World.from_environment({k: v for k, v in STEP.items() if k != "SLURM_STEP_ID"}).world_size == 1
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ],
+    ids=["Open MPI", "MPICH and Intel"],
+)
+def test_rank_is_read_from_mpi(names):
+    world = World.from_environment(dict(zip(names, ("3", "4", "3", "4"), strict=True)))
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == (3, 4, 3, 4)
+    assert world.launcher.name == "mpirun" and world.master[0] == "127.0.0.1"
+    apart = World.from_environment(dict(zip(names, ("3", "4", "1", "2"), strict=True)))
+    with pytest.raises(ConfigError, match="MASTER_ADDR is not set, but WORLD_SIZE=4: with mpirun over several nodes"):
+        _ = apart.master
+
+
+def test_what_torchrun_says_wins():
+    mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+    assert find_launcher({**STEP, **mpi, "RANK": "5", "WORLD_SIZE": "6"}).variables["RANK"] == "5"
+    assert find_launcher({**STEP, **mpi}).name == "mpirun"  # within an allocation
+    assert find_launcher({**STEP, "PMI_RANK": "3", "PMI_SIZE": "5"}).name == "srun"  # which sets PMI's too
+    assert find_launcher({}).name == "python"
+
+
+# Restarts -------------------------------------------------------------------------------------------------------------
+
+EVERY = ["checkpoint.every_steps=5", "checkpoint.every_epochs=null", "eval.every_epochs=null"]
+
+
+@pytest.mark.parametrize("kind", ["elastic", "torchrun"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_rank_is_started_again_and_the_end_is_the_same(kind, rank, tmp_path):
+    words, launcher = [*SLOW, "run.steps=30", *EVERY], ()
+    if kind == "elastic":
+        words += [*ELASTIC, "launch.max_restarts=2"]
+    else:
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=2")
+    whole = ended(start(tmp_path, *words, "run.name=whole", launcher=launcher))
+    assert whole[0] == 0, whole[2]
+    run = start(tmp_path, *words, launcher=launcher)  # no name: its directory has a timestamp
+    base = tmp_path / "runs/slow"
+    wait_for(lambda: [*base.glob("2*/checkpoints/step-*")])
+    os.kill(ranks_of(run)[rank], signal.SIGKILL)
+    code, out, err = ended(run)
+    assert code == 0 and "resumed at step" in out, out + err
+    assert len([*base.iterdir()]) == 2, "the restart made a directory of its own"
+    one, other = (newest(next(base.glob(name))) for name in ("whole", "2*"))
+    assert one.manifest["ledger"] == other.manifest["ledger"] and one.files["model.pt"] == other.files["model.pt"]
+
+
+def test_restarts_that_come_no_further_are_given_up(tmp_path):
+    task = """import os
+from tiny import Tiny
+class Dies(Tiny):
+    def train_step(self, micro_batches):
+        if self.step == 7:
+            raise ValueError("this always fails")
+        super().train_step(micro_batches)
+"""
+    (tmp_path / "dies.py").write_text(task)
+    words = [*TINY, "task.trainer=dies.Dies", *ELASTIC, "launch.max_restarts=5", *EVERY]
+    code, out, err = ended(start(tmp_path, *words))
+    assert code == 1 and out.count("resumed at step 5 of 20") == 1 + 2, out + err
+    line = "error: runs/tiny/a: given up, 3 restarts came no further than step 5: ValueError: this always fails"
+    assert line in err.splitlines(), err
+
+
+def test_finished_run_that_is_started_again_does_nothing(tmp_path):
+    words = [*TINY, *ELASTIC, "run.resume=auto"]
+    assert ended(start(tmp_path, *words))[0] == 0
+    before = newest(tmp_path / "runs/tiny/a")
+    code, out, _ = ended(start(tmp_path, *words))
+    assert code == 0 and "nothing left to do: the run is finished at step 20" in out
+    assert newest(tmp_path / "runs/tiny/a").files == before.files
+
+
+# Groups that cannot form ----------------------------------------------------------------------------------------------
+
+LIMIT_S = 3.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def meeting(ranks: list[tuple[int, int]], folder: Path, init: str = "env") -> list[tuple[float, str]]:
+    """(seconds, what it was told) of each process that comes as (rank, world size); '' where a group stood."""
+    port = free_port()
+
+    def come(rank: int, size: int) -> tuple[float, str]:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(port)}
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+        words = {"tcp": [f"dist.address=127.0.0.1:{port}"], "file": [f"dist.path={folder / 'meet'}"]}.get(init, [])
+        config = load_config(["task=tiny", f"dist.timeout_s={LIMIT_S}", f"dist.init={init}", *words], [CONF])
+        began = time.monotonic()
+        try:
+            _store = meet(config.dist, World.from_environment())
+            time.sleep(1)  # rank 0 holds the store
+            return time.monotonic() - began, ""
+        except ConfigError as error:
+            return time.monotonic() - began, str(error)
+
+    return on_ranks(len(ranks), lambda: come(*ranks[int(os.environ["RANK"])]))
+
+
+@pytest.mark.parametrize("init", ["env", "tcp", "file"])
+@pytest.mark.parametrize(
+    ("ranks", "line"),
+    [
+        ([(0, 3), (2, 3)], "rank 1 did not come; rank 0 is process "),
+        ([(0, 3), (1, 3), (1, 3)], "rank 1 was started twice, as process "),
+        ([(0, 2), (1, 3)], "WORLD_SIZE is 2 on rank 0 and 3 on rank 1 (process "),
+        ([(1, 2)], "no group was found at "),
+    ],
+    ids=["missing", "twice", "world size", "no rank 0"],
+)
+def test_group_that_cannot_form_ends_in_time_on_every_rank(ranks, line, init, tmp_path):
+    for seconds, told in meeting(ranks, tmp_path, init):
+        assert seconds < LIMIT_S + 2
+        if init != "file" or line.startswith(("rank 1 did", "no group")):
+            assert line in told, told
+        else:  # a file may be an earlier run's, so what lies there is believed at the end only
+            assert "within dist.timeout_s=3: rank" in told, told
+
+
+def test_port_in_use_is_said_at_once(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        words = ["dist.init=tcp", f"dist.address=127.0.0.1:{taken.getsockname()[1]}", "dist.timeout_s=3"]
+        ranks = [start(tmp_path, *TINY, *words, RANK=str(rank), WORLD_SIZE="2") for rank in (0, 1)]
+        ends = [ended(rank) for rank in ranks]
+    assert ends[0][0] == 2 and "the port is in use on rank 0's host; choose another" in ends[0][2]
+    assert ends[1][0] == 2 and "what listens there is not rank 0 of this run" in ends[1][2]
+
+
+def test_rank_that_is_taken_is_told_by_whom(tmp_path):
+    told = meeting([(0, 2), (1, 2)], tmp_path)
+    assert [line for _, line in told] == ["", ""]
+
+    def late():
+        config = load_config(["task=tiny", f"dist.timeout_s={LIMIT_S}"], [CONF])
+        os.environ["RANK"] = {"0": "0", "1": "1", "2": "1"}[os.environ["RANK"]]
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+        os.environ |= {"WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+        is_late = os.environ["LOCAL_RANK"] == "2"
+        time.sleep(1.0 * is_late)
+        try:
+            _store = meet(
+                config.dist, World.from_environment({k: v for k, v in os.environ.items() if "LOCAL" not in k})
+            )
+            time.sleep(3)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    port = free_port()
+    *group, last = on_ranks(3, late)
+    assert group == ["", ""] and f"127.0.0.1:{port}: rank 1 is taken by process " in last
+
+
+def test_generator_of_torch_is_left_alone_by_a_meeting(tmp_path):
+    def come():
+        before = torch.get_rng_state()
+        _store = meet(load_config(["task=tiny"], [CONF]).dist, World.from_environment())
+        time.sleep(0.5)
+        return torch.equal(before, torch.get_rng_state())
+
+    assert on_ranks(2, come) == [True, True]
+
+
+def test_exit_json_says_how_it_ended(tmp_path):
+    assert ended(start(tmp_path, *TINY, *ELASTIC))[0] == 0
+    assert json.loads((tmp_path / "runs/tiny/a/exit.json").read_text())["code"] == 0

@@ -1,0 +1,83 @@
+"""What SLURM does to a run, on a real one of two nodes (tests/slurm.py)."""
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import slurm
+from test_launching import EVERY, PATHS, SLOW, TINY, wait_for
+from tiny import newest
+
+from trainer import audit
+
+NAMES = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NODELIST")
+SHOW = f"import os; print(*map(os.environ.get, {NAMES}))"  # srun cuts lines at 1024 bytes
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    if reason := slurm.unavailable():
+        pytest.skip(reason)
+    with slurm.Cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        cluster.environment["PATH"] = f"{Path(sys.executable).parent}:{cluster.environment['PATH']}"
+        cluster.environment |= {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
+        yield cluster
+
+
+def test_srun_numbers_its_tasks_over_the_nodes(cluster):
+    done = cluster.srun("-N2", "--ntasks-per-node=2", sys.executable, "-c", SHOW)
+    assert done.returncode == 0, done.stderr
+    tasks = sorted(line.split() for line in done.stdout.splitlines())
+    assert tasks == [[rank, node, local, "4", "n[1-2]"] for rank, node, local in ("000", "101", "210", "311")]
+
+
+def test_requeued_job_starts_again_by_itself(cluster, tmp_path: Path):
+    script = tmp_path / "job.sh"
+    script.write_text(
+        "#!/bin/bash\n"
+        "#SBATCH --requeue --open-mode=append\n"
+        "echo attempt ${SLURM_RESTART_COUNT:-0}\n"
+        '[ "${SLURM_RESTART_COUNT:-0}" = 1 ] || { scontrol requeue $SLURM_JOB_ID; sleep 60; }\n'
+    )
+    job = cluster.submit(script, f"--output={tmp_path}/out")
+    assert cluster.wait(job, {"COMPLETED"}, 30) == "COMPLETED"
+    assert cluster.requeues(job) == 1
+    said = (tmp_path / "out").read_text().splitlines()
+    assert [line for line in said if line.startswith("attempt")] == ["attempt 0", "attempt 1"]
+
+
+def test_srun_starts_the_ranks(cluster, tmp_path):
+    done = cluster.srun("-N2", "--ntasks-per-node=2", "python", "-m", "trainer", *TINY, f"run.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert "4 ranks on 2 nodes" in done.stdout and "go on with: srun --nodes=2 --ntasks=4 python" in done.stdout
+    config = (tmp_path / "tiny/a/config.yaml").read_text()
+    assert "init: env" in config and newest(tmp_path / "tiny/a").manifest["world_size"] == 4
+
+
+def test_bad_setting_is_one_line_and_never_retried(cluster, tmp_path):
+    words = ("--kill-on-bad-exit=1", "python", "-m", "trainer", *TINY, f"run.dir={tmp_path}", "optim.lrr=1")
+    done = cluster.srun("-n2", *words)
+    lines = [
+        line for line in done.stderr.splitlines() if "error:" in line and not line.startswith(("srun", "slurmstepd"))
+    ]
+    assert lines == ["error: optim.lrr is not a setting; did you mean optim.lr?"], done.stderr
+
+
+def test_job_that_is_asked_to_stop_requeues_itself_and_goes_on(cluster, tmp_path):
+    """The signal that --signal=USR1@120 sends before the time limit, at once."""
+    template = Path(__file__).resolve().parents[1] / "scripts/slurm.sbatch"
+    words = [*SLOW, "run.steps=60", *EVERY, f"run.dir={tmp_path}"]
+    place = [f"--chdir={tmp_path}", "-N2", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    job = cluster.submit(template, *place, "--", *words)
+    wait_for(lambda: [*tmp_path.glob("slow/*/checkpoints/step-*")])
+    cluster.run("scancel", "--signal=USR1", job)
+    assert cluster.wait(job, {"COMPLETED", "FAILED"}, 90) == "COMPLETED", (tmp_path / f"slurm-{job}.out").read_text()
+    said = (tmp_path / f"slurm-{job}.out").read_text()
+    assert cluster.requeues(job) == 1 and f"SLURM job {job} is requeued" in said and "resumed at step" in said
+    (directory,) = (tmp_path / "slow").iterdir()
+    assert json.loads((directory / "exit.json").read_text())["code"] == 0
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert audit.main([str(directory)]) == 0

@@ -1,0 +1,60 @@
+"""A sweep: each job a group of ranks, its state on disk, what is finished not run again."""
+
+import csv
+import json
+import signal
+
+from test_launching import ELASTIC, TINY, ended, start, wait_for
+
+WORDS = ["-m", *TINY[:3], "launch=elastic", "launch.nproc_per_node=2"]
+
+
+def results(folder):
+    (place,) = (folder / "runs/sweeps").iterdir()
+    with open(place / "results.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file)), json.loads((place / "sweep.json").read_text())
+
+
+def test_each_job_is_a_group_and_a_failed_one_is_told(tmp_path):
+    """task.options.examples=21 fails: the global batch is 22."""
+    words = [*WORDS, "task.options.examples=203,21,150"]
+    code, out, err = ended(start(tmp_path, *words))
+    assert code == 1 and out.count("2 ranks on 1 node") == 2, out + err
+    assert "error: data.global_batch=22: must be at most the 21 training examples" in err
+    rows, jobs = results(tmp_path)
+    assert [(row["task.options.examples"], row["state"], row["code"]) for row in rows] == [
+        *(("203", "done", "0"), ("21", "failed", "2"), ("150", "done", "0")),
+    ]
+    values = {row["task.options.examples"]: float(row["best"]) for row in rows if row["best"]}
+    assert all(
+        json.loads((tmp_path / job["directory"] / "exit.json").read_text())["best"] for job in jobs if not job["code"]
+    )
+    table = [line.split()[1] for line in out.splitlines() if " done " in line or " failed " in line]
+    assert table == [*sorted(values, key=values.get), "21"], out  # best first
+    again = ended(start(tmp_path, *words))
+    assert again[1].count("is finished") == 2 and "2 ranks on 1 node" not in again[1] and again[0] == 1
+
+
+def test_sweep_stops_at_a_failed_job_where_told(tmp_path):
+    words = ["-m", *TINY[:3], "task.options.examples=21,203", "launch.on_failed_job=stop"]
+    code, out, _ = ended(start(tmp_path, *words))
+    assert code == 1 and [row["state"] for row in results(tmp_path)[0]] == ["failed", "waiting"], out
+
+
+def test_stopped_sweep_goes_on_where_it_was(tmp_path):
+    words = ["-m", *TINY, "run.steps=3000", "log.every_steps=1000", "optim.lr=0.1,0.2"]
+    first = start(tmp_path, *words)
+    wait_for(lambda: (tmp_path / "runs/tiny/a-1/checkpoints").is_dir())
+    first.send_signal(signal.SIGTERM)
+    code, out, err = ended(first)
+    rows, _ = results(tmp_path)
+    assert code == 75 and [row["state"] for row in rows] == ["stopped", "waiting"], out + err
+    words[words.index("run.steps=3000")] = "run.steps=3000"
+    code, out, err = ended(start(tmp_path, *words))
+    assert code == 0 and out.count("resumed at step") == 1, out + err
+    assert [row["state"] for row in results(tmp_path)[0]] == ["done", "done"]
+
+
+def test_sweep_under_torchrun_is_refused_with_advice(tmp_path):
+    code, _, err = ended(start(tmp_path, "-m", *TINY, *ELASTIC, "optim.lr=0.1,0.2", RANK="0", WORLD_SIZE="2"))
+    assert code == 2 and "a sweep with launch=elastic launch.nproc_per_node=<ranks of each job>" in err

@@ -1,0 +1,88 @@
+"""A rank that makes no progress is named, with what it is at and what the others wait in, and the group ends."""
+
+import json
+import re
+import time
+
+import pytest
+from test_launching import CONF, ended, start
+
+STICKS = ["--config-dir", CONF, "task=sticks", "run.name=a"]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+
+CASES = {
+    "sleep": ("rank 1 (process # on #) has been in forward and backward for 2 s, at step 8", "watched.py"),
+    "stop": (
+        "rank 1 (process # on #) has been in forward and backward for 2 s, at step 8, stopped by a signal",
+        "watched.py",
+    ),
+    "gil@loss": ("rank 1 (process # on #) has been in forward and backward for 2 s, at step 8", "in loss"),
+    "loop@metrics": ("rank 1 (process # on #) has been in evaluation for 2 s, at step 9", "in metrics"),
+    "worker": (
+        "rank 1 (process # on #) has been in the data loader for 2 s, at step #; its child process # is stopped",
+    ),
+    "barrier": ("every rank waits for another",),
+}
+WAITS = {
+    "loop@metrics": "; rank 0 waits in a collective in evaluation of step 9",
+    "barrier": "; rank 0 waits in gradient all-reduce of step 8; "
+    "rank 1 waits in a collective in forward and backward of step 8",
+}
+
+
+@pytest.mark.parametrize("how", CASES)
+def test_rank_without_progress_is_named(how, tmp_path):
+    at = "task.options.at=9" if how == "loop@metrics" else "task.options.at=8"
+    words = [*STICKS, f"task.options.how={how}", at, *(["data.workers=1"] if how == "worker" else [])]
+    code, _, err = ended(start(tmp_path, *words, launcher=TORCHRUN))
+    assert code == 1
+    line = next(line for line in err.splitlines() if line.startswith("error: no progress: "))
+    told = re.sub(r"process \d+", "process #", line).replace(f" on {__import__('socket').gethostname()})", " on #)")
+    told = re.sub(r" for [23] s", " for 2 s", told)
+    told = re.sub(r"step \d+", "step #", told) if how == "worker" else told
+    waits = WAITS.get(how, "; rank 0 waits in gradient all-reduce of step " + ("#" if how == "worker" else "8"))
+    assert told == f"error: no progress: {CASES[how][0]}{waits}"
+    for frame in CASES[how][1:]:
+        assert frame in err.split("innermost call first:")[1]
+    assert json.loads((tmp_path / "runs/sticks/a/exit.json").read_text())["reason"] == line[len("error: ") :]
+
+
+def test_hung_rank_is_started_again_and_the_run_ends(tmp_path):
+    """It stops itself once only: the second attempt resumes past that step."""
+    words = [*STICKS, "task.options.how=stop", "checkpoint.every_steps=2", "task.options.at=5"]
+    task = """import os
+from watched import Sticks
+class Once(Sticks):
+    def _stick(self, place):
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            super()._stick(place)
+"""
+    (tmp_path / "once.py").write_text(task)
+    words += ["task.trainer=once.Once", "launch=elastic", "launch.nproc_per_node=2", "launch.max_restarts=1"]
+    code, out, err = ended(start(tmp_path, *words))
+    assert code == 0 and "error: no progress: rank 1" in err, err
+    assert re.search(r"resumed at step [46] of 20", out), out  # it goes on for a moment while its stack is had
+
+
+def test_slow_rank_is_no_alarm_but_a_straggler(tmp_path):
+    words = [*STICKS, "task.options.slow_ms=60", "run.steps=160", "dist.hang_timeout_s=3", "eval.every_epochs=null"]
+    code, _, err = ended(start(tmp_path, *words, launcher=TORCHRUN))
+    assert code == 0 and "no progress" not in err
+    assert re.findall(r"warning: rank (\d) on \S+ is a straggler", err) == ["1"], err
+
+
+def test_one_rank_alone_is_watched_and_a_long_start_is_borne(tmp_path):
+    task = """import time
+from watched import Sticks
+class LateStart(Sticks):
+    def build_model(self):
+        time.sleep(1.5)
+        return super().build_model()
+"""
+    (tmp_path / "late.py").write_text(task)
+    words = [*STICKS, "task.trainer=late.LateStart", "dist.hang_timeout_s=1", "task.options.rank=0"]
+    code, out, err = ended(start(tmp_path, *words))
+    assert code == 0 and "done: 20 steps" in out, err
+    began = time.monotonic()
+    code, _, err = ended(start(tmp_path, *words[:3], "run.name=b", *words[4:], "task.options.how=gil"))
+    assert code != 0 and "error: no progress: rank 0 (process " in err and time.monotonic() - began < 30

@@ -1,0 +1,68 @@
+"""A task whose rank stops making progress, in the way that a test asks for."""
+
+import ctypes
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from tiny import Items, Tiny
+
+
+class Sticks(Tiny):
+    """At `at`, rank `rank` does what `how` says; a step takes 10 ms, on `slow` rank `slow_ms`."""
+
+    @dataclass
+    class Options(Tiny.Options):
+        how: str
+        rank: int
+        at: int
+        slow_ms: float
+
+    def build_dataset(self, split):
+        return Sticking(split, self) if self.options.how == "worker" else super().build_dataset(split)
+
+    def train_step(self, micro_batches):
+        self._stick("before")
+        time.sleep((self.options.slow_ms if self.world.rank == self.options.rank else 10) / 1000)
+        super().train_step(micro_batches)
+
+    def loss(self, outputs, targets):
+        self._stick("loss")
+        return super().loss(outputs, targets)
+
+    def metrics(self, outputs, targets):
+        self._stick("metrics")
+        return super().metrics(outputs, targets)
+
+    def _stick(self, place):
+        how, _, where = self.options.how.partition("@")
+        if self.world.rank != self.options.rank or self.step != self.options.at or place != (where or "before"):
+            return
+        if how == "sleep":
+            time.sleep(1000)
+        elif how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif how == "gil":
+            ctypes.PyDLL(None).sleep(1000)  # a C function that keeps the GIL
+        elif how == "loop":
+            while True:
+                pass
+        elif how == "barrier":
+            dist.barrier()  # which the others do not call
+
+
+class Sticking(Items):
+    """A data worker is stopped by a signal."""
+
+    def __init__(self, split, task):
+        super().__init__(split)
+        self.at = task.options.at * 22 if split == "train" and task.world.rank == task.options.rank else -1
+        self.count = 0
+
+    def __getitem__(self, index):
+        self.count += 1
+        if self.count == self.at:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().__getitem__(index)

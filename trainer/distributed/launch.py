@@ -1,0 +1,117 @@
+"""Start the ranks of one machine from one command: `launch=elastic` with torchrun's engine, `launch=spawn` without."""
+
+from __future__ import annotations
+
+import logging
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from trainer.config import Launch
+from trainer.distributed.launchers import CODES, MARK, MASTER, RANKS
+from trainer.errors import ConfigError
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def launch(config: Launch, words: Sequence[str]) -> int:
+    """Run `python -m trainer <words>` as so many ranks and wait for their end; the exit code that they agree on.
+
+    Raises ConfigError for a number of ranks that cannot be.
+    """
+    size = count_ranks(config.nproc_per_node or "auto")
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch:
+        codes = Path(scratch) / "codes"
+        for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # up to 40 lines after rank 0's one
+        with _environment({MARK: config.name, CODES: str(codes)}):
+            failed = _elastic(config.max_restarts, size, words) if config.name == "elastic" else _spawn(size, words)
+        found = [int(line) for line in codes.read_text().split()] if codes.exists() else []
+    if not failed:
+        return 0
+    ends = found[-size:]
+    return next((code for code in (2, 1, 75) if code in ends), 1)
+
+
+def count_ranks(given: str) -> int:
+    """`gpu`, `cpu` (cores), `auto` (GPUs where there are any, else cores) or a number."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if given == "gpu" and not gpus:
+        raise ConfigError("launch.nproc_per_node=gpu: torch sees no GPU here; give cpu, auto or a number")
+    return {"gpu": gpus, "cpu": cores, "auto": gpus or cores}.get(given) or int(given)
+
+
+def _elastic(max_restarts: int, size: int, words: Sequence[str]) -> bool:
+    engine = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=size,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=max_restarts,
+        logs_specs=DefaultLogsSpecs(),
+        signals_to_handle=",".join(s.name for s in _SIGNALS),
+    )
+    try:
+        elastic_launch(engine, sys.executable)("-m", "trainer", *words)
+    except (ChildFailedError, SignalException):
+        return True
+    return False
+
+
+def _spawn(size: int, words: Sequence[str]) -> bool:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_RUN_ID": uuid.uuid4().hex}
+    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with _environment(given):
+        ranks = mp.start_processes(_enter, (list(words),), size, join=False, start_method="spawn")
+
+    def pass_on(number: int, frame: object) -> None:
+        for pid in ranks.pids():
+            os.kill(pid, number)
+
+    before = {number: signal.signal(number, pass_on) for number in _SIGNALS}
+    try:
+        while not ranks.join():
+            pass
+    except (mp.ProcessExitedException, mp.ProcessRaisedException):
+        return True
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return False
+
+
+def _enter(rank: int, words: list[str]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    sys.argv = ["trainer", *words]
+    runpy.run_module("trainer", run_name="__main__", alter_sys=True)
+
+
+@contextmanager
+def _environment(more: dict[str, str]) -> Iterator[None]:
+    """What the ranks inherit, without what an outer launcher said of this process."""
+    before = dict(os.environ)
+    for name in [n for n in before if n in (*RANKS, *MASTER) or n.startswith("TORCHELASTIC_")]:
+        del os.environ[name]
+    os.environ |= more
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before

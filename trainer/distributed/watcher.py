@@ -1,0 +1,217 @@
+"""The watcher of one node: a process of its own that names the rank which makes no progress, and ends the group.
+
+Run by its file, so that nothing but the standard library is loaded. It reads what the ranks write into shared memory
+(watch.py), and the state that the kernel gives them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import signal
+import statistics
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# The page: float64 fields, then a text of at most TEXT bytes.
+STEP, PHASE, SINCE, BUSY, TOTAL, STEPS, FIELDS = range(7)
+TEXT = 3000
+PHASES = (
+    *("start-up", "building data and model", "the data loader", "forward and backward", "gradient all-reduce"),
+    *("the update", "reading the losses", "evaluation", "saving a checkpoint", "the end of the run"),
+)
+REDUCE, SAVE = 4, 8
+PATIENCE = 5  # times the limit, before the first step and while saving
+POLL_S = 0.25
+STRAGGLES, OVER_STEPS = 3.0, 50
+
+
+@dataclass(frozen=True)
+class State:
+    """One rank at one moment."""
+
+    rank: int
+    pid: int
+    step: int
+    phase: int
+    seconds: float
+    total: float
+    steps: int
+    is_stopped: bool
+
+    @property
+    def limit(self) -> int:
+        return PATIENCE if not self.steps or self.phase == SAVE else 1
+
+
+class Rank:
+    """Its page and its stack, reached through the file descriptors that it holds open."""
+
+    def __init__(self, facts: dict[str, Any]):
+        self.rank, self.pid = facts["rank"], facts["pid"]
+        self._stack = Path(f"/proc/{self.pid}/fd/{facts['stack']}")
+        with open(f"/proc/{self.pid}/fd/{facts['page']}", "rb") as file:
+            self._page = mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
+
+    def state(self) -> State | None:
+        """None once the process is gone."""
+        kernel = _kernel_state(self.pid)
+        if kernel in ("", "Z", "X"):
+            return None
+        step, phase, since, _, total, steps = struct.unpack_from(f"{FIELDS}d", self._page)[:6]
+        seconds = time.monotonic() - since
+        return State(self.rank, self.pid, int(step), int(phase), seconds, total, int(steps), kernel in ("T", "t"))
+
+    def directory(self) -> str:
+        return self._page[FIELDS * 8 : FIELDS * 8 + TEXT].split(b"\0")[0].decode(errors="replace")
+
+    def stack(self, dump: int, limit_s: float = 2.0) -> list[str]:
+        """Its Python stack, innermost first, as faulthandler writes it; a stopped process is let go on for it."""
+        with contextlib.suppress(OSError):
+            size = self._stack.stat().st_size
+            os.kill(self.pid, dump)
+            os.kill(self.pid, signal.SIGCONT)
+            end = time.monotonic() + limit_s
+            while self._stack.stat().st_size == size and time.monotonic() < end:
+                time.sleep(0.02)
+            time.sleep(0.05)
+            return _main_thread(self._stack.read_text(errors="replace")[size:])
+        return []
+
+
+def _kernel_state(pid: int) -> str:
+    """R, S, D, T (stopped), t (traced), Z; empty where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def _main_thread(dump: str) -> list[str]:
+    """The last thread's frames: the main thread stands last."""
+    return [line.strip() for line in dump.strip().split("\n\n")[-1].splitlines() if line.startswith("  File ")]
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+class Watch:
+    def __init__(self, settings: dict[str, Any]):
+        self.timeout_s, self.host, self.dump = settings["timeout_s"], settings["host"], settings["dump"]
+        self.ranks = [Rank(facts) for facts in settings["ranks"]]
+        self.seen: deque[list[State]] = deque(maxlen=600)
+        self.told: set[int] = set()
+
+    def look(self) -> bool:
+        """True when the watch is over."""
+        states = [state for rank in self.ranks if (state := rank.state())]
+        if len(states) < len(self.ranks):
+            return True  # a rank has died: its launcher knows
+        if any(s.seconds > self.timeout_s * s.limit for s in states):
+            self.end(states)
+            return True
+        self.warn(states)
+        return False
+
+    def end(self, states: Sequence[State]) -> None:
+        stacks = {rank.rank: rank.stack(self.dump) for rank in self.ranks}
+        lines = report(states, stacks, self.host, self.timeout_s)
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        if directory := self.ranks[0].directory():
+            with contextlib.suppress(OSError):
+                _write_exit(Path(directory), lines[0].removeprefix("error: "), min(s.step for s in states))
+        for pid in [pid for rank in self.ranks for pid in (*_children(rank.pid), rank.pid) if pid != os.getpid()]:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)  # a stopped data worker would stay, and hold our output open
+
+    def warn(self, states: list[State]) -> None:
+        """Say once of each rank that its own part of a step takes 3 times the median's, over 50 steps."""
+        self.seen.append(states)
+        before = next((past for past in self.seen if states[0].steps - past[0].steps <= 2 * OVER_STEPS), states)
+        while self.seen and self.seen[0] is not before:
+            self.seen.popleft()
+        pairs = list(zip(states, before, strict=True))
+        if len(states) < 2 or min(now.steps - past.steps for now, past in pairs) < OVER_STEPS:
+            return
+        each = {now.rank: (now.total - past.total) / (now.steps - past.steps) for now, past in pairs}
+        usual = statistics.median_low(each.values())
+        for rank, seconds in each.items():
+            if seconds > STRAGGLES * usual and rank not in self.told:
+                self.told.add(rank)
+                times = (
+                    f"{seconds * 1e3:.1f} ms a step over the last {OVER_STEPS} steps, the median is {usual * 1e3:.1f}"
+                )
+                print(f"warning: rank {rank} on {self.host} is a straggler: {times}", file=sys.stderr, flush=True)
+
+
+def report(states: Sequence[State], stacks: dict[int, list[str]], host: str, timeout_s: float) -> list[str]:
+    """One line that names who makes no progress and what the others wait in; then the stacks of those named."""
+    waiting = [s for s in states if not s.is_stopped and _is_waiting(s, stacks[s.rank])]
+    named = [s for s in states if s not in waiting and s.seconds > timeout_s / 2]
+    parts = [_describe(s, host) for s in named] or ["every rank waits for another"]
+    places: dict[str, list[int]] = {}
+    for s in states:
+        if s not in named:
+            what = PHASES[s.phase] if s.phase == REDUCE or s not in waiting else f"a collective in {PHASES[s.phase]}"
+            places.setdefault(f"{what} of step {s.step}", []).append(s.rank)
+    parts += [f"{_ranks(ranks)} in {place}" for place, ranks in places.items()]
+    lines = ["error: no progress: " + "; ".join(parts)]
+    for s in named or states:
+        frames = stacks[s.rank]
+        lines.append(f"rank {s.rank}, innermost call first:" if frames else f"rank {s.rank}: its stack cannot be had")
+        lines += [f"  {frame}" for frame in frames[:12]]
+    return lines
+
+
+def _describe(state: State, host: str) -> str:
+    who = f"rank {state.rank} (process {state.pid} on {host})"
+    frozen = ", ".join(str(child) for child in _children(state.pid) if _kernel_state(child) in ("T", "t"))
+    return (
+        f"{who} has been in {PHASES[state.phase]} for {state.seconds:.0f} s, at step {state.step}"
+        + (", stopped by a signal" if state.is_stopped else "")
+        + (f"; its child process {frozen} is stopped" if frozen else "")
+    )
+
+
+def _is_waiting(state: State, stack: Sequence[str]) -> bool:
+    return state.phase == REDUCE or any("torch/distributed/" in frame for frame in stack[:3])
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    ranks = list(ranks)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} wait{'s' * (len(ranks) == 1)}"
+
+
+def _write_exit(directory: Path, reason: str, step: int) -> None:
+    staged = directory / ".exit.json.new"
+    staged.unlink(missing_ok=True)
+    with open(staged, "x", encoding="utf-8") as file:
+        json.dump({"code": 1, "reason": reason, "step": step}, file, indent=1)
+    os.replace(staged, directory / "exit.json")
+
+
+def main(settings: dict[str, Any]) -> None:
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # meant for the ranks; SIGTERM is how our rank ends us
+    try:
+        watch = Watch(settings)
+    except OSError:
+        return  # a rank is gone already
+    while os.getppid() == settings["parent"] and not watch.look():
+        time.sleep(min(POLL_S, watch.timeout_s / 10))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,68 @@
+"""What must be alike on all ranks, and is compared before the first step; of the data, also with the run resumed."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from trainer.config import PACKAGE
+from trainer.errors import CheckpointError
+from trainer.task import Task
+
+OF_RANK_0 = ("run.dir", "run.name", "run.resume")  # where files lie is rank 0's alone to know
+
+
+def of_start(task: Task) -> dict[str, Any]:
+    """The configuration, the versions, the code of Lockstep and of the task, and the default dtype."""
+    facts = {key: value for key, value in task.config.flat().items() if key not in OF_RANK_0}
+    facts |= {"torch's version": torch.__version__, "the default dtype": str(torch.get_default_dtype())}
+    facts["the code of trainer"] = _package_digest()
+    for base in type(task).__mro__:
+        if not base.__module__.startswith(("trainer.", "builtins")) or base.__module__.startswith("trainer.tasks."):
+            facts[f"the code of {base.__module__}"] = _module_digest(base)
+    return facts
+
+
+def of_data(datasets: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {split: {"length": len(d), "digest": getattr(d, "digest", "")} for split, d in datasets.items()}
+
+
+def of_built(datasets: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    facts = {f"the {split} data's {name}": v for split, d in of_data(datasets).items() for name, v in d.items()}
+    shapes = {f"the shape of {name}": list(p.shape) for name, p in model.named_parameters() if not is_lazy(p)}
+    return {**facts, **shapes}
+
+
+def check_data(datasets: Mapping[str, Any], theirs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises CheckpointError where the data is not that of the run to resume."""
+    ours = of_data(datasets)
+    for split, facts in theirs.items():
+        for name, value in facts.items():
+            given = ours.get(split, {}).get(name)
+            if given != value:
+                had = f"the {split} data has {name} {given}, the run to resume had {value}"
+                raise CheckpointError(f"{had}: resume with the same data, or start a new run")
+
+
+@cache
+def _package_digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _module_digest(base: type) -> str:
+    """Of the file that defines it; empty where there is none, as in a notebook."""
+    try:
+        return hashlib.sha256(Path(inspect.getfile(base)).read_bytes()).hexdigest()[:12]
+    except (OSError, TypeError):
+        return ""
