@@ -81,3 +81,19 @@ def test_job_that_is_asked_to_stop_requeues_itself_and_goes_on(cluster, tmp_path
     assert json.loads((directory / "exit.json").read_text())["code"] == 0
     with contextlib.redirect_stdout(io.StringIO()):
         assert audit.main([str(directory)]) == 0
+
+
+def test_sweep_is_submitted_by_submitit_as_groups_of_ranks(cluster, tmp_path):
+    pytest.importorskip("submitit")
+    words = ["-m", *TINY[:3], f"run.dir={tmp_path}", "optim.lr=0.1,0.2", "hydra/launcher=submitit_slurm"]
+    settings = ["nodes=2", "tasks_per_node=1", "timeout_min=5", "cpus_per_task=1"]
+    done = cluster.run("python", "-m", "trainer", *words, *(f"hydra.launcher.{setting}" for setting in settings))
+    assert done.returncode == 0, done.stderr
+    jobs = [line.split()[-1] for line in done.stdout.splitlines() if "submitted as" in line]
+    assert [cluster.wait(job, {"COMPLETED", "FAILED"}, 60) for job in jobs] == ["COMPLETED"] * 2, done.stdout
+    runs = sorted((tmp_path / "tiny").iterdir())
+    assert [newest(run).manifest["world_size"] for run in runs] == [2, 2]
+    again = cluster.run("python", "-m", "trainer", *words, "hydra.launcher.nodes=2")
+    assert again.stdout.count(": done") == 2, again.stdout
+    wrong = cluster.run("python", "-m", "trainer", *words, "hydra.launcher.nods=2")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("error: hydra/launcher=submitit_slurm: "), wrong.stderr

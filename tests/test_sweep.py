@@ -3,8 +3,10 @@
 import csv
 import json
 import signal
+from pathlib import Path
 
-from test_launching import ELASTIC, TINY, ended, start, wait_for
+import pytest
+from test_launching import CONF, ELASTIC, TINY, ended, start, wait_for
 
 WORDS = ["-m", *TINY[:3], "launch=elastic", "launch.nproc_per_node=2"]
 
@@ -58,3 +60,25 @@ def test_stopped_sweep_goes_on_where_it_was(tmp_path):
 def test_sweep_under_torchrun_is_refused_with_advice(tmp_path):
     code, _, err = ended(start(tmp_path, "-m", *TINY, *ELASTIC, "optim.lr=0.1,0.2", RANK="0", WORLD_SIZE="2"))
     assert code == 2 and "a sweep with launch=elastic launch.nproc_per_node=<ranks of each job>" in err
+
+
+def test_optuna_chooses_the_jobs(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    words = ["-m", *TINY[:3], "optim.lr=interval(0.01,0.5)", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2"]
+    code, out, err = ended(start(tmp_path, *words, "hydra.sweeper.sampler.seed=1", "hydra.sweeper.n_jobs=1"))
+    assert code == 0, out + err
+    rows, _ = results(tmp_path)
+    rates = {float(row["optim.lr"]) for row in rows}
+    assert len(rates) == 2 and all(0.01 <= rate <= 0.5 for rate in rates)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
+
+
+def test_file_that_has_hydra_build_something_is_refused(tmp_path):
+    (tmp_path / "conf/task").mkdir(parents=True)
+    text = (Path(CONF) / "task/tiny.yaml").read_text()
+    evil = "hydra:\n  callbacks:\n    x: {_target_: pathlib.Path.touch, self: canary}\n"
+    (tmp_path / "conf/task/evil.yaml").write_text(text + evil)
+    words = ["-m", "--config-dir", "conf", "task=evil", "optim.lr=interval(0.01,0.5)", "hydra/sweeper=optuna"]
+    code, _, err = ended(start(tmp_path, *words))
+    assert code == 2 and "hydra.callbacks" in err and len(err.splitlines()) == 1, err
+    assert not (tmp_path / "canary").exists()

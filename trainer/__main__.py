@@ -139,19 +139,28 @@ def _hydra(arguments: Sequence[str]) -> int:
             "-m and Hydra's flags: under torchrun each rank would run them by itself; start with python, a sweep with"
             " launch=elastic launch.nproc_per_node=<ranks of each job>"
         )
+    from trainer.search import SWEEPER
+    from trainer.submit import cluster_of
+    from trainer.sweep import run_sweep, search_jobs
+
+    is_sweep = bool(set(SWEEP) & set(arguments))
     words, config_dirs = split_arguments([a for a in arguments if a not in SWEEP], HYDRA_FLAGS)
     overrides = [word for word in words if ("=" in word or word.startswith("~")) and not word.startswith("-")]
+    steering = [word for word in overrides if word.startswith(("hydra/", "hydra."))] if is_sweep else []
+    overrides = [word for word in overrides if word not in steering]
+    if SWEEPER in steering:
+        return search_jobs(steering, overrides, config_dirs)
+    cluster = cluster_of(steering)
+    if steering and cluster is None:
+        raise ConfigError(f"{steering[0]}: a sweep takes {SWEEPER}, or hydra/launcher=submitit_slurm and its settings")
     jobs = jobs_of_sweep(overrides)
     configs = [load_config(job, config_dirs) for job in jobs]  # all of them, before the first starts
     if any(a.split("=")[0] in QUESTIONS for a in arguments):
         return _answer(overrides, [word for word in arguments if word not in overrides])
-    if not set(SWEEP) & set(arguments):
+    if not is_sweep:
         flags = [word for word in arguments if word.split("=")[0] in HYDRA_FLAGS]
         raise ConfigError(f"{flags[0]}: -m takes no value, --resolve and --package go with --cfg job")
-    from trainer.sweep import check_names, run_sweep
-
-    check_names(configs)
-    return run_sweep(jobs, configs, config_dirs)
+    return run_sweep(jobs, configs, config_dirs, (cluster, steering) if cluster else None)
 
 
 def _answer(overrides: list[str], flags: list[str]) -> int:

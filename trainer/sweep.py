@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer import rundir
-from trainer.config import Config
+from trainer.config import Config, load_config
 from trainer.distributed.signals import stop_requests
 from trainer.errors import ConfigError, visible
+from trainer.search import search
+from trainer.submit import open_executor, submit
 
 STOPPED = 75
 
@@ -47,17 +50,28 @@ class Job:
         self.state = {0: "done", STOPPED: "stopped"}.get(told["code"], "failed")
 
 
-def run_sweep(jobs: Sequence[list[str]], configs: Sequence[Config], config_dirs: Sequence[str]) -> int:
-    """Run what is not finished yet, and show all. Exit code 0: all are done; 75: stopped; 1: some failed."""
+def run_sweep(
+    jobs: Sequence[list[str]],
+    configs: Sequence[Config],
+    config_dirs: Sequence[str],
+    submitted: tuple[str, Sequence[str]] | None = None,
+) -> int:
+    """Run what is not finished yet, and show all. Exit code 0: all are done; 75: stopped; 1: some failed.
+
+    `submitted`: (cluster, settings) for submitit; then the jobs are handed over, and not waited for.
+    """
+    _check_names(configs)
     first = configs[0]
     name = _name(jobs, configs)
     place = Path(first.run.dir) / "sweeps" / name
-    found = [_job(number, jobs, config, config_dirs, name) for number, config in enumerate(configs, 1)]
+    found = [_job(number, jobs, config, config_dirs, name, number - 1) for number, config in enumerate(configs, 1)]
     place.mkdir(parents=True, exist_ok=True)
     before = _before(place)
     for job in found:
         if before.get(job.directory) == job.words:  # else it was another job: with fewer epochs, say
             job.read_end()
+    if submitted is not None:
+        return _submit(found, place, open_executor(submitted[0], place / "submitit", submitted[1]))
     with stop_requests() as stop:
         for job in found:
             if job.state == "done":
@@ -75,6 +89,42 @@ def run_sweep(jobs: Sequence[list[str]], configs: Sequence[Config], config_dirs:
     return 0 if states == {"done"} else STOPPED if "stopped" in states and "failed" not in states else 1
 
 
+def _submit(jobs: Sequence[Job], place: Path, executor: Any) -> int:
+    for job in jobs:
+        if job.state != "done":
+            job.state = f"submitted as {submit(executor, job.words)}"
+        print(f"job {job.number} of {len(jobs)} ({_spell(job)}): {job.state}", flush=True)
+        _record(place, jobs)
+    print(f"output: {place}/submitit; the same command later shows and submits what is not finished")
+    return 0
+
+
+def search_jobs(steering: Sequence[str], overrides: Sequence[str], config_dirs: Sequence[str]) -> int:
+    """The jobs that Optuna asks for, one after another; then all of them, best first."""
+    found: list[Job] = []
+    begun: list[tuple[Config, Path]] = []  # of each job
+    name = hashlib.sha256(json.dumps([*steering, *overrides]).encode()).hexdigest()[:8]
+
+    def run_job(number: int, place: Path, words: list[str]) -> float:
+        """The metric of checkpoint.best_metric, for Optuna to minimise or maximise; nan where the job failed."""
+        config = load_config(words, config_dirs)
+        job = _job(number, [words, [word for word in overrides if word in words]], config, config_dirs, place.name, 0)
+        begun.append((config, place))
+        found.append(job)
+        place.mkdir(parents=True, exist_ok=True)
+        print(f"job {number}: {_spell(job)}", flush=True)
+        with stop_requests() as stop:
+            _run(job, stop)
+        _record(place, found)
+        if job.state == "stopped":
+            raise KeyboardInterrupt
+        return math.nan if job.value is None else job.value
+
+    search(steering, overrides, config_dirs, name, run_job)
+    _show(found, *begun[0])
+    return int(any(job.state != "done" for job in found))
+
+
 def _before(place: Path) -> dict[str, list[str]]:
     try:
         return {job["directory"]: job["words"] for job in json.loads((place / "sweep.json").read_text())}
@@ -89,8 +139,10 @@ def _name(jobs: Sequence[list[str]], configs: Sequence[Config]) -> str:
     return hashlib.sha256(json.dumps(list(jobs)).encode()).hexdigest()[:8]
 
 
-def _job(number: int, jobs: Sequence[list[str]], config: Config, config_dirs: Sequence[str], sweep: str) -> Job:
-    words, others = jobs[number - 1], [word for job in jobs for word in job]
+def _job(
+    number: int, jobs: Sequence[list[str]], config: Config, config_dirs: Sequence[str], sweep: str, at: int
+) -> Job:
+    words, others = jobs[at], [word for job in jobs for word in job]
     swept = dict(word.lstrip("+").split("=", 1) for word in words if "=" in word and others.count(word) < len(jobs))
     name = config.run.name if "run.name" in swept else f"{sweep}-{number}"
     kept = [word for word in words if not word.startswith(("run.name=", "run.resume="))]
@@ -154,7 +206,7 @@ def _spell(job: Job) -> str:
     return visible(" ".join(f"{key}={value}" for key, value in job.swept.items()) or "as given")
 
 
-def check_names(configs: Sequence[Config]) -> None:
+def _check_names(configs: Sequence[Config]) -> None:
     """Raises ConfigError where two jobs would write to one directory."""
     names = [config.run.name for config in configs]
     if len(set(names)) > 1 and len(set(names)) < len(names):

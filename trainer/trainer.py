@@ -21,7 +21,7 @@ from trainer.diagnosis import check_drift, name_bad_examples
 from trainer.distributed.group import Group, choose_backend, process_group
 from trainer.distributed.launchers import requeue
 from trainer.distributed.meet import check_init
-from trainer.distributed.signals import StopRequest, stop_requests
+from trainer.distributed.signals import REQUEUE, StopRequest, stop_requests
 from trainer.distributed.watch import Phase, Pulse, watched
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError
@@ -295,7 +295,7 @@ class Trainer(Task):
         facts = {"step": self.step, "metrics": progress.metrics, "best": progress.best}
         now.writer.exit(code, "stopped" if now.is_stopped else "done", **facts)
         # SIGTERM is scancel's too, and then nobody wants it back; a preempted job SLURM requeues by itself.
-        is_asked = bool(code) and now.group.max(now.stop.name == "SIGUSR1")[0]
+        is_asked = bool(code) and now.group.max(now.stop.name in REQUEUE)[0]
         if is_asked and self.world.rank == 0 and (told := requeue()):
             now.writer.say(told)
         return summary

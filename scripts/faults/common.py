@@ -185,12 +185,15 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", **more}
 
 
-def words_of(task: str, run_dir: Path, *overrides: str, ranks: int = 0) -> list[str]:
+def words_of(
+    task: str, run_dir: Path, *overrides: str, ranks: int = 0, restarts: int = 0, module: str = "trainer"
+) -> list[str]:
     """The command of a run; under torchrun where `ranks` are given."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    launcher = [*torchrun, f"--max_restarts={restarts}"] if ranks else []
     dirs = ["--config-dir", str(REPOSITORY / "tests/conf"), "--config-dir", str(REPOSITORY / "scripts/faults/conf")]
     named = [f"task={task}", f"run.dir={run_dir}", "run.name=run"]
-    return [sys.executable, *launcher, "-m", "trainer", *dirs, *named, *overrides]
+    return [sys.executable, *launcher, "-m", module, *dirs, *named, *overrides]
 
 
 def wait_for(condition: Callable[[], Any], limit_s: float, every_s: float = 0.005) -> Any:

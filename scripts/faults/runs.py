@@ -43,15 +43,17 @@ LIMIT_S = 120.0
 
 
 class Launched:
-    """A run in a process, or under torchrun; what it prints goes to a file."""
+    """A run in a process, or under a launcher; what it prints goes to a file."""
 
-    def __init__(self, words: list[str], place: Path, name: str):
+    def __init__(self, words: list[str], place: Path, name: str, **more: str):
+        """`more` is its environment's."""
         place.mkdir(parents=True, exist_ok=True)
         self.marks, self.log = place / f"{name}.marks", place / f"{name}.log"
         self.marks.touch()
+        told = environment(**{MARKS: str(self.marks), **more})
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                words, env=environment(**{MARKS: str(self.marks)}), stdout=log, stderr=subprocess.STDOUT
+                words, env=told, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )
 
     def end(self) -> int | None:
@@ -59,20 +61,26 @@ class Launched:
         try:
             return self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
-            for pid in (*self.ranks().values(), self.process.pid):
-                os.kill(pid, signal.SIGKILL)
-            self.process.wait()
+            self.kill()
             return None
 
+    def kill(self, *others: int) -> None:
+        for pid in (*self.ranks().values(), self.process.pid, *others):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
     def ranks(self) -> dict[int, int]:
-        """Rank to process id, of torchrun's children that are alive."""
-        found = {}
+        """Rank to process id, of the launcher's children that are alive; those of launch=spawn stand in their order."""
+        found: dict[int, int] = {}
         pid = self.process.pid
         with contextlib.suppress(OSError):
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
             for child in children:
                 told = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
                 found |= {int(word[5:]): int(child) for word in told if word.startswith(b"RANK=")}
+                if b"multiprocessing.spawn" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found[len(found)] = int(child)
         return found
 
     def has_marked(self, text: str) -> bool:

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 
 # torchrun passes Ctrl-C on as a second signal at once; only a later one is a person's second.
 GRACE_S = 1.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# SIGUSR2 is what submitit has SLURM send before the time limit.
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *[signal.SIGUSR2] * ("SUBMITIT_EXECUTOR" in os.environ)]
+REQUEUE = ("SIGUSR1", "SIGUSR2")
 
 
 class StopRequest:

@@ -11,11 +11,13 @@ import faulthandler
 import json
 import mmap
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, Protocol
@@ -93,12 +95,16 @@ def watched(timeout_s: float | None, group: Gathering) -> Iterator[Pulse]:
     faulthandler.register(DUMP, file=stack)
     world = group.world
     facts = {"rank": world.rank, "node": world.node_rank, "pid": os.getpid(), "page": page, "stack": stack}
+    server = socket.create_server(("", 0)) if world.rank == 0 and world.num_nodes > 1 else None
+    if server is not None:
+        facts |= {"address": (_own_address(world), server.getsockname()[1]), "token": secrets.token_hex(16)}
     process: subprocess.Popen[bytes] | None = None
     try:
         found = [json.loads(line) for line in group.gather_text(json.dumps(facts))]
         if world.local_rank == 0:
             local = [other for other in found if other["node"] == world.node_rank]
-            process = _start(local, timeout_s, world.host)
+            hub = {"address": found[0].get("address"), "token": found[0].get("token", "")}
+            process = _start({**hub, "ranks": local, "timeout_s": timeout_s, "host": world.host}, server)
         yield pulse
     finally:
         if process is not None:
@@ -110,8 +116,25 @@ def watched(timeout_s: float | None, group: Gathering) -> Iterator[Pulse]:
         os.close(stack)
 
 
-def _start(ranks: Sequence[dict[str, Any]], timeout_s: float, host: str) -> subprocess.Popen[bytes]:
-    settings = {"ranks": ranks, "timeout_s": timeout_s, "host": host, "dump": int(DUMP or 0), "parent": os.getpid()}
+def _start(settings: dict[str, Any], server: socket.socket | None) -> subprocess.Popen[bytes]:
+    more = {"dump": int(DUMP or 0), "parent": os.getpid(), "server": server.fileno() if server else None}
     # By its file: `-m` would load what the package loads. -S -E: no site-packages, 15 ms instead of 60.
-    words = [sys.executable, "-S", "-E", watcher.__file__, json.dumps(settings)]
-    return subprocess.Popen(words, stdin=subprocess.DEVNULL)  # noqa: S603
+    words = [sys.executable, "-S", "-E", watcher.__file__]
+    pass_fds = [server.fileno()] if server else []
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=pass_fds)  # noqa: S603
+    assert process.stdin is not None
+    process.stdin.write(json.dumps({**settings, **more}).encode())  # not as an argument, which everyone may read
+    process.stdin.close()
+    if server is not None:
+        server.close()
+    return process
+
+
+def _own_address(world: Any) -> str:
+    """Where the other nodes reach this one: the address on the way to the master, or the master's if that is here."""
+    master = world.launcher.variables.get("MASTER_ADDR") or world.host
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 9))
+        if not (own := probe.getsockname()[0]).startswith("127."):
+            return own
+    return master

@@ -1,7 +1,8 @@
 """The watcher of one node: a process of its own that names the rank which makes no progress, and ends the group.
 
 Run by its file, so that nothing but the standard library is loaded. It reads what the ranks write into shared memory
-(watch.py), and the state that the kernel gives them.
+(watch.py), and the state that the kernel gives them. The watchers of the other nodes tell that of node 0, which speaks
+for all; one that has lost it speaks for its own node.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ import contextlib
 import json
 import mmap
 import os
+import secrets
+import select
 import signal
+import socket
 import statistics
 import struct
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,7 @@ class State:
     """One rank at one moment."""
 
     rank: int
+    host: str
     pid: int
     step: int
     phase: int
@@ -55,8 +60,8 @@ class State:
 class Rank:
     """Its page and its stack, reached through the file descriptors that it holds open."""
 
-    def __init__(self, facts: dict[str, Any]):
-        self.rank, self.pid = facts["rank"], facts["pid"]
+    def __init__(self, facts: dict[str, Any], host: str):
+        self.rank, self.pid, self.host = facts["rank"], facts["pid"], host
         self._stack = Path(f"/proc/{self.pid}/fd/{facts['stack']}")
         with open(f"/proc/{self.pid}/fd/{facts['page']}", "rb") as file:
             self._page = mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
@@ -68,7 +73,9 @@ class Rank:
             return None
         step, phase, since, _, total, steps = struct.unpack_from(f"{FIELDS}d", self._page)[:6]
         seconds = time.monotonic() - since
-        return State(self.rank, self.pid, int(step), int(phase), seconds, total, int(steps), kernel in ("T", "t"))
+        return State(
+            self.rank, self.host, self.pid, int(step), int(phase), seconds, total, int(steps), kernel in ("T", "t")
+        )
 
     def directory(self) -> str:
         return self._page[FIELDS * 8 : FIELDS * 8 + TEXT].split(b"\0")[0].decode(errors="replace")
@@ -85,6 +92,89 @@ class Rank:
             time.sleep(0.05)
             return _main_thread(self._stack.read_text(errors="replace")[size:])
         return []
+
+
+class Link:
+    """A watcher's line to that of node 0, one JSON object a line."""
+
+    def __init__(self, address: Sequence[Any], token: str):
+        self._token, self._data, self.is_over = token, b"", False
+        self._socket: socket.socket | None = None
+        with contextlib.suppress(OSError):
+            self._socket = socket.create_connection((address[0], address[1]), timeout=5)
+            self._socket.settimeout(5)
+
+    def tell(self, states: Sequence[State]) -> bool:
+        """Whether node 0 still listens; `is_over` says that it has ended the group."""
+        self.send({"states": [vars(state) for state in states]})
+        with contextlib.suppress(OSError):
+            while self._socket is not None and select.select([self._socket], [], [], 0)[0]:
+                if not self._socket.recv(4096):
+                    self._socket = None
+                    break
+                self.is_over = True  # the only thing that node 0 says
+        return self._socket is not None
+
+    def send(self, message: dict[str, Any]) -> None:
+        if self._socket is not None:
+            try:
+                self._socket.sendall(json.dumps({"token": self._token, **message}).encode() + b"\n")
+            except OSError:
+                self._socket = None
+
+
+class Hub:
+    """Node 0's end of the lines."""
+
+    def __init__(self, server: socket.socket, token: str):
+        self._server, self._token = server, token
+        self._lines: dict[socket.socket, bytes] = {}
+        self._states: dict[socket.socket, tuple[float, list[State]]] = {}
+        self._stacks: dict[int, list[str]] = {}
+
+    def states(self) -> list[State]:
+        """The other nodes' ranks, as last told."""
+        self._read()
+        now = time.monotonic()
+        return [replace(s, seconds=s.seconds + now - at) for at, states in self._states.values() for s in states]
+
+    def end(self, limit_s: float = 4.0) -> dict[int, list[str]]:
+        """Have the other watchers end their ranks; the stacks that they send."""
+        for line in self._lines:
+            with contextlib.suppress(OSError):
+                line.sendall(b"end\n")
+        end, wanted = time.monotonic() + limit_s, sum(len(states) for _, states in self._states.values())
+        while len(self._stacks) < wanted and time.monotonic() < end:
+            self._read()
+            time.sleep(0.02)
+        return self._stacks
+
+    def _read(self) -> None:
+        while ready := select.select([self._server, *self._lines], [], [], 0)[0]:
+            for line in ready:
+                if line is self._server:
+                    self._lines[self._server.accept()[0]] = b""
+                    continue
+                data = b""
+                with contextlib.suppress(OSError):
+                    data = line.recv(65536)
+                *whole, self._lines[line] = (self._lines[line] + data).split(b"\n")
+                for text in whole:
+                    self._take(line, text)
+                if not data or len(self._lines[line]) > 2**20:  # gone: its launcher knows
+                    line.close()
+                    del self._lines[line]
+                    self._states.pop(line, None)
+
+    def _take(self, line: socket.socket, text: bytes) -> None:
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            message = json.loads(text)
+            if not secrets.compare_digest(message.pop("token"), self._token):
+                return
+            if "states" in message:
+                self._states[line] = (time.monotonic(), [State(**state) for state in message["states"]])
+            else:
+                self._stacks |= {int(rank): frames for rank, frames in message["stacks"].items()}
 
 
 def _kernel_state(pid: int) -> str:
@@ -109,16 +199,25 @@ def _children(pid: int) -> list[int]:
 
 class Watch:
     def __init__(self, settings: dict[str, Any]):
-        self.timeout_s, self.host, self.dump = settings["timeout_s"], settings["host"], settings["dump"]
-        self.ranks = [Rank(facts) for facts in settings["ranks"]]
+        self.timeout_s, self.dump = settings["timeout_s"], settings["dump"]
+        self.ranks = [Rank(facts, settings["host"]) for facts in settings["ranks"]]
         self.seen: deque[list[State]] = deque(maxlen=600)
         self.told: set[int] = set()
+        server, token = settings["server"], settings["token"]
+        self.hub = Hub(socket.socket(fileno=server), token) if server is not None else None
+        self.link = Link(settings["address"], token) if server is None and settings["address"] else None
 
     def look(self) -> bool:
         """True when the watch is over."""
-        states = [state for rank in self.ranks if (state := rank.state())]
-        if len(states) < len(self.ranks):
+        here = [state for rank in self.ranks if (state := rank.state())]
+        if len(here) < len(self.ranks):
             return True  # a rank has died: its launcher knows
+        if self.link is not None and self.link.tell(here):
+            if self.link.is_over:
+                self.link.send({"stacks": self._stacks()})
+                self._kill()
+            return self.link.is_over
+        states = sorted([*here, *(self.hub.states() if self.hub else [])], key=lambda s: s.rank)
         if any(s.seconds > self.timeout_s * s.limit for s in states):
             self.end(states)
             return True
@@ -126,12 +225,18 @@ class Watch:
         return False
 
     def end(self, states: Sequence[State]) -> None:
-        stacks = {rank.rank: rank.stack(self.dump) for rank in self.ranks}
-        lines = report(states, stacks, self.host, self.timeout_s)
+        stacks = self._stacks() | (self.hub.end() if self.hub else {})
+        lines = report(states, stacks, self.timeout_s)
         print("\n".join(lines), file=sys.stderr, flush=True)
         if directory := self.ranks[0].directory():
             with contextlib.suppress(OSError):
                 _write_exit(Path(directory), lines[0].removeprefix("error: "), min(s.step for s in states))
+        self._kill()
+
+    def _stacks(self) -> dict[int, list[str]]:
+        return {rank.rank: rank.stack(self.dump) for rank in self.ranks}
+
+    def _kill(self) -> None:
         for pid in [pid for rank in self.ranks for pid in (*_children(rank.pid), rank.pid) if pid != os.getpid()]:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)  # a stopped data worker would stay, and hold our output open
@@ -139,12 +244,14 @@ class Watch:
     def warn(self, states: list[State]) -> None:
         """Say once of each rank that its own part of a step takes 3 times the median's, over 50 steps."""
         self.seen.append(states)
-        before = next((past for past in self.seen if states[0].steps - past[0].steps <= 2 * OVER_STEPS), states)
+        alike = [past for past in self.seen if len(past) == len(states)]
+        before = next((past for past in alike if states[0].steps - past[0].steps <= 2 * OVER_STEPS), states)
         while self.seen and self.seen[0] is not before:
             self.seen.popleft()
         pairs = list(zip(states, before, strict=True))
         if len(states) < 2 or min(now.steps - past.steps for now, past in pairs) < OVER_STEPS:
             return
+        hosts = {s.rank: s.host for s in states}
         each = {now.rank: (now.total - past.total) / (now.steps - past.steps) for now, past in pairs}
         usual = statistics.median_low(each.values())
         for rank, seconds in each.items():
@@ -153,14 +260,14 @@ class Watch:
                 times = (
                     f"{seconds * 1e3:.1f} ms a step over the last {OVER_STEPS} steps, the median is {usual * 1e3:.1f}"
                 )
-                print(f"warning: rank {rank} on {self.host} is a straggler: {times}", file=sys.stderr, flush=True)
+                print(f"warning: rank {rank} on {hosts[rank]} is a straggler: {times}", file=sys.stderr, flush=True)
 
 
-def report(states: Sequence[State], stacks: dict[int, list[str]], host: str, timeout_s: float) -> list[str]:
+def report(states: Sequence[State], stacks: dict[int, list[str]], timeout_s: float) -> list[str]:
     """One line that names who makes no progress and what the others wait in; then the stacks of those named."""
-    waiting = [s for s in states if not s.is_stopped and _is_waiting(s, stacks[s.rank])]
+    waiting = [s for s in states if not s.is_stopped and _is_waiting(s, stacks.get(s.rank, []))]
     named = [s for s in states if s not in waiting and s.seconds > timeout_s / 2]
-    parts = [_describe(s, host) for s in named] or ["every rank waits for another"]
+    parts = [_describe(s) for s in named] or ["every rank waits for another"]
     places: dict[str, list[int]] = {}
     for s in states:
         if s not in named:
@@ -169,14 +276,14 @@ def report(states: Sequence[State], stacks: dict[int, list[str]], host: str, tim
     parts += [f"{_ranks(ranks)} in {place}" for place, ranks in places.items()]
     lines = ["error: no progress: " + "; ".join(parts)]
     for s in named or states:
-        frames = stacks[s.rank]
+        frames = stacks.get(s.rank, [])
         lines.append(f"rank {s.rank}, innermost call first:" if frames else f"rank {s.rank}: its stack cannot be had")
         lines += [f"  {frame}" for frame in frames[:12]]
     return lines
 
 
-def _describe(state: State, host: str) -> str:
-    who = f"rank {state.rank} (process {state.pid} on {host})"
+def _describe(state: State) -> str:
+    who = f"rank {state.rank} (process {state.pid} on {state.host})"
     frozen = ", ".join(str(child) for child in _children(state.pid) if _kernel_state(child) in ("T", "t"))
     return (
         f"{who} has been in {PHASES[state.phase]} for {state.seconds:.0f} s, at step {state.step}"
@@ -214,4 +321,4 @@ def main(settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(json.load(sys.stdin))

@@ -1,0 +1,72 @@
+"""`-m ... hydra/launcher=submitit_slurm`: the jobs of a sweep go to SLURM, each as its own group of ranks.
+
+The settings are those of Hydra's submitit launcher (hydra.launcher.nodes, .tasks_per_node, .timeout_min, ...);
+submitit itself (the extra `slurm`) hands them to sbatch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ConfigError, visible
+
+LAUNCHERS = {"hydra/launcher=submitit_slurm": "slurm", "hydra/launcher=submitit_local": "local"}
+_SHARED = ("name", "timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node")
+
+
+def cluster_of(words: Sequence[str]) -> str | None:
+    """slurm or local, where a launcher of submitit is asked for. Raises ConfigError for another launcher."""
+    chosen = [word for word in words if word.startswith("hydra/launcher=")]
+    if not chosen:
+        return None
+    if chosen[-1] not in LAUNCHERS:
+        raise ConfigError(f"{chosen[-1]}: must be submitit_slurm or submitit_local; without it the jobs run here")
+    return LAUNCHERS[chosen[-1]]
+
+
+def open_executor(cluster: str, folder: Path, words: Sequence[str]) -> Any:
+    """submitit's, told the `hydra.launcher.*` among the words. Raises ConfigError for what it does not know."""
+    try:
+        import submitit
+        from omegaconf import OmegaConf
+    except ImportError:
+        raise ConfigError(
+            f"hydra/launcher=submitit_{cluster}: needs submitit: pip install 'lockstep-trainer[slurm]'"
+        ) from None
+    given = [word.removeprefix("hydra.launcher.") for word in words if word.startswith("hydra.launcher.")]
+    if unknown := [word for word in words if not word.startswith(("hydra.launcher.", "hydra/launcher="))]:
+        raise ConfigError(f"{unknown[0]}: with submitit, hydra.launcher.* is the only group that is read")
+    settings: Any = OmegaConf.to_container(OmegaConf.from_dotlist(given))
+    # The signal that Lockstep saves and requeues at, two minutes before the limit unless told otherwise.
+    settings = {"signal_delay_s": 120, **settings} if cluster == "slurm" else settings
+    try:
+        executor = submitit.AutoExecutor(folder=str(folder / "%j"), cluster=cluster)
+        executor.update_parameters(**{n if n in _SHARED else f"{cluster}_{n}": v for n, v in settings.items()})
+    except (NameError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"hydra/launcher=submitit_{cluster}: {' '.join(str(error).split())[:300]}") from None
+    return executor
+
+
+def submit(executor: Any, words: Sequence[str]) -> str:
+    """Its job id. Raises ConfigError with what sbatch says against it."""
+    from submitit.core.utils import FailedJobError
+
+    try:
+        return visible(str(executor.submit(_train, list(words)).job_id))
+    except FailedJobError as error:
+        raise ConfigError(f"hydra/launcher=submitit_slurm: {' '.join(str(error).split())[:300]}") from None
+
+
+def _train(words: list[str]) -> int:
+    """A rank, within the job; it exits by itself unless all is well."""
+    from trainer.__main__ import main, run
+
+    sys.argv[1:] = words
+    try:
+        run(main)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
