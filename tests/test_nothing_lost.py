@@ -219,6 +219,15 @@ def test_full_disk_ends_the_run_on_every_rank_in_one_line_and_the_last_checkpoin
     assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in straight["weights"].items())
 
 
+def test_start_says_where_the_checkpoints_to_keep_will_not_fit(tmp_path, capfd):
+    with small_disk(tmp_path / "disk", 96) as disk:
+        on_ranks(2, fit, disk, "task=tiny", "run.steps=1", "checkpoint.keep_last=1000")
+        on_ranks(2, fit, disk, "task=tiny", "run.steps=1", "run.name=b")
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert line.startswith(f"warning: {disk}/tiny/run: 1001 checkpoints and one being written take 1 MB and more; 0 MB")
+    assert line.endswith("make room, or keep fewer (checkpoint.keep_last, checkpoint.keep_best)")
+
+
 def test_with_on_error_continue_a_full_disk_is_a_warning_until_there_is_room(tmp_path, capfd):
     with small_disk(tmp_path / "disk", 96) as disk:
         ballast = disk / "ballast"

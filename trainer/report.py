@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from trainer import rundir
+from trainer import checkpoint, rundir
 from trainer.config import Config
 from trainer.data.order import BatchPlan, counted
 from trainer.distributed.world import World
@@ -61,6 +62,17 @@ def describe_model(model: nn.Module) -> str:
     total = sum(p.numel() for p in parameters)
     frozen = total - sum(p.numel() for p in parameters if p.requires_grad)
     return f"model: {type(model).__name__}, {total:,} parameters" + (f", {frozen:,} of them frozen" if frozen else "")
+
+
+def lack_of_room(directory: Path, model: nn.Module, kept: int) -> list[str]:
+    """A warning where the checkpoints to keep will not fit by the weights alone; an optimizer's part is not known."""
+    need, free = (kept + 1) * checkpoint.size_of(model.state_dict()), shutil.disk_usage(directory).free
+    if need <= free:
+        return []
+    sizes = (
+        f"{kept} checkpoints and one being written take {need / 1e6:,.0f} MB and more; {free / 1e6:,.0f} MB are free"
+    )
+    return [f"warning: {directory}: {sizes}; make room, or keep fewer (checkpoint.keep_last, checkpoint.keep_best)"]
 
 
 def resume_command(world: World, directory: Path) -> str:

@@ -352,11 +352,13 @@ class Session:
     def open_record(self, origin: rundir.Origin, restored: Restored) -> None:
         """Make the run directory or take the resumed one, open the writer, and say what is about to run."""
         step = self.task.step
-        directory, recorded = "", "{}"
+        directory, recorded, room = "", "{}", list[str]()
         with self.group.agreed("making the run directory"):
             if self.world.rank == 0:
                 path, lease = rundir.create(self.config, origin, step, self.world.launcher)
                 directory, recorded = str(path), json.dumps(rundir.recorded(path, step))
+                block = self.config.checkpoint
+                room = report.lack_of_room(path, self.task.model, block.keep_last + block.keep_best)
                 settings = (self.config.log, self.config.checkpoint, lease)
                 self.writer = open_writer(0, path, step, restored.is_resumed, *settings)
         self.directory = Path(self.group.share_text(directory))
@@ -369,7 +371,7 @@ class Session:
         lines = [report.layout(self.config, self.world, backend, self.threads)]
         lines += report.arithmetic(self.config, self.plan, self.num_steps)
         lines += [report.describe_data(split, data) for split, data in self.datasets.items()]
-        lines += [report.describe_model(self.task.model), f"run directory: {self.directory}", *restored.skipped]
+        lines += [report.describe_model(self.task.model), f"run directory: {self.directory}", *room, *restored.skipped]
         if self.config.run.resume == "auto" and restored.manifest is None:
             lines.append("run.resume=auto found nothing to go on from: a fresh start")
         if restored.manifest is not None:
