@@ -32,7 +32,6 @@ def cost(ranks: int) -> float:
 
     page = os.memfd_create("bench")
     os.ftruncate(page, mmap.PAGESIZE)
-    os.environ["TORCHELASTIC_RUN_ID"] = "bench"  # as under torchrun, where the launcher's life is looked at too
     stop, rounds = StopRequest(), []
     pulse = Pulse(memoryview(mmap.mmap(page, mmap.PAGESIZE))[: watcher.FIELDS * 8].cast("d"))
     for _ in range(ROUNDS):
@@ -40,7 +39,6 @@ def cost(ranks: int) -> float:
         for step in range(CALLS):
             bool(stop)
             pulse.begin(step)
-            pulse.at(Phase.COMPUTE)
             pulse.at(Phase.COMPUTE)
             if ranks > 1:
                 pulse.reduce(None)

@@ -1,4 +1,4 @@
-"""Break what can break and see that nothing is lost: kills, power losses, damage, errors of the disk, two writers.
+"""Break what can break and see that nothing is lost: kills, power losses, damage, disk errors, signals, hangs.
 
     python scripts/faults.py [--only NAME] [--quick] [--seed N] [--json FILE]
 
@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from faults import calls, damage, numbers, power, runs  # noqa: E402
+from faults import calls, damage, groups, hangs, launches, numbers, power, runs  # noqa: E402
 from faults.common import Row  # noqa: E402
 
 # name -> (what runs, cases in full, cases in --quick)
@@ -35,6 +35,12 @@ ROWS = {
     "doubles": (runs.doubles, 20, 2),
     "nonfinite": (numbers.nonfinite, 30, 1),
     "cost": (numbers.cost, 5, 0),
+    "restarts": (launches.restarts, 20, 2),
+    "signals": (launches.signals, 24, 2),
+    "requeues": (launches.requeues, 10, 0),
+    "hangs": (hangs.hangs, 20, 1),
+    "groups": (groups.groups, 13, 2),
+    "unequal": (groups.unequal, 10, 2),
 }
 
 

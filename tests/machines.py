@@ -98,13 +98,14 @@ class Machines:
             time.sleep(0.02)
 
     def partition(self) -> None:
-        """Pull the cable: what is sent is lost, and nobody is told."""
-        for name in self.names:
-            _ip("-n", name, "link", "set", "eth0", "down")
+        """From now on what is sent is lost, and nobody is told: the frames go to an address that no machine has."""
+        for name, other in zip(self.names, reversed(ADDRESSES), strict=True):
+            _ip("-n", name, "neighbor", "replace", other, "lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent")
 
     def heal(self) -> None:
         for name in self.names:
             _ip("-n", name, "link", "set", "eth0", "up")
+            _ip("-n", name, "neighbor", "flush", "dev", "eth0", "nud", "permanent")
 
     def _output(self, place: int) -> Path:
         return self.folder / f"output-{place}.txt"

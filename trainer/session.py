@@ -395,7 +395,8 @@ class Share:
         session = self.session
         first = session.strategy.data_parallel_rank * len(self.batches)
         for number, (batch, indices) in enumerate(self.batches, first):
-            session.pulse.at(Phase.COMPUTE)
+            if number > first:  # the loop has said so of the first
+                session.pulse.at(Phase.COMPUTE)
             prepared = session.prepare(batch, indices, "train", self.epoch)
             session.writer.images(prepared[0])
             seed_layers(session.config.run.seed, session.task.step, number, session.world.device)

@@ -96,15 +96,15 @@ def _saving(directory: Path) -> bool:
     return False
 
 
-def _wait_for_phase(run: Launched, directory: Path, phase: str, chance: random.Random) -> None:
-    """Until the run is in `phase`, and a random time more; also where it ended before."""
+def _wait_for_phase(run: Launched, base: Path, phase: str, chance: random.Random) -> None:
+    """Until the run below `base` is in `phase`, and a random time more; also where it ended before."""
     at, is_over = chance.randrange(2, STEPS), lambda: run.process.poll() is not None
     wanted = {
         "start-up": lambda: run.ranks(),
         "first step": lambda: run.has_marked("step 1"),
         "mid step": lambda: run.has_marked(f"step {at}"),
         "evaluation": lambda: run.has_marked(f"evaluation {at // 6 * 6 or 6}"),
-        "during save": lambda: run.has_marked(f"step {at}") and _saving(directory),
+        "during save": lambda: run.has_marked(f"step {at}") and any(map(_saving, base.glob("*/"))),
         "at the end": lambda: run.has_marked(f"step {STEPS}"),
     }[phase]
     wait_for(lambda: wanted() or is_over(), LIMIT_S, 0.0005)
@@ -145,7 +145,7 @@ def _kill_one(
     phase, layout, size = case
     words, directory = _layout_words(place, layout, size, "run.resume=auto"), place / "slow/run"
     run = Launched(words, place, "killed")
-    _wait_for_phase(run, directory, phase, chance)
+    _wait_for_phase(run, directory.parent, phase, chance)
     alive = run.ranks()
     hit["killed" if alive else "over"] += 1
     hit[phase] += bool(alive)

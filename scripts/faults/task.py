@@ -1,13 +1,16 @@
-"""The tests' tiny task, slowed down, which says where it is and may have one example that is not finite."""
+"""The tests' tiny task, slowed down: it says where it is, may have an example that is not finite, or stand still."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import time
 from dataclasses import dataclass
 
 import torch
-from tiny import Tiny, points
+from tiny import Items, Tiny, points
+from torch.utils.data import get_worker_info
 
 from trainer import ResidentDataset
 
@@ -38,9 +41,79 @@ class Slow(Tiny):
         return {"accuracy": (outputs.argmax(1) == targets).double()}
 
     def _mark(self, text: str) -> None:
-        if self.world.rank == 0 and (path := os.environ.get(MARKS)):
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(text + "\n")
+        if self.world.rank == 0:
+            mark(text)
+
+
+class Stuck(Slow):
+    """At step `at`, in `where` (step, metrics, worker), rank `rank` stands still; started again it does not.
+
+    A step of that rank takes `slow_s` longer.
+    """
+
+    @dataclass
+    class Options(Slow.Options):
+        how: str
+        where: str
+        rank: int
+        at: int
+        slow_s: float
+
+    def build_dataset(self, split):
+        if self.options.where != "worker":
+            return super().build_dataset(split)
+        share = self.config.data.global_batch // self.world.world_size
+        is_meant = split == "train" and self._is_meant("worker")
+        return Stopping(split, self.options.at * share + 1 if is_meant else 0)
+
+    def train_step(self, micro_batches):
+        if self.world.rank == self.options.rank:
+            time.sleep(self.options.slow_s)
+        if self.step == self.options.at and self._is_meant("step"):
+            stand_still(self.options.how, os.getpid())
+        super().train_step(micro_batches)
+
+    def metrics(self, outputs, targets):
+        if self.step == self.options.at and self._is_meant("metrics"):
+            stand_still(self.options.how, os.getpid())
+        return super().metrics(outputs, targets)
+
+    def _is_meant(self, where: str) -> bool:
+        is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        return is_first and self.options.where == where and self.world.rank == self.options.rank
+
+
+class Stopping(Items):
+    """The data worker that reads its `at`-th example stops; 0: none."""
+
+    def __init__(self, split: str, at: int):
+        super().__init__(split)
+        self.at, self.count = at, 0
+
+    def __getitem__(self, index):
+        if get_worker_info() is not None:
+            self.count += 1
+            if self.count == self.at:
+                stand_still("stop", os.getppid())
+        return super().__getitem__(index)
+
+
+def stand_still(how: str, rank_pid: int) -> None:
+    mark(f"stuck {rank_pid} {time.monotonic()}")
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "gil":
+        ctypes.PyDLL(None).sleep(1000)  # a C function that keeps the GIL
+    elif how == "loop":
+        while True:
+            pass
+    time.sleep(1000)
+
+
+def mark(text: str) -> None:
+    if path := os.environ.get(MARKS):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(text + "\n")
 
 
 def is_finite(model: torch.nn.Module) -> bool:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 GRACE_S = 1.0
 # SIGUSR2 is what submitit has SLURM send before the time limit.
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *[signal.SIGUSR2] * ("SUBMITIT_EXECUTOR" in os.environ)]
+PARENT = os.getppid()  # as early as can be: a launcher that dies later is missed
 REQUEUE = ("SIGUSR1", "SIGUSR2")
 
 
@@ -22,12 +23,8 @@ class StopRequest:
     def __init__(self) -> None:
         self.name: str | None = None
         self._since = 0.0
-        # A launcher that is gone (a SIGUSR1 kills torchrun) cannot pass its signal on: its ranks stop by themselves.
-        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def __bool__(self) -> bool:
-        if self._launcher is not None and os.getppid() != self._launcher:
-            self.name = self.name or "the end of its launcher"
         return self.name is not None
 
     def receive(self, number: int, frame: object) -> None:

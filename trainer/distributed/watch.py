@@ -23,6 +23,7 @@ from enum import IntEnum
 from typing import Any, Protocol
 
 from trainer.distributed import watcher
+from trainer.distributed.signals import PARENT
 
 DUMP = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None  # SIGUSR1 asks to stop, SIGUSR2 is the task's
 
@@ -95,6 +96,7 @@ def watched(timeout_s: float | None, group: Gathering) -> Iterator[Pulse]:
     faulthandler.register(DUMP, file=stack)
     world = group.world
     facts = {"rank": world.rank, "node": world.node_rank, "pid": os.getpid(), "page": page, "stack": stack}
+    facts["launcher"] = PARENT if "TORCHELASTIC_RUN_ID" in os.environ else None
     server = socket.create_server(("", 0)) if world.rank == 0 and world.num_nodes > 1 else None
     if server is not None:
         facts |= {"address": (_own_address(world), server.getsockname()[1]), "token": secrets.token_hex(16)}

@@ -62,15 +62,19 @@ class Rank:
 
     def __init__(self, facts: dict[str, Any], host: str):
         self.rank, self.pid, self.host = facts["rank"], facts["pid"], host
+        self._launcher: int | None = facts["launcher"]
         self._stack = Path(f"/proc/{self.pid}/fd/{facts['stack']}")
         with open(f"/proc/{self.pid}/fd/{facts['page']}", "rb") as file:
             self._page = mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
 
     def state(self) -> State | None:
         """None once the process is gone."""
-        kernel = _kernel_state(self.pid)
+        kernel, parent = _kernel_state(self.pid)
         if kernel in ("", "Z", "X"):
             return None
+        if self._launcher not in (None, parent):  # a SIGUSR1 kills torchrun, which then tells nobody
+            os.kill(self.pid, signal.SIGTERM)
+            self._launcher = None
         step, phase, since, _, total, steps = struct.unpack_from(f"{FIELDS}d", self._page)[:6]
         seconds = time.monotonic() - since
         return State(
@@ -177,12 +181,13 @@ class Hub:
                 self._stacks |= {int(rank): frames for rank, frames in message["stacks"].items()}
 
 
-def _kernel_state(pid: int) -> str:
-    """R, S, D, T (stopped), t (traced), Z; empty where there is no such process."""
+def _kernel_state(pid: int) -> tuple[str, int]:
+    """(R, S, D, T (stopped), t (traced), Z; empty where there is no such process; its parent's process id)."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+        return state, int(parent)
     except OSError:
-        return ""
+        return "", 0
 
 
 def _main_thread(dump: str) -> list[str]:
@@ -284,7 +289,7 @@ def report(states: Sequence[State], stacks: dict[int, list[str]], timeout_s: flo
 
 def _describe(state: State) -> str:
     who = f"rank {state.rank} (process {state.pid} on {state.host})"
-    frozen = ", ".join(str(child) for child in _children(state.pid) if _kernel_state(child) in ("T", "t"))
+    frozen = ", ".join(str(child) for child in _children(state.pid) if _kernel_state(child)[0] in ("T", "t"))
     return (
         f"{who} has been in {PHASES[state.phase]} for {state.seconds:.0f} s, at step {state.step}"
         + (", stopped by a signal" if state.is_stopped else "")
