@@ -15,7 +15,10 @@ LAYERS = [
     ["strategy"],
     ["task", "fingerprint", "session", "scoring", "diagnosis", "trainer"],
     ["__init__", "tasks"],
-    ["__main__", "evaluate", "audit", "checkpoints", "recording", "verify", "replay", "submit", "search", "sweep"],
+    [
+        *("__main__", "evaluate", "audit", "checkpoints", "recording", "verify", "replay", "submit", "search", "sweep"),
+        "doctor",
+    ],
 ]
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 FILES = sorted((ROOT / "trainer").rglob("*.py"))

@@ -27,7 +27,7 @@ from trainer.strategy.batchnorm import synchronize
 from trainer.strategy.data_parallel import _comm_hook
 
 PYTHON = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning"]  # Python 3.12 warns of any fork
-LIMIT_S = 60
+LIMIT_S = 180
 FORMED = itertools.count()
 
 

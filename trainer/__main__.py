@@ -48,7 +48,7 @@ flags: --config-dir DIR adds a folder of yours with task/<name>.yaml; -m runs a 
 config. Exit codes: 0 done, 1 failed, 2 bad configuration, 75 stopped by a signal after saving.
 
 more verbs, each with --help: trainer.verify (proves that layouts and kills change nothing), trainer.evaluate,
-trainer.checkpoints, trainer.audit, trainer.replay."""
+trainer.checkpoints, trainer.audit, trainer.replay, trainer.doctor (tries the ranks, their network and disk)."""
 
 
 def main(arguments: Sequence[str]) -> int:

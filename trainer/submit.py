@@ -6,6 +6,7 @@ submitit itself (the extra `slurm`) hands them to sbatch.
 
 from __future__ import annotations
 
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,11 +63,9 @@ def submit(executor: Any, words: Sequence[str]) -> str:
 
 def _train(words: list[str]) -> int:
     """A rank, within the job; it exits by itself unless all is well."""
-    from trainer.__main__ import main, run
-
-    sys.argv[1:] = words
+    sys.argv = ["trainer", *words]
     try:
-        run(main)
+        runpy.run_module("trainer", run_name="__main__", alter_sys=True)
     except SystemExit as end:
         return int(end.code or 0)
     return 0

@@ -22,6 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainer.config import Launch
 from trainer.distributed.launchers import CODES, MARK, MASTER, RANKS
+from trainer.distributed.world import usable_cores
 from trainer.errors import ConfigError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -49,10 +50,9 @@ def launch(config: Launch, words: Sequence[str]) -> int:
 def count_ranks(given: str) -> int:
     """`gpu`, `cpu` (cores), `auto` (GPUs where there are any, else cores) or a number."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if given == "gpu" and not gpus:
         raise ConfigError("launch.nproc_per_node=gpu: torch sees no GPU here; give cpu, auto or a number")
-    return {"gpu": gpus, "cpu": cores, "auto": gpus or cores}.get(given) or int(given)
+    return {"gpu": gpus, "cpu": usable_cores(), "auto": gpus or usable_cores()}.get(given) or int(given)
 
 
 def _elastic(max_restarts: int, size: int, words: Sequence[str]) -> bool:

@@ -10,6 +10,7 @@ import subprocess
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from trainer.errors import ConfigError
@@ -142,6 +143,7 @@ def expand_counts(text: str) -> list[int]:
     return [int(count) for count, times in parts for _ in range(int(times or 1))]
 
 
+@cache
 def _address_of(node: str) -> str:
     """The node's name where it is a host's, else the address that SLURM has for it."""
     try:

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -52,9 +53,12 @@ def meet(config: Dist, world: World) -> dist.Store:
     deadline = time.monotonic() + config.timeout_s
     place, make = {"env": _by_environment, "tcp": _by_address, "file": _by_file}[config.init](config, world)
     missing = f"no group was found at {place} within dist.timeout_s={config.timeout_s:g}"
-    store = _made(place, make, deadline, missing)
     try:
+        store = _made(place, make, deadline, missing)
         prefix = _RollCall(store, world, place, missing, deadline).hold()
+    except ConfigError:
+        part(config, world)
+        raise
     except (RuntimeError, OSError) as error:
         raise ConfigError(
             f"no group was found at {place}: rank 0 went away ({_first_line(error)}); its own message says why"
@@ -64,7 +68,7 @@ def meet(config: Dist, world: World) -> dist.Store:
 
 
 def part(config: Dist, world: World) -> None:
-    """After the group's last collective, on every rank: torch's own removal of the file misses some (torch 2.13)."""
+    """After all else, on every rank: torch's own removal of the file misses some (torch 2.13)."""
     if config.init == "file" and world.world_size > 1:
         _file_of(config).unlink(missing_ok=True)
 
@@ -101,7 +105,15 @@ def _first_line(error: Exception) -> str:
 
 def _tcp_store(host: str, port: int, world: World, is_server: bool, config: Dist) -> dist.Store:
     timeout = timedelta(seconds=config.timeout_s)
-    size = world.world_size
+    size, deadline = world.world_size, time.monotonic() + config.timeout_s
+    while not is_server:  # torch's client retries beyond its limit where nobody listens, and prints 20 lines of C++
+        try:
+            socket.create_connection((host, port), timeout=1).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConnectionError(f"nobody answers there ({error.strerror or error})") from None
+            time.sleep(0.05)
     return dist.TCPStore(host, port, size, is_server, timeout, wait_for_workers=False, multi_tenant=True)
 
 

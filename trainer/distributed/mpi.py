@@ -113,7 +113,7 @@ class _Work(dist.Work):
 
     def __init__(self, name: str, parts: Sequence[_Part], timeout: timedelta):
         super().__init__()
-        self._name, self._parts, self._timeout, self._began = name, parts, timeout, time.monotonic()
+        self._name, self._parts, self._timeout = name, parts, timeout
         self._requests: list[Any] = []
         with _turn:
             self._requests.extend(part.start() for part in parts)
@@ -133,7 +133,7 @@ class _Work(dist.Work):
         """Raises RunError after the timeout, the group's if none is given."""
         limit_s, since = (timeout or self._timeout).total_seconds(), time.monotonic()
         while not self.is_completed():
-            if time.monotonic() - self._began > limit_s:
+            if time.monotonic() - since > limit_s:
                 late = f"the other ranks did not join within {limit_s:g} s (dist.timeout_s)"
                 raise RunError(f"{self._name} over MPI: {late}")
             if time.monotonic() - since < 1e-3:  # small messages need to be asked for at once; then others may work

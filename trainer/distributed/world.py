@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -85,9 +87,22 @@ class World:
         """Give this rank its part of the cores, or what OMP_NUM_THREADS says: torchrun sets that to 1 unasked."""
         if "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
             return torch.get_num_threads()
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // self.local_world_size))
+        cores, given = usable_cores(), os.environ.get("SLURM_CPUS_PER_TASK", "")
+        if self.launcher.name == "srun" and given.isdecimal():
+            cores = int(given)
+        elif self.launcher.name not in ("srun", "mpirun") or cores * self.local_world_size > (os.cpu_count() or 1):
+            cores //= self.local_world_size  # else each rank is bound to cores of its own
+        torch.set_num_threads(max(1, cores))
         return torch.get_num_threads()
+
+
+def usable_cores() -> int:
+    """Those that this process may run on, and no more than its container's quota is worth."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, round(int(quota) / int(period))))
+    return cores
 
 
 def is_port(text: str) -> bool:

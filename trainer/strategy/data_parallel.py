@@ -162,7 +162,13 @@ def _comm_hook(name: str) -> tuple[Any, Callable[..., Any]]:
     def hook(state, bucket):  # DDP reads annotations and takes no text for a type
         if bucket.buffer().dtype == torch.float64:
             return default_hooks.allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
-        return compress(state, bucket)
+        if name != "powersgd":
+            return compress(state, bucket)
+        # Its callbacks start reductions of their own, over gloo in threads that know no order: 3 of 3 runs with several
+        # buckets and SyncBN hung or died (torch 2.13). So the next bucket waits for them.
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(compress(state, bucket).wait())
+        return done
 
     return state, hook
 
