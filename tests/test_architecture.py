@@ -22,17 +22,7 @@ LAYERS = [
 ]
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 FILES = sorted((ROOT / "trainer").rglob("*.py"))
-HEAVY = {
-    "hydra",
-    "mpi4py",
-    "omegaconf",
-    "yaml",
-    "rich",
-    "safetensors",
-    "tensorboard",
-    "torch.utils.tensorboard",
-    "numpy",
-}
+HEAVY = set("hydra mpi4py omegaconf yaml rich safetensors submitit tensorboard torch.utils.tensorboard numpy".split())
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 

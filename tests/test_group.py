@@ -112,5 +112,5 @@ def test_group_of_one_needs_no_address():
 
 @pytest.mark.slow
 def test_every_finished_run_exits_0(tmp_path):
-    codes = [under_torchrun(tmp_path, f"run.name={number}")[0] for number in range(50)]
-    assert codes == [0] * 50
+    codes = [under_torchrun(tmp_path, f"run.name={number}")[0] for number in range(100)]
+    assert codes == [0] * 100

@@ -210,8 +210,13 @@ def test_what_torchrun_says_wins():
 EVERY = ["checkpoint.every_steps=5", "checkpoint.every_epochs=null", "eval.every_epochs=null"]
 
 
-@pytest.mark.parametrize("kind", ["elastic", "torchrun"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "rank"),
+    [
+        *(("elastic", 0), ("torchrun", 1)),
+        *(pytest.param(kind, rank, marks=pytest.mark.slow) for kind, rank in (("elastic", 1), ("torchrun", 0))),
+    ],
+)
 def test_killed_rank_is_started_again_and_the_end_is_the_same(kind, rank, tmp_path):
     words, launcher = [*SLOW, "run.steps=30", *EVERY], ()
     if kind == "elastic":
@@ -259,7 +264,7 @@ def test_finished_run_that_is_started_again_does_nothing(tmp_path):
 
 # Groups that cannot form ----------------------------------------------------------------------------------------------
 
-LIMIT_S = 3.0
+LIMIT_S = 2.0
 
 
 def free_port() -> int:
@@ -288,14 +293,14 @@ def meeting(ranks: list[tuple[int, int]], folder: Path, init: str = "env") -> li
     return on_ranks(len(ranks), lambda: come(*ranks[int(os.environ["RANK"])]))
 
 
-@pytest.mark.parametrize("init", ["env", "tcp", "file"])
+@pytest.mark.parametrize("init", ["env", pytest.param("tcp", marks=pytest.mark.slow), "file"])
 @pytest.mark.parametrize(
     ("ranks", "line"),
     [
         ([(0, 3), (2, 3)], "rank 1 did not come; rank 0 is process "),
         ([(0, 3), (1, 3), (1, 3)], "rank 1 was started twice, as process "),
         ([(0, 2), (1, 3)], "WORLD_SIZE is 2 on rank 0 and 3 on rank 1 (process "),
-        ([(1, 2)], "within dist.timeout_s=3: "),
+        ([(1, 2)], "within dist.timeout_s=2: "),
     ],
     ids=["missing", "twice", "world size", "no rank 0"],
 )
@@ -305,7 +310,7 @@ def test_group_that_cannot_form_ends_in_time_on_every_rank(ranks, line, init, tm
         if init != "file" or line.startswith(("rank 1 did", "no group")):
             assert line in told, told
         else:  # a file may be an earlier run's, so what lies there is believed at the end only
-            assert "within dist.timeout_s=3: rank" in told, told
+            assert "within dist.timeout_s=2: rank" in told, told
 
 
 def test_port_in_use_is_said_at_once(tmp_path):

@@ -30,7 +30,10 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("how", CASES)
+SLOW = ("sleep", "loop@metrics")
+
+
+@pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.slow) if how in SLOW else how for how in CASES])
 def test_rank_without_progress_is_named(how, tmp_path):
     at = "task.options.at=9" if how == "loop@metrics" else "task.options.at=8"
     words = [*STICKS, f"task.options.how={how}", at, *(["data.workers=1"] if how == "worker" else [])]
