@@ -22,7 +22,9 @@ LAYERS = [
 ]
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 FILES = sorted((ROOT / "trainer").rglob("*.py"))
-HEAVY = set("hydra mpi4py omegaconf yaml rich safetensors submitit tensorboard torch.utils.tensorboard numpy".split())
+HEAVY = {"hydra", "mpi4py", "omegaconf", "yaml", "rich", "safetensors", "submitit", "tensorboard", "numpy"} | {
+    "torch.utils.tensorboard"
+}
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 

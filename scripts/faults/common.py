@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
 from trainer import checkpoint
 
@@ -223,6 +223,15 @@ def state_of(directory: Path) -> Mapping[str, Any]:
 
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    """The first part that differs."""
+    """What differs, and of it the first value that does."""
     unlike = [name for name in {**ours, **theirs} if not same(ours.get(name), theirs.get(name))]
-    return f"{', '.join(unlike)} differ from the undisturbed run" if unlike else None
+    if not unlike:
+        return None
+    one, other = (dict(tree_flatten_with_path(state.get(unlike[0]))[0]) for state in (ours, theirs))
+    where = next((path for path in {**one, **other} if not same(one.get(path), other.get(path))), ())
+    first = f"{keystr(where)} is {_short(one.get(where))}, was {_short(other.get(where))}"
+    return f"{', '.join(unlike)} differ from the undisturbed run: {first}"
+
+
+def _short(value: Any) -> str:
+    return " ".join(str(value).split())[:100]
