@@ -1,0 +1,147 @@
+"""A rank that stands still: it is named with what it is at, the group ends or starts again; a slow rank is no alarm."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from faults.common import Row, folder, random_of
+from faults.launches import LAUNCHERS, Undisturbed, command, seconds_until_gone
+from faults.runs import LIMIT_S, Launched, _judge
+
+HOW = {
+    "stop": "SIGSTOP",
+    "loop": "endless loop",
+    "gil": "C call that holds the GIL",
+    "sleep": "sleep in the task's code",
+}
+MOMENTS = ("first step", "mid run", "evaluation")
+STEPS, HANG_S, SECONDS = 14, 2, 10
+PATIENCE = 5  # times the limit, before the first step is done
+COMMON = (f"run.steps={STEPS}", f"dist.hang_timeout_s={HANG_S}", "checkpoint.every_steps=3")
+
+
+def hangs(amount: int, seed: int) -> Row:
+    """A rank stands still: exactly it is named, the group ends in time, a restart goes on; slow ranks are no alarm."""
+    row, chance, hit = Row("rank without progress", amount), random_of(seed), Counter[str]()
+    cases = [(how, moment) for how in HOW for moment in MOMENTS]
+    cases += [("worker", moment) for moment in MOMENTS[:2]]
+    cases = (chance.sample(cases, len(cases)) * (1 + amount // len(cases)))[:amount]
+    longest = 0.0
+    with folder() as base:
+        undisturbed = Undisturbed(base)
+        for number, (how, moment) in enumerate(cases):
+            case = _Hang(base / str(number), how, moment, chance.choice((2, 3)), chance, is_restarted=number % 2 == 1)
+            row.note(str(case), case.problem(undisturbed))
+            hit["restarted" if case.is_restarted else "ended"] += 1
+            longest = max(longest, case.seconds - case.limit_s)
+        for number in range(amount):
+            if told := _slow(base / f"slow-{number}", chance):
+                row.note(f"slow rank {number}", told)
+            hit["slow"] += not told
+    row.detail = (
+        f"{hit['ended']} ended, {hit['restarted']} started again; reported at most {longest:.1f} s after the limit; "
+        f"{hit['slow']} of {amount} runs with a slow rank without an alarm"
+    )
+    return row
+
+
+class _Hang:
+    """One case."""
+
+    def __init__(self, place: Path, how: str, moment: str, size: int, chance: random.Random, is_restarted: bool):
+        self.place, self.how, self.moment, self.size, self.is_restarted = place, how, moment, size, is_restarted
+        self.rank, self.kind = chance.randrange(size), "elastic" if is_restarted else chance.choice(LAUNCHERS)
+        self.at = {"first step": 0, "mid run": chance.randrange(4, STEPS - 2), "evaluation": chance.choice((6, 12))}[
+            moment
+        ]
+        self.where = "worker" if how == "worker" else "metrics" if moment == "evaluation" else "step"
+        self.limit_s = HANG_S * (PATIENCE if moment == "first step" else 1)
+        self.seconds = 0.0
+
+    def __str__(self) -> str:
+        what = HOW.get(self.how, "stopped data worker")
+        return f"{what}, {self.moment}, rank {self.rank} of {self.size} with {self.kind}" + " again" * self.is_restarted
+
+    def problem(self, undisturbed: Undisturbed) -> str | None:
+        data = [f"task.options.where={self.where}", f"data.workers={int(self.how == 'worker')}"]
+        end = undisturbed("stuck", self.size, *COMMON, *data)[0] if self.is_restarted else None
+        stuck = [f"task.options.how={self.how}", f"task.options.rank={self.rank}", f"task.options.at={self.at}"]
+        more = {"restarts": 1} if self.is_restarted else {}
+        words = command(self.kind, "stuck", self.place, self.size, *COMMON, *data, *stuck, **more)
+        run = Launched(words, self.place, "stuck")
+        ranks: dict[int, int] = {}
+        mark = self._wait(run, ranks)
+        if mark is None:
+            run.kill(*ranks.values())
+            return f"it was to stand still and did not: {run.tail()}"
+        pid, since = mark
+        seconds = seconds_until_gone([*ranks.values()], since)
+        if seconds is None:
+            run.kill(*ranks.values())
+            return f"the ranks did not end within {LIMIT_S:.0f} s: {run.tail()}"
+        self.seconds = seconds
+        code = run.end()
+        told = run.log.read_text(errors="replace")
+        if code != (0 if self.is_restarted else 1):
+            return f"exit code {code}: {run.tail()}"
+        if problem := self._judge_report(told, pid):
+            return problem
+        if seconds > self.limit_s + SECONDS:
+            return f"the ranks ended after {seconds:.1f} s: {run.tail()}"
+        directory = self.place / "stuck/run"
+        return _judge(directory, end) if self.is_restarted else self._judge_exit(directory, told)
+
+    def _wait(self, run: Launched, ranks: dict[int, int]) -> tuple[int, float] | None:
+        """(process id of the rank, since when it stands still); `ranks` is filled."""
+        end = time.monotonic() + LIMIT_S
+        while run.process.poll() is None and time.monotonic() < end:
+            ranks |= run.ranks()
+            found = re.search(r"^stuck (\d+) (\S+)$", run.marks.read_text(), re.M)
+            if found:
+                return int(found[1]), float(found[2])
+            time.sleep(0.02)
+        return None
+
+    def _judge_report(self, told: str, pid: int) -> str | None:
+        line = _report(told)
+        named = re.findall(r"rank (\d+) \(process (\d+) on \S+\) has been in ([^;]*?) for \d+ s, at step (\d+)", line)
+        phase = {"worker": "the data loader", "metrics": "evaluation", "step": "forward and backward"}[self.where]
+        at = {str(self.at)} if self.how != "worker" else {str(n) for n in range(STEPS)}
+        if len(named) != 1 or named[0][:3] != (str(self.rank), str(pid), phase) or named[0][3] not in at:
+            return f"rank {self.rank} (process {pid}) in {phase} was to be named: {line}"
+        is_frozen = {"stop": ", stopped by a signal" in line, "worker": "; its child process" in line}
+        if not is_frozen.get(self.how, True):
+            return f"that it is stopped is not said: {line}"
+        waits = re.findall(r"ranks? ([\d, ]+) waits? in ([^;]*?) of step (\d+)", line)
+        others = sorted(int(rank) for ranks, *_ in waits for rank in ranks.split(","))
+        places = {"a collective in evaluation"} if self.where == "metrics" else {"gradient all-reduce"}
+        if self.moment == "first step":  # DDP makes its buckets anew there, with a collective of its own
+            places.add("a collective in forward and backward")
+        is_right = all(place in places and step == named[0][3] for _, place, step in waits)
+        if not is_right or others != [r for r in range(self.size) if r != self.rank]:
+            return f"all others were to wait in {' or '.join(sorted(places))} of step {named[0][3]}: {line}"
+        return None
+
+    def _judge_exit(self, directory: Path, told: str) -> str | None:
+        found: dict[str, Any] = json.loads((directory / "exit.json").read_text())
+        is_said = found["code"] == 1 and found["reason"] == _report(told).removeprefix("error: ")
+        return None if is_said else f"exit.json does not say it: {found}"
+
+
+def _report(told: str) -> str:
+    return next((line for line in told.splitlines() if line.startswith("error: no progress: ")), "no report")
+
+
+def _slow(place: Path, chance: random.Random) -> str | None:
+    """A rank that is slow in each step, by less than the limit."""
+    size, kind = chance.choice((2, 3)), chance.choice(LAUNCHERS)
+    slow = [f"task.options.rank={chance.randrange(size)}", f"task.options.slow_s={chance.uniform(0.02, 0.6):.2f}"]
+    run = Launched(command(kind, "stuck", place, size, *COMMON[1:], "run.steps=8", *slow), place, "slow")
+    code, told = run.end(), run.log.read_text(errors="replace")
+    return f"exit code {code}: {run.tail()}" if code or "no progress" in told else None

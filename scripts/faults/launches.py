@@ -1,0 +1,311 @@
+"""Launchers: ranks killed and started again, signals in every phase, and jobs that SLURM requeues."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from faults.common import REPOSITORY, Row, environment, errors_in, folder, random_of, state_of, wait_for, words_of
+from faults.runs import EVERY, LIMIT_S, PHASES, STEPS, Launched, _judge, _saving, _wait_for_phase
+from faults.task import MARKS
+from trainer import checkpoint
+
+STOPPED = 75
+
+
+def command(launcher: str, task: str, place: Path, size: int, *more: str, restarts: int = 0) -> list[str]:
+    """The command that starts `size` ranks with `launcher`: torchrun, elastic or spawn."""
+    if launcher == "torchrun":
+        return words_of(task, place, *EVERY, *more, ranks=size, restarts=restarts)
+    own = [f"launch={launcher}", f"launch.nproc_per_node={size}"]
+    own += [f"launch.max_restarts={restarts}"] if restarts else []
+    return words_of(task, place, *EVERY, *own, *more)
+
+
+class Undisturbed:
+    """What a run leaves that nothing disturbs, and how long it takes to its first step; each made when asked for."""
+
+    def __init__(self, base: Path):
+        self.base, self.found = base, dict[tuple[str, ...], tuple[Any, float]]()
+
+    def __call__(self, task: str, size: int, *more: str) -> tuple[Any, float]:
+        key = (task, str(size), *more)
+        if key not in self.found:
+            place, begun = self.base / f"whole-{len(self.found)}", time.monotonic()
+            run = Launched(command("torchrun", task, place, size, *more), place, "whole")
+            wait_for(lambda: run.has_marked("step 1") or run.process.poll() is not None, LIMIT_S)
+            start_s = time.monotonic() - begun
+            assert run.end() == 0, run.tail()
+            self.found[key] = state_of(place / task / "run"), start_s
+        return self.found[key]
+
+
+def is_gone(pid: int) -> bool:
+    """An orphan that nobody waits for stays a zombie, and counts as gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def seconds_until_gone(pids: list[int], since: float, limit_s: float = LIMIT_S) -> float | None:
+    """From `since`; None where one is still there after `limit_s`."""
+    is_over = wait_for(lambda: all(map(is_gone, pids)), limit_s)
+    return time.monotonic() - since if is_over else None
+
+
+# Ranks started again --------------------------------------------------------------------------------------------------
+
+
+def restarts(amount: int, seed: int) -> Row:
+    """One rank is killed: its launcher starts the ranks again, and the run goes on by itself to the undisturbed end."""
+    row, chance, hit = Row("rank killed, restarted by its launcher", amount), random_of(seed), Counter[str]()
+    cases = [(phase, size, kind) for phase in PHASES for size in (2, 3) for kind in ("torchrun", "elastic")]
+    cases = (chance.sample(cases, len(cases)) * (1 + amount // len(cases)))[:amount]
+    with folder() as base:
+        undisturbed = Undisturbed(base)
+        for number, (phase, size, kind) in enumerate(cases):
+            end, _ = undisturbed("slow", size, f"run.steps={STEPS}")
+            place, is_named = base / str(number), chance.random() < 0.5
+            more = [f"run.steps={STEPS}", *([] if is_named else ["run.name=null"])]
+            run = Launched(command(kind, "slow", place, size, *more, restarts=3), place, "killed")
+            case = f"rank of {size}, {kind}, {phase}, {'named' if is_named else 'no name'}"
+            row.note(case, _restart(run, place / "slow", phase, end, chance, hit))
+    row.detail = f"{hit['killed']} ranks were killed (rank 0: {hit['rank 0']}), {hit['over']} runs were over; " + (
+        ", ".join(f"{phase} {hit[phase]}" for phase in PHASES if hit[phase])
+    )
+    row.detail += f"; at most {hit['longest']} s from the kill to the end"
+    return row
+
+
+def _restart(run: Launched, base: Path, phase: str, end: Any, chance: random.Random, hit: Counter[str]) -> str | None:
+    _wait_for_phase(run, base, phase, chance)
+    alive = run.ranks()
+    if alive:
+        rank = chance.choice(sorted(alive))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(alive[rank], signal.SIGKILL)
+        hit["rank 0"] += rank == 0
+    hit["killed" if alive else "over"] += 1
+    hit[phase] += bool(alive)
+    begun = time.monotonic()
+    if code := run.end():
+        return f"exit code {code}: {run.tail()}"
+    if code is None:
+        return f"did not end within {LIMIT_S:.0f} s: {run.tail()}"
+    hit["longest"] = max(hit["longest"], round(time.monotonic() - begun))
+    places = [*base.iterdir()]
+    return _judge(places[0], end) if len(places) == 1 else f"{len(places)} run directories: a restart made its own"
+
+
+# Signals --------------------------------------------------------------------------------------------------------------
+
+TARGETS = ("rank 0", "another rank", "all ranks", "the launcher")
+MOMENTS = ("init", "first step", "mid step", "evaluation", "saving", "exit")
+LAUNCHERS = ("torchrun", "elastic", "spawn")
+SECONDS = 5.0
+
+
+def signals(amount: int, seed: int) -> Row:
+    """SIGTERM or SIGUSR1 in every phase: all ranks end within 5 s with a checkpoint, and a resume ends the run."""
+    row, chance, hit = Row("signal in a phase", amount), random_of(seed), Counter[str]()
+    cases = [(target, moment) for target in TARGETS for moment in MOMENTS]
+    cases = (chance.sample(cases, len(cases)) * (1 + amount // len(cases)))[:amount]
+    longest = Counter[str]()
+    with folder() as base:
+        undisturbed = Undisturbed(base)
+        for number, (target, moment) in enumerate(cases):
+            kind, size = LAUNCHERS[number % 3], chance.choice((2, 3)) if amount > 3 else 2
+            stop = chance.choice((signal.SIGTERM, signal.SIGUSR1))
+            case = _Signal(base / str(number), kind, size, target, moment, stop)
+            row.note(str(case), case.problem(undisturbed, chance))
+            hit[case.outcome] += 1
+            longest[moment] = max(longest[moment], round(1000 * case.seconds))
+    row.detail = ", ".join(f"{name} {hit[name]}" for name in sorted(hit)) + "; longest "
+    row.detail += ", ".join(f"{moment} {longest[moment] / 1000:.1f} s" for moment in MOMENTS if longest[moment])
+    return row
+
+
+class _Signal:
+    """One case; what came of it stands in `outcome` and `seconds`."""
+
+    def __init__(self, place: Path, kind: str, size: int, target: str, moment: str, stop: signal.Signals):
+        self.place, self.directory, self.kind, self.size = place, place / "slow/run", kind, size
+        self.target, self.moment, self.stop = target, moment, stop
+        self.words = command(kind, "slow", place, size, f"run.steps={STEPS}", "run.resume=auto")
+        self.outcome, self.seconds, self.start_s = "failed", 0.0, 0.0
+
+    def __str__(self) -> str:
+        return f"{self.stop.name} to {self.target} of {self.size} with {self.kind}, {self.moment}"
+
+    def problem(self, undisturbed: Undisturbed, chance: random.Random) -> str | None:
+        end, self.start_s = undisturbed("slow", self.size, f"run.steps={STEPS}")
+        run = Launched(self.words, self.place, "asked")
+        self._wait(run, chance)
+        ranks = run.ranks()
+        aims = {"rank 0": [0], "another rank": [r for r in ranks if r][-1:], "all ranks": sorted(ranks)}
+        pids = [ranks[r] for r in aims[self.target] if r in ranks] if self.target in aims else [run.process.pid]
+        begun = time.monotonic()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, self.stop)
+        seconds = seconds_until_gone([*ranks.values()], begun)
+        if seconds is None:
+            run.kill(*ranks.values())
+            return f"the ranks did not end within {LIMIT_S:.0f} s: {run.tail()}"
+        self.seconds = seconds
+        code = run.end()
+        return self._judge_stop(run, code, is_over=not pids) or self._judge_resume(end)
+
+    def _wait(self, run: Launched, chance: random.Random) -> None:
+        at = chance.randrange(2, STEPS)
+        if self.moment == "init":
+            wait_for(lambda: len(run.ranks()) == self.size and self._can_be_asked(run), LIMIT_S)
+            wait_for(lambda: run.has_marked("step 1"), chance.random() * self.start_s * 0.7)
+            return
+        wanted = {
+            "first step": lambda: run.has_marked("step 1"),
+            "mid step": lambda: run.has_marked(f"step {at}"),
+            "evaluation": lambda: run.has_marked(f"evaluation {at // 6 * 6 or 6}"),
+            "saving": lambda: run.has_marked(f"step {at}") and _saving(self.directory),
+            "exit": lambda: run.has_marked(f"step {STEPS}"),
+        }[self.moment]
+        wait_for(lambda: wanted() or run.process.poll() is not None, LIMIT_S, 0.0005)
+        time.sleep(chance.random() * {"saving": 0.004, "exit": 0.4}.get(self.moment, 0.03) + 0.02 * (at == STEPS))
+
+    def _can_be_asked(self, run: Launched) -> bool:
+        """Python's own start cannot be: until there are handlers. With launch=spawn it is over in half a second too."""
+        ranks = run.ranks().values()
+        return all(map(_catches, ranks)) or (self.kind == "spawn" and min(map(_age_s, ranks)) > 1.0)
+
+    def _judge_stop(self, run: Launched, code: int | None, is_over: bool) -> str | None:
+        is_lost = self.kind == "torchrun" and self.target == "the launcher" and self.stop == signal.SIGUSR1
+        # what has not started yet has to start first
+        if self.seconds > SECONDS + self.start_s * (self.moment == "init"):
+            return f"the ranks ended after {self.seconds:.1f} s: {run.tail()}"
+        if not (self.directory / "exit.json").exists():
+            is_told = len(errors_in(run.log.read_text(errors="replace"))) > 0
+            if not (is_lost and self.moment == "init" and is_told):
+                return f"no exit.json: {run.tail()}"
+            self.outcome = "no store, nothing to save"  # it died with torchrun, before the ranks had met
+            return None
+        told = json.loads((self.directory / "exit.json").read_text())
+        if told["code"] not in (STOPPED, *[0] * (is_over or self.moment == "exit")):
+            return f"exit.json says {told}: {run.tail()}"
+        if self.kind != "torchrun" and code != told["code"]:
+            return f"exit.json has code {told['code']}, the command ended with {code}: {run.tail()}"
+        found, skipped = checkpoint.load_newest(self.directory / "checkpoints")
+        if found is None or skipped or found.manifest["step"] != told["step"] or not told["step"]:
+            newest = None if found is None else found.manifest["step"]
+            return f"exit.json says step {told['step']}, the newest checkpoint is {newest}; {skipped}"
+        self.outcome = "over before the signal" if is_over else f"code {told['code']}"
+        return None
+
+    def _judge_resume(self, end: Any) -> str | None:
+        again = Launched(self.words, self.place, "again")
+        code = again.end()
+        return f"the resume ended with code {code}: {again.tail()}" if code else _judge(self.directory, end)
+
+
+def _catches(pid: int) -> bool:
+    """Whether the process has its handlers: SIGUSR1's is the last that it sets."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+        return bool(found and int(found[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+    return False
+
+
+def _age_s(pid: int) -> float:
+    with contextlib.suppress(OSError):
+        started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        return float(Path("/proc/uptime").read_text().split()[0]) - started / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+# Jobs requeued --------------------------------------------------------------------------------------------------------
+
+REQUEUES, LENGTH = 5, 120  # of one job; its steps
+
+
+def requeues(amount: int, seed: int) -> Row:
+    """SLURM's SIGUSR1 at random steps: the job requeues itself and goes on, to the end of an undisturbed one."""
+    from slurm import Cluster, unavailable
+
+    row, chance = Row("SLURM job requeued", amount), random_of(seed)
+    row.skipped = unavailable()
+    if row.skipped:
+        return row
+    with folder() as base, contextlib.ExitStack() as stack:
+        try:
+            cluster = stack.enter_context(Cluster(base / "slurm"))
+        except (OSError, AssertionError) as error:
+            row.skipped = f"SLURM does not start here: {str(error).splitlines()[0]}"
+            return row
+        ours = environment()
+        cluster.environment |= {name: ours[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
+        cluster.environment["PATH"] = f"{Path(sys.executable).parent}:{cluster.environment['PATH']}"
+        _requeue_jobs(cluster, base, row, chance)
+    return row
+
+
+def _requeue_jobs(cluster: Any, base: Path, row: Row, chance: random.Random) -> None:
+    ends, counts = dict[int, Any](), list[str]()
+    while (left := row.asked - row.passed - len(row.failures)) > 0:
+        number, per_node, wanted = len(counts), chance.choice((1, 2)), min(left, REQUEUES)
+        if per_node not in ends:
+            place = base / f"whole-{per_node}"
+            job = _submit(cluster, place, per_node)
+            assert cluster.wait(job, {"COMPLETED", "FAILED"}, LIMIT_S) == "COMPLETED", _said(place, job)
+            (directory,) = (place / "slow").iterdir()
+            ends[per_node] = state_of(directory)
+        place = base / str(number)
+        job = _submit(cluster, place, per_node)
+        at = [6 * n + chance.randrange(3) for n in sorted(chance.sample(range(1, LENGTH // 6 - 1), wanted))]
+        problem = _ask(cluster, job, place, at, chance) or _judge_job(cluster, job, place, wanted, ends[per_node])
+        counts.append(f"{2 * per_node} ranks at steps {', '.join(map(str, at))}")
+        for step in at:
+            row.note(f"job {number}, {2 * per_node} ranks, requeue after step {step}", problem)
+    row.detail = "; ".join(counts)
+
+
+def _submit(cluster: Any, place: Path, per_node: int) -> str:
+    """A job of two nodes, as scripts/slurm.sbatch starts it; its run directory has a timestamp for a name."""
+    place.mkdir()
+    words = words_of("slow", place, *EVERY, f"run.steps={LENGTH}", "run.name=null")[3:]
+    cluster.environment[MARKS] = str(place / "marks")
+    (place / "marks").touch()
+    options = [f"--chdir={place}", "-N2", f"--ntasks-per-node={per_node}", "--cpus-per-task=1"]
+    return cluster.submit(REPOSITORY / "scripts/slurm.sbatch", *options, "--", *words)
+
+
+def _ask(cluster: Any, job: str, place: Path, at: list[int], chance: random.Random) -> str | None:
+    for number, step in enumerate(at):
+        marked = lambda step=step: f"step {step}" in (place / "marks").read_text().splitlines()  # noqa: E731
+        if not wait_for(marked, LIMIT_S):
+            return f"attempt {number} did not come to step {step}: {_said(place, job)}"
+        time.sleep(chance.random() * 0.02)
+        cluster.run("scancel", "--signal=USR1", job)
+        if not wait_for(lambda number=number: cluster.requeues(job) > number, 30.0, 0.2):
+            return f"not requeued after step {step}: {_said(place, job)}"
+    return None
+
+
+def _judge_job(cluster: Any, job: str, place: Path, wanted: int, end: Any) -> str | None:
+    state = cluster.wait(job, {"COMPLETED", "FAILED"}, LIMIT_S)
+    places, said = [*(place / "slow").iterdir()], _said(place, job)
+    if state != "COMPLETED" or cluster.requeues(job) != wanted or len(places) != 1:
+        return f"{state} after {cluster.requeues(job)} requeues, {len(places)} run directories: {said}"
+    return _judge(places[0], end)
+
+
+def _said(place: Path, job: str) -> str:
+    return " | ".join((place / f"slurm-{job}.out").read_text(errors="replace").splitlines()[-4:])[-500:]

@@ -1,0 +1,51 @@
+"""`python -m faults.rank`: the command as one rank. It marks when it begins to meet and when the group stands.
+
+FAULTS_UNLIKE may tell the one rank that is unlike the others: its `rank`, more `words`, `paths` to import from first,
+its `environment`, and what to `set` in torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+UNLIKE = "FAULTS_UNLIKE"
+OTHER_VERSION = "9.9.9"
+
+
+def main() -> None:
+    odd = json.loads(os.environ.get(UNLIKE, "{}"))
+    if odd.get("rank") == os.environ.get("RANK"):
+        sys.argv += odd["words"]
+        sys.path[:0] = odd["paths"]  # before anything of the package is loaded
+        os.environ |= odd["environment"]
+        _set(odd["set"])
+    from faults.task import mark
+    from trainer.__main__ import main, run
+    from trainer.distributed import group
+
+    meet = group.meet
+
+    def marked(*arguments):
+        mark(f"meets {os.getpid()} {time.monotonic()}")
+        store = meet(*arguments)
+        mark(f"stands {os.getpid()} {time.monotonic()}")
+        return store
+
+    group.meet = marked
+    run(main)
+
+
+def _set(what: str) -> None:
+    import torch
+
+    if what == "dtype":
+        torch.set_default_dtype(torch.float64)
+    elif what == "version":
+        torch.__version__ = OTHER_VERSION
+
+
+if __name__ == "__main__":
+    main()
