@@ -215,7 +215,7 @@ class Trainer(Task):
         now.means.end_row()
         if now.ema is not None:
             now.ema.update()
-        now.is_stopped = self._judge(now.verdicts.push(now.verdict), self.step - 1)
+        now.is_stopped = self._judge(now.verdicts.push(now.verdict), self.step - 1) and not is_last
         if is_last or self.step % self.config.log.every_steps == 0:
             self._log()
         if (every := self.config.dist.drift_every_steps) and self.step % every == 0 and self.world.world_size > 1:

@@ -44,7 +44,8 @@ def launch(config: Launch, words: Sequence[str]) -> int:
     if not failed:
         return 0
     ends = found[-size:]
-    return next((code for code in (2, 1, 75) if code in ends), 1)
+    is_done = len(ends) == size and not any(ends)  # the signal came after their end
+    return next((code for code in (2, 1, 75) if code in ends), 0 if is_done else 1)
 
 
 def count_ranks(given: str) -> int:
@@ -79,20 +80,24 @@ def _spawn(size: int, words: Sequence[str]) -> bool:
     given = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_RUN_ID": uuid.uuid4().hex}
     given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with _environment(given):
+        before_torch = signal.pthread_sigmask(
+            signal.SIG_BLOCK, _SIGNALS
+        )  # the ranks let them in once they can heed them
         ranks = mp.start_processes(_enter, (list(words),), size, join=False, start_method="spawn")
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def pass_on(number: int, frame: object) -> None:
         for pid in ranks.pids():
             os.kill(pid, number)
 
-    before = {number: signal.signal(number, pass_on) for number in _SIGNALS}
+    handlers = {number: signal.signal(number, pass_on) for number in _SIGNALS}
     try:
         while not ranks.join():
             pass
     except (mp.ProcessExitedException, mp.ProcessRaisedException):
         return True
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
     return False
 

@@ -19,8 +19,9 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.config import Dist
+from trainer.distributed.signals import check_start
 from trainer.distributed.world import World, is_port
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, RunError
 
 POLL_S = 0.003
 GRACE_S = 1.0  # the others wait so much longer than rank 0, for its verdict
@@ -59,6 +60,8 @@ def meet(config: Dist, world: World) -> dist.Store:
     except ConfigError:
         part(config, world)
         raise
+    except RunError:
+        raise
     except (RuntimeError, OSError) as error:
         raise ConfigError(
             f"no group was found at {place}: rank 0 went away ({_first_line(error)}); its own message says why"
@@ -88,7 +91,9 @@ def _made(place: str, make: Callable[[], dist.Store], deadline: float, missing: 
 
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
-    thread.join(max(0.0, deadline + GRACE_S - time.monotonic()))
+    while thread.is_alive() and time.monotonic() < deadline + GRACE_S:
+        thread.join(0.1)
+        check_start()
     if not found:
         raise ConfigError(f"{missing}: what listens there is not rank 0 of this run; choose another port")
     if isinstance(found[0], Exception):
@@ -172,6 +177,7 @@ class _RollCall:
         hellos: dict[int, dict[str, Any]] = {}
         name = ""
         while time.monotonic() < self.deadline:
+            check_start()
             self._read(hellos)
             if self.is_own_store and (problem := self._wrong(hellos)):
                 self._refuse(problem, len(hellos))  # nobody is gone from a store that we have just made
@@ -189,6 +195,7 @@ class _RollCall:
 
     def _follow(self) -> str:
         while time.monotonic() < self.deadline + GRACE_S:
+            check_start()
             if (verdict := self._get("verdict")) and verdict["hellos"] >= self.number:
                 raise ConfigError(verdict["problem"])
             if proposal := self._get("proposal"):

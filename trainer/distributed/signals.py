@@ -9,8 +9,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from trainer.errors import RunError
+
 # torchrun passes Ctrl-C on as a second signal at once; only a later one is a person's second.
 GRACE_S = 1.0
+START_S = 3.0  # so long a rank that was asked to stop waits for the others still: they may be about to come
 # SIGUSR2 is what submitit has SLURM send before the time limit.
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *[signal.SIGUSR2] * ("SUBMITIT_EXECUTOR" in os.environ)]
 PARENT = os.getppid()  # as early as can be: a launcher that dies later is missed
@@ -27,6 +30,11 @@ class StopRequest:
     def __bool__(self) -> bool:
         return self.name is not None
 
+    @property
+    def seconds(self) -> float:
+        """Since it was asked."""
+        return time.monotonic() - self._since
+
     def receive(self, number: int, frame: object) -> None:
         if self.name is None:
             self.name, self._since = signal.Signals(number).name, time.monotonic()
@@ -42,6 +50,15 @@ def catch_early() -> None:
     _early[:] = [StopRequest()]
     for number in SIGNALS[1:]:
         signal.signal(number, _early[0].receive)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # launch=spawn holds them back until here
+
+
+def check_start() -> None:
+    """For a rank that waits for the others to come: raises RunError where that has no point any more."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT:
+        raise RunError("the launcher has ended before the ranks had met; nothing was begun")
+    if _early and _early[0] and _early[0].seconds > START_S:
+        raise RunError(f"asked to stop ({_early[0].name}) before the ranks had met; nothing was begun")
 
 
 def let_go() -> bool:

@@ -298,7 +298,8 @@ def _describe(state: State) -> str:
 
 
 def _is_waiting(state: State, stack: Sequence[str]) -> bool:
-    return state.phase == REDUCE or any("torch/distributed/" in frame for frame in stack[:3])
+    is_in_ddp = any("torch/nn/parallel/distributed.py" in frame for frame in stack[:1])  # before its first forward
+    return state.phase == REDUCE or is_in_ddp or any("torch/distributed/" in frame for frame in stack[:3])
 
 
 def _ranks(ranks: Iterable[int]) -> str:
