@@ -80,9 +80,7 @@ def _spawn(size: int, words: Sequence[str]) -> bool:
     given = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_RUN_ID": uuid.uuid4().hex}
     given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with _environment(given):
-        before_torch = signal.pthread_sigmask(
-            signal.SIG_BLOCK, _SIGNALS
-        )  # the ranks let them in once they can heed them
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # each rank lets them in once it can heed them
         ranks = mp.start_processes(_enter, (list(words),), size, join=False, start_method="spawn")
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
