@@ -27,6 +27,7 @@ HELP = """usage: python -m trainer task=<name> [group=option ...] [key=value ...
 
   one process, the bundled images:    python -m trainer task=cifar
   two ranks, another rate, 2 epochs:  torchrun --nproc_per_node=2 -m trainer task=cifar optim.lr=0.1 run.epochs=2
+  the same without torchrun:          python -m trainer task=cifar launch=elastic launch.nproc_per_node=2
   go on with a run, as it was begun:  python -m trainer run.resume=runs/cifar/first
 
 groups (one option each, values in conf/<group>/<option>.yaml):
