@@ -396,7 +396,10 @@ BAD = [
         "strategy.comm_hook=fp16: strategy=single reduces no",
     ),
     ("-m task=cifar run.seed=1,2 run.resume=nowhere", "run.resume=nowhere: no checkpoint there"),
-    ("-m task=cifar hydra/sweeper=foo", "'hydra/sweeper=foo' is not a setting"),
+    (
+        "-m task=cifar hydra/sweeper=foo",
+        "hydra/sweeper=foo: a sweep takes hydra/sweeper=optuna, or hydra/launcher=submitit_slurm",
+    ),
     ("-m task=cifar --config-dir nowhere run.seed=1,2", "--config-dir nowhere: no such directory"),
     # files and directories: a run to resume
     ("run.resume=nowhere", "run.resume=nowhere: has no config.yaml; give a run directory, or one of its checkpoints"),

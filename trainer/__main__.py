@@ -161,7 +161,23 @@ def _hydra(arguments: Sequence[str]) -> int:
     if not is_sweep:
         flags = [word for word in arguments if word.split("=")[0] in HYDRA_FLAGS]
         raise ConfigError(f"{flags[0]}: -m takes no value, --resolve and --package go with --cfg job")
+    _check_jobs(configs, is_here=cluster is None)
     return run_sweep(jobs, configs, config_dirs, (cluster, steering) if cluster else None)
+
+
+def _check_jobs(configs: Sequence[Config], is_here: bool) -> None:
+    """The first gate for every job of a sweep; how many ranks a cluster will give is not known here."""
+    from trainer.data.order import check_batch
+    from trainer.distributed.launch import count_ranks
+    from trainer.distributed.world import World
+    from trainer.strategy import check_strategy
+
+    for config in configs:
+        load_task(config)
+        if is_here:
+            ranks = 1 if config.launch.name == "inline" else count_ranks(config.launch.nproc_per_node or "auto")
+            check_strategy(config, World(world_size=ranks, local_world_size=ranks))
+            check_batch(config.data.global_batch, config.data.micro_batch, ranks)
 
 
 def _answer(overrides: list[str], flags: list[str]) -> int:
