@@ -123,7 +123,7 @@ def test_rank_whose_peer_is_missing_tells_what_it_knows(tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.parametrize("init", ["env", "file"])
+@pytest.mark.parametrize("init", ["env", pytest.param("file", marks=pytest.mark.slow)])
 def test_missing_rank_is_named_in_time_on_every_rank(init, tmp_path):
     def plant(rank: int) -> None:
         os.environ |= {"RANK": "02"[rank], "WORLD_SIZE": "3"}
@@ -137,6 +137,7 @@ def test_missing_rank_is_named_in_time_on_every_rank(init, tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.slow
 def test_all_reduce_that_hangs_is_given_up(tmp_path):
     def plant(rank: int) -> None:
         if rank == 1:
@@ -304,6 +305,7 @@ def test_gpu_that_ranks_share_is_told(monkeypatch):
         assert row.result == result and f"1 GPU for {counted(ranks, 'local rank')}" in row.found
 
 
+@pytest.mark.slow
 def test_launchers_signal_does_not_lose_what_is_known(tmp_path):
     def plant(rank: int) -> None:
         os.environ["WORLD_SIZE"] = "2"

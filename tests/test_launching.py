@@ -213,8 +213,8 @@ EVERY = ["checkpoint.every_steps=5", "checkpoint.every_epochs=null", "eval.every
 @pytest.mark.parametrize(
     ("kind", "rank"),
     [
-        *(("elastic", 0), ("torchrun", 1)),
-        *(pytest.param(kind, rank, marks=pytest.mark.slow) for kind, rank in (("elastic", 1), ("torchrun", 0))),
+        ("torchrun", 0),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("elastic", 0), ("elastic", 1), ("torchrun", 1))),
     ],
 )
 def test_killed_rank_is_started_again_and_the_end_is_the_same(kind, rank, tmp_path):
@@ -293,7 +293,7 @@ def meeting(ranks: list[tuple[int, int]], folder: Path, init: str = "env") -> li
     return on_ranks(len(ranks), lambda: come(*ranks[int(os.environ["RANK"])]))
 
 
-@pytest.mark.parametrize("init", ["env", pytest.param("tcp", marks=pytest.mark.slow), "file"])
+@pytest.mark.parametrize("init", ["env", *(pytest.param(init, marks=pytest.mark.slow) for init in ("tcp", "file"))])
 @pytest.mark.parametrize(
     ("ranks", "line"),
     [
@@ -313,6 +313,7 @@ def test_group_that_cannot_form_ends_in_time_on_every_rank(ranks, line, init, tm
             assert "within dist.timeout_s=2: rank" in told, told
 
 
+@pytest.mark.slow
 def test_port_in_use_is_said_at_once(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -149,11 +149,12 @@ def wait_for_ranks(machines: Machines, process: subprocess.Popen, ranks: int) ->
 
 
 def wait_for_random_step(machines: Machines) -> None:
+    """One after the first checkpoint, and a moment of it."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    at = last_step(machines) + chance.randrange(1, 20)
-    wait_for(lambda: last_step(machines) >= at, LIMIT_S)
+    step = chance.randrange(7, 27)
+    wait_for(lambda: last_step(machines) >= step, LIMIT_S)
     time.sleep(chance.uniform(0, 0.1))
 
 

@@ -37,6 +37,7 @@ def test_each_job_is_a_group_and_a_failed_one_is_told(tmp_path):
     assert again[1].count("is finished") == 2 and "2 ranks on 1 node" not in again[1] and again[0] == 1
 
 
+@pytest.mark.slow
 def test_sweep_stops_at_a_failed_job_where_told(tmp_path):
     words = ["-m", *TINY[:3], "task.options.examples=21,203", "launch.on_failed_job=stop"]
     code, out, _ = ended(start(tmp_path, *words))

@@ -30,7 +30,7 @@ WAITS = {
 }
 
 
-SLOW = ("sleep", "loop@metrics")
+SLOW = ("sleep", "gil@loss", "loop@metrics", "barrier")
 
 
 @pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.slow) if how in SLOW else how for how in CASES])
@@ -67,6 +67,7 @@ class Once(Sticks):
     assert re.search(r"resumed at step \d+ of 20", out), out  # it goes on for a moment while its stack is had
 
 
+@pytest.mark.slow
 def test_slow_rank_is_no_alarm_but_a_straggler(tmp_path):
     words = [*STICKS, "task.options.slow_ms=60", "run.steps=160", "dist.hang_timeout_s=3", "eval.every_epochs=null"]
     code, _, err = ended(start(tmp_path, *words, launcher=TORCHRUN))
@@ -74,6 +75,7 @@ def test_slow_rank_is_no_alarm_but_a_straggler(tmp_path):
     assert re.findall(r"warning: rank (\d) on \S+ is a straggler", err) == ["1"], err
 
 
+@pytest.mark.slow
 def test_one_rank_alone_is_watched_and_a_long_start_is_borne(tmp_path):
     task = """import time
 from watched import Sticks
