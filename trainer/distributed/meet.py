@@ -24,6 +24,7 @@ from trainer.distributed.world import World, is_port
 from trainer.errors import ConfigError, RunError
 
 POLL_S = 0.003
+ANSWER_S = 10.0  # of the store itself
 GRACE_S = 1.0  # the others wait so much longer than rank 0, for its verdict
 
 
@@ -57,10 +58,7 @@ def meet(config: Dist, world: World) -> dist.Store:
     try:
         store = _made(place, make, deadline, missing)
         prefix = _RollCall(store, world, place, missing, deadline).hold()
-    except ConfigError:
-        part(config, world)
-        raise
-    except RunError:
+    except (ConfigError, RunError):  # a file stays: others may still read rank 0's verdict in it
         raise
     except (RuntimeError, OSError) as error:
         raise ConfigError(
@@ -71,7 +69,7 @@ def meet(config: Dist, world: World) -> dist.Store:
 
 
 def part(config: Dist, world: World) -> None:
-    """After all else, on every rank: torch's own removal of the file misses some (torch 2.13)."""
+    """After the group's last collective, on every rank: torch's own removal of the file misses some (torch 2.13)."""
     if config.init == "file" and world.world_size > 1:
         _file_of(config).unlink(missing_ok=True)
 
@@ -162,6 +160,7 @@ class _RollCall:
 
     def __init__(self, store: dist.Store, world: World, place: str, missing: str, deadline: float):
         self.store = dist.PrefixStore(f"roll-call/{next(_groups)}", store)
+        self.store.set_timeout(timedelta(seconds=ANSWER_S))  # no key is waited for here
         self.world, self.place, self.missing, self.deadline = world, place, missing, deadline
         self.is_own_store = isinstance(store, dist.TCPStore) and "TORCHELASTIC_RUN_ID" not in os.environ
         self.nonce = secrets.token_hex(8)
