@@ -153,7 +153,7 @@ def wait_for_random_step(machines: Machines) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    step = chance.randrange(7, 17)
+    step = chance.randrange(6, 12)
     wait_for(lambda: last_step(machines) >= step, LIMIT_S)
     time.sleep(chance.uniform(0, 0.2))
 
