@@ -87,7 +87,7 @@ def test_directory_holds_what_is_promised(tmp_path):
 def test_evaluate_gives_the_run_its_metrics_on_any_layout(tmp_path):
     trainer(*TINY, "run.name=a", ranks=2, folder=tmp_path)
     told = json.loads((tmp_path / "runs/tiny/a/exit.json").read_text())["metrics"]
-    for ranks, words in ((0, []), (3, []), (0, ["strategy=single", "strategy.precision=fp64", "eval.micro_batch=10"])):
+    for ranks, words in ((3, []), (0, ["strategy=single", "strategy.precision=fp64", "eval.micro_batch=10"])):
         done = trainer("runs/tiny/a", *words, ranks=ranks, folder=tmp_path, verb="trainer.evaluate")
         found = json.loads(done.stdout.strip().splitlines()[-1])
         assert found.pop("step") == 20 and found == pytest.approx(told, rel=1e-12), done.stderr
@@ -108,6 +108,7 @@ def test_help_lists_groups_and_settings(tmp_path):
         assert word in done.stdout, word
 
 
+@pytest.mark.slow
 def test_sweep_runs_each_job_in_a_directory_of_its_own(tmp_path):
     done = trainer("-m", *TINY, "optim.lr=0.1,0.2", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -130,7 +131,10 @@ def test_hydra_prints_the_composed_config(tmp_path):
     assert done.returncode == 0 and "trainer.tasks.text.Text" in done.stdout and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("ranks", "number"), [(0, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGTERM)])
+TERMINATED = pytest.param(2, signal.SIGTERM, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("ranks", "number"), [(0, signal.SIGINT), (2, signal.SIGINT), TERMINATED])
 def test_ctrl_c_stops_all_ranks_saves_and_says_how_to_go_on(ranks, number, tmp_path):
     """As a terminal does it: the signal goes to the whole foreground group, torchrun included."""
     words = [*TINY, "run.name=a", "run.steps=1000000", "log.every_steps=1000"]

@@ -52,7 +52,7 @@ def method(name: str, folder: Path) -> list[str]:
     return [f"dist.init={name}", *settings[name]]
 
 
-@pytest.mark.parametrize("name", ["env", "tcp", "file"])
+@pytest.mark.parametrize("name", ["env", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tcp", "file"))])
 def test_two_ranks_meet_by_hand(name, tmp_path):
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if name == "env" else {}
     for code, out, err in by_hand(tmp_path, *method(name, tmp_path), **address):
@@ -60,7 +60,7 @@ def test_two_ranks_meet_by_hand(name, tmp_path):
     assert len(list((tmp_path / "runs/tiny").iterdir())) == 1 and not (tmp_path / "meet").exists()
 
 
-@pytest.mark.parametrize("name", ["tcp", "file"])
+@pytest.mark.parametrize("name", ["tcp", pytest.param("file", marks=pytest.mark.slow)])
 def test_two_ranks_meet_under_torchrun(name, tmp_path):
     code, out, err = under_torchrun(tmp_path, *method(name, tmp_path))
     assert code == 0 and "2 ranks on 1 node" in out, out + err

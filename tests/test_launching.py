@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -69,8 +70,11 @@ def test_one_command_starts_the_ranks(words, tmp_path):
     code, out, err = ended(start(tmp_path, *TINY, *words))
     assert code == 0 and err == "", err
     assert "2 ranks on 1 node" in out and out.rstrip().endswith("go on with: python -m trainer run.resume=runs/tiny/a")
-    code, out, err = ended(start(tmp_path, "run.resume=runs/tiny/a", "run.steps=22"))
-    assert code == 0 and "2 ranks on 1 node" in out and "resumed at step 20 of 22" in out, out + err
+    before = newest(tmp_path / "runs/tiny/a")
+    code, out, err = ended(start(tmp_path, "run.resume=runs/tiny/a"))
+    assert code == 0 and "2 ranks on 1 node" in out, out + err
+    assert "nothing left to do: the run is finished at step 20" in out
+    assert newest(tmp_path / "runs/tiny/a").files == before.files
 
 
 @pytest.mark.parametrize("words", [ELASTIC, SPAWN], ids=["elastic", "spawn"])
@@ -236,6 +240,7 @@ def test_killed_rank_is_started_again_and_the_end_is_the_same(kind, rank, tmp_pa
     assert one.manifest["ledger"] == other.manifest["ledger"] and one.files["model.pt"] == other.files["model.pt"]
 
 
+@pytest.mark.slow
 def test_restarts_that_come_no_further_are_given_up(tmp_path):
     task = """import os
 from tiny import Tiny
@@ -253,13 +258,19 @@ class Dies(Tiny):
     assert line in err.splitlines(), err
 
 
-def test_finished_run_that_is_started_again_does_nothing(tmp_path):
-    words = [*TINY, *ELASTIC, "run.resume=auto"]
-    assert ended(start(tmp_path, *words))[0] == 0
-    before = newest(tmp_path / "runs/tiny/a")
-    code, out, _ = ended(start(tmp_path, *words))
-    assert code == 0 and "nothing left to do: the run is finished at step 20" in out
-    assert newest(tmp_path / "runs/tiny/a").files == before.files
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_rank_that_dies_is_one_line_on_the_others(victim, tmp_path):
+    given = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = [*TINY, *EVERY, "run.steps=1000000"]
+    ranks = [start(tmp_path, *words, RANK=str(rank), LOCAL_RANK=str(rank), **given) for rank in (0, 1)]
+    wait_for(lambda: [*tmp_path.glob("runs/tiny/a/checkpoints/step-*")])
+    ranks[victim].kill()
+    code, _, err = ended(ranks[1 - victim])
+    who = "rank 1: " if victim == 0 else ""
+    assert code == 1 and re.fullmatch(
+        rf"error: {who}another rank has ended \([^)]+\); its own message, [^\n]+\n", err
+    ), err
+    ended(ranks[victim])
 
 
 # Groups that cannot form ----------------------------------------------------------------------------------------------

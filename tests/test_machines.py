@@ -60,7 +60,7 @@ INITS = {
     "file": ["dist.init=file", "dist.path=meeting"],
 }
 LAUNCHERS = {"c10d": by_c10d, "static": by_static, "hand": by_hand}
-QUICK = [("c10d", "env"), ("static", "env"), ("hand", "tcp")]
+QUICK = [("c10d", "env"), ("hand", "tcp")]
 CELLS = [
     pytest.param(name, init, id=f"{name}-{init}", marks=[] if (name, init) in QUICK else pytest.mark.slow)
     for name in LAUNCHERS

@@ -92,8 +92,11 @@ def group(backend, rank, size, store):
     dist.destroy_process_group()
 
 
+SIZES = [pytest.param(2, marks=pytest.mark.slow), 3]
+
+
 @needs_mpi
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SIZES)
 def test_every_collective_gives_what_gloo_gives(compared, size):
     _, printed = compared(size)
     assert printed.count("collectives are equal") == size, printed
@@ -244,7 +247,7 @@ MOVES = [broadcast, all_gather, all_gather_single, gather, scatter, all_to_all, 
 
 
 @needs_mpi
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SIZES)
 def test_training_with_forked_workers_equals_gloos(compared, size):
     _, printed = compared(size)
     assert printed.count("trainings are equal") == size, printed

@@ -34,6 +34,7 @@ def test_srun_numbers_its_tasks_over_the_nodes(cluster):
     assert tasks == [[rank, node, local, "4", "n[1-2]"] for rank, node, local in ("000", "101", "210", "311")]
 
 
+@pytest.mark.slow
 def test_requeued_job_starts_again_by_itself(cluster, tmp_path: Path):
     script = tmp_path / "job.sh"
     script.write_text(
@@ -83,6 +84,7 @@ def test_job_that_is_asked_to_stop_requeues_itself_and_goes_on(cluster, tmp_path
         assert audit.main([str(directory)]) == 0
 
 
+@pytest.mark.slow
 def test_sweep_is_submitted_by_submitit_as_groups_of_ranks(cluster, tmp_path):
     pytest.importorskip("submitit")
     words = ["-m", *TINY[:3], f"run.dir={tmp_path}", "optim.lr=0.1,0.2", "hydra/launcher=submitit_slurm"]

@@ -44,6 +44,7 @@ def test_sweep_stops_at_a_failed_job_where_told(tmp_path):
     assert code == 1 and [row["state"] for row in results(tmp_path)[0]] == ["failed", "waiting"], out
 
 
+@pytest.mark.slow
 def test_stopped_sweep_goes_on_where_it_was(tmp_path):
     words = ["-m", *TINY, "run.steps=3000", "log.every_steps=1000", "optim.lr=0.1,0.2"]
     first = start(tmp_path, *words)
@@ -63,6 +64,7 @@ def test_sweep_under_torchrun_is_refused_with_advice(tmp_path):
     assert code == 2 and "a sweep with launch=elastic launch.nproc_per_node=<ranks of each job>" in err
 
 
+@pytest.mark.slow
 def test_optuna_chooses_the_jobs(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     words = ["-m", *TINY[:3], "optim.lr=interval(0.01,0.5)", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2"]

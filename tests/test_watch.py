@@ -30,7 +30,7 @@ WAITS = {
 }
 
 
-SLOW = ("sleep", "gil@loss", "loop@metrics", "barrier")
+SLOW = ("sleep", "gil@loss", "loop@metrics", "barrier", "worker")
 
 
 @pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.slow) if how in SLOW else how for how in CASES])
@@ -50,6 +50,7 @@ def test_rank_without_progress_is_named(how, tmp_path):
     assert json.loads((tmp_path / "runs/sticks/a/exit.json").read_text())["reason"] == line[len("error: ") :]
 
 
+@pytest.mark.slow
 def test_hung_rank_is_started_again_and_the_run_ends(tmp_path):
     """It stops itself once only: the second attempt resumes past that step."""
     words = [*STICKS, "task.options.how=stop", "checkpoint.every_steps=2", "task.options.at=5"]
@@ -102,6 +103,7 @@ def test_rank_of_another_node_is_named_by_node_0(tmp_path):
         master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         nodes.append(start(tmp_path, *words, RANK=rank, WORLD_SIZE="2", **place, **master))
     ends = [ended(node) for node in nodes]
+    print(*ends, sep="\n")
     assert all(code for code, _, _ in ends) and "error: no progress" not in ends[1][2]
     (line,) = [line for line in ends[0][2].splitlines() if line.startswith("error: no progress")]
     assert f"rank 1 (process {nodes[1].pid} on " in line and "stopped by a signal" in line

@@ -134,8 +134,9 @@ class Trainer(Task):
         with self._ranks() as ranks:
             try:
                 self._session = Session(self, *ranks)
-                self.skipped = self._session.build_evaluation(origin).skipped
-                return self._evaluate()
+                with ranks[0].peers_named():
+                    self.skipped = self._session.build_evaluation(origin).skipped
+                    return self._evaluate()
             except Stopped:
                 raise KeyboardInterrupt from None
             finally:
@@ -169,11 +170,12 @@ class Trainer(Task):
     def _fit(self, origin: rundir.Origin, group: Group, stop: StopRequest, pulse: Pulse) -> Summary:
         now = self._session = Session(self, group, stop, pulse)
         try:
-            restored = now.build_training(origin)
-            self._check_metrics()
-            now.open_record(origin, restored)
-            self._train()
-            return self._finish()
+            with group.peers_named():
+                restored = now.build_training(origin)
+                self._check_metrics()
+                now.open_record(origin, restored)
+                self._train()
+                return self._finish()
         except BaseException as error:
             code = 2 if isinstance(error, ConfigError) else 1
             now.writer.exit(code, f"{type(error).__name__}: {error}", step=self.step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,12 @@ from trainer.distributed import mpi
 from trainer.distributed.meet import meet, part
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError
+
+_GONE = re.compile(
+    r"Connection (?:closed|reset|refused)(?: by peer)?(?: \[[^]]+\]:\d+)?|Broken pipe|Connection was likely closed"
+    r"|remote process exited"
+)
+_SILENT = re.compile(r"Timed out waiting|Application timeout|wait timeout")
 
 
 class Group:
@@ -111,6 +118,23 @@ class Group:
             if kind == "other":
                 raise RuntimeError(f"rank {rank} failed {doing}: {line}")
             raise ConfigError(line) if kind == "config" else RunError(line)
+
+    @contextmanager
+    def peers_named(self) -> Iterator[None]:
+        """Raises RunError, one line, where the backend's own error says that another rank is gone or silent."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error)
+            if not isinstance(error, dist.DistError) and "gloo/" not in text:
+                raise
+            if found := _GONE.search(text):
+                told = f"another rank has ended ({found[0]}); its own message, or its launcher's, says why"
+            elif _SILENT.search(text):
+                told = "another rank has not answered within dist.timeout_s: it hangs, or the network is cut"
+            else:
+                raise
+            raise RunError(told) from error
 
     def _wire_device(self) -> torch.device:
         return self.world.device if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -119,6 +119,14 @@ class Link:
                 self.is_over = True  # the only thing that node 0 says
         return self._socket is not None
 
+    def wait(self, limit_s: float = 10.0) -> None:
+        """Until node 0 has spoken for all: it closes the line then."""
+        with contextlib.suppress(OSError):
+            if self._socket is not None:
+                self._socket.settimeout(limit_s)
+                while self._socket.recv(4096):
+                    pass
+
     def send(self, message: dict[str, Any]) -> None:
         if self._socket is not None:
             try:
@@ -143,7 +151,7 @@ class Hub:
         return [replace(s, seconds=s.seconds + now - at) for at, states in self._states.values() for s in states]
 
     def end(self, limit_s: float = 4.0) -> dict[int, list[str]]:
-        """Have the other watchers end their ranks; the stacks that they send."""
+        """The stacks that the other watchers send, asked once: they end their ranks when this process ends."""
         for line in self._lines:
             with contextlib.suppress(OSError):
                 line.sendall(b"end\n")
@@ -219,7 +227,9 @@ class Watch:
             return True  # a rank has died: its launcher knows
         if self.link is not None and self.link.tell(here):
             if self.link.is_over:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 self.link.send({"stacks": self._stacks()})
+                self.link.wait()
                 self._kill()
             return self.link.is_over
         states = sorted([*here, *(self.hub.states() if self.hub else [])], key=lambda s: s.rank)
@@ -230,6 +240,7 @@ class Watch:
         return False
 
     def end(self, states: Sequence[State]) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # our rank may fail meanwhile, and would end us before we spoke
         stacks = self._stacks() | (self.hub.end() if self.hub else {})
         lines = report(states, stacks, self.timeout_s)
         print("\n".join(lines), file=sys.stderr, flush=True)
