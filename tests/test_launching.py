@@ -268,7 +268,7 @@ def test_rank_that_dies_is_one_line_on_the_others(victim, tmp_path):
     code, _, err = ended(ranks[1 - victim])
     who = "rank 1: " if victim == 0 else ""
     assert code == 1 and re.fullmatch(
-        rf"error: {who}another rank has ended \([^)]+\); its own message, [^\n]+\n", err
+        rf"error: {who}another rank has ended or does not answer \([^)]+\); its own message, [^\n]+\n", err
     ), err
     ended(ranks[victim])
 

@@ -213,16 +213,13 @@ def test_machine_that_comes_back_takes_part_again(how, paced, tmp_path):
     check_unbroken(tmp_path / "runs/tiny/a", tmp_path, 300, [2, 1, 2])
 
 
-NEW_RUN = pytest.mark.xfail(
-    strict=True, raises=ValueError, reason="rank 0's torchrun has counted no restart, so it begins a new run"
-)
 NAMED = ["run.name=a", "run.resume=auto"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "words"),
-    [(0, NAMED), (1, NAMED), pytest.param(0, [], marks=NEW_RUN), pytest.param(1, [], marks=NEW_RUN)],
+    [(0, NAMED), (1, NAMED), (0, []), (1, [])],
     ids=["named", "named, as rank 0", "without a name", "without a name, as rank 0"],
 )
 def test_run_goes_on_with_a_machine_that_comes_later(host, words, paced, tmp_path):

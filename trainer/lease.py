@@ -15,6 +15,7 @@ from typing import Any
 from trainer.errors import CheckpointError, ConfigError
 
 NAME = ".writer"
+_MOST = 2**16  # bytes of it
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # some cluster file systems: the token alone protects there
 
 
@@ -52,18 +53,19 @@ class Lease:
         os.close(self._descriptor)
 
     def _read(self) -> str:
-        return os.pread(self._descriptor, 4096, 0).decode(errors="replace")
+        return os.pread(self._descriptor, _MOST, 0).decode(errors="replace")
 
 
 def last_facts(directory: Path) -> dict[str, Any]:
-    """What the last writer of a run directory has kept there; takes nothing."""
+    """What the last writer of a run directory has kept there, if that was another process; takes nothing."""
     try:
         if _identity((directory / NAME).lstat()) in _held:
             return {}
         with open(directory / NAME, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW)) as file:
-            return _parsed(file.read(4096))
+            found = _parsed(file.read(_MOST))
     except OSError:
         return {}
+    return {} if (found.get("host"), found.get("pid")) == (socket.gethostname(), os.getpid()) else found
 
 
 def check_free(directory: Path) -> None:
@@ -88,7 +90,7 @@ def _lock(path: Path) -> int:
     except OSError as error:
         if error.errno in _NO_LOCKS:
             return descriptor
-        holder = _parsed(os.pread(descriptor, 4096, 0))
+        holder = _parsed(os.pread(descriptor, _MOST, 0))
         os.close(descriptor)
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             raise

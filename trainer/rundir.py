@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -64,9 +64,8 @@ def locate(config: Config, launcher: Launcher) -> Origin:
     """
     base = Path(config.run.dir) / config.task.name
     named = base / config.run.name if config.run.name else None
-    if again := _of_attempt_before(config, base, launcher):
-        own, one = _place(Path(config.run.resume)) if _is_path(config.run.resume) else (None, None)
-        found = back_to(again, Origin(again, one, own))
+    if before := again(config, launcher, [launcher.starter]):
+        found = before
     elif config.run.resume is None:
         found = Origin(_unused(named))
     elif config.run.resume == "auto":
@@ -83,12 +82,23 @@ def locate(config: Config, launcher: Launcher) -> Origin:
     return found
 
 
-def _of_attempt_before(config: Config, base: Path, launcher: Launcher) -> Path | None:
-    if not launcher.attempt:
+def again(config: Config, launcher: Launcher, starters: Sequence[str]) -> Origin | None:
+    """What the attempt before has left: of the same launch, and requeued or with a starter that took part in it.
+
+    Asked again with all ranks' `starters` once they have met: torchrun counts no attempt where it forms the group anew
+    because a machine has come, and that one may have rank 0.
+    """
+    if not launcher.requeues and not any(starters):
         return None
-    places = {*base.glob("*/"), *([_place(Path(config.run.resume))[0]] if _is_path(config.run.resume) else [])}
-    ours = [place for place in places if last_facts(place).get("launch") == _identity(config, launcher)]
-    return max(ours, key=lambda place: (place / NAME).stat().st_mtime, default=None)
+    base, resume = Path(config.run.dir) / config.task.name, config.run.resume
+    own, one = _place(Path(resume)) if _is_path(resume) else (None, None)
+    ours = {}
+    for place in {*base.glob("*/"), *([own] if own else [])}:
+        facts, launch = last_facts(place), _identity(config, launcher)
+        is_known = launcher.requeues or {*str(facts.get("starters", "")).split()} & {*starters}
+        if facts.get("launch") == launch and is_known:
+            ours[(place / NAME).stat().st_mtime] = place
+    return back_to(ours[max(ours)], Origin(ours[max(ours)], one, own)) if ours else None
 
 
 def _identity(config: Config, launcher: Launcher) -> str:
@@ -222,10 +232,13 @@ def _check_own(directory: Path) -> None:
             )
 
 
-def create(config: Config, origin: Origin, step: int, launcher: Launcher) -> tuple[Path, Lease]:
+def create(
+    config: Config, origin: Origin, step: int, launcher: Launcher, starters: Sequence[str]
+) -> tuple[Path, Lease]:
     """Make the run directory, or take the resumed one, as its only writer, and write config.yaml. Rank 0 only.
 
-    Checkpoints after `step` did not verify: they are renamed, out of the way of the steps that will be saved again.
+    `starters` are those of all ranks. Checkpoints after `step` did not verify: they are renamed, out of the way of the
+    steps that will be saved again.
 
     Raises ConfigError where the disk refuses, RunError where restarts have come no further.
     """
@@ -234,7 +247,8 @@ def create(config: Config, origin: Origin, step: int, launcher: Launcher) -> tup
         directory = origin.directory or _timestamped(base)
         directory.mkdir(parents=True, exist_ok=True)
         _check_own(directory)
-        lease = Lease(directory, _attempt(config, launcher, directory, step))
+        attempt = _attempt(config, launcher, directory, step)
+        lease = Lease(directory, {**attempt, "starters": " ".join(sorted({*starters}))})
         (directory / "exit.json").unlink(missing_ok=True)
         replace(directory / "config.yaml", to_yaml(config) + "\n")
         root = directory / "checkpoints"

@@ -113,6 +113,9 @@ class Trainer(Task):
         summary: Summary | None = None
         self._rolled_back.clear()
         with self._ranks() as ranks:
+            starters = ranks[0].gather_text(self.world.launcher.starter)
+            if self.world.rank == 0:
+                origin = rundir.again(self.config, self.world.launcher, starters) or origin
             while summary is None:
                 try:
                     summary = self._fit(origin, *ranks)
@@ -368,8 +371,3 @@ class Trainer(Task):
         if self._session is None:
             raise RuntimeError("only while fit or evaluate runs")
         return self._session
-
-    @property
-    def _packages(self) -> list[str]:
-        """The packages a `_target_` may lie under beside torch's and ours: the task's own and `task.packages`."""
-        return [self.config.task.trainer.split(".")[0], *self.config.task.packages]

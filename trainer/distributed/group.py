@@ -21,11 +21,10 @@ from trainer.distributed.meet import meet, part
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError
 
-_GONE = re.compile(
+_LOST = re.compile(
     r"Connection (?:closed|reset|refused)(?: by peer)?(?: \[[^]]+\]:\d+)?|Broken pipe|Connection was likely closed"
-    r"|remote process exited"
+    r"|remote process exited|Timed out waiting \w+|Application timeout|wait timeout"
 )
-_SILENT = re.compile(r"Timed out waiting|Application timeout|wait timeout")
 
 
 class Group:
@@ -125,16 +124,11 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            text = str(error)
-            if not isinstance(error, dist.DistError) and "gloo/" not in text:
+            found = _LOST.search(str(error))
+            if found is None or not (isinstance(error, dist.DistError) or "gloo/" in str(error)):
                 raise
-            if found := _GONE.search(text):
-                told = f"another rank has ended ({found[0]}); its own message, or its launcher's, says why"
-            elif _SILENT.search(text):
-                told = "another rank has not answered within dist.timeout_s: it hangs, or the network is cut"
-            else:
-                raise
-            raise RunError(told) from error
+            advice = "its own message, or its launcher's, says why"
+            raise RunError(f"another rank has ended or does not answer ({found[0]}); {advice}") from error
 
     def _wire_device(self) -> torch.device:
         return self.world.device if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,12 +32,15 @@ _PORTS = range(20000, 32000)  # below those that systems hand out by themselves
 @dataclass(frozen=True)
 class Launcher:
     """`variables` are torchrun's, as far as known; `job` is the same for all attempts of one launch, None by hand;
-    `attempt` counts how often the launcher has started it anew."""
+    `attempt` counts how often the launcher has started it anew, `requeues` how often SLURM has of those; `starter`
+    tells torchrun's process on this host from every other."""
 
     name: str
     variables: Mapping[str, str]
     job: str | None = None
     attempt: int = 0
+    requeues: int = 0
+    starter: str = ""
 
 
 def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher:
@@ -55,12 +59,17 @@ def _by_variables(environment: Mapping[str, str]) -> Launcher:
     if "TORCHELASTIC_RUN_ID" not in environment:
         return Launcher("hand", variables)
     run, name = environment["TORCHELASTIC_RUN_ID"], environment.get(MARK, "torchrun")
-    attempt = _count(environment, "TORCHELASTIC_RESTART_COUNT")
-    if "SLURM_JOB_ID" in environment:  # whose requeue starts torchrun anew
-        attempt += _count(environment, "SLURM_RESTART_COUNT")
-        return Launcher(name, variables, f"slurm:{environment['SLURM_JOB_ID']}", attempt)
-    job = run if run != "none" else f"{socket.gethostname()}:{os.getppid()}"  # torchrun's default is no id
-    return Launcher(name, variables, f"torchrun:{job}", attempt)
+    requeues = _count(environment, "SLURM_RESTART_COUNT")  # a requeue starts torchrun anew
+    attempt = _count(environment, "TORCHELASTIC_RESTART_COUNT") + requeues
+    job = f"slurm:{environment['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in environment else f"torchrun:{run}"
+    return Launcher(name, variables, job, attempt, requeues, _starter())
+
+
+def _starter() -> str:
+    parent, began = os.getppid(), ""
+    with suppress(OSError, IndexError):  # a process id comes again; with the time of its start it does not
+        began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{zlib.crc32(f'{socket.gethostname()}:{parent}:{began}'.encode()):08x}"
 
 
 def _by_mpirun(environment: Mapping[str, str], names: tuple[str, ...]) -> Launcher:
@@ -94,8 +103,8 @@ def _by_srun(environment: Mapping[str, str]) -> Launcher:
         given["MASTER_ADDR"] = _address_of(expand_hosts(nodes)[0])
     reserved = environment.get("SLURM_STEP_RESV_PORTS", "")  # srun --resv-ports
     given.setdefault("MASTER_PORT", re.split("[-,]", reserved)[0] or _port_of(f"slurm:{step}"))
-    job, attempt = f"slurm:{environment['SLURM_JOB_ID']}", _count(environment, "SLURM_RESTART_COUNT")
-    return Launcher("srun", variables | given, job, attempt)
+    job, requeues = f"slurm:{environment['SLURM_JOB_ID']}", _count(environment, "SLURM_RESTART_COUNT")
+    return Launcher("srun", variables | given, job, requeues, requeues)
 
 
 def requeue(environment: Mapping[str, str] = os.environ) -> str:

@@ -102,7 +102,7 @@ class Link:
     """A watcher's line to that of node 0, one JSON object a line."""
 
     def __init__(self, address: Sequence[Any], token: str):
-        self._token, self._data, self.is_over = token, b"", False
+        self._token, self.is_over = token, False
         self._socket: socket.socket | None = None
         with contextlib.suppress(OSError):
             self._socket = socket.create_connection((address[0], address[1]), timeout=5)
