@@ -136,8 +136,8 @@ TERMINATED = pytest.param(2, signal.SIGTERM, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize(("ranks", "number"), [(0, signal.SIGINT), (2, signal.SIGINT), TERMINATED])
 def test_ctrl_c_stops_all_ranks_saves_and_says_how_to_go_on(ranks, number, tmp_path):
-    """As a terminal does it: the signal goes to the whole foreground group, torchrun included."""
-    words = [*TINY, "run.name=a", "run.steps=1000000", "log.every_steps=1000"]
+    """As a terminal does it: the signal goes to the whole foreground group, torchrun and data workers included."""
+    words = [*TINY, "run.name=a", "run.steps=1000000", "log.every_steps=1000", "data.workers=1"]
     launcher = [*TORCHRUN, f"--nproc_per_node={ranks}"] if ranks else [sys.executable]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
     started = subprocess.Popen(

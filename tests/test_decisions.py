@@ -150,6 +150,7 @@ def started_apart(folder, overrides):
         (["run.steps=13"], "run.steps is 12 on rank 0 and 13 on rank 1"),
         (["strategy.precision=fp32"], "strategy.precision is fp64 on rank 0 and fp32 on rank 1"),
         (["task.options.examples=204"], "task.options.examples is 203 on rank 0 and 204 on rank 1"),
+        (["dist.hang_timeout_s=20"], "dist.hang_timeout_s is None on rank 0 and 20.0 on rank 1"),
     ],
 )
 def test_ranks_started_differently_are_refused_by_name(second, line, tmp_path):

@@ -17,7 +17,7 @@ import torch
 from ranks import on_ranks
 from tiny import CONF, newest
 
-from trainer import ConfigError, World, checkpoint, load_config
+from trainer import ConfigError, World, checkpoint, load_config, rundir
 from trainer.distributed.launchers import expand_counts, expand_hosts, find_launcher
 from trainer.distributed.meet import meet
 
@@ -47,10 +47,14 @@ def ranks_of(process: subprocess.Popen) -> dict[int, int]:
     """Rank to process id, of the launcher's children."""
     found = {}
     with contextlib.suppress(OSError):
-        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        for child in children_of(process.pid):
             told = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            found |= {int(word[5:]): int(child) for word in told if word.startswith(b"RANK=")}
+            found |= {int(word[5:]): child for word in told if word.startswith(b"RANK=")}
     return found
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def wait_for(condition, limit_s=60.0):
@@ -206,7 +210,26 @@ def test_what_torchrun_says_wins():
     assert find_launcher({**STEP, **mpi, "RANK": "5", "WORLD_SIZE": "6"}).variables["RANK"] == "5"
     assert find_launcher({**STEP, **mpi}).name == "mpirun"  # within an allocation
     assert find_launcher({**STEP, "PMI_RANK": "3", "PMI_SIZE": "5"}).name == "srun"  # which sets PMI's too
+    assert find_launcher({**STEP, "PMI_RANK": "3", "PMI_SIZE": "5", "MPI_LOCALNRANKS": "5"}).name == "mpirun"
     assert find_launcher({}).name == "python"
+
+
+def test_runs_of_one_slurm_job_keep_their_directories_when_it_is_requeued(tmp_path):
+    """Two steps of one job, by names, by settings: each goes on with its own."""
+    job = {**STEP, "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}
+    cases = [["run.name=one"], ["run.name=two"], ["optim.lr=0.3"], ["optim.lr=0.4"]]
+    configs = [load_config(["task=tiny", f"run.dir={tmp_path}", *words], [CONF]) for words in cases]
+    ours = {}
+    for number, config in enumerate(configs):
+        directory, lease = rundir.create(config, rundir.locate(config, find_launcher(job)), 0, find_launcher(job), [""])
+        lease.release()
+        facts = json.loads((directory / ".writer").read_text())
+        (directory / ".writer").write_text(json.dumps({**facts, "pid": 1}))  # of a process that is gone
+        ours[number] = directory
+    again = find_launcher({**job, "SLURM_RESTART_COUNT": "1"})
+    assert {n: rundir.locate(c, again).directory for n, c in enumerate(configs)} == ours
+    with pytest.raises(ConfigError, match="exists and is not being resumed"):
+        rundir.locate(configs[0], find_launcher(job))
 
 
 # Restarts -------------------------------------------------------------------------------------------------------------
@@ -218,7 +241,10 @@ EVERY = ["checkpoint.every_steps=5", "checkpoint.every_epochs=null", "eval.every
     ("kind", "rank"),
     [
         ("torchrun", 0),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("elastic", 0), ("elastic", 1), ("torchrun", 1))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("elastic", 0), ("elastic", 1), ("torchrun", 1), ("wrapper", 1))
+        ),
     ],
 )
 def test_killed_rank_is_started_again_and_the_end_is_the_same(kind, rank, tmp_path):
@@ -227,12 +253,16 @@ def test_killed_rank_is_started_again_and_the_end_is_the_same(kind, rank, tmp_pa
         words += [*ELASTIC, "launch.max_restarts=2"]
     else:
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=2")
+    if kind == "wrapper":  # as for a profiler or a container: it stays between torchrun and the rank
+        (tmp_path / "w.sh").write_text(f'{sys.executable} "$@" & wait $!\n')
+        launcher = (*launcher, "--no-python", "bash", str(tmp_path / "w.sh"))
     whole = ended(start(tmp_path, *words, "run.name=whole", launcher=launcher))
     assert whole[0] == 0, whole[2]
     run = start(tmp_path, *words, launcher=launcher)  # no name: its directory has a timestamp
     base = tmp_path / "runs/slow"
     wait_for(lambda: [*base.glob("2*/checkpoints/step-*")])
-    os.kill(ranks_of(run)[rank], signal.SIGKILL)
+    victim = ranks_of(run)[rank]
+    os.kill(victim if kind != "wrapper" else children_of(victim)[0], signal.SIGKILL)
     code, out, err = ended(run)
     assert code == 0 and "resumed at step" in out, out + err
     assert len([*base.iterdir()]) == 2, "the restart made a directory of its own"

@@ -138,7 +138,7 @@ def test_branch_from_an_older_checkpoint_needs_a_new_name(tmp_path):
 def refuse(folder, *overrides):
     """Run the first gate in this process; no group is made."""
     config = load_config([f"run.dir={folder}", "run.name=run", *RICH, *overrides], [CONF])
-    load_task(config)(config)._check(is_training=True)
+    load_task(config)(config).check(is_training=True)
 
 
 def test_what_the_samples_follow_from_cannot_change(tmp_path):

@@ -24,17 +24,35 @@ def test_each_job_is_a_group_and_a_failed_one_is_told(tmp_path):
     assert code == 1 and out.count("2 ranks on 1 node") == 2, out + err
     assert "error: data.global_batch=22: must be at most the 21 training examples" in err
     rows, jobs = results(tmp_path)
-    assert [(row["task.options.examples"], row["state"], row["code"]) for row in rows] == [
-        *(("203", "done", "0"), ("21", "failed", "2"), ("150", "done", "0")),
-    ]
+    told = {(row["task.options.examples"], row["state"], row["code"]) for row in rows}
+    assert told == {("203", "done", "0"), ("21", "failed", "2"), ("150", "done", "0")}
     values = {row["task.options.examples"]: float(row["best"]) for row in rows if row["best"]}
     assert all(
         json.loads((tmp_path / job["directory"] / "exit.json").read_text())["best"] for job in jobs if not job["code"]
     )
     table = [line.split()[1] for line in out.splitlines() if " done " in line or " failed " in line]
     assert table == [*sorted(values, key=values.get), "21"], out  # best first
+    assert [row["task.options.examples"] for row in rows] == table
     again = ended(start(tmp_path, *words))
     assert again[1].count("is finished") == 2 and "2 ranks on 1 node" not in again[1] and again[0] == 1
+
+
+def test_job_is_never_taken_for_another_and_a_sweep_runs_once_at_a_time(tmp_path):
+    words = ["-m", *TINY, "run.steps=2000", "log.every_steps=1000"]
+    first = start(tmp_path, *words, "optim.lr=0.1,0.2")
+    wait_for(lambda: [*tmp_path.glob("runs/tiny/a-*/checkpoints/step-*")])
+    code, _, err = ended(start(tmp_path, *words, "optim.lr=0.1,0.2"))
+    assert code == 2 and f"process {first.pid} on " in err, err
+    first.send_signal(signal.SIGTERM)
+    assert ended(first)[0] == 75
+    code, out, err = ended(start(tmp_path, *words, "run.epochs=1", "run.steps=null", "optim.lr=0.3,0.4"))
+    assert code == 0 and "resumed" not in out and len([*(tmp_path / "runs/tiny").iterdir()]) == 3, out + err
+
+
+def test_every_job_is_checked_before_the_first_starts(tmp_path):
+    code, out, err = ended(start(tmp_path, "-m", *TINY[:3], "task.options.dropout=0.1,abc"))
+    assert (code, out) == (2, "") and err == "error: task.options.dropout=abc: must be a number\n"
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow
@@ -48,12 +66,11 @@ def test_sweep_stops_at_a_failed_job_where_told(tmp_path):
 def test_stopped_sweep_goes_on_where_it_was(tmp_path):
     words = ["-m", *TINY, "run.steps=3000", "log.every_steps=1000", "optim.lr=0.1,0.2"]
     first = start(tmp_path, *words)
-    wait_for(lambda: (tmp_path / "runs/tiny/a-1/checkpoints").is_dir())
-    first.send_signal(signal.SIGTERM)
+    wait_for(lambda: [*tmp_path.glob("runs/tiny/a-*/checkpoints/step-*")])
+    first.send_signal(signal.SIGINT)  # to this process alone
     code, out, err = ended(first)
     rows, _ = results(tmp_path)
     assert code == 75 and [row["state"] for row in rows] == ["stopped", "waiting"], out + err
-    words[words.index("run.steps=3000")] = "run.steps=3000"
     code, out, err = ended(start(tmp_path, *words))
     assert code == 0 and out.count("resumed at step") == 1, out + err
     assert [row["state"] for row in results(tmp_path)[0]] == ["done", "done"]
@@ -61,7 +78,7 @@ def test_stopped_sweep_goes_on_where_it_was(tmp_path):
 
 def test_sweep_under_torchrun_is_refused_with_advice(tmp_path):
     code, _, err = ended(start(tmp_path, "-m", *TINY, *ELASTIC, "optim.lr=0.1,0.2", RANK="0", WORLD_SIZE="2"))
-    assert code == 2 and "a sweep with launch=elastic launch.nproc_per_node=<ranks of each job>" in err
+    assert code == 2 and "a sweep with python, and launch=elastic launch.nproc_per_node=<ranks of each job>" in err
 
 
 @pytest.mark.slow
@@ -74,6 +91,17 @@ def test_optuna_chooses_the_jobs(tmp_path):
     rates = {float(row["optim.lr"]) for row in rows}
     assert len(rates) == 2 and all(0.01 <= rate <= 0.5 for rate in rates)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["continue", "stop"])
+def test_job_of_optuna_that_fails_is_the_worst(policy, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    words = ["-m", *TINY[:3], "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
+    words += ["data.global_batch=choice(250,251,252)", f"launch.on_failed_job={policy}", "hydra.sweeper.sampler.seed=2"]
+    code, out, err = ended(start(tmp_path, *words))
+    rows, _ = results(tmp_path)
+    assert code == 1 and [row["state"] for row in rows] == ["failed"] * (1 if policy == "stop" else 3), out + err
 
 
 def test_file_that_has_hydra_build_something_is_refused(tmp_path):

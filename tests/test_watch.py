@@ -1,11 +1,13 @@
 """A rank that makes no progress is named, with what it is at and what the others wait in, and the group ends."""
 
 import json
+import os
 import re
+import signal
 import time
 
 import pytest
-from test_launching import CONF, ended, free_port, start
+from test_launching import CONF, children_of, ended, free_port, start, wait_for
 
 STICKS = ["--config-dir", CONF, "task=sticks", "run.name=a"]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -66,6 +68,21 @@ class Once(Sticks):
     code, out, err = ended(start(tmp_path, *words))
     assert code == 0 and "error: no progress: rank 1" in err, err
     assert re.search(r"resumed at step \d+ of 20", out), out  # it goes on for a moment while its stack is had
+
+
+@pytest.mark.slow
+def test_run_that_is_stopped_and_let_go_on_goes_on(tmp_path):
+    """Ctrl-Z and fg, a suspended job, a paused container: watcher and ranks stand still together."""
+    words = [*STICKS, "run.steps=300", "dist.hang_timeout_s=2"]
+    run = start(tmp_path, *words, launcher=TORCHRUN)
+    wait_for(lambda: (tmp_path / "runs/sticks/a/metrics.jsonl").exists())
+    pids = [run.pid, *(pid for child in children_of(run.pid) for pid in (child, *children_of(child)))]
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in pids:
+            os.kill(pid, number)
+        time.sleep(4)
+    code, out, err = ended(run)
+    assert code == 0 and "done: 300 steps" in out and "no progress" not in err, err
 
 
 @pytest.mark.slow

@@ -17,7 +17,10 @@ from trainer.distributed.signals import catch_early, let_go
 from trainer.errors import ConfigError, RunError, visible
 from trainer.targets import resolve
 
-WAIT_S = 3.0  # torchrun kills all ranks at the first exit, and with it the line that rank 0 is about to print
+WAIT_S, SOON_S = (
+    3.0,
+    0.9,
+)  # torchrun kills all ranks at the first exit, and with it the line that rank 0 is about to print
 SWEEP = ("-m", "--multirun")
 QUESTIONS = ("-c", "--cfg", "-i", "--info", "--hydra-help")
 HYDRA_FLAGS = (*SWEEP, *QUESTIONS, "--resolve", "-p", "--package")
@@ -65,11 +68,18 @@ def main(arguments: Sequence[str]) -> int:
     config = _config(overrides, config_dirs)
     if config.launch.name == "inline" or MARK in os.environ:
         return train(config)
-    if (name := find_launcher().name) != "python":
-        raise ConfigError(f"launch={config.launch.name}: the ranks were started already, by {name}; leave it out")
+    check_alone(f"launch={config.launch.name}", "leave it out")
     from trainer.distributed.launch import launch
 
     return launch(config.launch, arguments)
+
+
+def check_alone(what: str, advice: str) -> None:
+    """Raises ConfigError within a launch; one task of srun or mpirun is as good as none."""
+    found = find_launcher()
+    is_one = found.name in ("srun", "mpirun") and found.variables.get("WORLD_SIZE") == "1"
+    if found.name != "python" and not is_one:
+        raise ConfigError(f"{what}: the ranks were started already, by {found.name}; {advice}")
 
 
 def split_arguments(arguments: Sequence[str], others: Sequence[str] = ()) -> tuple[list[str], list[str]]:
@@ -135,11 +145,7 @@ def _hydra(arguments: Sequence[str]) -> int:
     Jobs run here and not under Hydra's sweeper: it would build what a file of --config-dir names in `hydra.callbacks`
     or `hydra.job_logging`, whatever that is. Its questions are only answered, nothing is run.
     """
-    if find_launcher().variables.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError(
-            "-m and Hydra's flags: under torchrun each rank would run them by itself; start with python, a sweep with"
-            " launch=elastic launch.nproc_per_node=<ranks of each job>"
-        )
+    check_alone("-m", "start a sweep with python, and launch=elastic launch.nproc_per_node=<ranks of each job>")
     from trainer.search import SWEEPER
     from trainer.submit import cluster_of
     from trainer.sweep import run_sweep, search_jobs
@@ -161,23 +167,7 @@ def _hydra(arguments: Sequence[str]) -> int:
     if not is_sweep:
         flags = [word for word in arguments if word.split("=")[0] in HYDRA_FLAGS]
         raise ConfigError(f"{flags[0]}: -m takes no value, --resolve and --package go with --cfg job")
-    _check_jobs(configs, is_here=cluster is None)
-    return run_sweep(jobs, configs, config_dirs, (cluster, steering) if cluster else None)
-
-
-def _check_jobs(configs: Sequence[Config], is_here: bool) -> None:
-    """The first gate for every job of a sweep; how many ranks a cluster will give is not known here."""
-    from trainer.data.order import check_batch
-    from trainer.distributed.launch import count_ranks
-    from trainer.distributed.world import World
-    from trainer.strategy import check_strategy
-
-    for config in configs:
-        load_task(config)
-        if is_here:
-            ranks = 1 if config.launch.name == "inline" else count_ranks(config.launch.nproc_per_node or "auto")
-            check_strategy(config, World(world_size=ranks, local_world_size=ranks))
-            check_batch(config.data.global_batch, config.data.micro_batch, ranks)
+    return run_sweep(jobs, configs, config_dirs, load_task, (cluster, steering) if cluster else None)
 
 
 def _answer(overrides: list[str], flags: list[str]) -> int:
@@ -206,6 +196,13 @@ def _check_flags(words: Sequence[str]) -> None:
         raise ConfigError(f"{error.argument_name}: {error.message}") from None
 
 
+def _patience() -> float:
+    """Seconds: by hand each rank has a terminal of its own, and ranks that were about to meet fail together."""
+    if find_launcher().name == "hand":
+        return 0.0
+    return SOON_S if getattr(sys.modules.get("trainer.distributed.meet"), "has_begun", False) else WAIT_S
+
+
 def run(verb: Callable[[Sequence[str]], int]) -> None:
     """Run a verb on the command line and exit. What one line can tell is one line, by rank 0; settings give code 2."""
     rank, is_first = "", True
@@ -219,7 +216,7 @@ def run(verb: Callable[[Sequence[str]], int]) -> None:
         if is_first:
             print(visible(f"error: {error}"), file=sys.stderr, flush=True)
         elif not is_ending:
-            time.sleep(WAIT_S)  # still here: rank 0 has not failed, so it is ours to say
+            time.sleep(_patience())  # still here: rank 0 has not failed, so it is ours to say
             print(visible(f"error: rank {rank}: {error}"), file=sys.stderr, flush=True)
         code = 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:

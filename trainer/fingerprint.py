@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+import trainer
 from trainer.config import PACKAGE
 from trainer.errors import CheckpointError
 from trainer.task import Task
@@ -23,7 +24,8 @@ OF_RANK_0 = ("run.dir", "run.name", "run.resume")  # where files lie is rank 0's
 def of_start(task: Task) -> dict[str, Any]:
     """The configuration, the versions, the code of Lockstep and of the task, and the default dtype."""
     facts = {key: value for key, value in task.config.flat().items() if key not in OF_RANK_0}
-    facts |= {"torch's version": torch.__version__, "the default dtype": str(torch.get_default_dtype())}
+    facts |= {"torch's version": torch.__version__, "Lockstep's version": trainer.__version__}
+    facts["the default dtype"] = str(torch.get_default_dtype())
     facts["the code of trainer"] = _package_digest()
     for base in type(task).__mro__:
         if not base.__module__.startswith(("trainer.", "builtins")) or base.__module__.startswith("trainer.tasks."):

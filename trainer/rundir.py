@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -38,6 +40,7 @@ class Origin:
     directory: Path | None = None
     checkpoint: Path | None = None
     source: Path | None = None
+    refused: str = ""  # why there is none, unless the other ranks know of one
 
     @property
     def is_resumed(self) -> bool:
@@ -66,13 +69,13 @@ def locate(config: Config, launcher: Launcher) -> Origin:
     named = base / config.run.name if config.run.name else None
     if before := again(config, launcher, [launcher.starter]):
         found = before
-    elif config.run.resume is None:
-        found = Origin(_unused(named))
-    elif config.run.resume == "auto":
-        directory = named or _latest(base)
-        found = Origin(directory, source=directory if directory and directory.is_dir() else None)
     else:
-        found = _from_path(Path(config.run.resume), named)
+        try:
+            found = _as_told(config.run.resume, base, named)
+        except ConfigError as error:
+            if not launcher.starter or launcher.variables.get("GROUP_WORLD_SIZE") == "1":
+                raise
+            return Origin(refused=str(error))
     _check_writable(found.directory or base)
     if found.directory is not None:
         _check_own(found.directory)
@@ -80,6 +83,15 @@ def locate(config: Config, launcher: Launcher) -> Origin:
     if found.source:
         _check_same_run(config, found)
     return found
+
+
+def _as_told(resume: str | None, base: Path, named: Path | None) -> Origin:
+    if resume is None:
+        return Origin(_unused(named))
+    if resume == "auto":
+        directory = named or _latest(base)
+        return Origin(directory, source=directory if directory and directory.is_dir() else None)
+    return _from_path(Path(resume), named)
 
 
 def again(config: Config, launcher: Launcher, starters: Sequence[str]) -> Origin | None:
@@ -91,9 +103,12 @@ def again(config: Config, launcher: Launcher, starters: Sequence[str]) -> Origin
     if not launcher.requeues and not any(starters):
         return None
     base, resume = Path(config.run.dir) / config.task.name, config.run.resume
-    own, one = _place(Path(resume)) if _is_path(resume) else (None, None)
-    ours = {}
-    for place in {*base.glob("*/"), *([own] if own else [])}:
+    own, one, ours = None, None, {}
+    if _is_path(resume):
+        with suppress(ConfigError):  # the one that it was begun from may be pruned by now
+            own, one = _place(Path(resume))
+        own = own or Path(resume).absolute().parent.parent
+    for place in {base / config.run.name} if config.run.name else {*base.glob("*/"), *([own] if own else [])}:
         facts, launch = last_facts(place), _identity(config, launcher)
         is_known = launcher.requeues or {*str(facts.get("starters", "")).split()} & {*starters}
         if facts.get("launch") == launch and is_known:
@@ -102,7 +117,8 @@ def again(config: Config, launcher: Launcher, starters: Sequence[str]) -> Origin
 
 
 def _identity(config: Config, launcher: Launcher) -> str:
-    return f"{launcher.job}/{config.run_hash()}"
+    """Of the command too: a job of SLURM may have several."""
+    return f"{launcher.job}/{hashlib.sha256(to_yaml(config).encode()).hexdigest()[:12]}"
 
 
 def _is_path(resume: str | None) -> TypeGuard[str]:

@@ -21,9 +21,9 @@ def search(
     overrides: Sequence[str],
     config_dirs: Sequence[str],
     name: str,
-    run_job: Callable[[int, Path, list[str]], float],
+    run_job: Callable[[int, str, list[str]], float],
 ) -> int:
-    """Ask Optuna for the overrides of job after job; `run_job(number, folder, overrides)` gives the value to minimise.
+    """Ask Optuna for the overrides of job after job; `run_job(number, sweep, overrides)` gives the value to minimise.
 
     `steering` are the `hydra...` words, `overrides` the others, swept ones as `optim.lr=interval(0.01,0.1)`.
     Raises ConfigError for a fixed setting that cannot be, and for a file that would have Hydra build something else.
@@ -35,7 +35,8 @@ def search(
 
     fixed = _fixed(overrides)
     config = load_config(fixed, config_dirs)
-    place = Path(config.run.dir) / "sweeps" / (config.run.name or name)
+    name = config.run.name or name
+    place = Path(config.run.dir) / "sweeps" / name
     if config.checkpoint.best_mode == "max":
         steering = ["hydra.sweeper.direction=maximize", *steering]
     folders = ",".join(repr(f"file://{Path(folder).resolve()}") for folder in config_dirs)
@@ -44,7 +45,7 @@ def search(
 
     def job(config: Any) -> float:
         told = HydraConfig.get()
-        return run_job(int(told.job.num) + 1, place, list(told.overrides.task))
+        return run_job(int(told.job.num) + 1, name, list(told.overrides.task))
 
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv = [sys.argv[0], "-m", *overrides, *steering, *paths, *_QUIET, f"hydra.sweep.dir='{place}'"]

@@ -98,7 +98,6 @@ class Session:
     def build_training(self, origin: rundir.Origin) -> Restored:
         """Everything up to the first step but the record, restored from `origin`."""
         self.pulse.at(Phase.BUILD)
-        self.group.check_equal(fingerprint.of_start(self.task))
         with self.group.agreed("building data and model"):
             self._open_train()
             self._open_eval()
@@ -108,7 +107,6 @@ class Session:
         return self._restore(origin)
 
     def build_evaluation(self, origin: rundir.Origin) -> Restored:
-        self.group.check_equal(fingerprint.of_start(self.task))
         with self.group.agreed("building data and model"):
             self._open_eval()
             self._build_model()

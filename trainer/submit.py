@@ -7,6 +7,8 @@ submitit itself (the extra `slurm`) hands them to sbatch.
 from __future__ import annotations
 
 import runpy
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +61,15 @@ def submit(executor: Any, words: Sequence[str]) -> str:
         return visible(str(executor.submit(_train, list(words)).job_id))
     except FailedJobError as error:
         raise ConfigError(f"hydra/launcher=submitit_slurm: {' '.join(str(error).split())[:300]}") from None
+
+
+def is_known(cluster: str, job: str) -> bool:
+    """Whether it waits or runs still."""
+    if cluster == "local":
+        return Path("/proc", job).exists()
+    words = [shutil.which("squeue") or "squeue", "--noheader", f"--jobs={job}"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)  # noqa: S603
+    return done.returncode == 0 and bool(done.stdout.strip())
 
 
 def _train(words: list[str]) -> int:

@@ -7,27 +7,32 @@ import hashlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trainer import rundir
 from trainer.config import Config, load_config
-from trainer.distributed.signals import stop_requests
+from trainer.distributed.launch import count_ranks
+from trainer.distributed.launchers import MASTER, Launcher
+from trainer.distributed.signals import SIGNALS
+from trainer.distributed.world import World
 from trainer.errors import ConfigError, visible
+from trainer.lease import Lease, check_free
 from trainer.search import search
-from trainer.submit import open_executor, submit
+from trainer.submit import is_known, open_executor, submit
 
 STOPPED = 75
 
 
 @dataclass
 class Job:
-    """One run of the sweep; `state` is waiting, running, done, failed or stopped."""
+    """One run of the sweep; `state` is waiting, running, done, failed or stopped, or submitted, as job `submitted`."""
 
     number: int
     swept: dict[str, str]
@@ -38,97 +43,172 @@ class Job:
     value: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    submitted: str = ""
 
-    def read_end(self) -> None:
-        """What exit.json in its run directory says; a finished run is done, whoever ran it."""
-        try:
-            told = json.loads((Path(self.directory) / "exit.json").read_text())
-        except (OSError, ValueError):
+    def read_end(self, before: Mapping[str, Any] | None) -> None:
+        """What exit.json in its run directory says, where it was a job of the start `before`."""
+        if before is None:
             return
-        self.code, self.metrics = told["code"], told.get("metrics") or {}
-        self.value = told.get("best")
-        self.state = {0: "done", STOPPED: "stopped"}.get(told["code"], "failed")
+        told, self.submitted = _told(Path(self.directory)), str(before.get("submitted", ""))
+        self.code, self.metrics, self.value = told.get("code"), told.get("metrics") or {}, told.get("best")
+        self.seconds = before.get("seconds", 0.0)
+        self.state = {0: "done", STOPPED: "stopped", None: self.state}.get(self.code, "failed")
+
+
+class Sweep:
+    """The jobs so far, and what stands of them on disk; one process runs it at a time."""
+
+    def __init__(self, name: str, config: Config):
+        self.name, self.config, self.place = name, config, Path(config.run.dir) / "sweeps" / name
+        self.jobs: list[Job] = []
+        self.is_stopped = False
+        self.place.mkdir(parents=True, exist_ok=True)
+        self._lease = Lease(self.place)
+        self.before = _before(self.place)
+
+    def run(self, job: Job, spoken: str) -> None:
+        """In a process of its own, unless it is finished; what asks this one to stop is passed on to it."""
+        if job.state == "done":
+            print(f"{spoken} is finished: {_spell(job)}", flush=True)
+            return
+        job.state = "running"
+        self.record()
+        print(f"{spoken}: {_spell(job)}", flush=True)
+        began = time.monotonic()
+        job.code, is_asked = _code_of(job.words)
+        job.seconds, told = time.monotonic() - began, _told(Path(job.directory))
+        job.metrics, job.value = told.get("metrics") or {}, told.get("best")
+        job.state = {0: "done", STOPPED: "stopped"}.get(job.code, "failed")
+        is_over = job.state == "failed" and self.config.launch.on_failed_job == "stop"
+        self.is_stopped |= is_asked or is_over or job.state == "stopped"
+        self.record()
+
+    def ordered(self) -> list[Job]:
+        """Best first; those without a value at the end."""
+        sign = 1 if self.config.checkpoint.best_mode == "min" else -1
+        return sorted(self.jobs, key=lambda job: (job.state != "done", job.value is None, sign * (job.value or 0)))
+
+    def record(self) -> None:
+        rundir.replace(self.place / "sweep.json", json.dumps([asdict(job) for job in self.jobs], indent=1) + "\n")
+        names, keys = sorted({name for job in self.jobs for name in job.metrics}), list(self.jobs[0].swept)
+        staged = self.place / ".results.csv.new"
+        with open(staged, "w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["job", "state", "code", *keys, "best", *names, "seconds", "directory"])
+            for job in self.ordered():
+                values = [job.value, *(job.metrics.get(name) for name in names), round(job.seconds, 1), job.directory]
+                writer.writerow([job.number, job.state, job.code, *(job.swept.get(key) for key in keys), *values])
+        os.replace(staged, self.place / "results.csv")
+
+    def end(self) -> int:
+        """Show all. The exit code, 0: all are done; 1: some failed; 75: stopped."""
+        from rich.console import Console
+        from rich.table import Table
+
+        metric = self.config.checkpoint.metric
+        table = Table("job", *self.jobs[0].swept, "state", f"best {metric}", "directory", box=None, header_style="bold")
+        for job in self.ordered():
+            value = "" if job.value is None else f"{job.value:.4f}"
+            table.add_row(*map(visible, (str(job.number), *job.swept.values(), job.state, value, job.directory)))
+        Console(width=None if sys.stdout.isatty() else 200).print(table)
+        print(f"files: {self.place}/results.csv, {self.place}/sweep.json")
+        states = {job.state for job in self.jobs}
+        return 0 if states == {"done"} else 1 if "failed" in states else STOPPED
 
 
 def run_sweep(
     jobs: Sequence[list[str]],
     configs: Sequence[Config],
     config_dirs: Sequence[str],
+    load_task: Callable[[Config], Any],
     submitted: tuple[str, Sequence[str]] | None = None,
 ) -> int:
-    """Run what is not finished yet, and show all. Exit code 0: all are done; 75: stopped; 1: some failed.
+    """Run what is not finished yet, and show all; the exit code.
 
-    `submitted`: (cluster, settings) for submitit; then the jobs are handed over, and not waited for.
+    `load_task` gives the Trainer of a configuration. `submitted`: (cluster, settings) for submitit; then the jobs are
+    handed over, and not waited for.
+
+    Raises ConfigError, before the first job starts, for one that cannot run.
     """
     _check_names(configs)
-    first = configs[0]
     name = _name(jobs, configs)
-    place = Path(first.run.dir) / "sweeps" / name
-    found = [_job(number, jobs, config, config_dirs, name, number - 1) for number, config in enumerate(configs, 1)]
-    place.mkdir(parents=True, exist_ok=True)
-    before = _before(place)
+    check_free(Path(configs[0].run.dir) / "sweeps" / name)
+    words = [word for job in jobs for word in job]
+    found = []
+    for number, (told, config) in enumerate(zip(jobs, configs, strict=True), 1):
+        swept = [word for word in told if words.count(word) < len(jobs)]
+        found.append(_job(number, swept, told, config, config_dirs, name))
+        _check(found[-1], config, load_task, is_here=submitted is None)
+    sweep = Sweep(name, configs[0])
+    sweep.jobs = found
     for job in found:
-        if before.get(job.directory) == job.words:  # else it was another job: with fewer epochs, say
-            job.read_end()
+        before = sweep.before.get(job.directory)
+        if Path(job.directory).exists() and (before is None or before["words"] != job.words):
+            raise ConfigError(f"job {job.number}: {job.directory} is another job's run; choose another run.name")
+        job.read_end(before)
     if submitted is not None:
-        return _submit(found, place, open_executor(submitted[0], place / "submitit", submitted[1]))
-    with stop_requests() as stop:
-        for job in found:
-            if job.state == "done":
-                print(f"job {job.number} of {len(found)} is finished: {_spell(job)}", flush=True)
-                continue
-            job.state = "running"
-            _record(place, found)
-            print(f"job {job.number} of {len(found)}: {_spell(job)}", flush=True)
-            _run(job, stop)
-            _record(place, found)
-            if job.state == "stopped" or stop or (job.state == "failed" and first.launch.on_failed_job == "stop"):
-                break
-    _show(found, first, place)
-    states = {job.state for job in found}
-    return 0 if states == {"done"} else STOPPED if "stopped" in states and "failed" not in states else 1
+        return _submit(sweep, submitted[0], open_executor(submitted[0], sweep.place / "submitit", submitted[1]))
+    for job in found:
+        sweep.run(job, f"job {job.number} of {len(found)}")
+        if sweep.is_stopped:
+            break
+    return sweep.end()
 
 
-def _submit(jobs: Sequence[Job], place: Path, executor: Any) -> int:
-    for job in jobs:
+def _submit(sweep: Sweep, cluster: str, executor: Any) -> int:
+    for job in sweep.jobs:
         if job.state != "done":
-            job.state = f"submitted as {submit(executor, job.words)}"
-        print(f"job {job.number} of {len(jobs)} ({_spell(job)}): {job.state}", flush=True)
-        _record(place, jobs)
-    print(f"output: {place}/submitit; the same command later shows and submits what is not finished")
+            is_new = not job.submitted or not is_known(cluster, job.submitted)
+            job.state, job.submitted = "submitted", submit(executor, job.words) if is_new else job.submitted
+            sweep.record()
+        print(f"job {job.number} of {len(sweep.jobs)} ({_spell(job)}): {job.state} {job.submitted}", flush=True)
+    sweep.end()
+    print(f"output: {sweep.place}/submitit; the same command later shows and submits what is not finished")
     return 0
 
 
 def search_jobs(steering: Sequence[str], overrides: Sequence[str], config_dirs: Sequence[str]) -> int:
     """The jobs that Optuna asks for, one after another; then all of them, best first."""
-    found: list[Job] = []
-    begun: list[tuple[Config, Path]] = []  # of each job
-    name = hashlib.sha256(json.dumps([*steering, *overrides]).encode()).hexdigest()[:8]
+    sweep: Sweep | None = None
 
-    def run_job(number: int, place: Path, words: list[str]) -> float:
-        """The metric of checkpoint.best_metric, for Optuna to minimise or maximise; nan where the job failed."""
+    def run_job(number: int, name: str, words: list[str]) -> float:
+        """The metric of checkpoint.best_metric, for Optuna to minimise or maximise; the worst where the job failed."""
+        nonlocal sweep
         config = load_config(words, config_dirs)
-        job = _job(number, [words, [word for word in overrides if word in words]], config, config_dirs, place.name, 0)
-        begun.append((config, place))
-        found.append(job)
-        place.mkdir(parents=True, exist_ok=True)
-        print(f"job {number}: {_spell(job)}", flush=True)
-        with stop_requests() as stop:
-            _run(job, stop)
-        _record(place, found)
-        if job.state == "stopped":
-            raise KeyboardInterrupt
-        return math.nan if job.value is None else job.value
+        sweep = sweep or Sweep(name, config)
+        job = _job(number, [word for word in words if word not in overrides], words, config, config_dirs, name)
+        job.read_end(sweep.before.get(job.directory))
+        sweep.jobs.append(job)
+        sweep.run(job, f"job {number}")
+        if sweep.is_stopped:
+            raise KeyboardInterrupt  # through Hydra and Optuna, who go on after any other error
+        worst = math.inf if config.checkpoint.best_mode == "min" else -math.inf
+        return worst if job.value is None else job.value  # Optuna's plugin breaks down over nan
 
-    search(steering, overrides, config_dirs, name, run_job)
-    _show(found, *begun[0])
-    return int(any(job.state != "done" for job in found))
-
-
-def _before(place: Path) -> dict[str, list[str]]:
+    name = hashlib.sha256(json.dumps([*steering, *overrides]).encode()).hexdigest()[:8]
     try:
-        return {job["directory"]: job["words"] for job in json.loads((place / "sweep.json").read_text())}
+        search(steering, overrides, config_dirs, name, run_job)
+    except KeyboardInterrupt:
+        if sweep is None:
+            raise
+    if sweep is None:
+        raise ConfigError("hydra.sweeper.n_trials: Optuna asked for no job; give a number of at least 1")
+    return sweep.end()
+
+
+def _before(place: Path) -> dict[str, dict[str, Any]]:
+    """The jobs of the start before, by directory."""
+    try:
+        return {job["directory"]: job for job in json.loads((place / "sweep.json").read_text())}
     except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _told(directory: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((directory / "exit.json").read_text())
+        return found
+    except (OSError, ValueError):
         return {}
 
 
@@ -140,66 +220,50 @@ def _name(jobs: Sequence[list[str]], configs: Sequence[Config]) -> str:
 
 
 def _job(
-    number: int, jobs: Sequence[list[str]], config: Config, config_dirs: Sequence[str], sweep: str, at: int
+    number: int, swept: Sequence[str], words: Sequence[str], config: Config, config_dirs: Sequence[str], sweep: str
 ) -> Job:
-    words, others = jobs[at], [word for job in jobs for word in job]
-    swept = dict(word.lstrip("+").split("=", 1) for word in words if "=" in word and others.count(word) < len(jobs))
-    name = config.run.name if "run.name" in swept else f"{sweep}-{number}"
+    """Its directory is named by what it is told, so that another job never goes on with it."""
+    given = dict(word.lstrip("+").split("=", 1) for word in swept if "=" in word)
     kept = [word for word in words if not word.startswith(("run.name=", "run.resume="))]
-    dirs = [word for folder in config_dirs for word in ("--config-dir", folder)]
+    kept = [word for folder in config_dirs for word in ("--config-dir", folder)] + kept
+    digest = hashlib.sha256(json.dumps(kept).encode()).hexdigest()[:6]
+    name = config.run.name if "run.name" in given else f"{sweep}-{digest}"
     resume = config.run.resume or "auto"  # what was begun goes on
-    words = [*dirs, *kept, f"run.name={name}", f"run.resume={resume}"]
-    return Job(number, swept, words, str(Path(config.run.dir) / config.task.name / str(name)))
+    kept += [f"run.name={name}", f"run.resume={resume}"]
+    return Job(number, given, kept, str(Path(config.run.dir) / config.task.name / str(name)))
 
 
-def _run(job: Job, stop: Any) -> None:
-    began, told = time.monotonic(), Path(job.directory) / "exit.json"
-    before = told.stat().st_mtime_ns if told.exists() else 0
-    process = subprocess.Popen([sys.executable, "-m", "trainer", *job.words])  # noqa: S603
-    is_told = False
-    while (code := process.poll()) is None:
-        if stop and not is_told and stop.name != "SIGINT":  # which the terminal gives to both
-            process.terminate()
-            is_told = True
-        time.sleep(0.05)
-    job.state, job.seconds = "failed", time.monotonic() - began
-    if told.exists() and told.stat().st_mtime_ns != before:
-        job.read_end()
-    job.code = code
-    if code:
-        job.state = "stopped" if code == STOPPED else "failed"
+def _check(job: Job, config: Config, load_task: Callable[[Config], Any], is_here: bool) -> None:
+    """The first gate of a job; how many ranks a cluster will give is not known here."""
+    name = Path(job.directory).name
+    config = replace(config, run=replace(config.run, name=name, resume=config.run.resume or "auto"))
+    ranks = 1 if config.launch.name == "inline" else count_ranks(config.launch.nproc_per_node or "auto")
+    launcher = Launcher(config.launch.name, dict(zip(MASTER, ("localhost", "1"), strict=True)))
+    task = load_task(config)(config, World(world_size=ranks, local_world_size=ranks, launcher=launcher))
+    if is_here:
+        task.check(is_training=True)
 
 
-def _record(place: Path, jobs: Sequence[Job]) -> None:
-    rundir.replace(place / "sweep.json", json.dumps([asdict(job) for job in jobs], indent=1) + "\n")
-    names = sorted({name for job in jobs for name in job.metrics})
-    keys = list(jobs[0].swept)
-    staged = place / ".results.csv.new"
-    with open(staged, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["job", "state", "code", *keys, "best", *names, "seconds", "directory"])
-        for job in jobs:
-            values = [job.metrics.get(name) for name in names]
-            swept = [job.swept.get(key) for key in keys]
-            writer.writerow(
-                [job.number, job.state, job.code, *swept, job.value, *values, round(job.seconds, 1), job.directory]
-            )
-    os.replace(staged, place / "results.csv")
+def _code_of(words: Sequence[str]) -> tuple[int, bool]:
+    """(exit code, whether this process was asked to stop) of a job, in a session of its own: a terminal's Ctrl-C comes
+    to this process alone, and so once."""
+    asked: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
 
+    def pass_on(number: int, frame: object) -> None:
+        asked.append(number)
+        if process is not None:
+            process.send_signal(number)
 
-def _show(jobs: Sequence[Job], config: Config, place: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    metric, sign = config.checkpoint.metric, 1 if config.checkpoint.best_mode == "min" else -1
-    ordered = sorted(jobs, key=lambda job: (job.state != "done", job.value is None, sign * (job.value or 0)))
-    table = Table(*("job", *jobs[0].swept, "state", f"best {metric}", "directory"), box=None, header_style="bold")
-    for job in ordered:
-        value = "" if job.value is None else f"{job.value:.4f}"
-        cells = (str(job.number), *job.swept.values(), job.state, value, job.directory)
-        table.add_row(*map(visible, cells))
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
-    print(f"files: {place}/results.csv, {place}/sweep.json")
+    handlers = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    try:
+        process = subprocess.Popen([sys.executable, "-m", "trainer", *words], start_new_session=True)  # noqa: S603
+        for number in asked:  # before it was there
+            process.send_signal(number)
+        return process.wait(), bool(asked)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _spell(job: Job) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainer import report, rundir
+from trainer import fingerprint, report, rundir
 from trainer.config import Config
 from trainer.data.order import check_batch
 from trainer.diagnosis import check_drift, name_bad_examples
@@ -109,13 +109,16 @@ class Trainer(Task):
     def fit(self) -> Summary:
         """Train to the end, or until asked to stop. Raises ConfigError and CheckpointError, one line for the user."""
         self.step = 0
-        origin = self._check(is_training=True)
+        origin = self.check(is_training=True)
         summary: Summary | None = None
         self._rolled_back.clear()
         with self._ranks() as ranks:
             starters = ranks[0].gather_text(self.world.launcher.starter)
-            if self.world.rank == 0:
-                origin = rundir.again(self.config, self.world.launcher, starters) or origin
+            with ranks[0].agreed("finding the run directory"):
+                if self.world.rank == 0:
+                    origin = rundir.again(self.config, self.world.launcher, starters) or origin
+                if origin.refused:
+                    raise ConfigError(origin.refused)
             while summary is None:
                 try:
                     summary = self._fit(origin, *ranks)
@@ -133,7 +136,7 @@ class Trainer(Task):
         """
         if self._session is not None:
             return self._evaluate()
-        origin = self._check(is_training=False)
+        origin = self.check(is_training=False)
         with self._ranks() as ranks:
             try:
                 self._session = Session(self, *ranks)
@@ -165,7 +168,7 @@ class Trainer(Task):
         block = self.config.dist
         with (
             stop_requests() as stop,
-            process_group(block, self.world) as group,
+            process_group(block, self.world, fingerprint.of_start(self)) as group,
             watched(block.hang_timeout_s, group) as pulse,
         ):
             yield group, stop, pulse
@@ -341,7 +344,7 @@ class Trainer(Task):
 
     # Checks -----------------------------------------------------------------------------------------------------------
 
-    def _check(self, is_training: bool) -> rundir.Origin:
+    def check(self, is_training: bool) -> rundir.Origin:
         """The first gate: all that config, environment and manifests can tell, before a socket or a directory."""
         config, world = self.config, self.world
         check_strategy(config, world)

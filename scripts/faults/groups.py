@@ -21,7 +21,6 @@ from faults.common import REPOSITORY, Row, environment, errors_in, folder, rando
 from faults.launches import is_gone
 from faults.rank import OTHER_VERSION, UNLIKE
 from faults.runs import LIMIT_S, Launched
-from trainer.__main__ import WAIT_S
 
 # Groups that cannot form ----------------------------------------------------------------------------------------------
 
@@ -217,7 +216,7 @@ def _judge_group(place: Path, broken: Broken, port: int, timeout_s: int) -> tupl
         ended |= {n: now for n, run in enumerate(runs) if n not in ended and run.process.poll() is not None}
         time.sleep(0.005)
     late_s = 0.0
-    for number, (run, (rank, size)) in enumerate(zip(runs, broken.ranks, strict=True)):
+    for number, (run, (rank, _)) in enumerate(zip(runs, broken.ranks, strict=True)):
         if number not in ended:
             run.kill()
             return f"rank {rank} did not end within {LIMIT_S:.0f} s: {run.tail()}", LIMIT_S
@@ -228,9 +227,8 @@ def _judge_group(place: Path, broken: Broken, port: int, timeout_s: int) -> tupl
         if code != 2 or len(lines) != 1 or part not in lines[0]:
             return f"RANK={rank} ended with code {code}; not {part!r} in one line: {lines or run.tail()}", late_s
         begun = re.search(r"^meets \d+ (\S+)$", run.marks.read_text(), re.M)
-        is_first = not (rank.isdecimal() and 0 < int(rank) < int(size))  # the others wait for the line of rank 0
         if begun is not None:
-            late_s = max(late_s, ended[number] - float(begun[1]) - timeout_s - (not is_first) * WAIT_S)
+            late_s = max(late_s, ended[number] - float(begun[1]) - timeout_s)
     return (
         f"the last rank ended {late_s:.1f} s after dist.timeout_s={timeout_s}" if late_s > GRACE_S else None
     ), late_s

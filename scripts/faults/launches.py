@@ -126,7 +126,8 @@ def signals(amount: int, seed: int) -> Row:
         for number, (target, moment) in enumerate(cases):
             kind, size = LAUNCHERS[number % 3], chance.choice((2, 3)) if amount > 3 else 2
             stop = chance.choice((signal.SIGTERM, signal.SIGUSR1))
-            case = _Signal(base / str(number), kind, size, target, moment, stop)
+            workers = number // 3 % 2  # which the signal may reach too
+            case = _Signal(base / str(number), kind, size, target, moment, stop, workers)
             row.note(str(case), case.problem(undisturbed, chance))
             hit[case.outcome] += 1
             longest[moment] = max(longest[moment], round(1000 * case.seconds))
@@ -138,14 +139,17 @@ def signals(amount: int, seed: int) -> Row:
 class _Signal:
     """One case; what came of it stands in `outcome` and `seconds`."""
 
-    def __init__(self, place: Path, kind: str, size: int, target: str, moment: str, stop: signal.Signals):
+    def __init__(self, place: Path, kind: str, size: int, target: str, moment: str, stop: signal.Signals, workers: int):
         self.place, self.directory, self.kind, self.size = place, place / "slow/run", kind, size
         self.target, self.moment, self.stop = target, moment, stop
-        self.words = command(kind, "slow", place, size, f"run.steps={STEPS}", "run.resume=auto")
+        self.workers = workers
+        more = [f"run.steps={STEPS}", "run.resume=auto", f"data.workers={workers}"]
+        self.words = command(kind, "slow", place, size, *more)
         self.outcome, self.seconds, self.start_s = "failed", 0.0, 0.0
 
     def __str__(self) -> str:
-        return f"{self.stop.name} to {self.target} of {self.size} with {self.kind}, {self.moment}"
+        workers = ", data.workers=1" * self.workers
+        return f"{self.stop.name} to {self.target} of {self.size} with {self.kind}, {self.moment}{workers}"
 
     def problem(self, undisturbed: Undisturbed, chance: random.Random) -> str | None:
         end, self.start_s = undisturbed("slow", self.size, f"run.steps={STEPS}")

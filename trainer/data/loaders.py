@@ -7,6 +7,7 @@ dataset, through DataLoader and its workers.
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import signal
 import traceback
 from collections.abc import Iterable, Iterator, Sized
@@ -116,7 +117,8 @@ class StreamedLoader:
             timeout=config.timeout_s if config.workers else 0,
             persistent_workers=config.workers > 0 and split == "train",
             pin_memory=device.type == "cuda",
-            worker_init_fn=_ignore_interrupt,
+            worker_init_fn=_ignore_signals,
+            multiprocessing_context=_CONTEXT if config.workers else None,
             collate_fn=_collate,
         )
 
@@ -199,7 +201,18 @@ def _collate(rows: list[Any]) -> Any:
     return next((row for row in rows if isinstance(row, _Unreadable)), None) or default_collate(rows)
 
 
-def _ignore_interrupt(worker: int) -> None:
-    for number in (signal.SIGINT, signal.SIGUSR1):  # they reach workers too; the rank decides when those end
+def _ignore_signals(worker: int) -> None:
+    """torchrun, SLURM and systemd send them to all processes of a job; the rank decides when its workers end."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+_CONTEXT: Any = copy.copy(multiprocessing.get_context())
+
+
+class _Worker(_CONTEXT.Process):
+    def terminate(self) -> None:
+        self.kill()
+
+
+_CONTEXT.Process = _Worker

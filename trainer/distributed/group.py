@@ -153,7 +153,7 @@ def choose_backend(config: Dist, world: World) -> str:
     if config.backend == "nccl" and not gpus:
         raise ConfigError("dist.backend=nccl: needs CUDA, and torch sees no GPU here; use dist.backend=auto or gloo")
     shared = 1 if "SLURM_GPUS_PER_TASK" in os.environ else world.local_world_size  # srun shows each rank its own
-    if config.backend == "nccl" and gpus < shared:
+    if config.backend == "nccl" and 1 < gpus < shared:  # one: each rank may see its own alone
         raise ConfigError(
             f"dist.backend=nccl: needs a GPU per rank, and {world.local_world_size} local ranks share {gpus}; use gloo"
         )
@@ -163,17 +163,19 @@ def choose_backend(config: Dist, world: World) -> str:
 
 
 @contextmanager
-def process_group(config: Dist, world: World) -> Iterator[Group]:
-    """The group of all ranks while the block runs.
+def process_group(config: Dist, world: World, facts: Mapping[str, Any] | None = None) -> Iterator[Group]:
+    """The group of all ranks while the block runs; before it is made, the ranks compare `facts` and the backend.
 
     On an error a group of several is left standing: destroying it would wait for peers that sit in a collective.
-    Raises ConfigError when the ranks do not find each other.
+    Raises ConfigError when the ranks do not find each other, or are not alike.
     """
     backend = choose_backend(config, world)
-    if backend == "mpi":
-        backend = mpi.register()
     timeout = timedelta(seconds=config.timeout_s)
     store = dist.HashStore() if world.world_size == 1 else meet(config, world)
+    group = Group(world, store)
+    group.check_equal({**(facts or {}), "the backend": backend})
+    if backend == "mpi":
+        backend = mpi.register()
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     own = world.device if backend == "nccl" else None  # else the last barrier would have to guess it
@@ -181,7 +183,7 @@ def process_group(config: Dist, world: World) -> Iterator[Group]:
         backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=own
     )
     try:
-        yield Group(world, store)
+        yield group
     except BaseException:
         if world.world_size == 1:
             dist.destroy_process_group()

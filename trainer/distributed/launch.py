@@ -10,7 +10,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainer.config import Launch
 from trainer.distributed.launchers import CODES, MARK, MASTER, RANKS
+from trainer.distributed.signals import check_start
 from trainer.distributed.world import usable_cores
 from trainer.errors import ConfigError
 
@@ -38,6 +39,9 @@ def launch(config: Launch, words: Sequence[str]) -> int:
         codes = Path(scratch) / "codes"
         for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # up to 40 lines after rank 0's one
+        for number in _SIGNALS if config.name == "elastic" else ():
+            signal.signal(number, _end)  # until torchrun's engine has handlers of its own
+        check_start(0.0)
         with _environment({MARK: config.name, CODES: str(codes)}):
             failed = _elastic(config.max_restarts, size, words) if config.name == "elastic" else _spawn(size, words)
         found = [int(line) for line in codes.read_text().split()] if codes.exists() else []
@@ -46,6 +50,10 @@ def launch(config: Launch, words: Sequence[str]) -> int:
     ends = found[-size:]
     is_done = len(ends) == size and not any(ends)  # the signal came after their end
     return next((code for code in (2, 1, 75) if code in ends), 0 if is_done else 1)
+
+
+def _end(number: int, frame: object) -> None:
+    raise SignalException("before the ranks were started", signal.Signals(number))
 
 
 def count_ranks(given: str) -> int:
@@ -82,13 +90,14 @@ def _spawn(size: int, words: Sequence[str]) -> bool:
     with _environment(given):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # each rank lets them in once it can heed them
         ranks = mp.start_processes(_enter, (list(words),), size, join=False, start_method="spawn")
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def pass_on(number: int, frame: object) -> None:
         for pid in ranks.pids():
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     handlers = {number: signal.signal(number, pass_on) for number in _SIGNALS}
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         while not ranks.join():
             pass

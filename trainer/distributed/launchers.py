@@ -49,7 +49,8 @@ def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher:
         return _by_variables(environment)
     names = next((names for names in _MPI if names[0] in environment and names[1] in environment), None)
     is_step = "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment  # not the batch script itself
-    if names is not None and not (is_step and names[0] == "PMI_RANK"):  # srun sets PMI's too
+    is_hydra = "MPI_LOCALNRANKS" in environment  # MPICH's and Intel's mpirun, which start their processes by srun
+    if names is not None and (is_hydra or not (is_step and names[0] == "PMI_RANK")):  # srun sets PMI's too
         return _by_mpirun(environment, names)
     return _by_srun(environment) if is_step else Launcher("python", {})
 
@@ -66,10 +67,17 @@ def _by_variables(environment: Mapping[str, str]) -> Launcher:
 
 
 def _starter() -> str:
-    parent, began = os.getppid(), ""
-    with suppress(OSError, IndexError):  # a process id comes again; with the time of its start it does not
-        began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{zlib.crc32(f'{socket.gethostname()}:{parent}:{began}'.encode()):08x}"
+    """torchrun's process: the nearest above that was not told of a launch itself, as a wrapper script is."""
+    process, began = str(os.getppid()), ""
+    with suppress(OSError, IndexError):
+        while b"TORCHELASTIC_RUN_ID=" in Path("/proc", process, "environ").read_bytes():
+            process = _stat(process)[1]
+        began = _stat(process)[19]  # a process id comes again; with the time of its start it does not
+    return f"{zlib.crc32(f'{socket.gethostname()}:{process}:{began}'.encode()):08x}"
+
+
+def _stat(process: str) -> list[str]:
+    return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()
 
 
 def _by_mpirun(environment: Mapping[str, str], names: tuple[str, ...]) -> Launcher:
@@ -77,11 +85,11 @@ def _by_mpirun(environment: Mapping[str, str], names: tuple[str, ...]) -> Launch
         zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), map(environment.get, names), strict=True)
     )
     variables = {name: value for name, value in found.items() if value is not None}
-    job = environment.get("PMIX_NAMESPACE") or environment.get("PMI_JOBID") or str(os.getppid())
+    job = environment.get("PMIX_NAMESPACE") or environment.get("PMI_JOBID") or ""
     if variables.get("LOCAL_WORLD_SIZE", variables["WORLD_SIZE"]) == variables["WORLD_SIZE"]:
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port_of(f"mpi:{job}")}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port_of(f"mpi:{job or os.getppid()}")}
     else:
-        variables["MASTER_PORT"] = _port_of(f"mpi:{job.split('@')[0]}")
+        variables["MASTER_PORT"] = _port_of(f"mpi:{job.split('@')[0] or environment.get('MASTER_ADDR')}")
     return Launcher("mpirun", variables | _given_master(environment))
 
 
@@ -115,7 +123,10 @@ def requeue(environment: Mapping[str, str] = os.environ) -> str:
     if not re.fullmatch(r"\d+", job) or scontrol is None:
         return f"not requeued: SLURM_JOB_ID={job!r}, and scontrol is {scontrol or 'not there'}"
     words = [str(Path(scontrol).absolute()), "requeue", job]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)  # noqa: S603
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"SLURM job {job} not requeued: {error}"
     return f"SLURM job {job} " + (f"not requeued: {done.stderr.strip()}" if done.returncode else "is requeued")
 
 

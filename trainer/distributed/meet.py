@@ -25,7 +25,7 @@ from trainer.errors import ConfigError, RunError
 
 POLL_S = 0.003
 ANSWER_S = 10.0  # of the store itself
-GRACE_S = 1.0  # the others wait so much longer than rank 0, for its verdict
+GRACE_S = 0.6  # the others wait so much longer than rank 0, for its verdict
 
 
 def check_init(config: Dist, world: World) -> None:
@@ -47,12 +47,16 @@ def check_init(config: Dist, world: World) -> None:
         raise ConfigError(f"dist.path={config.path}: {Path(config.path).absolute().parent} is not a directory; make it")
 
 
+has_begun = False  # from here on all ranks fail together, if one does
+
+
 def meet(config: Dist, world: World) -> dist.Store:
     """The store of all ranks once every one is there, with a prefix that no other group or attempt has had.
 
     Raises ConfigError within `dist.timeout_s` and two seconds, naming ranks that are missing or there twice.
     """
-    deadline = time.monotonic() + config.timeout_s
+    global has_begun
+    has_begun, deadline = True, time.monotonic() + config.timeout_s
     place, make = {"env": _by_environment, "tcp": _by_address, "file": _by_file}[config.init](config, world)
     missing = f"no group was found at {place} within dist.timeout_s={config.timeout_s:g}"
     try:
@@ -130,7 +134,7 @@ def _by_environment(config: Dist, world: World) -> tuple[str, Callable[[], dist.
 def _by_address(config: Dist, world: World) -> tuple[str, Callable[[], dist.Store]]:
     host, _, port = str(config.address).rpartition(":")
     # Not through init_method=tcp://: under torchrun that makes every rank a client of the agent's store.
-    return f"{host}:{port}", partial(_tcp_store, host, int(port), world, world.rank == 0, config)
+    return f"{host}:{port}", partial(_tcp_store, host.strip("[]"), int(port), world, world.rank == 0, config)
 
 
 def _file_of(config: Dist) -> Path:

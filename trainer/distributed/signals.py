@@ -53,11 +53,11 @@ def catch_early() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # launch=spawn holds them back until here
 
 
-def check_start() -> None:
+def check_start(patience_s: float = START_S) -> None:
     """For a rank that waits for the others to come: raises RunError where that has no point any more."""
     if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT:
         raise RunError("the launcher has ended before the ranks had met; nothing was begun")
-    if _early and _early[0] and _early[0].seconds > START_S:
+    if _early and _early[0] and _early[0].seconds > patience_s:
         raise RunError(f"asked to stop ({_early[0].name}) before the ranks had met; nothing was begun")
 
 

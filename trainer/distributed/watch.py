@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.distributed import watcher
@@ -95,23 +96,25 @@ def watched(timeout_s: float | None, group: Gathering) -> Iterator[Pulse]:
     pulse.at(Phase.START)
     faulthandler.register(DUMP, file=stack)
     world = group.world
-    facts = {"rank": world.rank, "node": world.node_rank, "pid": os.getpid(), "page": page, "stack": stack}
+    facts = {"rank": world.rank, "place": _place(world), "pid": os.getpid(), "page": page, "stack": stack}
     facts["launcher"] = PARENT if "TORCHELASTIC_RUN_ID" in os.environ else None
-    server = socket.create_server(("", 0)) if world.rank == 0 and world.num_nodes > 1 else None
+    server = _server() if world.rank == 0 and world.world_size > 1 else None
     if server is not None:
         facts |= {"address": (_own_address(world), server.getsockname()[1]), "token": secrets.token_hex(16)}
     process: subprocess.Popen[bytes] | None = None
     try:
         found = [json.loads(line) for line in group.gather_text(json.dumps(facts))]
-        if world.local_rank == 0:
-            local = [other for other in found if other["node"] == world.node_rank]
-            hub = {"address": found[0].get("address"), "token": found[0].get("token", "")}
+        local = [other for other in found if other["place"] == facts["place"]]
+        if local[0]["rank"] == world.rank:
+            is_one = len(local) == len(found)
+            server = None if is_one else server
+            hub = {"address": None if is_one else found[0]["address"], "token": found[0].get("token", "")}
             process = _start({**hub, "ranks": local, "timeout_s": timeout_s, "host": world.host}, server)
         yield pulse
     finally:
         if process is not None:
-            process.terminate()
-            process.wait()
+            with contextlib.suppress(OSError):
+                process.communicate(b"\n")
         with contextlib.suppress(ValueError, BufferError):
             faulthandler.unregister(DUMP)
         os.close(page)
@@ -125,11 +128,26 @@ def _start(settings: dict[str, Any], server: socket.socket | None) -> subprocess
     pass_fds = [server.fileno()] if server else []
     process = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=pass_fds)  # noqa: S603
     assert process.stdin is not None
-    process.stdin.write(json.dumps({**settings, **more}).encode())  # not as an argument, which everyone may read
-    process.stdin.close()
+    process.stdin.write(json.dumps({**settings, **more}).encode() + b"\n")  # an argument everyone may read
+    process.stdin.flush()
     if server is not None:
         server.close()
     return process
+
+
+def _place(world: Any) -> str:
+    """Where a process id means the same: node_rank is a guess by hand, and a container has ids of its own."""
+    found = [str(world.node_rank), world.host]
+    with contextlib.suppress(OSError):
+        found += [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
+        found += [str(Path("/proc/self/ns", kind).readlink()) for kind in ("pid", "net")]
+    return " ".join(found)
+
+
+def _server() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
 
 
 def _own_address(world: Any) -> str:

@@ -36,6 +36,8 @@ REDUCE, SAVE = 4, 8
 PATIENCE = 5  # times the limit, before the first step and while saving
 POLL_S = 0.25
 STRAGGLES, OVER_STEPS = 3.0, 50
+STOPPED = ("T", "t")  # of the kernel's states: by a signal, by a debugger
+ASLEEP_S = 2.0  # between two looks: then this process was stopped, or the machine slept, and the ranks were with it
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class State:
     total: float
     steps: int
     is_stopped: bool
+    frozen: list[int]  # its child processes that are stopped
 
     @property
     def limit(self) -> int:
@@ -77,9 +80,10 @@ class Rank:
             self._launcher = None
         step, phase, since, _, total, steps = struct.unpack_from(f"{FIELDS}d", self._page)[:6]
         seconds = time.monotonic() - since
-        return State(
-            self.rank, self.host, self.pid, int(step), int(phase), seconds, total, int(steps), kernel in ("T", "t")
-        )
+        children = _children(self.pid) if seconds > 1 else []
+        frozen = [child for child in children if _kernel_state(child)[0] in STOPPED]
+        place, counted = (self.rank, self.host, self.pid), (total, int(steps))
+        return State(*place, int(step), int(phase), seconds, *counted, kernel in STOPPED, frozen)
 
     def directory(self) -> str:
         return self._page[FIELDS * 8 : FIELDS * 8 + TEXT].split(b"\0")[0].decode(errors="replace")
@@ -162,11 +166,10 @@ class Hub:
         return self._stacks
 
     def _read(self) -> None:
-        while ready := select.select([self._server, *self._lines], [], [], 0)[0]:
-            for line in ready:
-                if line is self._server:
-                    self._lines[self._server.accept()[0]] = b""
-                    continue
+        for line in select.select([self._server, *self._lines], [], [], 0)[0]:
+            if line is self._server:
+                self._lines[self._server.accept()[0]] = b""
+            else:
                 data = b""
                 with contextlib.suppress(OSError):
                     data = line.recv(65536)
@@ -179,7 +182,7 @@ class Hub:
                     self._states.pop(line, None)
 
     def _take(self, line: socket.socket, text: bytes) -> None:
-        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        with contextlib.suppress(Exception):  # whatever a stranger sends
             message = json.loads(text)
             if not secrets.compare_digest(message.pop("token"), self._token):
                 return
@@ -216,23 +219,26 @@ class Watch:
         self.ranks = [Rank(facts, settings["host"]) for facts in settings["ranks"]]
         self.seen: deque[list[State]] = deque(maxlen=600)
         self.told: set[int] = set()
+        self.woke = self.looked = time.monotonic()
         server, token = settings["server"], settings["token"]
         self.hub = Hub(socket.socket(fileno=server), token) if server is not None else None
         self.link = Link(settings["address"], token) if server is None and settings["address"] else None
 
     def look(self) -> bool:
         """True when the watch is over."""
+        now = time.monotonic()
+        self.woke, self.looked = now if now - self.looked > ASLEEP_S else self.woke, now
         here = [state for rank in self.ranks if (state := rank.state())]
         if len(here) < len(self.ranks):
             return True  # a rank has died: its launcher knows
         if self.link is not None and self.link.tell(here):
             if self.link.is_over:
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 self.link.send({"stacks": self._stacks()})
                 self.link.wait()
                 self._kill()
             return self.link.is_over
         states = sorted([*here, *(self.hub.states() if self.hub else [])], key=lambda s: s.rank)
+        states = [replace(state, seconds=min(state.seconds, now - self.woke)) for state in states]
         if any(s.seconds > self.timeout_s * s.limit for s in states):
             self.end(states)
             return True
@@ -240,7 +246,6 @@ class Watch:
         return False
 
     def end(self, states: Sequence[State]) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # our rank may fail meanwhile, and would end us before we spoke
         stacks = self._stacks() | (self.hub.end() if self.hub else {})
         lines = report(states, stacks, self.timeout_s)
         print("\n".join(lines), file=sys.stderr, flush=True)
@@ -300,7 +305,7 @@ def report(states: Sequence[State], stacks: dict[int, list[str]], timeout_s: flo
 
 def _describe(state: State) -> str:
     who = f"rank {state.rank} (process {state.pid} on {state.host})"
-    frozen = ", ".join(str(child) for child in _children(state.pid) if _kernel_state(child)[0] in ("T", "t"))
+    frozen = ", ".join(map(str, state.frozen))
     return (
         f"{who} has been in {PHASES[state.phase]} for {state.seconds:.0f} s, at step {state.step}"
         + (", stopped by a signal" if state.is_stopped else "")
@@ -327,15 +332,17 @@ def _write_exit(directory: Path, reason: str, step: int) -> None:
 
 
 def main(settings: dict[str, Any]) -> None:
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # meant for the ranks; SIGTERM is how our rank ends us
     try:
         watch = Watch(settings)
     except OSError:
         return  # a rank is gone already
     while os.getppid() == settings["parent"] and not watch.look():
-        time.sleep(min(POLL_S, watch.timeout_s / 10))
+        if select.select([0], [], [], min(POLL_S, watch.timeout_s / 10))[0]:
+            return  # our rank is done
 
 
 if __name__ == "__main__":
-    main(json.load(sys.stdin))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # meant for the ranks
+    with open(0, "rb", buffering=0) as told:  # byte by byte: what follows the line stays where `select` sees it
+        main(json.loads(told.readline()))
