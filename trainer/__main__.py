@@ -17,10 +17,8 @@ from trainer.distributed.signals import catch_early, let_go
 from trainer.errors import ConfigError, RunError, visible
 from trainer.targets import resolve
 
-WAIT_S, SOON_S = (
-    3.0,
-    0.9,
-)  # torchrun kills all ranks at the first exit, and with it the line that rank 0 is about to print
+# torchrun kills all ranks at the first exit, and with it the line that rank 0 is about to print
+WAIT_S, SOON_S = 3.0, 0.9
 SWEEP = ("-m", "--multirun")
 QUESTIONS = ("-c", "--cfg", "-i", "--info", "--hydra-help")
 HYDRA_FLAGS = (*SWEEP, *QUESTIONS, "--resolve", "-p", "--package")
@@ -145,7 +143,10 @@ def _hydra(arguments: Sequence[str]) -> int:
     Jobs run here and not under Hydra's sweeper: it would build what a file of --config-dir names in `hydra.callbacks`
     or `hydra.job_logging`, whatever that is. Its questions are only answered, nothing is run.
     """
-    check_alone("-m", "start a sweep with python, and launch=elastic launch.nproc_per_node=<ranks of each job>")
+    check_alone(
+        "-m and Hydra's flags",
+        "start a sweep with python, and launch=elastic launch.nproc_per_node=<ranks of each job>",
+    )
     from trainer.search import SWEEPER
     from trainer.submit import cluster_of
     from trainer.sweep import run_sweep, search_jobs

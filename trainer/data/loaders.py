@@ -118,7 +118,7 @@ class StreamedLoader:
             persistent_workers=config.workers > 0 and split == "train",
             pin_memory=device.type == "cuda",
             worker_init_fn=_ignore_signals,
-            multiprocessing_context=_CONTEXT if config.workers else None,
+            multiprocessing_context=_context() if config.workers else None,
             collate_fn=_collate,
         )
 
@@ -207,12 +207,15 @@ def _ignore_signals(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-_CONTEXT: Any = copy.copy(multiprocessing.get_context())
+def _context() -> Any:
+    """Of processes that `terminate` kills: it is torch's last resort for a worker that does not end when told."""
+    context: Any = copy.copy(multiprocessing.get_context())
+    make = context.Process
 
+    def process(*args: Any, **kwargs: Any) -> Any:
+        worker = make(*args, **kwargs)
+        worker.terminate = worker.kill
+        return worker
 
-class _Worker(_CONTEXT.Process):
-    def terminate(self) -> None:
-        self.kill()
-
-
-_CONTEXT.Process = _Worker
+    context.Process = process
+    return context

@@ -162,6 +162,14 @@ def choose_backend(config: Dist, world: World) -> str:
     return "nccl" if gpus >= shared and dist.is_nccl_available() else "gloo"
 
 
+def _check_own_gpu(group: Group) -> None:
+    """Raises ConfigError where ranks share one: each may see a single GPU, and that may be another's too."""
+    told = group.gather_text(f"{group.world.host} {torch.cuda.get_device_properties(group.world.device).uuid}")
+    shared = [rank for rank, gpu in enumerate(told) if told.count(gpu) > 1]
+    if shared:
+        raise ConfigError(f"dist.backend=nccl: needs a GPU per rank, and ranks {shared} share theirs; use gloo")
+
+
 @contextmanager
 def process_group(config: Dist, world: World, facts: Mapping[str, Any] | None = None) -> Iterator[Group]:
     """The group of all ranks while the block runs; before it is made, the ranks compare `facts` and the backend.
@@ -174,6 +182,8 @@ def process_group(config: Dist, world: World, facts: Mapping[str, Any] | None = 
     store = dist.HashStore() if world.world_size == 1 else meet(config, world)
     group = Group(world, store)
     group.check_equal({**(facts or {}), "the backend": backend})
+    if backend == "nccl":
+        _check_own_gpu(group)
     if backend == "mpi":
         backend = mpi.register()
     if world.device.type == "cuda":

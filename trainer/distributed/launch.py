@@ -39,9 +39,6 @@ def launch(config: Launch, words: Sequence[str]) -> int:
         codes = Path(scratch) / "codes"
         for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # up to 40 lines after rank 0's one
-        for number in _SIGNALS if config.name == "elastic" else ():
-            signal.signal(number, _end)  # until torchrun's engine has handlers of its own
-        check_start(0.0)
         with _environment({MARK: config.name, CODES: str(codes)}):
             failed = _elastic(config.max_restarts, size, words) if config.name == "elastic" else _spawn(size, words)
         found = [int(line) for line in codes.read_text().split()] if codes.exists() else []
@@ -77,6 +74,9 @@ def _elastic(max_restarts: int, size: int, words: Sequence[str]) -> bool:
         signals_to_handle=",".join(s.name for s in _SIGNALS),
     )
     try:
+        for number in _SIGNALS:
+            signal.signal(number, _end)  # until torchrun's engine has handlers of its own
+        check_start(0.0)
         elastic_launch(engine, sys.executable)("-m", "trainer", *words)
     except (ChildFailedError, SignalException):
         return True
@@ -89,6 +89,7 @@ def _spawn(size: int, words: Sequence[str]) -> bool:
     given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with _environment(given):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # each rank lets them in once it can heed them
+        check_start(0.0)
         ranks = mp.start_processes(_enter, (list(words),), size, join=False, start_method="spawn")
 
     def pass_on(number: int, frame: object) -> None:
