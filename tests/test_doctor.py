@@ -6,8 +6,10 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -86,6 +88,19 @@ def test_two_ranks_under_torchrun_are_one_json_object(tmp_path):
     assert rows["rendezvous"]["found"].startswith("2 ranks met at localhost:")
     assert all("exact in int64 and float64; " in rows[name]["found"] for name in SUMS)
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_ranks_under_mpirun_are_examined(backend, tmp_path):
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed")
+    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-m", "trainer.doctor"]
+    words += ["--json", f"dist.backend={backend}"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["check"]: row for row in json.loads(done.stdout)["checks"]}
+    assert list(rows) == ["rank 0", "rank 1", *ROWS, *TOGETHER, *SUMS] and "by mpirun" in rows["rank 1"]["found"]
 
 
 @pytest.mark.parametrize(

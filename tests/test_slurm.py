@@ -50,6 +50,13 @@ def test_requeued_job_starts_again_by_itself(cluster, tmp_path: Path):
     assert [line for line in said if line.startswith("attempt")] == ["attempt 0", "attempt 1"]
 
 
+@pytest.mark.slow
+def test_doctor_examines_the_ranks_of_srun(cluster):
+    done = cluster.srun("-N2", "--ntasks-per-node=2", "python", "-m", "trainer.doctor", "--json")
+    rows = {row["check"]: row for row in json.loads(done.stdout)["checks"]}
+    assert "by srun" in rows["rank 3"]["found"] and rows["rendezvous"]["found"].startswith("4 ranks met"), done.stdout
+
+
 def test_srun_starts_the_ranks(cluster, tmp_path):
     done = cluster.srun("-N2", "--ntasks-per-node=2", "python", "-m", "trainer", *TINY, f"run.dir={tmp_path}")
     assert done.returncode == 0, done.stderr

@@ -3,11 +3,14 @@
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
-from test_launching import CONF, children_of, ended, free_port, start, wait_for
+from test_launching import CONF, PATHS, children_of, ended, free_port, start, wait_for
 
 STICKS = ["--config-dir", CONF, "task=sticks", "run.name=a"]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -83,6 +86,16 @@ def test_run_that_is_stopped_and_let_go_on_goes_on(tmp_path):
         time.sleep(4)
     code, out, err = ended(run)
     assert code == 0 and "done: 300 steps" in out and "no progress" not in err, err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+def test_first_process_of_a_container_is_ended_too(tmp_path):
+    words = [sys.executable, "-m", "trainer", *STICKS, "task.options.how=sleep", "task.options.rank=0"]
+    environment = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
+    contained = ["unshare", "--pid", "--fork", "--mount-proc", *words]
+    done = subprocess.run(contained, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 128 + 9 and "error: no progress: rank 0 (process " in done.stderr, done.stderr
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.config import CONF, Config, choices, jobs_of_sweep, load_config, load_run_config
 from trainer.distributed.launchers import CODES, MARK, find_launcher
-from trainer.distributed.signals import catch_early, let_go
+from trainer.distributed.signals import catch_early, leave_pid_1, let_go
 from trainer.errors import ConfigError, RunError, visible
 from trainer.targets import resolve
 
@@ -207,6 +207,7 @@ def _patience() -> float:
 def run(verb: Callable[[Sequence[str]], int]) -> None:
     """Run a verb on the command line and exit. What one line can tell is one line, by rank 0; settings give code 2."""
     rank, is_first = "", True
+    leave_pid_1()
     try:
         given = find_launcher().variables
         rank, size = given.get("RANK", ""), given.get("WORLD_SIZE", "")
