@@ -378,7 +378,7 @@ BAD = [
         f"{RANK_0} MASTER_PORT=1 task=text data.global_batch=1",
         "data.global_batch=1: must be at least the 2 data-parallel",
     ),
-    (f"{RANK_0} MASTER_PORT=1 task=text -m optim.lr=1,2", "-m and Hydra's flags: under torchrun each rank would run"),
+    (f"{RANK_0} MASTER_PORT=1 task=text -m optim.lr=1,2", "-m and Hydra's flags: the ranks were started already, by hand; start a sweep"),
     # sweeps
     ("task=cifar optim.lr=0.1,0.2", "optim.lr=0.1,0.2: several values need -m"),
     ("-m optim.lr=0.1,0.2", "task is not chosen: give task=<name>, one of cifar, text"),
