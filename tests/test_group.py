@@ -95,8 +95,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_settings_that_bring_no_ranks_together_are_refused(words):
-    config = load_config(["task=tiny", *words.split()], [CONF])
     with pytest.raises(ConfigError) as error:
+        config = load_config(["task=tiny", *words.split()], [CONF])
         check_init(config.dist, World())
         choose_backend(config.dist, World())
     assert str(error.value).startswith(REFUSED[words])

@@ -149,7 +149,6 @@ def _hydra(arguments: Sequence[str]) -> int:
     )
     from trainer.search import SWEEPER
     from trainer.submit import cluster_of
-    from trainer.sweep import run_sweep, search_jobs
 
     is_sweep = bool(set(SWEEP) & set(arguments))
     words, config_dirs = split_arguments([a for a in arguments if a not in SWEEP], HYDRA_FLAGS)
@@ -157,6 +156,8 @@ def _hydra(arguments: Sequence[str]) -> int:
     steering = [word for word in overrides if word.startswith(("hydra/", "hydra."))] if is_sweep else []
     overrides = [word for word in overrides if word not in steering]
     if SWEEPER in steering:
+        from trainer.sweep import search_jobs
+
         return search_jobs(steering, overrides, config_dirs)
     cluster = cluster_of(steering)
     if steering and cluster is None:
@@ -168,7 +169,28 @@ def _hydra(arguments: Sequence[str]) -> int:
     if not is_sweep:
         flags = [word for word in arguments if word.split("=")[0] in HYDRA_FLAGS]
         raise ConfigError(f"{flags[0]}: -m takes no value, --resolve and --package go with --cfg job")
-    return run_sweep(jobs, configs, config_dirs, load_task, (cluster, steering) if cluster else None)
+    _check_names(configs)
+    from trainer.sweep import run_sweep  # with torch
+
+    return run_sweep(jobs, configs, config_dirs, _as_rank_0, (cluster, steering) if cluster else None)
+
+
+def _check_names(configs: Sequence[Config]) -> None:
+    """Raises ConfigError where two jobs would write to one directory."""
+    names = [config.run.name for config in configs]
+    if len(set(names)) > 1 and len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"run.name={twice}: two jobs of the sweep would have it; sweep it alone, or leave it out")
+
+
+def _as_rank_0(config: Config) -> Any:
+    """The Trainer of a job of a sweep."""
+    from trainer.distributed.launchers import MASTER, Launcher
+    from trainer.distributed.world import World, count_ranks
+
+    ranks = 1 if config.launch.name == "inline" else count_ranks(config.launch.nproc_per_node or "auto")
+    launcher = Launcher(config.launch.name, dict(zip(MASTER, ("localhost", "1"), strict=True)))
+    return load_task(config)(config, World(world_size=ranks, local_world_size=ranks, launcher=launcher))
 
 
 def _answer(overrides: list[str], flags: list[str]) -> int:

@@ -232,8 +232,10 @@ def from_plain(plain: Any) -> Config:
         rule, needs = config.run.lr_scaling, "run.lr_batch=<the global batch that optim.lr was chosen for>"
         raise ConfigError(f"run.lr_scaling={rule}: " + ("takes no run.lr_batch" if rule == "none" else f"give {needs}"))
     _check_launch(config.launch)
+    _check_dist(config.dist)
     if config.strategy.name not in options["strategy"]:
         raise ConfigError(f"strategy.name={config.strategy.name}: must be one of {', '.join(options['strategy'])}")
+    _check_strategy(config.strategy)
     for group, spec in (("optim", config.optim), ("schedule", config.schedule)):
         if not isinstance(spec.get("_target_"), str):
             raise ConfigError(f"{group}._target_ is missing: give {group}=<name> ({', '.join(options[group])})")
@@ -257,6 +259,27 @@ def _check_launch(block: Launch) -> None:
         raise ConfigError(f"launch.{key}: needs launch=elastic or launch=spawn; torchrun has flags of its own for it")
     if block.name == "spawn" and block.max_restarts:
         raise ConfigError(f"launch.max_restarts={block.max_restarts}: launch=spawn starts nothing anew; use elastic")
+
+
+def _check_dist(block: Dist) -> None:
+    for name, method in (("address", "tcp"), ("path", "file")):
+        value = getattr(block, name)
+        if block.init == method and not value:
+            advice = f"dist.init={method} needs it on every rank; see conf/dist/auto.yaml"
+            raise ConfigError(f"dist.{name} is missing: {advice}")
+        if block.init != method and value:
+            raise ConfigError(f"dist.{name}={value}: is for dist.init={method}, and dist.init is {block.init}")
+    host, _, port = (block.address or "localhost:1").rpartition(":")
+    if not host or not (port.isdecimal() and 0 < int(port) < 65536):
+        raise ConfigError(f"dist.address={block.address}: must be <host>:<port>, port from 1 to 65535")
+
+
+def _check_strategy(block: Strategy) -> None:
+    if block.device_ids is not None and block.name != "dp":
+        advice = "is for strategy=dp; other strategies take what CUDA_VISIBLE_DEVICES shows"
+        raise ConfigError(f"strategy.device_ids: {advice}")
+    if block.comm_hook != "none" and block.name != "ddp":
+        raise ConfigError(f"strategy.comm_hook={block.comm_hook}: strategy={block.name} reduces no gradients; use ddp")
 
 
 def to_yaml(config: Config) -> str:

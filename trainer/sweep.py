@@ -18,10 +18,7 @@ from typing import Any
 
 from trainer import rundir
 from trainer.config import Config, load_config
-from trainer.distributed.launch import count_ranks
-from trainer.distributed.launchers import MASTER, Launcher
 from trainer.distributed.signals import SIGNALS
-from trainer.distributed.world import World
 from trainer.errors import ConfigError, visible
 from trainer.lease import Lease, check_free
 from trainer.search import search
@@ -125,12 +122,11 @@ def run_sweep(
 ) -> int:
     """Run what is not finished yet, and show all; the exit code.
 
-    `load_task` gives the Trainer of a configuration. `submitted`: (cluster, settings) for submitit; then the jobs are
-    handed over, and not waited for.
+    `load_task` gives the Trainer of a job as its rank 0 will have it. `submitted`: (cluster, settings) for submitit;
+    then the jobs are handed over, and not waited for.
 
     Raises ConfigError, before the first job starts, for one that cannot run.
     """
-    _check_names(configs)
     name = _name(jobs, configs)
     check_free(Path(configs[0].run.dir) / "sweeps" / name)
     words = [word for job in jobs for word in job]
@@ -138,7 +134,7 @@ def run_sweep(
     for number, (told, config) in enumerate(zip(jobs, configs, strict=True), 1):
         swept = [word for word in told if words.count(word) < len(jobs)]
         found.append(_job(number, swept, told, config, config_dirs, name))
-        _check(found[-1], config, load_task, is_here=submitted is None)
+    _check([load_task(_named(config, job)) for job, config in zip(found, configs, strict=True)], submitted is None)
     sweep = Sweep(name, configs[0])
     sweep.jobs = found
     for job in found:
@@ -233,15 +229,16 @@ def _job(
     return Job(number, given, kept, str(Path(config.run.dir) / config.task.name / str(name)))
 
 
-def _check(job: Job, config: Config, load_task: Callable[[Config], Any], is_here: bool) -> None:
-    """The first gate of a job; how many ranks a cluster will give is not known here."""
-    name = Path(job.directory).name
-    config = replace(config, run=replace(config.run, name=name, resume=config.run.resume or "auto"))
-    ranks = 1 if config.launch.name == "inline" else count_ranks(config.launch.nproc_per_node or "auto")
-    launcher = Launcher(config.launch.name, dict(zip(MASTER, ("localhost", "1"), strict=True)))
-    task = load_task(config)(config, World(world_size=ranks, local_world_size=ranks, launcher=launcher))
-    if is_here:
+def _named(config: Config, job: Job) -> Config:
+    return replace(config, run=replace(config.run, name=Path(job.directory).name, resume=config.run.resume or "auto"))
+
+
+def _check(tasks: Sequence[Any], is_here: bool) -> None:
+    """The first gate of every job; how many ranks a cluster will give is not known here."""
+    for task in tasks if is_here else ():
         task.check(is_training=True)
+    for task in tasks:
+        task.try_optimizer()
 
 
 def _code_of(words: Sequence[str]) -> tuple[int, bool]:
@@ -268,11 +265,3 @@ def _code_of(words: Sequence[str]) -> tuple[int, bool]:
 
 def _spell(job: Job) -> str:
     return visible(" ".join(f"{key}={value}" for key, value in job.swept.items()) or "as given")
-
-
-def _check_names(configs: Sequence[Config]) -> None:
-    """Raises ConfigError where two jobs would write to one directory."""
-    names = [config.run.name for config in configs]
-    if len(set(names)) > 1 and len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"run.name={twice}: two jobs of the sweep would have it; sweep it alone, or leave it out")

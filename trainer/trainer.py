@@ -110,6 +110,7 @@ class Trainer(Task):
         """Train to the end, or until asked to stop. Raises ConfigError and CheckpointError, one line for the user."""
         self.step = 0
         origin = self.check(is_training=True)
+        self.try_optimizer()
         summary: Summary | None = None
         self._rolled_back.clear()
         with self._ranks() as ranks:
@@ -358,10 +359,13 @@ class Trainer(Task):
         if world.rank == 0:  # the disk is rank 0's: another node need not see it
             resume = config.run.resume or self._trained
             origin = rundir.locate(config, world.launcher) if is_training else rundir.find(resume)
-        if is_training and config.optim["_target_"] in FUSED:  # last: torch's optimizers check their own arguments,
-            weights = [torch.zeros(1, requires_grad=True)]  # and load dynamo
-            call_target(config.optim, "optim", self.packages, Optimizer, weights)
         return origin
+
+    def try_optimizer(self) -> None:
+        """The end of the first gate: torch's optimizers check their own arguments, and load dynamo, in a second."""
+        if self.config.optim["_target_"] in FUSED:
+            weights = [torch.zeros(1, requires_grad=True)]
+            call_target(self.config.optim, "optim", self.packages, Optimizer, weights)
 
     def _is_due(self, block: Any) -> bool:
         step, now, steps, epochs = self.step, self._now, block.every_steps, block.every_epochs

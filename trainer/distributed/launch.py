@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
@@ -23,8 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from trainer.config import Launch
 from trainer.distributed.launchers import CODES, MARK, MASTER, RANKS
 from trainer.distributed.signals import check_start
-from trainer.distributed.world import usable_cores
-from trainer.errors import ConfigError
+from trainer.distributed.world import count_ranks
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -51,14 +49,6 @@ def launch(config: Launch, words: Sequence[str]) -> int:
 
 def _end(number: int, frame: object) -> None:
     raise SignalException("before the ranks were started", signal.Signals(number))
-
-
-def count_ranks(given: str) -> int:
-    """`gpu`, `cpu` (cores), `auto` (GPUs where there are any, else cores) or a number."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if given == "gpu" and not gpus:
-        raise ConfigError("launch.nproc_per_node=gpu: torch sees no GPU here; give cpu, auto or a number")
-    return {"gpu": gpus, "cpu": usable_cores(), "auto": gpus or usable_cores()}.get(given) or int(given)
 
 
 def _elastic(max_restarts: int, size: int, words: Sequence[str]) -> bool:

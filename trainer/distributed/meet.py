@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from trainer.config import Dist
 from trainer.distributed.signals import check_start
-from trainer.distributed.world import World, is_port
+from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError
 
 POLL_S = 0.003
@@ -29,20 +29,9 @@ GRACE_S = 0.6  # the others wait so much longer than rank 0, for its verdict
 
 
 def check_init(config: Dist, world: World) -> None:
-    """Refuse what cannot bring the ranks together: settings of another init method, an address that is none."""
+    """Refuse what cannot bring the ranks together, beyond what the configuration alone can tell."""
     if config.init == "env" and world.world_size > 1:
         _ = world.master
-    for name, method in (("address", "tcp"), ("path", "file")):
-        value = getattr(config, name)
-        if config.init == method and not value:
-            raise ConfigError(
-                f"dist.{name} is missing: dist.init={method} needs it on every rank; see conf/dist/auto.yaml"
-            )
-        if config.init != method and value:
-            raise ConfigError(f"dist.{name}={value}: is for dist.init={method}, and dist.init is {config.init}")
-    host, _, port = (config.address or "localhost:1").rpartition(":")
-    if not host or not is_port(port):
-        raise ConfigError(f"dist.address={config.address}: must be <host>:<port>, port from 1 to 65535")
     if config.path and not Path(config.path).absolute().parent.is_dir():
         raise ConfigError(f"dist.path={config.path}: {Path(config.path).absolute().parent} is not a directory; make it")
 

@@ -123,3 +123,11 @@ def _whole(environment: Mapping[str, str], name: str, low: int, high: int | None
             + ("" if high is None else f" and at most {high}")
         )
     return int(given)
+
+
+def count_ranks(given: str) -> int:
+    """`gpu`, `cpu` (cores), `auto` (GPUs where there are any, else cores) or a number."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if given == "gpu" and not gpus:
+        raise ConfigError("launch.nproc_per_node=gpu: torch sees no GPU here; give cpu, auto or a number")
+    return {"gpu": gpus, "cpu": usable_cores(), "auto": gpus or usable_cores()}.get(given) or int(given)

@@ -19,12 +19,6 @@ def check_strategy(config: Config, world: World) -> None:
     block = config.strategy
     if block.name not in STRATEGIES:
         raise ConfigError(f"strategy.name={block.name}: must be one of {', '.join(STRATEGIES)}")
-    if block.device_ids is not None and block.name != "dp":
-        raise ConfigError(
-            "strategy.device_ids: is for strategy=dp; other strategies take what CUDA_VISIBLE_DEVICES shows"
-        )
-    if block.comm_hook != "none" and block.name != "ddp":
-        raise ConfigError(f"strategy.comm_hook={block.comm_hook}: strategy={block.name} reduces no gradients; use ddp")
     Precision.check(block.precision, world.device)
     STRATEGIES[block.name].check(config, world)
 
