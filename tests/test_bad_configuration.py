@@ -600,7 +600,7 @@ def test_bad_setting_of_a_real_process(words, files, tmp_path):
 
 @pytest.mark.slow
 def test_every_bad_setting_is_refused_at_once(files, tmp_path):
-    """The better of two attempts: others compute on this machine too. A sweep, of many jobs, may take half a second more."""
+    """The better of two attempts: others compute on this machine too. A sweep may take half a second more."""
     seconds = {}
     for words, line in BAD:
         more_s = 0.5 * ("-m" in words.split())
