@@ -94,11 +94,20 @@ def test_job_that_is_asked_to_stop_requeues_itself_and_goes_on(cluster, tmp_path
 @pytest.mark.slow
 def test_sweep_is_submitted_by_submitit_as_groups_of_ranks(cluster, tmp_path):
     pytest.importorskip("submitit")
-    words = ["-m", *TINY[:3], f"run.dir={tmp_path}", "optim.lr=0.1,0.2", "hydra/launcher=submitit_slurm"]
+    words = ["-m", *TINY[:3], f"run.dir={tmp_path}", "optim.lr=0.1,0.2", "run.steps=6000"]
+    words += [
+        "hydra/launcher=submitit_slurm",
+        "log.every_steps=1000",
+        "eval.every_epochs=null",
+        "checkpoint.every_epochs=null",
+    ]
     settings = ["nodes=2", "tasks_per_node=1", "timeout_min=5", "cpus_per_task=1"]
-    done = cluster.run("python", "-m", "trainer", *words, *(f"hydra.launcher.{setting}" for setting in settings))
+    command = ["python", "-m", "trainer", *words, *(f"hydra.launcher.{setting}" for setting in settings)]
+    done, twice = cluster.run(*command), cluster.run(*command)
     assert done.returncode == 0, done.stderr
     jobs = [line.split()[-1] for line in done.stdout.splitlines() if "submitted as" in line]
+    known = [line.split()[-1] for line in twice.stdout.splitlines() if "submitted as" in line]
+    assert known and set(known) <= set(jobs), twice.stdout  # what is in the queue is not submitted again
     assert [cluster.wait(job, {"COMPLETED", "FAILED"}, 60) for job in jobs] == ["COMPLETED"] * 2, done.stdout
     runs = sorted((tmp_path / "tiny").iterdir())
     assert [newest(run).manifest["world_size"] for run in runs] == [2, 2]

@@ -157,7 +157,8 @@ def _submit(sweep: Sweep, cluster: str, executor: Any) -> int:
             is_new = not job.submitted or not is_known(cluster, job.submitted)
             job.state, job.submitted = "submitted", submit(executor, job.words) if is_new else job.submitted
             sweep.record()
-        print(f"job {job.number} of {len(sweep.jobs)} ({_spell(job)}): {job.state} {job.submitted}", flush=True)
+        spoken = job.state if job.state == "done" else f"submitted as {job.submitted}"
+        print(f"job {job.number} of {len(sweep.jobs)} ({_spell(job)}): {spoken}", flush=True)
     sweep.end()
     print(f"output: {sweep.place}/submitit; the same command later shows and submits what is not finished")
     return 0
