@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from trainer import fingerprint, report, rundir
 from trainer.config import Config
+from trainer.data.loaders import workers_named
 from trainer.data.order import check_batch
 from trainer.diagnosis import check_drift, name_bad_examples
 from trainer.distributed.group import Group, choose_backend, process_group
@@ -177,7 +178,7 @@ class Trainer(Task):
     def _fit(self, origin: rundir.Origin, group: Group, stop: StopRequest, pulse: Pulse) -> Summary:
         now = self._session = Session(self, group, stop, pulse)
         try:
-            with group.peers_named():
+            with group.peers_named(), workers_named():
                 restored = now.build_training(origin)
                 self._check_metrics()
                 now.open_record(origin, restored)

@@ -11,6 +11,7 @@ import multiprocessing
 import signal
 import traceback
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, cast
@@ -133,17 +134,25 @@ class StreamedLoader:
             yield tree_map_only(torch.Tensor, self._move, batch), self._move(indices)
 
     def _read(self) -> Iterator[Any]:
-        try:
+        with workers_named(f"a worker of the {self._split} data", self._timeout_s):
             yield from self.loader
-        except RuntimeError as error:
-            said = " ".join(str(error).split())
-            if not ("DataLoader" in said and any(w in said for w in ("timed out", "exited unexpect", "is killed by"))):
-                raise
-            why = f"data.timeout_s={self._timeout_s:g} is over" if "timed out" in said else said.split(". ")[0]
-            raise RunError(f"a worker of the {self._split} data does not answer: {why}; look at its dataset") from None
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
+
+
+@contextmanager
+def workers_named(which: str = "a data worker", timeout_s: float = 0.0) -> Iterator[None]:
+    """Raises RunError, one line, where torch says that a worker is gone; it may do so in the middle of anything."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = " ".join(str(error).split())
+        is_ours = any(word in said for word in ("timed out", "exited unexpect", "is killed by"))
+        if isinstance(error, RunError) or not ("DataLoader" in said and is_ours):
+            raise
+        why = f"data.timeout_s={timeout_s:g} is over" if "timed out" in said else said.split(". ")[0].rstrip(".")
+        raise RunError(f"{which} does not answer: {why}; look at its dataset") from None
 
 
 class _Pairs(Sampler):
