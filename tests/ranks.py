@@ -23,10 +23,14 @@ def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
 
     Raises AssertionError with the traceback of the first rank that failed.
     """
+    children = [_fork(rank, size, body, arguments) for rank in range(size)]
+    # After the forks: a lock of libc that the store's thread holds at one stays locked in the child for ever.
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    children = [_fork(rank, size, server.port, body, arguments) for rank in range(size)]
+    for _, _, gate in children:
+        os.write(gate, str(server.port).encode())
+        os.close(gate)
     outcomes = []
-    for pid, pipe in children:
+    for pid, pipe, _ in children:
         with os.fdopen(pipe, "rb") as stream:
             data = stream.read()
         os.waitpid(pid, 0)
@@ -37,18 +41,23 @@ def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
     return [value for _, value in outcomes]
 
 
-def _fork(rank: int, size: int, port: int, body: Callable[..., Any], arguments: tuple) -> tuple[int, int]:
-    reader, writer = os.pipe()
+def _fork(rank: int, size: int, body: Callable[..., Any], arguments: tuple) -> tuple[int, int, int]:
+    """(process id, pipe with its outcome, gate to which its store's port is to be written)."""
+    (reader, writer), (told, gate) = os.pipe(), os.pipe()
     sys.stdout.flush()
     pid = os.fork()
     if pid:
         os.close(writer)
-        return pid, reader
+        os.close(told)
+        return pid, reader, gate
     os.close(reader)
+    os.close(gate)
     gc.freeze()  # what was inherited need not be looked through again: a quarter of a second for each run
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # a hang says where it hangs
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    port = os.read(told, 16).decode()
+    os.close(told)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     try:
         outcome = (True, body(*arguments))
     except BaseException:
