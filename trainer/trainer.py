@@ -123,7 +123,8 @@ class Trainer(Task):
                     raise ConfigError(origin.refused)
             while summary is None:
                 try:
-                    summary = self._fit(origin, *ranks)
+                    with workers_named():  # also while an end is written down
+                        summary = self._fit(origin, *ranks)
                 except RolledBack as back:
                     origin, self.step = rundir.back_to(back.directory, origin), 0
                 finally:

@@ -134,8 +134,13 @@ class StreamedLoader:
             yield tree_map_only(torch.Tensor, self._move, batch), self._move(indices)
 
     def _read(self) -> Iterator[Any]:
-        with workers_named(f"a worker of the {self._split} data", self._timeout_s):
-            yield from self.loader
+        which = f"a worker of the {self._split} data"
+        with workers_named(which, self._timeout_s):
+            try:
+                yield from self.loader
+            except (ConnectionError, FileNotFoundError, EOFError):  # the memory of a batch is handed over by a socket
+                what = "it ended while a batch was on its way"
+                raise RunError(f"{which} does not answer: {what}; look at its dataset") from None
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
