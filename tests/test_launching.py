@@ -221,7 +221,7 @@ def test_runs_of_one_slurm_job_keep_their_directories_when_it_is_requeued(tmp_pa
     configs = [load_config(["task=tiny", f"run.dir={tmp_path}", *words], [CONF]) for words in cases]
     ours = {}
     for number, config in enumerate(configs):
-        directory, lease = rundir.create(config, rundir.locate(config, find_launcher(job)), 0, find_launcher(job), [""])
+        directory, lease = rundir.create(config, rundir.locate(config, find_launcher(job)), 0, find_launcher(job))
         lease.release()
         facts = json.loads((directory / ".writer").read_text())
         (directory / ".writer").write_text(json.dumps({**facts, "pid": 1}))  # of a process that is gone

@@ -270,8 +270,12 @@ def _check_dist(block: Dist) -> None:
         if block.init != method and value:
             raise ConfigError(f"dist.{name}={value}: is for dist.init={method}, and dist.init is {block.init}")
     host, _, port = (block.address or "localhost:1").rpartition(":")
-    if not host or not (port.isdecimal() and 0 < int(port) < 65536):
+    if not host or not is_port(port):
         raise ConfigError(f"dist.address={block.address}: must be <host>:<port>, port from 1 to 65535")
+
+
+def is_port(text: str) -> bool:
+    return text.isdecimal() and 0 < int(text) < 65536
 
 
 def _check_strategy(block: Strategy) -> None:

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -67,13 +67,13 @@ def locate(config: Config, launcher: Launcher) -> Origin:
     """
     base = Path(config.run.dir) / config.task.name
     named = base / config.run.name if config.run.name else None
-    if before := again(config, launcher, [launcher.starter]):
+    if before := again(config, launcher):
         found = before
     else:
         try:
             found = _as_told(config.run.resume, base, named)
         except ConfigError as error:
-            if not launcher.starter or launcher.variables.get("GROUP_WORLD_SIZE") == "1":
+            if not launcher.starters or launcher.variables.get("GROUP_WORLD_SIZE") == "1":
                 raise
             return Origin(refused=str(error))
     _check_writable(found.directory or base)
@@ -94,23 +94,23 @@ def _as_told(resume: str | None, base: Path, named: Path | None) -> Origin:
     return _from_path(Path(resume), named)
 
 
-def again(config: Config, launcher: Launcher, starters: Sequence[str]) -> Origin | None:
+def again(config: Config, launcher: Launcher) -> Origin | None:
     """What the attempt before has left: of the same launch, and requeued or with a starter that took part in it.
 
-    Asked again with all ranks' `starters` once they have met: torchrun counts no attempt where it forms the group anew
+    Asked again with all ranks' starters once they have met: torchrun counts no attempt where it forms the group anew
     because a machine has come, and that one may have rank 0.
     """
-    if not launcher.requeues and not any(starters):
+    if not launcher.requeues and not launcher.starters:
         return None
     base, resume = Path(config.run.dir) / config.task.name, config.run.resume
-    own, one, ours = None, None, {}
+    own, one, ours, launch = None, None, {}, _identity(config, launcher)
     if _is_path(resume):
         with suppress(ConfigError):  # the one that it was begun from may be pruned by now
             own, one = _place(Path(resume))
         own = own or Path(resume).absolute().parent.parent
     for place in {base / config.run.name} if config.run.name else {*base.glob("*/"), *([own] if own else [])}:
-        facts, launch = last_facts(place), _identity(config, launcher)
-        is_known = launcher.requeues or {*str(facts.get("starters", "")).split()} & {*starters}
+        facts = last_facts(place)
+        is_known = launcher.requeues or {*str(facts.get("starters", "")).split()} & {*launcher.starters}
         if facts.get("launch") == launch and is_known:
             ours[(place / NAME).stat().st_mtime] = place
     return back_to(ours[max(ours)], Origin(ours[max(ours)], one, own)) if ours else None
@@ -248,13 +248,10 @@ def _check_own(directory: Path) -> None:
             )
 
 
-def create(
-    config: Config, origin: Origin, step: int, launcher: Launcher, starters: Sequence[str]
-) -> tuple[Path, Lease]:
+def create(config: Config, origin: Origin, step: int, launcher: Launcher) -> tuple[Path, Lease]:
     """Make the run directory, or take the resumed one, as its only writer, and write config.yaml. Rank 0 only.
 
-    `starters` are those of all ranks. Checkpoints after `step` did not verify: they are renamed, out of the way of the
-    steps that will be saved again.
+    Checkpoints after `step` did not verify: they are renamed, out of the way of the steps that will be saved again.
 
     Raises ConfigError where the disk refuses, RunError where restarts have come no further.
     """
@@ -263,8 +260,7 @@ def create(
         directory = origin.directory or _timestamped(base)
         directory.mkdir(parents=True, exist_ok=True)
         _check_own(directory)
-        attempt = _attempt(config, launcher, directory, step)
-        lease = Lease(directory, {**attempt, "starters": " ".join(sorted({*starters}))})
+        lease = Lease(directory, _attempt(config, launcher, directory, step))
         (directory / "exit.json").unlink(missing_ok=True)
         replace(directory / "config.yaml", to_yaml(config) + "\n")
         root = directory / "checkpoints"
@@ -287,7 +283,7 @@ def _attempt(config: Config, launcher: Launcher, directory: Path, step: int) -> 
         told = directory / "exit.json"
         reason = json.loads(told.read_text())["reason"] if told.is_file() else "its rank 0 was killed"
         raise RunError(f"{directory}: given up, {RESTARTS} restarts came no further than step {step}: {reason}")
-    return {**facts, "vain": vain}
+    return {**facts, "vain": vain, "starters": " ".join(sorted({*launcher.starters}))}
 
 
 def _timestamped(base: Path) -> Path:

@@ -351,10 +351,9 @@ class Session:
         """Make the run directory or take the resumed one, open the writer, and say what is about to run."""
         step = self.task.step
         directory, recorded, room = "", "{}", list[str]()
-        starters = self.group.gather_text(self.world.launcher.starter)
         with self.group.agreed("making the run directory"):
             if self.world.rank == 0:
-                path, lease = rundir.create(self.config, origin, step, self.world.launcher, starters)
+                path, lease = rundir.create(self.config, origin, step, self.world.launcher)
                 directory, recorded = str(path), json.dumps(rundir.recorded(path, step))
                 block = self.config.checkpoint
                 room = report.lack_of_room(path, self.task.model, block.keep_last + block.keep_best)

@@ -46,10 +46,13 @@ class Job:
         """What exit.json in its run directory says, where it was a job of the start `before`."""
         if before is None:
             return
-        told, self.submitted = _told(Path(self.directory)), str(before.get("submitted", ""))
-        self.code, self.metrics, self.value = told.get("code"), told.get("metrics") or {}, told.get("best")
-        self.seconds = before.get("seconds", 0.0)
-        self.state = {0: "done", STOPPED: "stopped", None: self.state}.get(self.code, "failed")
+        self.submitted, self.seconds = str(before.get("submitted", "")), before.get("seconds", 0.0)
+        told = _told(Path(self.directory))
+        self.take(told.get("code"), told)
+
+    def take(self, code: int | None, told: Mapping[str, Any]) -> None:
+        self.code, self.metrics, self.value = code, told.get("metrics") or {}, told.get("best")
+        self.state = {0: "done", STOPPED: "stopped", None: self.state}.get(code, "failed")
 
 
 class Sweep:
@@ -72,10 +75,9 @@ class Sweep:
         self.record()
         print(f"{spoken}: {_spell(job)}", flush=True)
         began = time.monotonic()
-        job.code, is_asked = _code_of(job.words)
-        job.seconds, told = time.monotonic() - began, _told(Path(job.directory))
-        job.metrics, job.value = told.get("metrics") or {}, told.get("best")
-        job.state = {0: "done", STOPPED: "stopped"}.get(job.code, "failed")
+        code, is_asked = _code_of(job.words)
+        job.seconds = time.monotonic() - began
+        job.take(code, _told(Path(job.directory)))
         is_over = job.state == "failed" and self.config.launch.on_failed_job == "stop"
         self.is_stopped |= is_asked or is_over or job.state == "stopped"
         self.record()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -115,10 +115,11 @@ class Trainer(Task):
         summary: Summary | None = None
         self._rolled_back.clear()
         with self._ranks() as ranks:
-            starters = ranks[0].gather_text(self.world.launcher.starter)
+            starters = " ".join(ranks[0].gather_text(" ".join(self.world.launcher.starters))).split()
+            self.world = replace(self.world, launcher=replace(self.world.launcher, starters=tuple(starters)))
             with ranks[0].agreed("finding the run directory"):
                 if self.world.rank == 0:
-                    origin = rundir.again(self.config, self.world.launcher, starters) or origin
+                    origin = rundir.again(self.config, self.world.launcher) or origin
                 if origin.refused:
                     raise ConfigError(origin.refused)
             while summary is None:

@@ -81,10 +81,9 @@ class _Hang:
             run.kill(*ranks.values())
             return f"it was to stand still and did not: {run.tail()}"
         pid, since = mark
-        seconds = seconds_until_gone([*ranks.values()], since)
-        if seconds is None:
-            run.kill(*ranks.values())
-            return f"the ranks did not end within {LIMIT_S:.0f} s: {run.tail()}"
+        seconds = seconds_until_gone(run, ranks.values(), since)
+        if isinstance(seconds, str):
+            return seconds
         self.seconds = seconds
         code = run.end()
         told = run.log.read_text(errors="replace")

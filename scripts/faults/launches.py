@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,12 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def seconds_until_gone(pids: list[int], since: float, limit_s: float = LIMIT_S) -> float | None:
-    """From `since`; None where one is still there after `limit_s`."""
-    is_over = wait_for(lambda: all(map(is_gone, pids)), limit_s)
-    return time.monotonic() - since if is_over else None
+def seconds_until_gone(run: Launched, pids: Collection[int], since: float) -> float | str:
+    """From `since`; where one is still there after the limit, that, and they are killed."""
+    if wait_for(lambda: all(map(is_gone, pids)), LIMIT_S):
+        return time.monotonic() - since
+    run.kill(*pids)
+    return f"the ranks did not end within {LIMIT_S:.0f} s: {run.tail()}"
 
 
 # Ranks started again --------------------------------------------------------------------------------------------------
@@ -162,10 +165,9 @@ class _Signal:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, self.stop)
-        seconds = seconds_until_gone([*ranks.values()], begun)
-        if seconds is None:
-            run.kill(*ranks.values())
-            return f"the ranks did not end within {LIMIT_S:.0f} s: {run.tail()}"
+        seconds = seconds_until_gone(run, ranks.values(), begun)
+        if isinstance(seconds, str):
+            return seconds
         self.seconds = seconds
         code = run.end()
         return self._judge_stop(run, code, is_over=not pids) or self._judge_resume(end)

@@ -32,15 +32,15 @@ _PORTS = range(20000, 32000)  # below those that systems hand out by themselves
 @dataclass(frozen=True)
 class Launcher:
     """`variables` are torchrun's, as far as known; `job` is the same for all attempts of one launch, None by hand;
-    `attempt` counts how often the launcher has started it anew, `requeues` how often SLURM has of those; `starter`
-    tells torchrun's process on this host from every other."""
+    `attempt` counts how often the launcher has started it anew, `requeues` how often SLURM has of those; `starters`
+    are torchrun's processes, that of this host, and those of all ranks once they have met."""
 
     name: str
     variables: Mapping[str, str]
     job: str | None = None
     attempt: int = 0
     requeues: int = 0
-    starter: str = ""
+    starters: tuple[str, ...] = ()
 
 
 def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher:
@@ -63,7 +63,7 @@ def _by_variables(environment: Mapping[str, str]) -> Launcher:
     requeues = _count(environment, "SLURM_RESTART_COUNT")  # a requeue starts torchrun anew
     attempt = _count(environment, "TORCHELASTIC_RESTART_COUNT") + requeues
     job = f"slurm:{environment['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in environment else f"torchrun:{run}"
-    return Launcher(name, variables, job, attempt, requeues, _starter())
+    return Launcher(name, variables, job, attempt, requeues, (_starter(),))
 
 
 def _starter() -> str:

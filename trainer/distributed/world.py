@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.config import Strategy
+from trainer.config import Strategy, is_port
 from trainer.distributed.launchers import MASTER, Launcher, find_launcher
 from trainer.errors import ConfigError
 
@@ -103,10 +103,6 @@ def usable_cores() -> int:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cores = min(cores, max(1, round(int(quota) / int(period))))
     return cores
-
-
-def is_port(text: str) -> bool:
-    return text.isdecimal() and 0 < int(text) < 65536
 
 
 def _whole(environment: Mapping[str, str], name: str, low: int, high: int | None, default: int | None = None) -> int:
