@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer import ConfigError, Random, ResidentDataset, Summary, Trainer, checkpoint, load_config
+from trainer import ConfigError, Random, ResidentDataset, Summary, Trainer, checkpoint, load_config, packing
 from trainer.data.order import Order
 from trainer.tasks.cifar import Cifar
 
@@ -206,7 +206,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 def part(directory: Path, name: str) -> Any:
     loaded, skipped = checkpoint.load_newest(directory / "checkpoints")
     assert loaded is not None and not skipped, skipped
-    return checkpoint.unpack(loaded.files[name], torch.device("cpu"))
+    return packing.unpack(loaded.files[name], torch.device("cpu"))
 
 
 def distance(one: Path, other: Path) -> float:

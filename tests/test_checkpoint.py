@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 
-from trainer import checkpoint
+from trainer import checkpoint, packing
 from trainer.errors import CheckpointError
 
 CPU = torch.device("cpu")
@@ -30,7 +30,10 @@ def parts(step: int) -> dict:
 
 def save(root: Path, step: int, metric: float | None = None) -> Path:
     return checkpoint.save(
-        root, step, parts(step), {"metrics": {"eval/loss": metric}, "config": {"run.seed": 3, "optim.lr": 0.1}}
+        root,
+        step,
+        packing.packed(parts(step)),
+        {"metrics": {"eval/loss": metric}, "config": {"run.seed": 3, "optim.lr": 0.1}},
     )
 
 
@@ -38,7 +41,7 @@ def whole(loaded: checkpoint.Loaded | None) -> int:
     """Its step, after checking that it holds all that was saved for it."""
     assert loaded is not None
     step = loaded.manifest["step"]
-    found = {name: checkpoint.unpack(data, CPU) for name, data in loaded.files.items()}
+    found = {name: packing.unpack(data, CPU) for name, data in loaded.files.items()}
     assert found["training.pt"] == parts(step)["training.pt"]
     assert torch.equal(found["model.pt"]["weight"], parts(step)["model.pt"]["weight"]) and len(found) == 2
     return step
@@ -218,7 +221,7 @@ def test_existing_step_is_not_overwritten(tmp_path):
     path = save(tmp_path, 1)
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     with pytest.raises(CheckpointError, match=r"step-00000001 exists already: a checkpoint is never overwritten$"):
-        checkpoint.save(tmp_path, 1, parts(5), {})
+        checkpoint.save(tmp_path, 1, packing.packed(parts(5)), {})
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     assert names(tmp_path) == ["step-00000001"]
 
@@ -364,14 +367,14 @@ def test_pickled_object_is_not_loaded(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"^the checkpoint holds more than tensors and plain values: Weights only"
     ):
-        checkpoint.unpack(buffer.getvalue(), CPU)
+        packing.unpack(buffer.getvalue(), CPU)
     assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("value", [numpy.float64(1.0), numpy.zeros(2), Path("/"), {1.5: {"a": [object()]}}])
 def test_what_could_not_be_loaded_is_not_saved(value, tmp_path):
     with pytest.raises(CheckpointError, match=r"^training.pt.* is a \w+: a checkpoint holds tensors and plain values"):
-        checkpoint.save(tmp_path, 1, {"training.pt": {"value": value}}, {})
+        checkpoint.save(tmp_path, 1, packing.packed({"training.pt": {"value": value}}), {})
     assert names(tmp_path) == []
 
 

@@ -19,7 +19,7 @@ import torch
 from test_cifar import FILES, KEY, SHA256, content, names, no_proxy, serving  # noqa: F401  # no_proxy is a fixture
 from torch import nn
 
-from trainer import CheckpointError, ConfigError, checkpoint
+from trainer import CheckpointError, ConfigError, checkpoint, packing
 from trainer.tasks import download
 
 CPU = torch.device("cpu")
@@ -65,14 +65,14 @@ def refused(path, within_s=20):
     """The line with which the checkpoint is refused, loaded as a run does it."""
     with within(within_s), pytest.raises(CheckpointError) as raised:
         for data in checkpoint.load(path).files.values():
-            checkpoint.unpack(data, CPU)
+            packing.unpack(data, CPU)
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
 
 def test_the_checkpoints_of_these_tests_load_when_nothing_is_wrong_with_them(tmp_path):
     loaded = checkpoint.load(publish(tmp_path, metrics={"eval/loss": None, "eval/a": 1.5}, config={}, data={}))
-    assert torch.equal(checkpoint.unpack(loaded.files["model.pt"], CPU)["weight"], torch.zeros(2))
+    assert torch.equal(packing.unpack(loaded.files["model.pt"], CPU)["weight"], torch.zeros(2))
 
 
 # What is in the files -------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_file_with_more_than_tensors_and_plain_values_is_refused(make, part, tmp
 def test_what_a_run_saves_is_never_taken_for_hostile(tmp_path):
     weight = nn.Parameter(torch.zeros(3, 4))
     tree = {"deep": nested(300), "w": weight, "part": weight[1:, 1], "empty": torch.zeros(0), "n": [None, True, 1, 0.5]}
-    found = checkpoint.unpack(saved(tree), CPU)
+    found = packing.unpack(saved(tree), CPU)
     assert found["n"] == tree["n"] and found["part"].shape == (2,) and found["deep"] == tree["deep"]
 
 

@@ -17,7 +17,7 @@ import torch
 from ranks import on_ranks
 from tiny import CONF, newest
 
-from trainer import ConfigError, World, checkpoint, load_config, rundir
+from trainer import ConfigError, World, load_config, packing, rundir
 from trainer.distributed.launchers import expand_counts, expand_hosts, find_launcher
 from trainer.distributed.meet import meet
 
@@ -115,9 +115,7 @@ def test_mpirun_starts_the_ranks_over_gloo_and_over_mpi(tmp_path):
         assert done.stdout.rstrip().endswith(
             f"go on with: mpirun -n 3 python -m trainer run.resume=runs/tiny/{backend}"
         )
-        weights.append(
-            checkpoint.unpack(newest(tmp_path / f"runs/tiny/{backend}").files["model.pt"], torch.device("cpu"))
-        )
+        weights.append(packing.unpack(newest(tmp_path / f"runs/tiny/{backend}").files["model.pt"], torch.device("cpu")))
     for name, tensor in weights[0].items():
         assert torch.allclose(tensor, weights[1][name], rtol=1e-12, atol=0), name
 
@@ -175,12 +173,13 @@ def test_rank_is_read_from_slurm():
     world = World.from_environment({**STEP, "SLURM_RESTART_COUNT": "2"})
     told = (world.rank, world.local_rank, world.node_rank, world.world_size, world.local_world_size, world.num_nodes)
     assert told == (3, 1, 1, 5, 2, 3)
-    assert world.master[0] == "localhost" and 20000 <= world.master[1] < 32000
+    host, port = master = world.launcher.master
+    assert host == "localhost" and 20000 <= port < 32000
     assert world.launcher.name == "srun" and (world.launcher.job, world.launcher.attempt) == ("slurm:7", 2)
-    assert World.from_environment({**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).master == world.master
-    assert World.from_environment({**STEP, "SLURM_STEP_ID": "1"}).master != world.master
-    assert World.from_environment({**STEP, "SLURM_STEP_RESV_PORTS": "12000-12001"}).master[1] == 12000
-    assert World.from_environment({**STEP, "MASTER_ADDR": "h", "MASTER_PORT": "9"}).master == ("h", 9)
+    assert find_launcher({**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).master == master
+    assert find_launcher({**STEP, "SLURM_STEP_ID": "1"}).master != master
+    assert find_launcher({**STEP, "SLURM_STEP_RESV_PORTS": "12000-12001"}).master[1] == 12000
+    assert find_launcher({**STEP, "MASTER_ADDR": "h", "MASTER_PORT": "9"}).master == ("h", 9)
 
 
 def test_batch_script_of_slurm_is_one_rank():
@@ -199,10 +198,10 @@ def test_batch_script_of_slurm_is_one_rank():
 def test_rank_is_read_from_mpi(names):
     world = World.from_environment(dict(zip(names, ("3", "4", "3", "4"), strict=True)))
     assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == (3, 4, 3, 4)
-    assert world.launcher.name == "mpirun" and world.master[0] == "127.0.0.1"
+    assert world.launcher.name == "mpirun" and world.launcher.master[0] == "127.0.0.1"
     apart = World.from_environment(dict(zip(names, ("3", "4", "1", "2"), strict=True)))
     with pytest.raises(ConfigError, match="MASTER_ADDR is not set, but WORLD_SIZE=4: with mpirun over several nodes"):
-        _ = apart.master
+        _ = apart.launcher.master
 
 
 def test_what_torchrun_says_wins():

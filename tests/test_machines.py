@@ -15,7 +15,7 @@ from machines import ADDRESSES, Machines
 from test_launching import EVERY, PATHS, TINY, wait_for
 from tiny import CONF, fit_on, newest, relative_distance
 
-from trainer import audit, checkpoint, rundir
+from trainer import audit, packing, rundir
 
 LIMIT_S = 150  # for what takes a fifth of it on a machine that has nothing else to do
 ENVIRONMENT = {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
@@ -171,7 +171,7 @@ def check_unbroken(directory: Path, folder: Path, steps: int, sizes: list[int]) 
     ours, theirs = newest(directory), newest(undisturbed["directory"])
     assert ours.manifest["ledger"] == theirs.manifest["ledger"] and ours.manifest["step"] == steps
     assert [ranks for _, ranks in ours.manifest["sessions"]] == sizes, ours.manifest["sessions"]
-    weights = checkpoint.unpack(ours.files["model.pt"], torch.device("cpu"))
+    weights = packing.unpack(ours.files["model.pt"], torch.device("cpu"))
     for name, tensor in undisturbed["weights"].items():
         assert relative_distance(tensor, weights[name]) <= 1e-10, name
 

@@ -17,7 +17,7 @@ import torch
 from ranks import on_ranks
 from tiny import CONF, fit, fit_on, newest
 
-from trainer import checkpoint
+from trainer import checkpoint, packing
 from trainer.errors import CheckpointError, ConfigError, RunError
 from trainer.lease import Lease
 
@@ -138,14 +138,14 @@ def test_background_checkpoint_is_of_its_step_though_training_goes_on(tmp_path, 
 
 
 def flat(data):
-    unpacked = checkpoint.unpack(data, torch.device("cpu"))
+    unpacked = packing.unpack(data, torch.device("cpu"))
     return json.dumps(unpacked, default=lambda t: t.tolist(), sort_keys=True)
 
 
 def test_optimizer_steps_do_not_reach_a_private_copy():
     weights = torch.ones(4)
     tied = {"a": weights, "b": [weights, (weights[:2], 1.5, "text", None)]}
-    copy = checkpoint.private_copy(tied)
+    copy = packing.private_copy(tied)
     weights.mul_(7)
     assert (
         copy["a"].tolist() == [1, 1, 1, 1]
@@ -153,7 +153,7 @@ def test_optimizer_steps_do_not_reach_a_private_copy():
         and copy["b"][1][1:] == (1.5, "text", None)
     )
     assert copy["b"][0] is copy["a"], "tied tensors are copied once"
-    assert checkpoint.size_of(tied) == 16 + 16 + 8
+    assert packing.size_of(tied) == 16 + 16 + 8
 
 
 def test_no_more_than_one_checkpoint_is_in_flight_and_the_end_waits(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trainer import checkpoint
+from trainer import checkpoint, packing
 from trainer.config import Log
 from trainer.writers import open_writer
 
@@ -135,7 +135,7 @@ def test_save_publishes_with_the_record_on_the_disk_and_prunes(tmp_path):
     writer.close()
     loaded, skipped = checkpoint.load_newest(tmp_path / "checkpoints")
     assert list(checkpoint.steps(tmp_path / "checkpoints")) == [2] and not skipped
-    assert loaded is not None and checkpoint.unpack(loaded.files["model.pt"], torch.device("cpu")) == {"step": 2}
+    assert loaded is not None and packing.unpack(loaded.files["model.pt"], torch.device("cpu")) == {"step": 2}
 
 
 def test_exit_file_says_how_the_run_ended(tmp_path):

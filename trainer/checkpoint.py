@@ -11,21 +11,16 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
 import json
 import os
 import re
 import secrets
 import shutil
 import stat
-import zipfile
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch.utils._pytree import tree_leaves
 
 from trainer.errors import CheckpointError
 
@@ -47,11 +42,11 @@ class Loaded:
 def save(
     root: Path,
     step: int,
-    parts: Mapping[str, Any],
+    files: Iterable[tuple[str, bytes | memoryview]],
     facts: Mapping[str, Any],
     check_owner: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Publish `parts` (name to tensors and plain values) as `root/step-<step>`; `facts` go into the manifest.
+    """Publish `files`, (name, content) one at a time, as `root/step-<step>`; `facts` go into the manifest.
 
     `check_owner` is called last before the rename, and may raise. Raises CheckpointError where that step exists
     already, and OSError as the disk gives it.
@@ -65,15 +60,11 @@ def save(
     staging = root / f".staging-{step:08d}-{secrets.token_hex(4)}"
     os.mkdir(staging, 0o700)
     try:
-        files = {}
-        for name, part in parts.items():
-            _check_plain(part, name)
-            buffer = io.BytesIO()
-            torch.save(part, buffer)
-            data = buffer.getbuffer()
-            files[name] = {"rank": 0, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        listed = {}
+        for name, data in files:
+            listed[name] = {"rank": 0, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             _write(staging / name, data)
-        manifest = {"format": FORMAT, "step": step, **facts, "files": files}
+        manifest = {"format": FORMAT, "step": step, **facts, "files": listed}
         _write(staging / MANIFEST, json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1).encode())
         _sync_directory(staging)
         check_owner()
@@ -87,30 +78,6 @@ def save(
         _discard([final])  # it may not be there after a power cut
         raise
     return final
-
-
-def private_copy(tree: Any, copied: dict[Any, torch.Tensor] | None = None) -> Any:
-    """The same tree with tensors of its own on the CPU, so that training can go on while it is written.
-
-    Tensors that share memory (tied weights) share it in the copy.
-    """
-    copied = {} if copied is None else copied
-    if isinstance(tree, torch.Tensor):
-        key = (tree.device, tree.data_ptr(), tree.shape, tree.stride(), tree.dtype)
-        if not tree.numel() or key not in copied:
-            copied[key] = tree.detach().to("cpu", copy=True)
-        return copied[key]
-    if isinstance(tree, Mapping):
-        made = type(tree)((key, private_copy(value, copied)) for key, value in tree.items())  # type: ignore[call-arg]
-        if hasattr(tree, "_metadata"):  # of a module's state_dict: the versions of its layers
-            made._metadata = tree._metadata  # type: ignore[attr-defined]
-        return made
-    return type(tree)(private_copy(value, copied) for value in tree) if isinstance(tree, (list, tuple)) else tree
-
-
-def size_of(tree: Any) -> int:
-    """Bytes of all tensors in a tree."""
-    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def load(path: Path) -> Loaded:
@@ -184,21 +151,6 @@ def newest_manifest(root: Path) -> dict[str, Any] | None:
     return None
 
 
-def unpack(data: bytes, device: torch.device) -> Any:
-    """Tensors and plain values only, on `device`. Raises CheckpointError for anything else."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            entries = archive.infolist()
-        if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > len(data):
-            raise ValueError("compressed or overlapping entries")  # a small file would fill the memory
-        found = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
-        _check_loaded(found, len(data))
-    except Exception as error:  # the bytes are anybody's, and torch has many ways to say no
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"the checkpoint holds more than tensors and plain values: {reason}") from None
-    return found
-
-
 def set_aside(path: Path) -> Path:
     """Move a checkpoint that does not verify out of the way of its step, keeping it for whoever wants to look."""
     aside = path.with_name(f"invalid-{path.name}-{secrets.token_hex(4)}")
@@ -251,38 +203,6 @@ def _discard(paths: Sequence[Path]) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _check_plain(part: Any, name: str) -> None:
-    """Refuse at the save what could not be loaded: numpy numbers, paths, objects."""
-    if isinstance(part, Mapping):
-        for key, value in part.items():
-            _check_plain(key, name)
-            _check_plain(value, f"{name}: {key}")
-    elif type(part) in (list, tuple):
-        for value in part:
-            _check_plain(value, name)
-    elif part is not None and type(part) not in (bool, int, float, str) and not isinstance(part, torch.Tensor):
-        raise CheckpointError(f"{name} is a {type(part).__name__}: a checkpoint holds tensors and plain values only")
-
-
-def _check_loaded(tree: Any, most: int) -> None:
-    """Refuse what we would not have saved. A list that holds itself, or the same one many times, has no end."""
-    pending, seen = [tree], 0
-    while pending:
-        part, seen = pending.pop(), seen + 1
-        if seen > most:
-            raise ValueError("a value that holds itself")
-        if isinstance(part, Mapping):
-            pending += [*part.keys(), *part.values()]
-        elif type(part) in (list, tuple):
-            pending += part
-        elif isinstance(part, torch.Tensor):
-            is_dense = type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout == torch.strided
-            if not is_dense or part.is_meta or part.is_quantized or part.nbytes > part.untyped_storage().nbytes():
-                raise ValueError("a tensor that is not plain and dense")
-        elif part is not None and type(part) not in (bool, int, float, str):
-            raise ValueError(f"a {type(part).__name__}")
-
-
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found := dict(pairs)) < len(pairs):
         raise ValueError("a name stands twice")
@@ -293,7 +213,7 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _write(path: Path, data: Any) -> None:
+def _write(path: Path, data: bytes | memoryview) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         view = memoryview(data)

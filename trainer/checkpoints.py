@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainer import checkpoint
 from trainer.__main__ import run
 from trainer.errors import CheckpointError, ConfigError
@@ -83,10 +81,14 @@ def _export(found: Sequence[Path], target: Path) -> int:
     raise CheckpointError(f"{found[0].parent}: no checkpoint is valid")
 
 
-def _weights(loaded: checkpoint.Loaded) -> dict[str, torch.Tensor]:
+def _weights(loaded: checkpoint.Loaded) -> dict[str, Any]:
     """Tensors by name, each with memory of its own: safetensors knows no sharing."""
-    state: dict[str, Any] = checkpoint.unpack(loaded.files["model.pt"], torch.device("cpu"))
-    averages = checkpoint.unpack(loaded.files["training.pt"], torch.device("cpu"))["ema"]
+    import torch
+
+    from trainer.packing import unpack
+
+    state: dict[str, Any] = unpack(loaded.files["model.pt"], torch.device("cpu"))
+    averages = unpack(loaded.files["training.pt"], torch.device("cpu"))["ema"]
     named = {**state, **{f"ema.{name}": tensor for name, tensor in averages.items()}}
     return {name: tensor.contiguous().clone() for name, tensor in named.items() if isinstance(tensor, torch.Tensor)}
 

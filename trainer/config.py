@@ -61,6 +61,9 @@ class Data:
     on_error: Literal["raise", "skip"]
 
 
+COMPRESSING = ("fp16", "bf16", "powersgd")  # the hooks that send other numbers than the gradients
+
+
 @dataclass
 class Strategy:
     name: str
@@ -150,6 +153,11 @@ class Config:
     task: Task
     optim: dict[str, Any]
     schedule: dict[str, Any]
+
+    @property
+    def packages(self) -> list[str]:
+        """Those that a `_target_` may lie under beside torch's and ours: the task's own and `task.packages`."""
+        return [self.task.trainer.split(".")[0], *self.task.packages]
 
     def flat(self) -> dict[str, Any]:
         """Every value by its full name, `{"data.global_batch": 250, ...}`."""
@@ -284,6 +292,12 @@ def _check_strategy(block: Strategy) -> None:
         raise ConfigError(f"strategy.device_ids: {advice}")
     if block.comm_hook != "none" and block.name != "ddp":
         raise ConfigError(f"strategy.comm_hook={block.comm_hook}: strategy={block.name} reduces no gradients; use ddp")
+    if block.name == "dp" and (block.sync_batchnorm or block.devices_per_rank > 1):
+        name = "sync_batchnorm=true" if block.sync_batchnorm else f"devices_per_rank={block.devices_per_rank}"
+        raise ConfigError(f"strategy.{name}: torch's DataParallel cannot; use strategy=ddp")
+    if block.comm_hook in COMPRESSING and block.precision in ("fp64", "bf16", "fp16"):
+        why = f"compresses float32 gradients, and strategy.precision={block.precision} has none"
+        raise ConfigError(f"strategy.comm_hook={block.comm_hook}: {why}; use none or parameter_server")
 
 
 def to_yaml(config: Config) -> str:

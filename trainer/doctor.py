@@ -150,7 +150,7 @@ class Examination(threading.Thread):
         self.checks = _of_ranks(ranks)
         self.checks += [_alike(group, name, facts[name]) for name in ("versions", "code", "settings")]
         if world.world_size > 1:
-            place = config.address or config.path or ":".join(map(str, world.master))
+            place = config.address or config.path or ":".join(map(str, world.launcher.master))
             found = f"{world.world_size} ranks met at {place} in {seconds:.2f} s, by dist.init={config.init}"
             self.checks.append(Check("rendezvous", "ok", found))
             self._at("clocks")

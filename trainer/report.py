@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer import checkpoint, rundir
+from trainer import packing, rundir
 from trainer.config import Config
 from trainer.data.order import BatchPlan, counted
 from trainer.distributed.world import World
@@ -66,7 +66,7 @@ def describe_model(model: nn.Module) -> str:
 
 def lack_of_room(directory: Path, model: nn.Module, kept: int) -> list[str]:
     """A warning where the checkpoints to keep will not fit by the weights alone; an optimizer's part is not known."""
-    need, free = (kept + 1) * checkpoint.size_of(model.state_dict()), shutil.disk_usage(directory).free
+    need, free = (kept + 1) * packing.size_of(model.state_dict()), shutil.disk_usage(directory).free
     if need <= free:
         return []
     sizes = (

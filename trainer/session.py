@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer import checkpoint, fingerprint, report, rundir
+from trainer import checkpoint, fingerprint, packing, report, rundir
 from trainer.data.ledger import Ledger
 from trainer.data.loaders import ResidentLoader, check_dataset, index_device, open_loader
 from trainer.data.order import BatchPlan, EpochSampler, FixedSampler, ShardSampler, check_batch
@@ -302,7 +302,7 @@ class Session:
         state = {}
         for name in sorted(manifest["files"]):
             data = self.group.share_bytes(found.files[name] if found else None)
-            state[name] = checkpoint.unpack(data, torch.device("cpu"))
+            state[name] = packing.unpack(data, torch.device("cpu"))
         if absent := {"model.pt", "training.pt"} - state.keys():
             raise CheckpointError(f"{self.path_of(manifest['step']).name}: holds no {min(absent)}: not one of a run")
         training = state["training.pt"]

@@ -23,14 +23,8 @@ def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
 
     Raises ConfigError unless the name, and the module that defines what it names, lie under an allowed package.
     """
-    allowed = tuple(dict.fromkeys((*ALLOWED_PACKAGES, *packages)))
-    if not any(name.startswith(f"{package}.") for package in allowed):
-        raise ConfigError(f"{key}={name}: must lie under {', '.join(allowed)}; task.packages=[<package>] adds one")
-    if (head := name.split(".")[0]) in sys.stdlib_module_names:
-        raise ConfigError(f"{key}={name}: must not be of Python's own library, {head}; write a class or function")
+    allowed = check_name(name, key, packages)
     module, _, attribute = name.rpartition(".")
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise ConfigError(f"{key}={name}: must be <module>.<name>")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
@@ -43,6 +37,18 @@ def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
     if not callable(found) or not any(f"{home}.".startswith(f"{package}.") for package in allowed):
         raise ConfigError(f"{key}={name}: must be a class or function defined under {', '.join(allowed)}")
     return found
+
+
+def check_name(name: str, key: str, packages: Sequence[str] = ()) -> tuple[str, ...]:
+    """The packages that it may lie under. Raises ConfigError where it does not; nothing is imported."""
+    allowed = tuple(dict.fromkeys((*ALLOWED_PACKAGES, *packages)))
+    if not any(name.startswith(f"{package}.") for package in allowed):
+        raise ConfigError(f"{key}={name}: must lie under {', '.join(allowed)}; task.packages=[<package>] adds one")
+    if (head := name.split(".")[0]) in sys.stdlib_module_names:
+        raise ConfigError(f"{key}={name}: must not be of Python's own library, {head}; write a class or function")
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(f"{key}={name}: must be <module>.<name>")
+    return allowed
 
 
 def check_target(spec: Mapping[str, Any], key: str, packages: Sequence[str], kind: type | None = None) -> Any:

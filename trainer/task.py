@@ -81,17 +81,12 @@ class Task:
         """From the `optim` group; fused where torch can. Several optimizers all step at every step."""
         parameters = [p for p in model.parameters() if p.requires_grad]
         fused = {"fused": True} if self.config.optim["_target_"] in FUSED else {}
-        return call_target(self.config.optim, "optim", self.packages, Optimizer, parameters, **fused)
+        return call_target(self.config.optim, "optim", self.config.packages, Optimizer, parameters, **fused)
 
     def build_schedule(self, num_steps: int) -> Callable[[int], float]:
         """The factor on every group's rate, for the update made at 0-based step."""
-        return call_target(self.config.schedule, "schedule", self.packages, None, num_steps)
+        return call_target(self.config.schedule, "schedule", self.config.packages, None, num_steps)
 
     def train_step(self, micro_batches: MicroBatches) -> None:
         """One step from this rank's share of a global batch: one `Trainer.update`, or several, alike on every rank."""
         raise NotImplementedError
-
-    @property
-    def packages(self) -> list[str]:
-        """The packages a `_target_` may lie under beside torch's and ours: the task's own and `task.packages`."""
-        return [self.config.task.trainer.split(".")[0], *self.config.task.packages]

@@ -356,8 +356,8 @@ class Trainer(Task):
         check_init(config.dist, world)
         check_batch(config.data.global_batch, config.data.micro_batch, world.world_size)
         if is_training:
-            check_target(config.optim, "optim", self.packages, Optimizer)
-            check_target(config.schedule, "schedule", self.packages)
+            check_target(config.optim, "optim", self.config.packages, Optimizer)
+            check_target(config.schedule, "schedule", self.config.packages)
         origin = rundir.Origin()
         if world.rank == 0:  # the disk is rank 0's: another node need not see it
             resume = config.run.resume or self._trained
@@ -368,7 +368,7 @@ class Trainer(Task):
         """The end of the first gate: torch's optimizers check their own arguments, and load dynamo, in a second."""
         if self.config.optim["_target_"] in FUSED:
             weights = [torch.zeros(1, requires_grad=True)]
-            call_target(self.config.optim, "optim", self.packages, Optimizer, weights)
+            call_target(self.config.optim, "optim", self.config.packages, Optimizer, weights)
 
     def _is_due(self, block: Any) -> bool:
         step, now, steps, epochs = self.step, self._now, block.every_steps, block.every_epochs

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trainer import checkpoint, rundir
+from trainer import checkpoint, packing, rundir
 from trainer.config import Checkpoint, Log
 from trainer.errors import CheckpointError, RunError, visible
 from trainer.lease import Lease
@@ -187,7 +187,7 @@ class RankZeroWriter(Writer):
             self._publish(step, parts, facts, best)
             return
         self._pool = self._pool or ThreadPoolExecutor(1, "checkpoint")
-        self._saving = self._pool.submit(self._publish, step, checkpoint.private_copy(parts), facts, best)
+        self._saving = self._pool.submit(self._publish, step, packing.private_copy(parts), facts, best)
 
     def settle(self) -> None:
         saving, self._saving = self._saving, None
@@ -207,11 +207,11 @@ class RankZeroWriter(Writer):
         try:
             os.fsync(self._metrics.fileno())
             self._show(lambda board: board.flush())
-            checkpoint.save(root, step, parts, facts, self._check_owner)
+            checkpoint.save(root, step, packing.packed(parts), facts, self._check_owner)
             checkpoint.prune(root, keep.keep_last, keep.keep_best, keep.metric, keep.best_mode, also, self._check_owner)
         except OSError as error:
             self._check_owner()  # a successor has swept what was being written
-            self._blame(error, f"saving step {step}", checkpoint.size_of(parts))
+            self._blame(error, f"saving step {step}", packing.size_of(parts))
             if self._failure is not None:
                 raise self._failure from None
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
-from trainer import checkpoint
+from trainer import checkpoint, packing
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -86,14 +86,14 @@ class Shape:
         }
 
     def save(self, root: Path, step: int) -> Path:
-        return checkpoint.save(root, step, self.parts(step), FACTS)
+        return checkpoint.save(root, step, packing.packed(self.parts(step)), FACTS)
 
     def step_of(self, loaded: checkpoint.Loaded | None) -> int | None:
         """Its step; raises AssertionError for anything but exactly what was saved for it."""
         if loaded is None:
             return None
         step = loaded.manifest["step"]
-        found = {name: checkpoint.unpack(data, CPU) for name, data in loaded.files.items()}
+        found = {name: packing.unpack(data, CPU) for name, data in loaded.files.items()}
         assert same(found, self.parts(step)), f"step {step} is mixed: it holds what was not saved for it"
         return step
 
@@ -218,7 +218,7 @@ def state_of(directory: Path) -> Mapping[str, Any]:
     assert loaded is not None and not skipped, f"no valid newest checkpoint: {skipped}"
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     record = [{k: v for k, v in line.items() if not k.startswith("speed/")} for line in lines if "ledger" not in line]
-    parts = {name: checkpoint.unpack(data, CPU) for name, data in loaded.files.items()}
+    parts = {name: packing.unpack(data, CPU) for name, data in loaded.files.items()}
     return {"step": loaded.manifest["step"], "record": record, **parts}
 
 

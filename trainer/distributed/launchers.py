@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from trainer.config import is_port
 from trainer.errors import ConfigError
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -41,6 +42,35 @@ class Launcher:
     attempt: int = 0
     requeues: int = 0
     starters: tuple[str, ...] = ()
+
+    def place(self) -> tuple[int, int, int, int, int, int]:
+        """(rank, local rank, node rank, world size, local world size, nodes), as `World` has them.
+
+        Raises ConfigError for a variable that is missing beside another, no whole number, or out of range.
+        """
+        given = self.variables
+        if "RANK" not in given and "WORLD_SIZE" not in given:
+            return 0, 0, 0, 1, 1, 1
+        size = _whole(given, "WORLD_SIZE", 1, None)
+        rank = _whole(given, "RANK", 0, size - 1)
+        local_size = _whole(given, "LOCAL_WORLD_SIZE", 1, size, default=size)
+        local_rank = _whole(given, "LOCAL_RANK", 0, local_size - 1, default=rank % local_size)
+        nodes = _whole(given, "GROUP_WORLD_SIZE", 1, None, default=-(-size // local_size))
+        node = _whole(given, "GROUP_RANK", 0, nodes - 1, default=rank // local_size)
+        return rank, local_rank, node, size, local_size, nodes
+
+    @property
+    def master(self) -> tuple[str, int]:
+        """(host, port) where rank 0's store is. Raises ConfigError for what is missing or no port."""
+        for name in MASTER:
+            if not self.variables.get(name):
+                advice = {"mpirun": "with mpirun over several nodes, mpirun -x MASTER_ADDR=<host of rank 0>"}
+                start = advice.get(self.name, "start with torchrun, or set it to rank 0's")
+                raise ConfigError(f"{name} is not set, but WORLD_SIZE={self.variables.get('WORLD_SIZE')}: {start}")
+        host, port = (self.variables[name] for name in MASTER)
+        if not is_port(port):
+            raise ConfigError(f"MASTER_PORT={port}: must be a port from 1 to 65535, and the same on every rank")
+        return host, int(port)
 
 
 def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher:
@@ -180,6 +210,22 @@ def _address_of(node: str) -> str:
 
 def _given_master(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in MASTER if environment.get(name)}
+
+
+def _whole(environment: Mapping[str, str], name: str, low: int, high: int | None, default: int | None = None) -> int:
+    given = environment.get(name)
+    if given is None:
+        if default is None:
+            raise ConfigError(
+                f"{name} is not set, though its kin is: torchrun sets RANK and WORLD_SIZE together; by hand, set both"
+            )
+        return default
+    if not given.isdecimal() or int(given) < low or (high is not None and int(given) > high):
+        raise ConfigError(
+            f"{name}={given}: must be a whole number of at least {low}"
+            + ("" if high is None else f" and at most {high}")
+        )
+    return int(given)
 
 
 def _port_of(text: str) -> str:

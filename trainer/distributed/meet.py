@@ -31,7 +31,7 @@ GRACE_S = 0.6  # the others wait so much longer than rank 0, for its verdict
 def check_init(config: Dist, world: World) -> None:
     """Refuse what cannot bring the ranks together, beyond what the configuration alone can tell."""
     if config.init == "env" and world.world_size > 1:
-        _ = world.master
+        _ = world.launcher.master
     if config.path and not Path(config.path).absolute().parent.is_dir():
         raise ConfigError(f"dist.path={config.path}: {Path(config.path).absolute().parent} is not a directory; make it")
 
@@ -115,7 +115,7 @@ def _tcp_store(host: str, port: int, world: World, is_server: bool, config: Dist
 
 def _by_environment(config: Dist, world: World) -> tuple[str, Callable[[], dist.Store]]:
     """torchrun keeps a store of its own, to which rank 0 is a client too."""
-    host, port = world.master
+    host, port = world.launcher.master
     is_server = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return f"{host}:{port}", partial(_tcp_store, host, port, world, is_server, config)
 

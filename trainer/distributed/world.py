@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from trainer.config import Strategy, is_port
-from trainer.distributed.launchers import MASTER, Launcher, find_launcher
+from trainer.config import Strategy
+from trainer.distributed.launchers import Launcher, find_launcher
 from trainer.errors import ConfigError
 
 
@@ -52,36 +52,11 @@ class World:
             raise ConfigError(f"strategy.{key}: rank {self.rank} has no GPU {max(numbers)}; torch sees {count}")
         return replace(self, devices=tuple(torch.device("cuda", number) for number in numbers))
 
-    @property
-    def master(self) -> tuple[str, int]:
-        """(host, port) where rank 0's store is. Raises ConfigError for what is missing or no port."""
-        for name in MASTER:
-            if not self.launcher.variables.get(name):
-                advice = {"mpirun": "with mpirun over several nodes, mpirun -x MASTER_ADDR=<host of rank 0>"}
-                start = advice.get(self.launcher.name, "start with torchrun, or set it to rank 0's")
-                raise ConfigError(f"{name} is not set, but WORLD_SIZE={self.world_size}: {start}")
-        host, port = (self.launcher.variables[name] for name in MASTER)
-        if not is_port(port):
-            raise ConfigError(f"MASTER_PORT={port}: must be a port from 1 to 65535, and the same on every rank")
-        return host, int(port)
-
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
-        """From what the launcher says: torchrun's RANK, WORLD_SIZE and their kin, SLURM's or MPI's; else alone.
-
-        Raises ConfigError for a variable that is missing beside another, no whole number, or out of range.
-        """
+        """From what the launcher says: torchrun's RANK, WORLD_SIZE and their kin, SLURM's or MPI's; else alone."""
         launcher = find_launcher(environment)
-        given = launcher.variables
-        if "RANK" not in given and "WORLD_SIZE" not in given:
-            return cls()
-        world_size = _whole(given, "WORLD_SIZE", 1, None)
-        rank = _whole(given, "RANK", 0, world_size - 1)
-        local_world_size = _whole(given, "LOCAL_WORLD_SIZE", 1, world_size, default=world_size)
-        local_rank = _whole(given, "LOCAL_RANK", 0, local_world_size - 1, default=rank % local_world_size)
-        num_nodes = _whole(given, "GROUP_WORLD_SIZE", 1, None, default=-(-world_size // local_world_size))
-        node_rank = _whole(given, "GROUP_RANK", 0, num_nodes - 1, default=rank // local_world_size)
-        return cls(rank, local_rank, node_rank, world_size, local_world_size, num_nodes, launcher=launcher)
+        return cls(*launcher.place(), launcher=launcher)
 
     def divide_threads(self) -> int:
         """Give this rank its part of the cores, or what OMP_NUM_THREADS says: torchrun sets that to 1 unasked."""
@@ -103,22 +78,6 @@ def usable_cores() -> int:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cores = min(cores, max(1, round(int(quota) / int(period))))
     return cores
-
-
-def _whole(environment: Mapping[str, str], name: str, low: int, high: int | None, default: int | None = None) -> int:
-    given = environment.get(name)
-    if given is None:
-        if default is None:
-            raise ConfigError(
-                f"{name} is not set, though its kin is: torchrun sets RANK and WORLD_SIZE together; by hand, set both"
-            )
-        return default
-    if not given.isdecimal() or int(given) < low or (high is not None and int(given) > high):
-        raise ConfigError(
-            f"{name}={given}: must be a whole number of at least {low}"
-            + ("" if high is None else f" and at most {high}")
-        )
-    return int(given)
 
 
 def count_ranks(given: str) -> int:

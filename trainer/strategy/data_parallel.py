@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from trainer.config import Config
+from trainer.config import COMPRESSING, Config
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
@@ -34,22 +34,15 @@ _SYNC_BUFFERS = (
 )
 
 
-COMPRESSING = ("fp16", "bf16", "powersgd")
-
-
 class DataParallel(SingleDevice):
     """torch's DP: one process cuts each micro-batch over its GPUs. Without a GPU it is a single device."""
 
     @classmethod
     def check(cls, config: Config, world: World) -> None:
-        block = config.strategy
         if world.world_size > 1:
             raise ConfigError(
                 f"strategy=dp: is one process over the GPUs, and {world.world_size} were started; use ddp"
             )
-        if block.sync_batchnorm or block.devices_per_rank > 1:
-            name = "sync_batchnorm=true" if block.sync_batchnorm else f"devices_per_rank={block.devices_per_rank}"
-            raise ConfigError(f"strategy.{name}: torch's DataParallel cannot; use strategy=ddp")
 
     def wrap(self, model: nn.Module, rehearsal: MicroBatch, loss: Loss) -> nn.Module:
         module = super().wrap(model, rehearsal, loss)
@@ -66,11 +59,7 @@ class DistributedDataParallel(Strategy):
 
     @classmethod
     def check(cls, config: Config, world: World) -> None:
-        block = config.strategy
-        if block.comm_hook in COMPRESSING and block.precision in ("fp64", "bf16", "fp16"):
-            why = f"compresses float32 gradients, and strategy.precision={block.precision} has none"
-            raise ConfigError(f"strategy.comm_hook={block.comm_hook}: {why}; use none or parameter_server")
-        if block.comm_hook == "bf16" and choose_backend(config.dist, world) != "nccl":
+        if config.strategy.comm_hook == "bf16" and choose_backend(config.dist, world) != "nccl":
             raise ConfigError("strategy.comm_hook=bf16: needs dist.backend=nccl; use fp16")
 
     def wrap(self, model: nn.Module, rehearsal: MicroBatch, loss: Loss) -> nn.Module:
