@@ -12,7 +12,7 @@ from trainer import checkpoint, rundir
 from trainer.__main__ import run
 from trainer.data.ledger import expected
 from trainer.data.order import counted
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, visible
 
 HELP = """usage: python -m trainer.audit DIR
 
@@ -31,15 +31,18 @@ def main(arguments: Sequence[str]) -> int:
     manifest = checkpoint.newest_manifest(directory / "checkpoints")
     if manifest is None:
         raise ConfigError(f"{directory}: has no checkpoint to audit; give a run directory")
+    checkpoint.check_run(manifest, directory)
     kept = {**_recorded(directory), manifest["step"]: manifest["ledger"]}
     return _compare(manifest, kept)
 
 
 def _compare(manifest: dict[str, Any], kept: dict[int, str]) -> int:
-    config, num_examples = manifest["config"], manifest["data"]["train"]["length"]
+    config, num_examples, replaced = manifest["config"], manifest["data"]["train"]["length"], manifest["replaced"]
     batch, last = config["data.global_batch"], manifest["step"]
-    seen, right = torch.zeros(num_examples, dtype=torch.int64), 0
-    replaced = manifest["replaced"]
+    try:
+        seen, right, checked = torch.zeros(num_examples, dtype=torch.int64), 0, 0
+    except RuntimeError:
+        raise ConfigError(f"{num_examples:,} examples: counting them takes more memory than there is") from None
     for step, chain, indices in expected(config["run.seed"], num_examples, batch, last, replaced):
         seen[indices] += 1
         if step not in kept:
@@ -48,16 +51,21 @@ def _compare(manifest: dict[str, Any], kept: dict[int, str]) -> int:
             steps = f"{right + 1:,} to {step:,}"
             print(f"DIFFERENT: of the steps {steps} one did not take the examples of its place in the order")
             return 1
-        right = step
+        right, checked = step, checked + 1
     epochs, steps = divmod(last, num_examples // batch)
     sessions = ", ".join(f"from step {first:,} on {counted(ranks, 'rank')}" for first, ranks in manifest["sessions"])
-    print(f"run {manifest['run']}: {last:,} steps of {batch:,} examples, so {epochs} epochs and {steps:,} steps")
+    print(
+        f"run {visible(manifest['run'])}: {last:,} steps of {batch:,} examples, so {epochs} epochs and {steps:,} steps"
+    )
     print(f"{counted(len(manifest['sessions']), 'session')}: {sessions}")
     print(f"each of the {num_examples:,} examples was taken {int(seen.min())} to {int(seen.max())} times")
     for place, other in replaced.items():
         epoch, index = place.split("/")
         print(f"example {index} could not be read in epoch {epoch}: example {other} was taken (data.on_error=skip)")
-    print(f"{counted(len(kept), 'save')} agree with the order recomputed: nothing was repeated or skipped")
+    but = ", but for these" if replaced else ""
+    print(f"{counted(checked, 'save')} agree with the order recomputed: nothing was repeated or skipped{but}")
+    if later := len(kept) - checked:
+        print(f"{counted(later, 'save')} after step {last:,} not compared: no checkpoint is left of them")
     return 0
 
 

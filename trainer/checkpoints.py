@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer import checkpoint
 from trainer.__main__ import run
-from trainer.errors import CheckpointError, ConfigError
+from trainer.config import one_line
+from trainer.errors import CheckpointError, ConfigError, visible
 
 HELP = """usage: python -m trainer.checkpoints DIR [--export FILE.safetensors]
 
@@ -43,18 +45,20 @@ def main(arguments: Sequence[str]) -> int:
 def _list(found: Sequence[Path]) -> int:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table, invalid = Table("step", "files", "size", "strategy", "ranks", "metrics", box=None, header_style="bold"), 0
     for path in found:
         try:
             manifest = checkpoint.load(path).manifest
+            checkpoint.check_run(manifest, path)
         except CheckpointError as error:
-            table.add_row(path.name.removeprefix("step-").lstrip("0"), f"INVALID {error}")
+            table.add_row(path.name.removeprefix("step-").lstrip("0"), Text(f"INVALID {visible(str(error))}"))
             invalid += 1
             continue
         size = sum(entry["bytes"] for entry in manifest["files"].values())
-        metrics = "  ".join(f"{name} {value:.4f}" for name, value in manifest["metrics"].items())
-        facts = (manifest["strategy"], str(manifest["world_size"]), metrics)
+        metrics = "  ".join(f"{name} {math.nan if v is None else v:.4f}" for name, v in manifest["metrics"].items())
+        facts = [Text(visible(fact)) for fact in (manifest["strategy"], str(manifest["world_size"]), metrics)]
         table.add_row(f"{manifest['step']:,}", "valid", f"{size / 1e6:,.1f} MB", *facts)
     Console(highlight=False, width=None if invalid == 0 else 200).print(table)
     return int(invalid > 0)
@@ -75,7 +79,10 @@ def _export(found: Sequence[Path], target: Path) -> int:
             continue
         tensors = _weights(loaded)
         facts = {"step": str(loaded.manifest["step"]), "run": str(loaded.manifest["run"])}
-        save_file(tensors, target, metadata=facts)
+        try:
+            save_file(tensors, target, metadata=facts)
+        except Exception as error:  # safetensors has its own for a folder that is not there
+            raise ConfigError(f"--export {target}: {one_line(error)}") from None
         print(f"{target}: {len(tensors)} tensors of step {loaded.manifest['step']:,}")
         return 0
     raise CheckpointError(f"{found[0].parent}: no checkpoint is valid")

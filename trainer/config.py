@@ -201,6 +201,11 @@ def load_run_config(place: str, overrides: Sequence[str], config_dirs: Sequence[
         raise ConfigError(f"{prefix}{place}: has no config.yaml; give a run directory, or one of its checkpoints")
     try:
         saved: Any = OmegaConf.create((home / "config.yaml").read_text(encoding="utf-8"))
+        groups = [field.name for field in dataclasses.fields(Config)]
+        if not OmegaConf.is_dict(saved) or not all(OmegaConf.is_dict(saved.get(group)) for group in groups):
+            raise ConfigError(
+                f"{prefix}{place}: its config.yaml is not that of a run: it has not all groups of settings"
+            )
         OmegaConf.set_struct(saved, True)
         saved.run.name = None  # where it lives now counts, not where it was begun
     except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
@@ -229,7 +234,7 @@ def load_run_config(place: str, overrides: Sequence[str], config_dirs: Sequence[
 
 def from_plain(plain: Any) -> Config:
     """A Config from nested plain values. Raises ConfigError for what one setting, or two together, cannot be."""
-    if "name" not in plain.get("task", {}):
+    if not isinstance(plain.get("task"), Mapping) or "name" not in plain["task"]:
         raise ConfigError("task.name is missing: a task's file sets it, below a first line '# @package _global_'")
     check_no_secret(plain)
     config = build(Config, plain)
@@ -381,6 +386,8 @@ def _composed(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -
     chosen: dict[str, Any] = {}
     for override in parsed:
         group, value = override.key_or_group, override.value()
+        if group in options and override.is_add():
+            raise ConfigError(f"{override.input_line}: {group} is there already; leave out the '+'")
         if group in options and not override.is_delete():
             _check_choice(group, value, options)
             if chosen.setdefault(group, value) != value:
@@ -416,12 +423,13 @@ def _name_unknown(parsed: list[Any], options: Mapping[str, Any], where: str, com
     try:
         base = compose_groups()
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"{where}: {one_line(error).split(' Config search path')[0]}") from None
+        hint = "; is the first line of the task's file '# @package _global_'?" if "@task." in str(error) else ""
+        raise ConfigError(f"{where}: {one_line(error).split(' Config search path')[0]}{hint}") from None
     known = [*flatten(typing.cast(dict, OmegaConf.to_container(base))), *options]
     for override in parsed:
         key = override.key_or_group
         found = OmegaConf.select(base, key, default=known)
-        if override.is_add() and (key in options or found is not known):
+        if override.is_add() and found is not known:
             raise ConfigError(f"{override.input_line}: {key} is there already; leave out the '+'")
         if isinstance(found, DictConfig) and key not in options:
             raise ConfigError(f"{key} is a group of settings: give {key}.<name>=<value>")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from trainer.__main__ import load_task, run, run_directory
 from trainer.config import load_run_config
 from trainer.errors import ConfigError, visible
+from trainer.rundir import strict
 
 HELP = """usage: python -m trainer.evaluate DIR [key=value ...] [--config-dir DIR]
 
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     if task.world.rank == 0:
         for line in task.skipped:
             print(visible(line), file=sys.stderr)
-        print(json.dumps({"step": task.step, **metrics}))
+        print(json.dumps({"step": task.step, **strict(metrics)}))
     return 0
 
 

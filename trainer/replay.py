@@ -13,8 +13,9 @@ from trainer.__main__ import load_task, run, run_directory
 from trainer.config import load_run_config
 from trainer.data.order import BatchPlan
 from trainer.diagnosis import Example, examine
-from trainer.errors import ConfigError
+from trainer.errors import CheckpointError, ConfigError, visible
 from trainer.strategy.batchnorm import has_batchnorm
+from trainer.trainer import STOPPED
 
 HELP = """usage: python -m trainer.replay DIR step=N [key=value ...] [--config-dir DIR]
 
@@ -38,10 +39,14 @@ def main(arguments: Sequence[str]) -> int:
     if len(wanted) != 1 or not wanted[0].isdecimal() or int(wanted[0]) < 1:
         raise ConfigError(advice)
     directory, step = Path(place), int(wanted[0])
-    before = {number: path for number, path in checkpoint.steps(directory / "checkpoints").items() if number < step}
+    if (directory / checkpoint.MANIFEST).is_file():
+        raise ConfigError(f"{directory}: is one checkpoint; {advice}")
     overrides = [word for word in words if not word.startswith("step=")]
     config = load_run_config(str(directory), overrides, config_dirs)
-    config.run.resume = str(before[max(before)]) if before else None
+    ours, theirs = config.flat(), load_run_config(str(directory), [], config_dirs).flat()
+    if fixed := next((key for key in rundir.FIXED if ours[key] != theirs[key]), None):
+        raise ConfigError(f"{fixed}={ours[fixed]}: the run has {theirs[fixed]}, and its steps have other samples else")
+    config.run.resume = _newest_before(directory, step)
     config.run.name, config.strategy.name, config.strategy.comm_hook = "replay", "single", "none"
     config.data.micro_batch = _micro_batch(directory, config)
     with tempfile.TemporaryDirectory() as scratch:
@@ -53,7 +58,18 @@ def main(arguments: Sequence[str]) -> int:
             if has_batchnorm(task.model):
                 print("BatchNorm took its running statistics for this, so these are not the losses of training")
             return _tell(task.examples, step, directory)
-    raise ConfigError(f"step={step}: the run has only {task.step:,} steps")
+    return STOPPED
+
+
+def _newest_before(directory: Path, step: int) -> str | None:
+    """The newest valid checkpoint before the step."""
+    for number, path in reversed(checkpoint.steps(directory / "checkpoints").items()):
+        try:
+            if number < step and checkpoint.load(path):
+                return str(path)
+        except CheckpointError as error:
+            print(visible(f"skipped {path.name}: {error}"))
+    return None
 
 
 def _micro_batch(directory: Path, config: Any) -> int:
@@ -62,6 +78,8 @@ def _micro_batch(directory: Path, config: Any) -> int:
     Under SyncBN the ranks' shares are one. Says where the run's pieces cannot be had on one process.
     """
     manifest = checkpoint.newest_manifest(directory / "checkpoints")
+    if manifest:
+        checkpoint.check_run(manifest, directory)
     ranks, batch = manifest["world_size"] if manifest else 1, config.data.global_batch
     was = BatchPlan(batch, batch, min(config.data.micro_batch or batch, -(-batch // ranks)), ranks)
     joined = 1 if config.strategy.sync_batchnorm else ranks
@@ -76,6 +94,11 @@ def _micro_batch(directory: Path, config: Any) -> int:
 def _stopping_at(base: type, step: int) -> Any:
     class Replay(base):
         examples: list[Example]
+
+        def build_schedule(self, num_steps: int) -> Any:
+            if step > num_steps:
+                raise ConfigError(f"step={step}: the run has only {num_steps:,} steps")
+            return super().build_schedule(num_steps)
 
         def train_step(self, micro_batches: Any) -> None:
             if self.step == step - 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -146,13 +147,18 @@ def read(origin: Origin) -> tuple[checkpoint.Loaded | None, list[str]]:
     Raises CheckpointError where there are checkpoints and none verifies: to start over would lose the run.
     """
     if origin.checkpoint is not None:
-        return checkpoint.load(origin.checkpoint), []
+        return _of_run(checkpoint.load(origin.checkpoint)), []
     if origin.source is None:
         return None, []
     found, skipped = checkpoint.load_newest(origin.source / "checkpoints")
     if found is None and skipped:
         raise CheckpointError(f"{origin.source / 'checkpoints'}: no checkpoint is valid; {skipped[0]}")
-    return found, skipped
+    return _of_run(found) if found else None, skipped
+
+
+def _of_run(found: checkpoint.Loaded) -> checkpoint.Loaded:
+    checkpoint.check_run(found.manifest, found.path)
+    return found
 
 
 def recorded(directory: Path, step: int) -> dict[str, float]:
@@ -166,13 +172,27 @@ def recorded(directory: Path, step: int) -> dict[str, float]:
 
 def entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(line, what it says) of a metrics.jsonl, where there is one; a line that was cut off is passed over."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+    for line in _text(path).splitlines():
         try:
             entry = json.loads(line)
         except ValueError:
             continue
         if isinstance(entry, dict) and isinstance(entry.get("step"), int):
             yield line, entry
+
+
+def _text(path: Path) -> str:
+    """Empty where there is no such file. Raises ConfigError for a link, and for a pipe, which nobody may ever write."""
+    if not path.exists():
+        return ""
+    if path.is_symlink() or not path.is_file():
+        raise ConfigError(f"{path}: must be a plain file, no link; remove it")
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def strict(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON has no number for becomes null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def _unused(named: Path | None) -> Path | None:
@@ -307,7 +327,9 @@ def changes(config: Config, manifest: Mapping[str, Any]) -> list[str]:
 
 def write_exit(directory: Path, code: int, reason: str, **facts: Any) -> None:
     """exit.json: torchrun flattens every exit code to 1, so it is said here too."""
-    replace(directory / "exit.json", json.dumps({"code": code, "reason": reason, **facts}, indent=1) + "\n")
+    told = strict({"code": code, "reason": reason, **facts})
+    told |= {"metrics": strict(facts["metrics"])} if "metrics" in facts else {}
+    replace(directory / "exit.json", json.dumps(told, indent=1) + "\n")
 
 
 def replace(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -34,16 +35,17 @@ def score(session: Session, limit: int | None = None) -> dict[str, float]:
         return {}
     task.model.eval()
     batches = zip(islice(session.loaders["eval"], limit), session.shard.rows, strict=False)
-    for number, ((batch, indices), rows) in enumerate(batches, 1):
-        session.pulse.at(Phase.EVALUATE)
-        inputs, targets = session.prepare(batch, indices, "eval", 0)
-        seed_layers(session.config.run.seed, -1, number, session.world.device)
-        _count(session, means, session.strategy.forward(session.wrapped, inputs), targets, rows)
-        if number % every == 0 and limit is None:
-            asked, seconds = session.group.max(float(session.wants_stop), time.monotonic() - begun)
-            if asked:
-                raise Stopped
-            every = max(1, int(number * STOP_EVERY_S / max(seconds, 1e-9)))
+    with session.group.agreed("trying metrics") if limit is not None else nullcontext():
+        for number, ((batch, indices), rows) in enumerate(batches, 1):
+            session.pulse.at(Phase.EVALUATE)
+            inputs, targets = session.prepare(batch, indices, "eval", 0)
+            seed_layers(session.config.run.seed, -1, number, session.world.device)
+            _count(session, means, session.strategy.forward(session.wrapped, inputs), targets, rows)
+            if number % every == 0 and limit is None:
+                asked, seconds = session.group.max(float(session.wants_stop), time.monotonic() - begun)
+                if asked:
+                    raise Stopped
+                every = max(1, int(number * STOP_EVERY_S / max(seconds, 1e-9)))
     task.model.train()
     if limit is not None:
         _check_names(session, means.names())

@@ -162,12 +162,14 @@ class Session:
         self.num_steps = config.run.steps or config.run.epochs * self.plan.steps_per_epoch
         self.rate_scale = rate_scale(config)
         self.schedule = self.task.build_schedule(self.num_steps)
+        is_configured = type(self.task).build_schedule is Task.build_schedule
+        name = f"schedule ({config.schedule['_target_']})" if is_configured else "build_schedule"
         try:
             ends = [float(self.schedule(step)) for step in (0, self.num_steps - 1)]
-        except TypeError as error:
-            raise ConfigError(f"schedule ({config.schedule['_target_']}): {error}") from None
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{name}: must give factor(step), a number: {error}") from None
         if not all(map(math.isfinite, ends)):
-            raise ConfigError(f"schedule ({config.schedule['_target_']}): gives the factors {ends}: must be finite")
+            raise ConfigError(f"{name}: gives the factors {ends}: must be finite")
 
     def _open_eval(self) -> None:
         config, device = self.config, self.world.device
@@ -200,6 +202,8 @@ class Session:
         self.means.clear()
         built = self.task.build_optimizer(model)
         self.optimizers = built if isinstance(built, list) else [built]
+        if other := next((type(found).__name__ for found in self.optimizers if not isinstance(found, Optimizer)), None):
+            raise ConfigError(f"build_optimizer returned a {other}: must be an optimizer, or a list of them")
         for optimizer in self.optimizers:
             remember_options(optimizer)
         self._begin_ema()
@@ -253,7 +257,7 @@ class Session:
             "sessions": self.sessions,
             "ledger": self.ledger.chain,
             "replaced": self.replaced,
-            "metrics": metrics,
+            "metrics": rundir.strict(metrics),
         }
         with self.group.agreed("saving a checkpoint"):
             self.writer.settle()

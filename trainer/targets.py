@@ -28,8 +28,10 @@ def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
-        advice = "start where it can be imported from"
-        raise ConfigError(f"{key}={name}: no module named {error.name}; {advice}") from None
+        missing = error.name or ""
+        is_ours = f"{module}.".startswith(f"{missing}.")
+        advice = "start where it can be imported from" if is_ours else f"which {module} imports; install it"
+        raise ConfigError(f"{key}={name}: no module named {missing}{'; ' if is_ours else ', '}{advice}") from None
     except AttributeError:
         names = [n for n in vars(importlib.import_module(module)) if not n.startswith("_")]
         raise ConfigError(f"{key}={name}: {module} has no {attribute}{suggest(attribute, names)}") from None
@@ -74,6 +76,9 @@ def check_target(spec: Mapping[str, Any], key: str, packages: Sequence[str], kin
             raise ConfigError(f"{key}.{name} is not an argument of {spec['_target_']}{near}")
         if name in parameters:
             check_value(_kind(parameters[name]), value, f"{key}.{name}")
+            usual = parameters[name].default
+            if isinstance(usual, tuple) and isinstance(value, list) and len(value) != len(usual):
+                raise ConfigError(f"{key}.{name}={value}: must be {len(usual)} numbers")
     try:
         inspect.signature(target).bind(None, **{name: value for name, value in spec.items() if name != "_target_"})
     except TypeError as error:

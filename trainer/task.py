@@ -42,15 +42,15 @@ class Task:
 
     def build_model(self) -> nn.Module:
         """The model, on the CPU; the generators are seeded with `run.seed` before the call."""
-        raise NotImplementedError
+        raise self._unwritten("build_model()")
 
     def build_dataset(self, split: Split) -> Dataset | None:
         """A map-style dataset; None for "eval" if there is nothing to evaluate on."""
-        raise NotImplementedError
+        raise self._unwritten("build_dataset(split)")
 
     def loss(self, outputs: Any, targets: Any) -> Values:
         """Values (batch, ...), or (values, weights) of equal shape; never a mean over the batch."""
-        raise NotImplementedError
+        raise self._unwritten("loss(outputs, targets)")
 
     # What a task may replace ------------------------------------------------------------------------------------------
 
@@ -90,3 +90,6 @@ class Task:
     def train_step(self, micro_batches: MicroBatches) -> None:
         """One step from this rank's share of a global batch: one `Trainer.update`, or several, alike on every rank."""
         raise NotImplementedError
+
+    def _unwritten(self, method: str) -> ConfigError:
+        return ConfigError(f"task.trainer={self.config.task.trainer}: has no {method}; a task writes it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 
 from trainer.__main__ import load_task, run, split_arguments
-from trainer.config import Config, load_config
+from trainer.config import COMPRESSING, Config, load_config
+from trainer.distributed.launchers import CODES
 from trainer.errors import ConfigError, RunError
 
 HELP = """usage: python -m trainer.verify task=<name> [layouts=ranks-2,ranks-3] [steps=10] [key=value ...]
@@ -45,6 +47,8 @@ LEAST_TO_RESUME = 5  # steps: one is saved after the second, so that a kill in t
 # (losses and metrics, gradients and weights): relative. Below fp64 the tensors are shown, not judged.
 TOLERANCE = {FP64: (1e-8, 1e-6), "fp32": (1e-3, 1.0), "tf32": (1e-2, 1.0)}
 COARSE = (1e-1, 1.0)
+_FRAME = re.compile(r'  File "([^"]+)", line (\d+), in (.+)')
+_OURS = str(Path(__file__).parent)
 LOST = "state kept outside of model, optimizer and step, or random numbers that are not seeded"
 
 
@@ -98,14 +102,18 @@ def main(arguments: Sequence[str]) -> int:
     if any(os.environ.get(name) for name in ("RANK", "WORLD_SIZE")):
         raise ConfigError("trainer.verify starts its ranks itself: run it with python, not under a launcher")
     words, config_dirs = split_arguments([a for a in arguments if a != "--resume"])
-    own = dict(word.split("=", 1) for word in words if word.split("=")[0] in ("layouts", "steps", "kills", "seed"))
+    is_resume = "--resume" in arguments
+    known = ("steps", "kills", "seed") if is_resume else ("steps", "layouts")
+    own = dict(word.split("=", 1) for word in words if word.split("=")[0] in known and "=" in word)
+    if other := next((w for w in words if w.split("=")[0] in {"layouts", "kills", "seed"} - {*known}), None):
+        raise ConfigError(f"{other}: is for trainer.verify {'without' if is_resume else 'with'} --resume; leave it out")
     overrides = [word for word in words if word.split("=")[0] not in own]
     config = load_config(overrides, config_dirs)
     load_task(config)
     steps = _whole(own, "steps", 10)
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         stage = Stage(Path(folder), overrides, config_dirs, config, steps)
-        if "--resume" in arguments:
+        if is_resume:
             findings = prove_resume(stage, _whole(own, "kills", 3), _whole(own, "seed", 0, least=0))
         else:
             findings = prove_layouts(stage, _chosen(own.get("layouts"), config))
@@ -130,6 +138,8 @@ def _chosen(given: str | None, config: Config) -> dict[str, tuple[int, list[str]
         if given is None and (ranks > config.data.global_batch or (name == "accumulation" and half < 2)):
             continue
         chosen[name] = (ranks, [override.format(half=half) for override in more])
+    if not chosen:
+        raise ConfigError(f"layouts={given}: names none; give some of {', '.join(LAYOUTS)}, ranks-<n>")
     return chosen
 
 
@@ -140,6 +150,8 @@ class Stage:
         self.folder, self.overrides, self.steps = folder, overrides, steps
         self.config_dirs = [str(Path(each).resolve()) for each in config_dirs]
         self.precisions = list(dict.fromkeys([FP64, config.strategy.precision]))
+        is_compressed = config.strategy.comm_hook in COMPRESSING  # such hooks take float32 alone
+        self.for_precision = {FP64: ["strategy.comm_hook=none"] * is_compressed}
 
     def train(
         self, name: str, ranks: int, more: Sequence[str], precisions: Sequence[str], kill: Sequence[int] | None = None
@@ -150,7 +162,13 @@ class Stage:
         """
         fixed = [f"run.steps={self.steps}", "log.every_steps=1", f"run.dir={self.folder / 'runs'}", "run.compile=false"]
         runs = [
-            (f"{name}-{p}", [*self.overrides, *fixed, f"run.name={name}-{p}", f"strategy.precision={p}", *more])
+            (
+                f"{name}-{p}",
+                [
+                    *(*self.overrides, *fixed, f"run.name={name}-{p}", f"strategy.precision={p}"),
+                    *(*self.for_precision.get(p, []), *more),
+                ],
+            )
             for p in precisions
         ]
         spec = self.folder / f"{name}.json"
@@ -160,16 +178,37 @@ class Stage:
         if kill is not None and (done.returncode == -signal.SIGKILL or "SIGKILL" in done.stderr):
             return None
         if done.returncode:
-            said = [line for line in done.stderr.splitlines() if "Error" in line or line.startswith("error:")]
-            raise RunError(f"{name}: {(said or done.stderr.splitlines() or ['failed'])[0].strip()}")
+            codes = self.folder / "codes"
+            is_bad = done.returncode == 2 or (codes.exists() and "2" in codes.read_text().split())
+            kind = ConfigError if is_bad else RunError
+            raise kind(f"{name}: {last_words(done.stderr)}")
         files = {p: [self.folder / f"{name}-{p}-{rank}.pt" for rank in range(ranks)] for p in precisions}
         return {p: Evidence([torch.load(file, weights_only=True) for file in found]) for p, found in files.items()}
 
     def launch(self, spec: Path, ranks: int) -> subprocess.CompletedProcess[str]:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
         words = [sys.executable, *launcher, "-m", "trainer.recording", str(spec)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", CODES: str(self.folder / "codes")}
         return subprocess.run(words, capture_output=True, text=True, env=environment)  # noqa: S603  # our own words
+
+
+def last_words(said: str) -> str:
+    """Of what ranks wrote as they failed: their error line, else the first exception, and where the task raised it."""
+    lines = said.splitlines()
+    if told := next((line for line in lines if line.startswith("error: ")), None):
+        return told.removeprefix("error: ")
+    frames: list[re.Match[str]] | None = None
+    for line in lines:
+        if line.startswith("Traceback "):
+            frames = []
+        elif frames is not None and (frame := _FRAME.match(line)):
+            frames.append(frame)
+        elif frames and not line.startswith(" "):
+            theirs = [
+                frame for frame in frames if not frame[1].startswith((_OURS, "<")) and "/site-packages/" not in frame[1]
+            ]
+            return "{} ({}:{}, in {})".format(line, *(theirs or frames)[-1].groups())
+    return lines[-1] if lines else "failed"
 
 
 def prove_layouts(stage: Stage, layouts: Mapping[str, tuple[int, list[str]]]) -> list[Finding]:
@@ -226,7 +265,9 @@ def compare(layout: str, precision: str, ours: Evidence, theirs: Evidence) -> Fi
         where = next((name for name, distance in found.items() if not distance <= limit), None)
         if where is not None:
             first = where if group in ("examples", "losses", "metrics") else f"{where} ({group})"
-            return Finding(layout, precision, worst, "DIFFERENT", f"first: {first}", explain(ours, theirs))
+            return Finding(
+                layout, precision, worst, "DIFFERENT", f"first: {first}", explain(ours, theirs, group, where)
+            )
     return Finding(layout, precision, worst, "agrees")
 
 
@@ -250,8 +291,8 @@ def _distances(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tens
     return found
 
 
-def explain(ours: Evidence, theirs: Evidence) -> str:
-    """The likely reason, from what every rank saw when it looked at the same examples."""
+def explain(ours: Evidence, theirs: Evidence, group: str, where: str) -> str:
+    """The likely reason, from what every rank saw when it looked at the same examples, and from what differs first."""
     probes = [notes["probe"] for notes in [*ours.ranks, *theirs.ranks]]
     first, ranks = probes[0], [notes["probe"] for notes in theirs.ranks]
     if any(p["indices"] != first["indices"] for p in probes):
@@ -260,7 +301,7 @@ def explain(ours: Evidence, theirs: Evidence) -> str:
         for index, one, other in zip(first["indices"], first["data"], p["data"], strict=True):
             if not _close(one, other):
                 who = f"rank {number - len(ours.ranks)}" if number >= len(ours.ranks) else "one rank"
-                why = "the data set depends on the rank or draws from a source that is not seeded"
+                why = "the data set, or augment, depends on the rank or draws from a source that is not seeded"
                 return f"example {index} is another on {who}: {why}"
     for place, digest in ours.rows.items():
         if place in theirs.rows and not _close(digest, theirs.rows[place]):
@@ -270,6 +311,14 @@ def explain(ours: Evidence, theirs: Evidence) -> str:
         return "model or loss gave two results for one batch and seed: they draw random numbers that are not seeded"
     if any(not _alike(ranks[0]["first"], p["first"]) for p in [first, *ranks[1:]]):
         return "model or loss give another result on another rank for the same batch: they depend on the rank"
+    if group == "metrics":
+        return (
+            "training agrees and evaluation does not: metrics, summarize or the eval data depend on rank or batch size"
+        )
+    if group in ("losses", "weights") and not where.endswith(" of step 1"):
+        return (
+            "the first gradients agree, so the update does not: optimizer, schedule or train_step depend on the layout"
+        )
     return _mixing(ranks[0])
 
 

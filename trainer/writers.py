@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,7 @@ from trainer.lease import Lease
 
 LINE_EVERY_S = 5.0
 BAR_EVERY_S = 0.2
+REOPEN_S = 5.0  # after TensorBoard's files could not be written
 
 
 class Writer:
@@ -84,7 +86,7 @@ class RankZeroWriter(Writer):
         self._shown = {"train/loss": math.nan, "optim/lr": math.nan, "speed/examples_per_s": math.nan}
         self._began, self._last = (step, time.monotonic()), time.monotonic()
         self._directory, self._num_images = directory, config.images
-        self._keep, self._lease, self._warned = keep, lease, set[str]()
+        self._keep, self._lease, self._warned = keep, lease, set[tuple[str, int | None]]()
         self._pool: ThreadPoolExecutor | None = None
         self._saving: Future[None] | None = None
         self._failure: RunError | None = None
@@ -94,13 +96,14 @@ class RankZeroWriter(Writer):
         _keep_until(path, step)
         self._metrics = open(path, "a", encoding="utf-8", opener=rundir.opener)  # noqa: SIM115
         self._open_board = partial(SummaryWriter, str(directory / "tensorboard"))
-        self._board = self._open_board(purge_step=step + 1 if is_resumed else None)
+        self._board: Any = self._open_board(purge_step=step + 1 if is_resumed else None)
+        self._reopen_at, self._on_thread_error = 0.0, threading.excepthook
+        threading.excepthook = self._heed
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._record({"step": step, **finite})
+        self._record({"step": step, **rundir.strict(values)})
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._show(lambda board: board._get_file_writer().add_summary(Summary(value=points), step))  # one event for all
         self._shown |= {name: value for name, value in values.items() if name in self._shown}
@@ -208,6 +211,7 @@ class RankZeroWriter(Writer):
             os.fsync(self._metrics.fileno())
             self._show(lambda board: board.flush())
             checkpoint.save(root, step, packing.packed(parts), facts, self._check_owner)
+            self._warned.clear()  # there is room again
             checkpoint.prune(root, keep.keep_last, keep.keep_best, keep.metric, keep.best_mode, also, self._check_owner)
         except OSError as error:
             self._check_owner()  # a successor has swept what was being written
@@ -216,13 +220,20 @@ class RankZeroWriter(Writer):
                 raise self._failure from None
 
     def _show(self, draw: Callable[[Any], None]) -> None:
-        """Something for TensorBoard. Its thread ends with the first error, so another one takes over."""
+        """Something for TensorBoard. Its thread ends with the first error; some seconds later another takes over."""
         try:
-            draw(self._board)
-        except OSError as error:
-            self._blame(error, "writing TensorBoard's events", 0)
-            with contextlib.suppress(OSError):
+            if self._board is None and time.monotonic() > self._reopen_at:
                 self._board = self._open_board()
+            if self._board is not None:
+                draw(self._board)
+        except OSError as error:
+            self._board, self._reopen_at = None, time.monotonic() + REOPEN_S
+            self._blame(error, "writing TensorBoard's events", 0)
+
+    def _heed(self, error: threading.ExceptHookArgs) -> None:
+        """TensorBoard's thread fails where we do, and `_show` tells of it: no traceback besides."""
+        if not (isinstance(error.exc_value, OSError) and type(error.thread).__module__.startswith("tensorboard.")):
+            self._on_thread_error(error)
 
     def _record(self, entry: Mapping[str, Any]) -> None:
         try:
@@ -243,8 +254,8 @@ class RankZeroWriter(Writer):
         if self._keep.on_error == "stop":
             advice = "make room and go on with run.resume, or give checkpoint.on_error=continue"
             self._failure = RunError(f"{line}; {advice}")
-        elif line not in self._warned:
-            self._warned.add(line)
+        elif (kind := (doing.split(" step ")[0], error.errno)) not in self._warned:
+            self._warned.add(kind)
             self.say(f"warning: {line}; going on, as checkpoint.on_error=continue says")
 
     def exit(self, code: int, reason: str, **facts: Any) -> None:
@@ -261,9 +272,10 @@ class RankZeroWriter(Writer):
         self._stop_profiler()
         if self._pool is not None:
             self._pool.shutdown()
-        for record in (self._metrics, self._board):
+        for record in filter(None, (self._metrics, self._board)):
             with contextlib.suppress(OSError):  # a full disk, and it was said
                 record.close()
+        threading.excepthook = self._on_thread_error
         if self._lease is not None:
             self._lease.release()
 

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any, Protocol, cast
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, default_collate
 
 from trainer.config import Data
@@ -212,7 +212,22 @@ class _Seeded(Dataset):
 
 
 def _collate(rows: list[Any]) -> Any:
-    return next((row for row in rows if isinstance(row, _Unreadable)), None) or default_collate(rows)
+    if unreadable := next((row for row in rows if isinstance(row, _Unreadable)), None):
+        return unreadable
+    try:
+        return default_collate(rows)
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
+        forms = [str(tree_map(_form, example)) for *_, example in rows]
+        usual = max(forms, key=forms.count)
+        odd = next((number for number, form in enumerate(forms) if form != usual), None)
+        if odd is None:
+            raise
+        advice = "mend it, or raise in __getitem__ and give data.on_error=skip"
+        return _Unreadable(rows[odd][2], f"it is {forms[odd]}, where others are {usual}", advice)
+
+
+def _form(leaf: Any) -> Any:
+    return tuple(leaf.shape) if hasattr(leaf, "shape") else type(leaf).__name__
 
 
 def _ignore_signals(worker: int) -> None:

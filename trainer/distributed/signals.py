@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from trainer.distributed.launchers import find_launcher
 from trainer.errors import RunError
 
 # torchrun passes Ctrl-C on as a second signal at once; only a later one is a person's second.
@@ -61,11 +62,20 @@ _early: list[StopRequest] = []
 
 
 def catch_early() -> None:
-    """Catch SIGTERM and SIGUSR1 from here to the end of the process: what asks during start-up stops the first step."""
+    """Catch signals from here to the end of the process: what asks during start-up stops the first step; Ctrl-C, by
+    somebody who watches, ends it there and then."""
     _early[:] = [StopRequest()]
+    signal.signal(signal.SIGINT, _interrupt)
     for number in SIGNALS[1:]:
         signal.signal(number, _early[0].receive)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # launch=spawn holds them back until here
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """KeyboardInterrupt would be lost in an import, or leave half a module behind for a later error to be about."""
+    if find_launcher().variables.get("RANK", "0") == "0":
+        os.write(2, b"interrupted; nothing was saved\n")
+    os._exit(1)
 
 
 def check_start(patience_s: float = START_S) -> None:
@@ -94,5 +104,5 @@ def stop_requests() -> Iterator[StopRequest]:
     try:
         yield request
     finally:
-        for number, handler in before.items():
+        for number, handler in before.items() if not _early else ():
             signal.signal(number, handler)
