@@ -61,6 +61,7 @@ FILES: dict[str, str | bytes] = {
     "run_empty/config.yaml": "",
     "run_list/config.yaml": "- run\n",
     "run_bytes/config.yaml": b"run: \xff\n",
+    "run_number/config.yaml": "run: 5\ntask: 7\n",
     "run_manifest/checkpoints/step-00000001/manifest.json": "{",
     "runs/cifar/taken/config.yaml": "run: {}\n",
 }
@@ -130,6 +131,8 @@ BAD = [
     ("task=cifar +schedule.gama=2", "schedule.gama is not an argument of trainer.schedule.linear"),
     ("task=cifar +run.seed=1", "+run.seed=1: run.seed is there already; leave out the '+'"),
     ("task=cifar +experiment=parity", "+experiment=parity: experiment is there already; leave out the '+'"),
+    ("task=cifar +experiment=null", "+experiment=null: experiment is there already; leave out the '+'"),
+    ("task=cifar experiment=null", "experiment=null: must be one of parity"),
     # typos in the name of an option
     ("task=cifra", "task=cifra: must be one of cifar, text; did you mean cifar?"),
     ("optim=sdg task=text", "optim=sdg: must be one of adam, adamw, muon, sgd; did you mean sgd?"),
@@ -283,6 +286,7 @@ BAD = [
     ),
     ("task=cifar optim=adam optim.betas=0.9", "optim.betas=0.9: must be a list"),
     ("task=cifar optim=adam optim.betas=[a,b]", "optim.betas[0]=a: must be a number"),
+    ("task=cifar optim=adam optim.betas=[0.9,0.9,0.9]", "optim.betas=[0.9, 0.9, 0.9]: must be 2 numbers"),
     ("task=cifar optim=adam optim.betas=[0.9,1.5]", "optim (torch.optim.Adam): Invalid beta parameter at index 1: 1.5"),
     ("task=cifar schedule.warmup_steps=-1", "schedule.warmup_steps=-1: must be a whole number of at least 0"),
     ("task=cifar schedule.warmup_steps=0.5", "schedule.warmup_steps=0.5: must be a whole number of at least 0"),
@@ -416,6 +420,7 @@ BAD = [
     ("run.resume={files}/run_empty", "run.resume={files}/run_empty: its config.yaml is not that of a run"),
     ("run.resume={files}/run_list", "run.resume={files}/run_list: its config.yaml is not that of a run"),
     ("run.resume={files}/run_bytes", "run.resume={files}/run_bytes: its config.yaml is not that of a run"),
+    ("run.resume={files}/run_number", "run.resume={files}/run_number: its config.yaml is not that of a run"),
     ("task=cifar run.dir=/dev/null", "run.dir: /dev/null/cifar cannot be made, /dev/null is not a directory"),
     ("task=cifar run.dir={files}/file", "run.dir: {files}/file/cifar cannot be made, {files}/file is not a directory"),
     (

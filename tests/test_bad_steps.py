@@ -205,7 +205,27 @@ def test_skipped_example_is_replaced_alike_in_any_layout_and_resume_and_audited(
     said = capfd.readouterr().out
     assert said.count(f"warning: train example {BAD} cannot be read: the next that can is taken instead") == 2
     assert audit([str(two["directory"])]) == 0
-    assert f"example {BAD} could not be read in epoch 2: example {BAD + 1} was taken" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert f"example {BAD} could not be read in epoch 2: example {BAD + 1} was taken" in said
+    assert said.endswith("nothing was repeated or skipped, but for these\n")
+
+
+class OddItems(Items):
+    def __getitem__(self, index):
+        return (torch.zeros(2), torch.tensor(0)) if index == BAD else super().__getitem__(index)
+
+
+class Odd(TinyItems):
+    def build_dataset(self, split):
+        return OddItems(split)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_example_of_another_form_is_named(workers, tmp_path):
+    said = on_ranks(1, ends, Odd, tmp_path, f"data.workers={workers}")[0]
+    assert said.startswith(
+        f"train example {BAD} cannot be read: it is ((2,), ()), where others are ((4,), ()); mend it"
+    )
 
 
 def test_too_many_examples_that_cannot_be_read_end_the_run(tmp_path):

@@ -19,7 +19,8 @@ import torch
 from test_cifar import FILES, KEY, SHA256, content, names, no_proxy, serving  # noqa: F401  # no_proxy is a fixture
 from torch import nn
 
-from trainer import CheckpointError, ConfigError, checkpoint, packing
+from trainer import CheckpointError, ConfigError, checkpoint, packing, rundir
+from trainer.checkpoints import main as list_checkpoints
 from trainer.tasks import download
 
 CPU = torch.device("cpu")
@@ -244,6 +245,37 @@ RAW = {
     "bytes that are no text": lambda manifest: "\udcff",
     "too long": lambda manifest: " " * checkpoint.MOST_OF_MANIFEST + json.dumps(manifest),
 }
+
+
+OF_RUN = {
+    **{"run": "a", "strategy": "ddp", "world_size": 2, "ledger": "c", "sessions": [[0, 2]], "metrics": {"a": None}},
+    **{"replaced": {"0/3": 4}, "config": {"data.global_batch": 20, "run.seed": 0}, "data": {"train": {"length": 200}}},
+}
+NOT_OF_RUN = [
+    *({name: None} for name in OF_RUN),
+    *({"world_size": value} for value in (0, -1, [1], True)),
+    *({"replaced": value} for value in ([1], {"x": 1}, {"0/200": 1}, {"0/3": 200}, {"0/3": -1}, {"0/3": "4"})),
+    *({"sessions": value} for value in ([1, 2], [[1]], [[0, "2"]], "ab")),
+    *({"data": value} for value in ({}, {"train": 5}, {"train": {"length": 0}}, {"train": {"length": "a"}})),
+    *({"config": {**OF_RUN["config"], "data.global_batch": value}} for value in (0, -5, 201, "20", None)),
+    *({"config": {**OF_RUN["config"], "run.seed": value}} for value in (-1, "x", None)),
+]
+
+
+@pytest.mark.parametrize("facts", NOT_OF_RUN, ids=str)
+def test_manifest_that_is_not_of_a_run_is_refused_before_anything_is_read_of_it(facts, tmp_path):
+    checkpoint.check_run(OF_RUN, tmp_path)
+    path = publish(tmp_path / "run/checkpoints", **{k: v for k, v in {**OF_RUN, **facts}.items() if v is not None})
+    with pytest.raises(CheckpointError, match=r": its manifest is not that of a run$"):
+        rundir.read(rundir.Origin(checkpoint=path))
+    assert list_checkpoints([str(path)]) == 1
+
+
+def test_names_in_a_manifest_reach_no_terminal_and_are_no_markup(tmp_path, capfd):
+    named = {"\x1b[31mRED": 1.0, "[/b]": None}
+    assert list_checkpoints([str(publish(tmp_path, **{**OF_RUN, "metrics": named, "strategy": "[/foo]"}))]) == 0
+    said = capfd.readouterr().out
+    assert "\x1b" not in said and "[/foo]" in said and "[/b]" in said
 
 
 @pytest.mark.parametrize("raw", RAW.values(), ids=RAW)

@@ -1,6 +1,8 @@
 """The ledger: what each step really took, in a chain that no layout and no restart changes."""
 
 import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -93,6 +95,28 @@ def test_chain_stands_in_metrics_jsonl_at_every_save(tmp_path):
     lines = [json.loads(line) for line in (run["directory"] / "metrics.jsonl").read_text().splitlines()]
     kept = {line["step"]: line["ledger"] for line in lines if "ledger" in line}
     assert kept == {step: chain for step, chain, _ in expected(0, 203, 22, 30) if step in (9, 18, 27, 30)}
+
+
+def test_audit_counts_only_what_it_has_compared(tmp_path, capfd):
+    directory = fit_on(1, tmp_path, *RECIPE, "checkpoint.keep_last=9")["directory"]
+    shutil.rmtree(directory / "checkpoints/step-00000030")
+    capfd.readouterr()
+    assert audit([str(directory)]) == 0
+    said = capfd.readouterr().out.splitlines()
+    assert said[-2:] == [
+        "3 saves agree with the order recomputed: nothing was repeated or skipped",
+        "1 save after step 27 not compared: no checkpoint is left of them",
+    ]
+
+
+@pytest.mark.parametrize("planted", ["link", "pipe"])
+def test_audit_reads_no_link_and_waits_for_no_pipe(planted, tmp_path):
+    directory = fit_on(1, tmp_path, *RECIPE)["directory"]
+    record = directory / "metrics.jsonl"
+    record.rename(tmp_path / "elsewhere")
+    record.symlink_to(tmp_path / "elsewhere") if planted == "link" else os.mkfifo(record)
+    with pytest.raises(ConfigError, match=r"metrics.jsonl: must be a plain file, no link; remove it$"):
+        audit([str(directory)])
 
 
 def test_audit_of_what_is_no_run_is_one_line(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -102,8 +103,22 @@ class Norm(Tiny):
         return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
 
 
+class MetricsOfTheRank(Tiny):
+    def metrics(self, outputs, targets):
+        return {"accuracy": super().metrics(outputs, targets)["accuracy"] * (1 + 0.1 * self.world.rank)}
+
+
+class RateOfTheLayout(Tiny):
+    """With dropout, which is not to blame: the micro-batches have one size."""
+
+    def build_optimizer(self, model):
+        optimizer = super().build_optimizer(model)
+        optimizer.param_groups[0]["lr"] *= self.world.world_size
+        return optimizer
+
+
 WRONG = {
-    OwnData: "is another on rank 1: the data set depends on the rank or draws from a source that is not seeded",
+    OwnData: "is another on rank 1: the data set, or augment, depends on the rank or draws from a source that is not",
     OwnAugmentation: "is another: augment draws from what is not its Random argument",
     RandomLoss: "model or loss gave two results for one batch and seed: they draw random numbers that are not seeded",
     LossOfTheRank: "give another result on another rank for the same batch: they depend on the rank",
@@ -112,6 +127,8 @@ WRONG = {
     ModelOfTheBatch: "the model mixes the rows of a micro-batch: what it gives for an example depends on the others",
     DropsByFunction: "dropout draws depend on the size of the micro-batch; give data.micro_batch=<m>",
     Norm: "plain BatchNorm normalises over the rows of a micro-batch, whose number the layout changes; use strategy.",
+    MetricsOfTheRank: "training agrees and evaluation does not: metrics, summarize or the eval data depend on rank or",
+    RateOfTheLayout: "the first gradients agree, so the update does not: optimizer, schedule or train_step depend on",
 }
 
 
@@ -121,6 +138,41 @@ def test_what_makes_a_run_depend_on_its_layout_is_found_and_explained(task, prov
     assert code == 1 and "NOT proved: 1 of 2" in said
     lines = [line for line in said.splitlines() if line.startswith("ranks-2, fp64: DIFFERENT: first: ")]
     assert len(lines) == 1 and WRONG[task] in lines[0], said
+
+
+FAILED = """
+Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+  File "/home/me/tasks/mine.py", line 12, in loss
+    raise ValueError("a " + "b")
+    ^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  File "/env/lib/site-packages/torch/functional.py", line 3, in f
+ValueError: a b
+
+During handling of the above exception, another exception occurred:
+RuntimeError: other
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (FAILED, "ValueError: a b (/home/me/tasks/mine.py:12, in loss)"),
+        (f"error: another rank has ended\n{FAILED}", "ValueError: a b (/home/me/tasks/mine.py:12, in loss)"),
+        (f"{FAILED}error: loss returned a scalar", "loss returned a scalar"),
+        ("error: another rank has ended", "another rank has ended"),
+        ("Killed", "Killed"),
+        ("", "failed"),
+    ],
+)
+def test_ranks_that_fail_are_told_by_the_error_and_its_place(said, told):
+    assert verify.last_words(said) == told
+
+
+@pytest.mark.parametrize("word", ["layouts=", "layouts=[]", "kills=2", "--resume layouts=ranks-2", "steps"])
+def test_words_that_would_prove_nothing_are_refused(word):
+    with pytest.raises(ConfigError, match=rf"^'?{re.escape(word.split()[-1])}'?.*"):
+        verify.main(["--config-dir", CONF, "task=tiny", *word.split()])
 
 
 def test_batchnorm_is_proved_once_it_is_synchronised(prove):

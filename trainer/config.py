@@ -360,8 +360,6 @@ def jobs_of_sweep(overrides: Sequence[str]) -> list[list[str]]:
 def _check_choice(group: str, choice: Any, options: Mapping[str, Mapping[str, list[Path]]]) -> None:
     found = options[group]
     if choice is None or not isinstance(choice, str):
-        if group == "experiment" and choice is None:
-            return
         raise ConfigError(f"{group}={show(choice)}: must be one of {', '.join(found)}")
     if choice not in found:
         near = suggest(choice, found) or ("; one of yours needs --config-dir" if group == "task" else "")

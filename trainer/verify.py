@@ -195,8 +195,9 @@ class Stage:
 def last_words(said: str) -> str:
     """Of what ranks wrote as they failed: their error line, else the first exception, and where the task raised it."""
     lines = said.splitlines()
-    if told := next((line for line in lines if line.startswith("error: ")), None):
-        return told.removeprefix("error: ")
+    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if told and not told[0].startswith("another rank "):
+        return told[0]
     frames: list[re.Match[str]] | None = None
     for line in lines:
         if line.startswith("Traceback "):
@@ -208,7 +209,7 @@ def last_words(said: str) -> str:
                 frame for frame in frames if not frame[1].startswith((_OURS, "<")) and "/site-packages/" not in frame[1]
             ]
             return "{} ({}:{}, in {})".format(line, *(theirs or frames)[-1].groups())
-    return lines[-1] if lines else "failed"
+    return (told or lines[-1:] or ["failed"])[0]
 
 
 def prove_layouts(stage: Stage, layouts: Mapping[str, tuple[int, list[str]]]) -> list[Finding]:
