@@ -131,6 +131,22 @@ def test_hydra_prints_the_composed_config(tmp_path):
     assert done.returncode == 0 and "trainer.tasks.text.Text" in done.stdout and list(tmp_path.iterdir()) == []
 
 
+def test_ctrl_c_while_modules_are_imported_is_not_lost(tmp_path):
+    """An extension module may clear the error that Python raises in it, as numpy's and torch's do."""
+    (tmp_path / "mine.py").write_text("""if True:
+        import os, signal, time
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        except KeyboardInterrupt:
+            pass
+        from tiny import Tiny as Mine
+        """)
+    done = trainer(*TINY, "task.trainer=mine.Mine", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "interrupted; nothing was saved\n"), done.stdout
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["mine.py"]
+
+
 TERMINATED = pytest.param(2, signal.SIGTERM, marks=pytest.mark.slow)
 
 

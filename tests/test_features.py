@@ -11,7 +11,7 @@ from tiny import CONF, Tiny, fit, fit_on, points
 from torch import nn
 from torch.nn.functional import softplus
 
-from trainer import ConfigError, ResidentDataset, load_config
+from trainer import ConfigError, ResidentDataset, Trainer, load_config
 
 TINY = ["task=tiny", "optim.lr=0.3", *FIFTY]
 
@@ -41,6 +41,51 @@ def test_torchmetrics_see_each_row_once_on_any_number_of_ranks(examples, sizes):
     for results in found:
         assert results == [pytest.approx(found[0][0], rel=1e-6)] * len(results)
     assert 0 < found[0][0]["eval/auroc"] <= 1 and set(found[0][0]) >= {"eval/loss", "eval/f1"}
+
+
+class Unwritten(Trainer):
+    pass
+
+
+class NoSchedule(Tiny):
+    def build_schedule(self, num_steps):
+        return None
+
+
+class NoOptimizer(Tiny):
+    def build_optimizer(self, model):
+        return (super().build_optimizer(model),)
+
+
+class MetricsFailOnRank0(Tiny):
+    def metrics(self, outputs, targets):
+        if self.world.rank == 0:
+            raise KeyError("mine")
+        return super().metrics(outputs, targets)
+
+
+MISTAKES = [
+    (Unwritten, "has no build_dataset(split); a task writes it"),
+    (NoSchedule, "build_schedule: must give factor(step), a number: 'NoneType' object is not callable"),
+    (NoOptimizer, "build_optimizer returned a tuple: must be an optimizer, or a list of them"),
+]
+
+
+def fails(task, folder):
+    with pytest.raises(Exception) as raised:
+        fit(folder, "task=tiny", task=task)
+    return type(raised.value).__name__, str(raised.value)
+
+
+@pytest.mark.parametrize(("task", "told"), MISTAKES, ids=lambda case: getattr(case, "__name__", ""))
+def test_mistake_in_a_method_is_one_line_that_names_it(task, told, tmp_path):
+    for kind, line in on_ranks(2, fails, task, tmp_path):
+        assert kind == "ConfigError" and line.endswith(told)
+
+
+def test_metrics_that_fail_on_one_rank_end_all(tmp_path):
+    told = on_ranks(2, fails, MetricsFailOnRank0, tmp_path)
+    assert told == [("KeyError", "'mine'"), ("RuntimeError", "rank 0 failed trying metrics: KeyError: 'mine'")]
 
 
 class Pair(nn.Module):
