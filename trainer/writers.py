@@ -211,7 +211,7 @@ class RankZeroWriter(Writer):
             os.fsync(self._metrics.fileno())
             self._show(lambda board: board.flush())
             checkpoint.save(root, step, packing.packed(parts), facts, self._check_owner)
-            self._warned.clear()  # there is room again
+            self._warned = {kind for kind in self._warned if kind[0] != "saving"}  # the next failure is another one
             checkpoint.prune(root, keep.keep_last, keep.keep_best, keep.metric, keep.best_mode, also, self._check_owner)
         except OSError as error:
             self._check_owner()  # a successor has swept what was being written

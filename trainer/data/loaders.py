@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import signal
+import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
@@ -118,7 +119,7 @@ class StreamedLoader:
             timeout=config.timeout_s if config.workers else 0,
             persistent_workers=config.workers > 0 and split == "train",
             pin_memory=device.type == "cuda",
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_settle_in,
             multiprocessing_context=_context() if config.workers else None,
             collate_fn=_collate,
         )
@@ -230,8 +231,10 @@ def _form(leaf: Any) -> Any:
     return tuple(leaf.shape) if hasattr(leaf, "shape") else type(leaf).__name__
 
 
-def _ignore_signals(worker: int) -> None:
-    """torchrun, SLURM and systemd send them to all processes of a job; the rank decides when its workers end."""
+def _settle_in(worker: int) -> None:
+    """In a worker. torchrun, SLURM and systemd send signals to all processes of a job; the rank decides when its
+    workers end. Where it goes while it fetches a batch, because another worker died, there is nothing to tell of."""
+    sys.excepthook = lambda kind, *rest: None if issubclass(kind, ConnectionError) else sys.__excepthook__(kind, *rest)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
