@@ -29,9 +29,8 @@ MANIFEST = "manifest.json"
 MOST_OF_MANIFEST = 2**26
 _NAME = re.compile(r"step-(\d{8,})")
 _PLACE = re.compile(r"\d{1,18}/(\d{1,18})")  # <epoch>/<index>
-_OF_RUN = {"run": str, "strategy": str, "world_size": int, "ledger": str, "sessions": list} | dict.fromkeys(
-    ("replaced", "data", "config", "metrics"), dict
-)
+_OF_RUN = {"run": str, "strategy": str, "world_size": int, "ledger": str, "sessions": list}
+_OF_RUN |= dict.fromkeys(("replaced", "data", "config", "metrics"), dict)
 
 
 @dataclass(frozen=True)
@@ -126,21 +125,24 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def check_run(manifest: Mapping[str, Any], path: Path) -> None:
     """Raises CheckpointError unless it holds all that a run's manifest does, of the right kinds."""
-    found = all(type(manifest.get(name)) is kind for name, kind in _OF_RUN.items())
-    if found:
-        data, settings, replaced = manifest["data"], manifest["config"], manifest["replaced"]
-        lengths = [part.get("length") if type(part) is dict else None for part in data.values()]
-        found = "train" in data and all(type(length) is int and length > 0 for length in lengths)
-    if found:
-        numbers = [manifest["world_size"], settings.get("data.global_batch"), settings.get("run.seed")]
-        found = all(type(number) is int and number >= least for number, least in zip(numbers, (1, 1, 0), strict=True))
-        most = data["train"]["length"]
-        found &= found and settings["data.global_batch"] <= most
-        pairs = [(int(m[1]) if (m := _PLACE.fullmatch(place)) else most, index) for place, index in replaced.items()]
-        found &= all(type(index) is int and 0 <= index < most and wanted < most for wanted, index in pairs)
-        found &= all(type(s) is list and [*map(type, s)] == [int, int] for s in manifest["sessions"])
-    if not found:
+    if not _is_of_run(manifest):
         raise CheckpointError(f"{path}: its manifest is not that of a run")
+
+
+def _is_of_run(manifest: Mapping[str, Any]) -> bool:
+    if not all(type(manifest.get(name)) is kind for name, kind in _OF_RUN.items()):
+        return False
+    data, settings, replaced = manifest["data"], manifest["config"], manifest["replaced"]
+    lengths = [part.get("length") if type(part) is dict else None for part in data.values()]
+    if "train" not in data or not all(type(length) is int and length > 0 for length in lengths):
+        return False
+    batch, seed, most = settings.get("data.global_batch"), settings.get("run.seed"), data["train"]["length"]
+    if type(batch) is not int or type(seed) is not int:
+        return False
+    pairs = [(int(m[1]) if (m := _PLACE.fullmatch(place)) else most, index) for place, index in replaced.items()]
+    are_placed = all(type(index) is int and 0 <= index < most and wanted < most for wanted, index in pairs)
+    are_sessions = all(type(s) is list and [*map(type, s)] == [int, int] for s in manifest["sessions"])
+    return are_placed and are_sessions and manifest["world_size"] >= 1 and 1 <= batch <= most and seed >= 0
 
 
 def steps(root: Path) -> dict[int, Path]:

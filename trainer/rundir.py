@@ -191,8 +191,9 @@ def _text(path: Path) -> str:
 
 
 def strict(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON has no number for becomes null."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    """What JSON has no number for becomes null, in mappings within too."""
+    plain = {k: strict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
 
 
 def _unused(named: Path | None) -> Path | None:
@@ -328,7 +329,6 @@ def changes(config: Config, manifest: Mapping[str, Any]) -> list[str]:
 def write_exit(directory: Path, code: int, reason: str, **facts: Any) -> None:
     """exit.json: torchrun flattens every exit code to 1, so it is said here too."""
     told = strict({"code": code, "reason": reason, **facts})
-    told |= {"metrics": strict(facts["metrics"])} if "metrics" in facts else {}
     replace(directory / "exit.json", json.dumps(told, indent=1) + "\n")
 
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,26 +149,20 @@ class Stage:
     def __init__(self, folder: Path, overrides: list[str], config_dirs: list[str], config: Config, steps: int):
         self.folder, self.overrides, self.steps = folder, overrides, steps
         self.config_dirs = [str(Path(each).resolve()) for each in config_dirs]
-        self.precisions = list(dict.fromkeys([FP64, config.strategy.precision]))
         is_compressed = config.strategy.comm_hook in COMPRESSING  # such hooks take float32 alone
-        self.for_precision = {FP64: ["strategy.comm_hook=none"] * is_compressed}
+        self.precisions = {FP64: ["strategy.comm_hook=none"] * is_compressed, config.strategy.precision: []}
 
     def train(
-        self, name: str, ranks: int, more: Sequence[str], precisions: Sequence[str], kill: Sequence[int] | None = None
+        self, name: str, ranks: int, more: Sequence[str], precisions: Collection[str], kill: Sequence[int] | None = None
     ) -> dict[str, Evidence] | None:
         """The evidence by precision of `ranks` real processes; None where they were killed, as `kill` asks.
 
         Raises RunError with their last words where they fail.
         """
         fixed = [f"run.steps={self.steps}", "log.every_steps=1", f"run.dir={self.folder / 'runs'}", "run.compile=false"]
+        words = [*self.overrides, *fixed]
         runs = [
-            (
-                f"{name}-{p}",
-                [
-                    *(*self.overrides, *fixed, f"run.name={name}-{p}", f"strategy.precision={p}"),
-                    *(*self.for_precision.get(p, []), *more),
-                ],
-            )
+            (f"{name}-{p}", [*words, f"run.name={name}-{p}", f"strategy.precision={p}", *self.precisions[p], *more])
             for p in precisions
         ]
         spec = self.folder / f"{name}.json"
@@ -178,10 +172,9 @@ class Stage:
         if kill is not None and (done.returncode == -signal.SIGKILL or "SIGKILL" in done.stderr):
             return None
         if done.returncode:
-            codes = self.folder / "codes"
-            is_bad = done.returncode == 2 or (codes.exists() and "2" in codes.read_text().split())
-            kind = ConfigError if is_bad else RunError
-            raise kind(f"{name}: {last_words(done.stderr)}")
+            codes = self.folder / "codes"  # torchrun makes 1 of them all
+            is_bad = codes.exists() and "2" in codes.read_text().split()
+            raise (ConfigError if is_bad else RunError)(f"{name}: {last_words(done.stderr)}")
         files = {p: [self.folder / f"{name}-{p}-{rank}.pt" for rank in range(ranks)] for p in precisions}
         return {p: Evidence([torch.load(file, weights_only=True) for file in found]) for p, found in files.items()}
 
