@@ -61,12 +61,17 @@ class Stopwatch:
         import torch
 
         steps = self.steps if self.steps is not None else self.count - WARM
-        told = {"images_per_s": steps * batch / self.seconds, "cpu_ms_per_step": 1e3 * self.cpu_seconds / steps}
+        told = {
+            "images_per_s": steps * batch / self.seconds,
+            "cpu_ms_per_step": 1e3 * self.cpu_seconds / steps,
+        }
         told["threads"] = torch.get_num_threads()
         if self.accuracies:
             told["accuracy"] = self.accuracies[-1][1]
             told["seconds"] = self.accuracies[-1][0]
-            told["to_goal_s"] = next((s for s, accuracy in self.accuracies if accuracy >= GOAL), None)
+            told["to_goal_s"] = next(
+                (s for s, accuracy in self.accuracies if accuracy >= GOAL), None
+            )
         return told
 
 
@@ -84,13 +89,19 @@ def bare(given: argparse.Namespace) -> dict[str, float | None]:
     train, labels, _ = load("train", source, given.root or "")
     test, answers, _ = load("eval", source, given.root or "")
     model = Net(WIDTHS, True, normalize(train[:5000])).to(device)
-    train, labels, test, answers = (t.to(device) for t in (normalize(train), labels, normalize(test), answers))
+    train, labels, test, answers = (
+        t.to(device) for t in (normalize(train), labels, normalize(test), answers)
+    )
     train = F.pad(train, (2, 2, 2, 2), "reflect").permute(0, 2, 3, 1).contiguous()
     is_mirrored = torch.randint(2, (len(train),), device=device).bool()
 
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.dim() == dim], "lr": lr * LOSS_BATCH, "weight_decay": 2e-6 / lr}
+        {
+            "params": [p for p in trained if p.dim() == dim],
+            "lr": lr * LOSS_BATCH,
+            "weight_decay": 2e-6 / lr,
+        }
         for dim, lr in ((1, BIAS_LR), (2, HEAD_LR))
     ]
     optimizers = [
@@ -99,8 +110,13 @@ def bare(given: argparse.Namespace) -> dict[str, float | None]:
     ]
     steps_per_epoch = len(train) // given.batch
     total = WARM + given.steps if given.epochs is None else given.epochs * steps_per_epoch
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 - step / total) for o in optimizers]
-    places, rows = torch.arange(32, device=device), torch.arange(given.batch, device=device)[:, None, None]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 - step / total) for o in optimizers
+    ]
+    places, rows = (
+        torch.arange(32, device=device),
+        torch.arange(given.batch, device=device)[:, None, None],
+    )
 
     def batches():
         epoch = 0
@@ -108,9 +124,13 @@ def bare(given: argparse.Namespace) -> dict[str, float | None]:
             order = torch.randperm(len(train), device=device)[: steps_per_epoch * given.batch]
             for chosen in order.split(given.batch):
                 shift = torch.randint(0, 5, (2, given.batch), device=device)[:, :, None] + places
-                images = train.index_select(0, chosen)[rows, shift[0][:, :, None], shift[1][:, None]]
+                images = train.index_select(0, chosen)[
+                    rows, shift[0][:, :, None], shift[1][:, None]
+                ]
                 flip = is_mirrored.index_select(0, chosen) ^ (epoch % 2 == 1)
-                images = torch.where(flip[:, None, None, None], images.flip(2), images).permute(0, 3, 1, 2)
+                images = torch.where(flip[:, None, None, None], images.flip(2), images).permute(
+                    0, 3, 1, 2
+                )
                 yield images, labels.index_select(0, chosen)
             epoch += 1
 
@@ -151,7 +171,9 @@ def lockstep(given: argparse.Namespace) -> dict[str, float | None]:
     watch = Stopwatch(None if given.epochs else given.steps)
 
     class Timed(Cifar):
-        def build_dataset(self, split):  # without --epochs nothing is evaluated, at the end of the run either
+        def build_dataset(
+            self, split
+        ):  # without --epochs nothing is evaluated, at the end of the run either
             return super().build_dataset(split) if given.epochs or split == "train" else None
 
         def train_step(self, micro_batches):
@@ -176,7 +198,12 @@ def lockstep(given: argparse.Namespace) -> dict[str, float | None]:
                 watch.reached(means["accuracy"])
             return {}
 
-    words = ["task=cifar", f"data.global_batch={given.batch}", f"log.every_steps={LOG_EVERY}", f"run.seed={given.seed}"]
+    words = [
+        "task=cifar",
+        f"data.global_batch={given.batch}",
+        f"log.every_steps={LOG_EVERY}",
+        f"run.seed={given.seed}",
+    ]
     words += ["checkpoint.every_epochs=null", "checkpoint.keep_best=0"]
     words += [f"run.epochs={given.epochs}"] if given.epochs else [f"run.steps={WARM + given.steps}"]
     words += [f"task.options.root={given.root}" if given.root else "task.options.data=bundled"]
@@ -188,7 +215,9 @@ def lockstep(given: argparse.Namespace) -> dict[str, float | None]:
 def measure(name: str, words: list[str], seed: int) -> dict[str, float | None]:
     root = str(Path(__file__).resolve().parent.parent)
     command = [sys.executable, __file__, *words, "--as", name, "--seed", str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root}
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith(TOLD)]
     if not lines:
         raise SystemExit(f"{name}:\n{done.stderr[-2000:]}")
@@ -204,7 +233,9 @@ def compare(given: argparse.Namespace, words: list[str]) -> dict:
             raise SystemExit(f"not the same number of threads: {turn}")
         taken.append(turn)
         print(f"round {number + 1}: {json.dumps(turn)}", flush=True)
-    ratio = statistics.median(turn["lockstep"]["images_per_s"] / turn["bare"]["images_per_s"] for turn in taken)
+    ratio = statistics.median(
+        turn["lockstep"]["images_per_s"] / turn["bare"]["images_per_s"] for turn in taken
+    )
     result = {"command": " ".join(["python", *sys.argv]), "rounds": taken, "speed ratio": ratio}
     for name in ("bare", "lockstep"):
         found = {}
@@ -215,19 +246,29 @@ def compare(given: argparse.Namespace, words: list[str]) -> dict:
         line = f"{name:<9}{found['images_per_s']:10,.1f} images/s on {found['threads']} threads, "
         line += f"{found['cpu_ms_per_step']:8,.1f} ms of CPU time a step"
         if "accuracy" in found:
-            goal = f"{found['to_goal_s']:.1f} s" if found["to_goal_s"] else "not reached in every round"
+            goal = (
+                f"{found['to_goal_s']:.1f} s"
+                if found["to_goal_s"]
+                else "not reached in every round"
+            )
             line += f"   {found['accuracy']:.2%} after {found['seconds']:.1f} s   94 %: {goal}"
         print(line)
-    cpu = statistics.median(turn["lockstep"]["cpu_ms_per_step"] / turn["bare"]["cpu_ms_per_step"] for turn in taken)
+    cpu = statistics.median(
+        turn["lockstep"]["cpu_ms_per_step"] / turn["bare"]["cpu_ms_per_step"] for turn in taken
+    )
     result["cpu ratio"] = cpu
     print(f"Lockstep's images/s are x{ratio:.3f} the bare script's, its CPU time a step x{cpu:.3f}")
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=100, help=f"steps measured after {WARM} to warm up")
+    parser.add_argument(
+        "--steps", type=int, default=100, help=f"steps measured after {WARM} to warm up"
+    )
     parser.add_argument("--epochs", type=int, help="train this long instead, and evaluate")
     parser.add_argument("--batch", type=int, default=250)
     parser.add_argument("--root", help="folder of the full CIFAR-10; without it the bundled images")

@@ -50,7 +50,10 @@ class Stopwatch:
 
     def told(self) -> dict[str, float]:
         blocks = [after - before for before, after in itertools.pairwise(self.marks)]
-        return {"first_step_s": self.first, "us_per_step": 1e6 * statistics.median(blocks) / LOG_EVERY}
+        return {
+            "first_step_s": self.first,
+            "us_per_step": 1e6 * statistics.median(blocks) / LOG_EVERY,
+        }
 
 
 def parts():
@@ -74,7 +77,9 @@ def bare(steps: int, ranks: int) -> dict[str, float]:
     if ranks > 1:
         dist.init_process_group("gloo")
         model, sampler = torch.nn.parallel.DistributedDataParallel(model), DistributedSampler(data)
-    loader = DataLoader(data, BATCH // ranks, shuffle=sampler is None, sampler=sampler, drop_last=True)
+    loader = DataLoader(
+        data, BATCH // ranks, shuffle=sampler is None, sampler=sampler, drop_last=True
+    )
     told = _loop(loader, model, optimizer, torch.Tensor.backward, steps, sampler)
     if ranks > 1:
         del model
@@ -105,9 +110,22 @@ def lockstep(steps: int, ranks: int) -> dict[str, float]:
             watch()
 
     with tempfile.TemporaryDirectory() as folder:
-        wanted = [f"run.dir={folder}", f"run.steps={WARM + steps}", f"data.global_batch={BATCH}", "optim.lr=0.01"]
+        wanted = [
+            f"run.dir={folder}",
+            f"run.steps={WARM + steps}",
+            f"data.global_batch={BATCH}",
+            "optim.lr=0.01",
+        ]
         Tiny(
-            load_config(["task=cifar", "optim=sgd", "strategy.precision=fp32", f"log.every_steps={LOG_EVERY}", *wanted])
+            load_config(
+                [
+                    "task=cifar",
+                    "optim=sgd",
+                    "strategy.precision=fp32",
+                    f"log.every_steps={LOG_EVERY}",
+                    *wanted,
+                ]
+            )
         ).fit()
     return watch.told()
 
@@ -137,9 +155,23 @@ def lightning(steps: int, ranks: int) -> dict[str, float]:
             watch()
 
     with tempfile.TemporaryDirectory() as folder:
-        layout = {"accelerator": "cpu", "devices": ranks, "strategy": "ddp" if ranks > 1 else "auto"}
-        quiet = {"enable_checkpointing": False, "enable_model_summary": False, "log_every_n_steps": LOG_EVERY}
-        loop = Trainer(max_steps=WARM + steps, default_root_dir=folder, enable_progress_bar=False, **layout, **quiet)
+        layout = {
+            "accelerator": "cpu",
+            "devices": ranks,
+            "strategy": "ddp" if ranks > 1 else "auto",
+        }
+        quiet = {
+            "enable_checkpointing": False,
+            "enable_model_summary": False,
+            "log_every_n_steps": LOG_EVERY,
+        }
+        loop = Trainer(
+            max_steps=WARM + steps,
+            default_root_dir=folder,
+            enable_progress_bar=False,
+            **layout,
+            **quiet,
+        )
         loop.fit(Module(), DataLoader(data, BATCH // ranks, shuffle=True, drop_last=True))
     return watch.told()
 
@@ -194,7 +226,12 @@ def measure(name: str, ranks: int, steps: int) -> dict[str, float]:
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     root = str(Path(__file__).resolve().parent.parent)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, "BENCH_BEGUN": str(time.time())}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": root,
+        "BENCH_BEGUN": str(time.time()),
+    }
     done = subprocess.run([*launcher, *words], capture_output=True, text=True, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"first_step_s"')]
     if not lines:
@@ -211,18 +248,27 @@ def compare(rounds: int, steps: int) -> list[dict]:
             row = {"ranks": ranks, "name": name}
             for key in ("us_per_step", "first_step_s"):
                 row[key] = statistics.median(turn[name][key] for turn in taken)
-                row[f"{key} ratio"] = statistics.median(turn[name][key] / turn["bare"][key] for turn in taken)
+                row[f"{key} ratio"] = statistics.median(
+                    turn[name][key] / turn["bare"][key] for turn in taken
+                )
             rows.append(row)
             print(
-                "{ranks} ranks  {name:<11} {us_per_step:7.0f} us/step  x{us_per_step ratio:.2f}   ".format(**row),
+                "{ranks} ranks  {name:<11} {us_per_step:7.0f} us/step  x{us_per_step ratio:.2f}   ".format(
+                    **row
+                ),
                 end="",
             )
-            print("first step after {first_step_s:.2f} s  x{first_step_s ratio:.2f}".format(**row), flush=True)
+            print(
+                "first step after {first_step_s:.2f} s  x{first_step_s ratio:.2f}".format(**row),
+                flush=True,
+            )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--json", type=Path)

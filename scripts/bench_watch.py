@@ -74,11 +74,19 @@ def run(steps: int) -> None:
             if self.step + 1 == steps and self.world.local_rank == 0:
                 seconds = times[-1] - times[0]
                 gaps = torch.tensor(times[200:], dtype=torch.float64).diff()
-                told = {"step_us": float(gaps.median()) * 1e6, "watcher": watcher_seconds() / seconds}
+                told = {
+                    "step_us": float(gaps.median()) * 1e6,
+                    "watcher": watcher_seconds() / seconds,
+                }
                 print("TOLD " + json.dumps(told), flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        words = [f"run.dir={folder}", f"run.steps={steps}", f"data.global_batch={BATCH}", "log.every_steps=50"]
+        words = [
+            f"run.dir={folder}",
+            f"run.steps={steps}",
+            f"data.global_batch={BATCH}",
+            "log.every_steps=50",
+        ]
         Tiny(load_config(["task=cifar", "optim=sgd", "strategy.precision=fp32", *words])).fit()
 
 
@@ -88,12 +96,16 @@ def watcher_seconds() -> float:
     ticks = 0
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         if b"watcher.py" in Path(f"/proc/{child}/cmdline").read_bytes():
-            ticks += sum(map(int, Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[11:13]))
+            ticks += sum(
+                map(int, Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[11:13])
+            )
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -101,11 +113,20 @@ def main() -> None:
         return run(given.steps)
     print("ranks  watched us/step  median step us  share  watcher, of one core")
     for ranks in (1, 2):
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__]
+        words = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={ranks}",
+            __file__,
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         words += ["--rank", f"--steps={given.steps // ranks}"]
         done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
-        told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("TOLD "))[5:])
+        told = json.loads(
+            next(line for line in done.stdout.splitlines() if line.startswith("TOLD "))[5:]
+        )
         us = cost(ranks)
         print(
             f"{ranks:>5}  {us:>15.2f}  {told['step_us']:>14.0f}  {us / told['step_us']:>5.2%}  {told['watcher']:>20.2%}"

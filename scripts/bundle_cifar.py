@@ -34,7 +34,9 @@ def main(folder: Path) -> None:
     pixels[..., 1:, :] -= pixels[..., :-1, :].copy()
     OUT.parent.mkdir(exist_ok=True)
     OUT.write_bytes(zlib.compress(records[:, 0].tobytes() + pixels.tobytes(), 9))
-    print(f"{OUT}: {OUT.stat().st_size:,} bytes, records' SHA-256 {hashlib.sha256(records.tobytes()).hexdigest()}")
+    print(
+        f"{OUT}: {OUT.stat().st_size:,} bytes, records' SHA-256 {hashlib.sha256(records.tobytes()).hexdigest()}"
+    )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer import ConfigError, Random, ResidentDataset, Summary, Trainer, checkpoint, load_config, packing
+from trainer import (
+    ConfigError,
+    Random,
+    ResidentDataset,
+    Summary,
+    Trainer,
+    checkpoint,
+    load_config,
+    packing,
+)
 from trainer.data.order import Order
 from trainer.tasks.cifar import Cifar
 
@@ -64,7 +73,9 @@ class Probe(Trainer):
 
     def build_model(self):
         norm = nn.BatchNorm1d(16) if self.options.norm else nn.Identity()
-        return nn.Sequential(nn.Linear(4, 16), norm, nn.GELU(), nn.Dropout(self.options.dropout), nn.Linear(16, 3))
+        return nn.Sequential(
+            nn.Linear(4, 16), norm, nn.GELU(), nn.Dropout(self.options.dropout), nn.Linear(16, 3)
+        )
 
     def build_dataset(self, split):
         generator = torch.Generator().manual_seed(int(split == "train"))
@@ -75,7 +86,9 @@ class Probe(Trainer):
         return inputs + 0.1 * random.uniform("noise", 4) if train else inputs, targets
 
     def loss(self, outputs, targets):
-        return self.options.amplify * nn.functional.cross_entropy(outputs, targets, reduction="none")
+        return self.options.amplify * nn.functional.cross_entropy(
+            outputs, targets, reduction="none"
+        )
 
 
 class Around(nn.Module):
@@ -98,7 +111,9 @@ class Watched(Probe):
     """Notes what its steps see."""
 
     def augment(self, inputs, targets, random, train):
-        self.seen = {t.device.type for t in (inputs, targets, random.indices)} | getattr(self, "seen", set())
+        self.seen = {t.device.type for t in (inputs, targets, random.indices)} | getattr(
+            self, "seen", set()
+        )
         return super().augment(inputs, targets, random, train)
 
     def train_step(self, micro_batches):
@@ -171,14 +186,26 @@ class Here:
 
     def launch(self, name: str, *overrides: str, ranks: int = 1, device: str | None = None) -> Path:
         """Train in processes of their own, on several ranks or another device; the run directory."""
-        launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"] if ranks > 1 else []
+        launcher = (
+            ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
+            if ranks > 1
+            else []
+        )
         words = ["task=probe", f"run.dir={self.folder}", f"run.name={name}", *overrides]
         environment = {key: value for key, value in os.environ.items() if key not in LAYOUT}
         scripts = Path(__file__).resolve().parent
         environment["PYTHONPATH"] = os.pathsep.join([str(scripts), str(scripts.parent)])
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        command = [sys.executable, "-m", *launcher, "trainer", "--config-dir", self.config_dir(), *words]
+        command = [
+            sys.executable,
+            "-m",
+            *launcher,
+            "trainer",
+            "--config-dir",
+            self.config_dir(),
+            *words,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
             raise RuntimeError(last_error(done.stderr) or done.stdout[-300:])
@@ -215,7 +242,11 @@ def distance(one: Path, other: Path) -> float:
     assert a.keys() == b.keys() and a, f"steps {min(a)} to {max(a)} and {min(b)} to {max(b)}"
     found = [abs(a[step] - b[step]) / abs(a[step]) for step in a]
     ours, theirs = weights(one), weights(other)
-    found += [relative(ours[name].double(), theirs[name].double()) for name in ours if ours[name].is_floating_point()]
+    found += [
+        relative(ours[name].double(), theirs[name].double())
+        for name in ours
+        if ours[name].is_floating_point()
+    ]
     return max(found)
 
 
@@ -241,11 +272,18 @@ def nccl(here: Here) -> str:
     _, plain = here.fit("plain", "strategy=single", "strategy.precision=fp64")
     server = ["strategy=ddp", "strategy.precision=fp64", "strategy.comm_hook=parameter_server"]
     trainer, summary = here.fit("server", *server, f"dist.backend={wanted}", task=Watched)
-    assert trainer.backend == wanted and trainer.reduced == [1.0] * 3, (trainer.backend, trainer.reduced)
-    note = at_most(distance(plain.directory, summary.directory), 1e-12, f"{wanted}: DDP and single differ")
+    assert trainer.backend == wanted and trainer.reduced == [1.0] * 3, (
+        trainer.backend,
+        trainer.reduced,
+    )
+    note = at_most(
+        distance(plain.directory, summary.directory), 1e-12, f"{wanted}: DDP and single differ"
+    )
     hooks = ("fp16", "bf16", "powersgd") if wanted == "nccl" else ("fp16", "powersgd")
     for hook in hooks:
-        _, run = here.fit(hook, "strategy=ddp", "strategy.precision=fp32", f"strategy.comm_hook={hook}")
+        _, run = here.fit(
+            hook, "strategy=ddp", "strategy.precision=fp32", f"strategy.comm_hook={hook}"
+        )
         check_learned(losses(run.directory), hook)
     return f"{note}; hooks {', '.join(hooks)} train"
 
@@ -253,7 +291,9 @@ def nccl(here: Here) -> str:
 def check_learned(curve: dict[int, float], name: str) -> None:
     values = list(curve.values())
     assert all(v is not None and math.isfinite(v) for v in values), f"{name}: a loss is not finite"
-    assert min(values[-5:]) < 0.9 * values[0], f"{name}: the loss went from {values[0]:.3f} to {values[-1]:.3f}"
+    assert min(values[-5:]) < 0.9 * values[0], (
+        f"{name}: the loss went from {values[0]:.3f} to {values[-1]:.3f}"
+    )
 
 
 def amp_fp16(here: Here) -> str:
@@ -284,22 +324,42 @@ def tf32(here: Here) -> str:
             continue
         if here.device.type == "cuda":
             flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-            assert flags == (name == "tf32",) * 2, f"{name}: allow_tf32 is {flags} for (matmul, cudnn)"
+            assert flags == (name == "tf32",) * 2, (
+                f"{name}: allow_tf32 is {flags} for (matmul, cudnn)"
+            )
         exact = a.double() @ b.double(), convolve(images.double(), filters.double())
-        errors[name] = relative(exact[0], (a @ b).double()), relative(exact[1], convolve(images, filters).double())
-    assert max(errors["fp32"]) < 1e-5, f"fp32 is not fp32: (matmul, convolution) off by {errors['fp32']}"
-    notes = ["{}: matmul off by {:.1e}, convolution by {:.1e}".format(name, *found) for name, found in errors.items()]
+        errors[name] = (
+            relative(exact[0], (a @ b).double()),
+            relative(exact[1], convolve(images, filters).double()),
+        )
+    assert max(errors["fp32"]) < 1e-5, (
+        f"fp32 is not fp32: (matmul, convolution) off by {errors['fp32']}"
+    )
+    notes = [
+        "{}: matmul off by {:.1e}, convolution by {:.1e}".format(name, *found)
+        for name, found in errors.items()
+    ]
     if "tf32" not in errors:
         return f"refused on the CPU; {notes[0]}"
-    assert 1e-5 < errors["tf32"][0] < 1e-2 and errors["tf32"][1] < 1e-2, f"tf32 is off by {errors['tf32']}"
+    assert 1e-5 < errors["tf32"][0] < 1e-2 and errors["tf32"][1] < 1e-2, (
+        f"tf32 is off by {errors['tf32']}"
+    )
     return "; ".join(notes)
 
 
 def resident(here: Here) -> str:
     """The data lie on the device, and a step of fused SGD never makes the host wait; how often CIFAR-10's does."""
-    trainer, _ = here.fit("resident", "strategy.precision=fp32", "run.clip_norm=1", "run.ema_decay=0.9", task=Strict)
+    trainer, _ = here.fit(
+        "resident", "strategy.precision=fp32", "run.clip_norm=1", "run.ema_decay=0.9", task=Strict
+    )
     assert trainer.seen == {here.device.type}, f"micro-batches were on {trainer.seen}"
-    words = ["task=cifar", "task.options.data=bundled", "run.steps=6", f"run.dir={here.folder}", "data.global_batch=50"]
+    words = [
+        "task=cifar",
+        "task.options.data=bundled",
+        "run.steps=6",
+        f"run.dir={here.folder}",
+        "data.global_batch=50",
+    ]
     cifar = Counted(load_config(words))
     cifar.fit()
     return f"micro-batches on {here.device.type}; the host waits 0 times a step, in task=cifar {len(cifar.waits)} times"
@@ -311,7 +371,9 @@ def map_location(here: Here) -> str:
     whole = here.launch("whole", *adam, device="cpu")
     for steps, device in ((10, "cpu"), (20, None), (30, "cpu")):
         parts = here.launch("parts", *adam, f"run.steps={steps}", "run.resume=auto", device=device)
-    return at_most(distance(whole, parts), 1e-9, f"cpu, {here.device.type}, cpu and the CPU alone differ")
+    return at_most(
+        distance(whole, parts), 1e-9, f"cpu, {here.device.type}, cpu and the CPU alone differ"
+    )
 
 
 def resume(here: Here) -> str:
@@ -320,24 +382,37 @@ def resume(here: Here) -> str:
     _, whole = here.fit("whole", *recipe)
     here.fit("parts", *recipe, "run.steps=13")
     _, parts = here.fit("parts", *recipe, "run.resume=auto")
-    differing = [n for n, w in weights(whole.directory).items() if not torch.equal(w, weights(parts.directory)[n])]
+    differing = [
+        n
+        for n, w in weights(whole.directory).items()
+        if not torch.equal(w, weights(parts.directory)[n])
+    ]
     assert not differing, f"other bits after the resume: {', '.join(differing)}"
-    assert losses(whole.directory) == losses(parts.directory) and whole.metrics == parts.metrics, "other losses"
+    assert losses(whole.directory) == losses(parts.directory) and whole.metrics == parts.metrics, (
+        "other losses"
+    )
     return "30 steps and 13 + 17 end with equal bits"
 
 
 def data_parallel(here: Here) -> str:
     """torch's DP, the one GPU taken twice."""
     _, single = here.fit("single", "strategy=single", "strategy.precision=fp64")
-    trainer, twice = here.fit("twice", "strategy=dp", "strategy.device_ids=[0,0]", "strategy.precision=fp64")
+    trainer, twice = here.fit(
+        "twice", "strategy=dp", "strategy.device_ids=[0,0]", "strategy.precision=fp64"
+    )
     replicas = len(trainer.world.devices)
     assert replicas == (2 if here.device.type == "cuda" else 1)
-    return at_most(distance(single.directory, twice.directory), 1e-10, f"{replicas} replicas and single differ")
+    return at_most(
+        distance(single.directory, twice.directory), 1e-10, f"{replicas} replicas and single differ"
+    )
 
 
 def two_ranks(here: Here) -> str:
     """Two gloo ranks share the GPU."""
-    one, two = here.launch("one", "strategy.precision=fp64"), here.launch("two", "strategy.precision=fp64", ranks=2)
+    one, two = (
+        here.launch("one", "strategy.precision=fp64"),
+        here.launch("two", "strategy.precision=fp64", ranks=2),
+    )
     return at_most(distance(one, two), 1e-10, "2 ranks and 1 differ")
 
 
@@ -358,12 +433,23 @@ def bits(here: Here) -> str:
     """What is drawn by counter is equal on both devices, but normal numbers, which are rounded."""
     indices = torch.cat([torch.arange(5000), torch.tensor([2**31, 2**32 + 7, 2**40])])
     for epoch, per in ((0, "epoch"), (2**31, "epoch"), (3, "run")):
-        ours, theirs = (Random(2**40 + 1, "train", epoch, where) for where in (indices, indices.to(here.device)))
-        for name, arguments in (("bits", (3, 5)), ("uniform", (7,)), ("integers", (-5, 2**31 - 5, 2))):
+        ours, theirs = (
+            Random(2**40 + 1, "train", epoch, where) for where in (indices, indices.to(here.device))
+        )
+        for name, arguments in (
+            ("bits", (3, 5)),
+            ("uniform", (7,)),
+            ("integers", (-5, 2**31 - 5, 2)),
+        ):
             wanted = getattr(ours, name)(name, *arguments, per=per)
             found = getattr(theirs, name)(name, *arguments, per=per)
-            assert found.device.type == here.device.type and torch.equal(wanted, found.cpu()), f"{name} differs"
-    assert torch.equal(Order(7, 1, 5003)(torch.arange(5003)), Order(7, 1, 5003)(indices[:5000].new_tensor(range(5003))))
+            assert found.device.type == here.device.type and torch.equal(wanted, found.cpu()), (
+                f"{name} differs"
+            )
+    assert torch.equal(
+        Order(7, 1, 5003)(torch.arange(5003)),
+        Order(7, 1, 5003)(indices[:5000].new_tensor(range(5003))),
+    )
     off = float((ours.normal("noise", 8) - theirs.normal("noise", 8).cpu()).abs().max())
     assert off < 1e-5, f"normal differs by {off:.1e}"
     return f"bits, uniform, integers are equal; normal differs by at most {off:.1e}"
@@ -374,13 +460,18 @@ def precisions(here: Here) -> str:
     names = [name for name in PRECISIONS if here.device.type == "cuda" or name != "tf32"]
     problems = []
     for name in names:
-        for optim in (["optim=sgd", "optim.lr=0.3"], ["optim=adam", "optim.lr=0.02", "optim.eps=1e-4"]):
+        for optim in (
+            ["optim=sgd", "optim.lr=0.3"],
+            ["optim=adam", "optim.lr=0.02", "optim.eps=1e-4"],
+        ):
             words = [f"strategy.precision={name}", "run.clip_norm=5", "run.ema_decay=0.9", *optim]
             try:
                 _, run = here.fit(f"{name}-{optim[0][6:]}", *words)
                 check_learned(losses(run.directory), name)
             except Exception as error:  # the others are to be seen too
-                problems.append(f"{name}, {optim[0][6:]}: {type(error).__name__}: {error}".splitlines()[0])
+                problems.append(
+                    f"{name}, {optim[0][6:]}: {type(error).__name__}: {error}".splitlines()[0]
+                )
     assert not problems, "; ".join(problems)
     return f"{', '.join(names)}: each with SGD and Adam"
 
@@ -393,10 +484,14 @@ def compiled(here: Here) -> str:
     for task in (Own, Probe):
         counters.clear()
         _, plain = here.fit(f"plain-{task.__name__}", "strategy.precision=fp32", task=task)
-        _, run = here.fit(f"compiled-{task.__name__}", "strategy.precision=fp32", "run.compile=true", task=task)
+        _, run = here.fit(
+            f"compiled-{task.__name__}", "strategy.precision=fp32", "run.compile=true", task=task
+        )
         check_learned(losses(run.directory), "compiled")
         off, graphs = distance(plain.directory, run.directory), counters["stats"]["unique_graphs"]
-        notes.append(f"{'nn.Sequential' if task is Probe else 'own module'}: {graphs} graphs, off by {off:.1e}")
+        notes.append(
+            f"{'nn.Sequential' if task is Probe else 'own module'}: {graphs} graphs, off by {off:.1e}"
+        )
         assert off < 1e-3, f"compiled and plain differ: {'; '.join(notes)}"
         assert graphs, f"nothing was compiled: {'; '.join(notes)}"
     return "; ".join(notes)
@@ -409,7 +504,10 @@ def cifar(here: Here) -> str:
     if is_full:
         words += ["task.options.data=full", "data.global_batch=2000", "run.epochs=8"]
     else:
-        words += ["task.options.data=bundled", *(["run.epochs=1"] if here.device.type == "cpu" else [])]
+        words += [
+            "task.options.data=bundled",
+            *(["run.epochs=1"] if here.device.type == "cpu" else []),
+        ]
     trainer = Counted(load_config(words))
     summary = trainer.fit()
     reached, goal = summary.metrics["eval/accuracy"], 0.94
@@ -454,7 +552,11 @@ def check_here(name: str, device: str, root: str) -> None:
             told = {"result": "skipped", "note": str(skip)}
         except Exception as error:
             line = " ".join(f"{type(error).__name__}: {error}".split())
-            told = {"result": "FAILED", "note": line[:600], "traceback": traceback.format_exc()[-4000:]}
+            told = {
+                "result": "FAILED",
+                "note": line[:600],
+                "traceback": traceback.format_exc()[-4000:],
+            }
     print(TOLD + json.dumps(told), flush=True)
 
 
@@ -463,25 +565,43 @@ def run(name: str, device: str, root: str, limit_s: float) -> dict[str, Any]:
     began = time.monotonic()
     row: dict[str, Any] = {"check": name}
     if limit_s < 5:
-        return {**row, "result": "FAILED", "seconds": 0.0, "note": f"no time left of the {BUDGET_S} s"}
+        return {
+            **row,
+            "result": "FAILED",
+            "seconds": 0.0,
+            "note": f"no time left of the {BUDGET_S} s",
+        }
     words = [sys.executable, __file__, "--check", name, "--device", device, "--root", root]
     environment = {**os.environ, "TORCH_SHOW_CPP_STACKTRACES": "0"}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     child = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
     )
     try:
         output = child.communicate(timeout=limit_s)[0]
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         output = child.communicate()[0]
-        row |= {"result": "FAILED", "note": f"not done after {limit_s:.0f} s", "output": output[-3000:]}
+        row |= {
+            "result": "FAILED",
+            "note": f"not done after {limit_s:.0f} s",
+            "output": output[-3000:],
+        }
     told = [line for line in output.splitlines() if line.startswith(TOLD)]
     if told:
         row = {**json.loads(told[-1][len(TOLD) :]), **row}
     elif "result" not in row:
-        row |= {"result": "FAILED", "note": f"ended with code {child.returncode}", "output": output[-3000:]}
+        row |= {
+            "result": "FAILED",
+            "note": f"ended with code {child.returncode}",
+            "output": output[-3000:],
+        }
     if row["result"] == "FAILED":
         row.setdefault("output", output[-3000:])
     return {**row, "seconds": round(time.monotonic() - began, 1)}
@@ -513,14 +633,20 @@ def show(rows: list[dict[str, Any]], found: dict[str, Any]) -> None:
     colours = {"ok": "green", "FAILED": "bold red", "skipped": "yellow"}
     for row in rows:
         result = f"[{colours[row['result']]}]{row['result']}[/]"
-        table.add_row(row["check"], result, f"{row['seconds']:.1f}", row["note"].replace("[", r"\["))
+        table.add_row(
+            row["check"], result, f"{row['seconds']:.1f}", row["note"].replace("[", r"\[")
+        )
     console = Console()
     Console(width=None if console.is_terminal else 140).print(table)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", default="data/cifar-10-batches-bin", help="CIFAR-10's binary files")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--root", default="data/cifar-10-batches-bin", help="CIFAR-10's binary files"
+    )
     parser.add_argument("--json", type=Path, default=Path("gpu.json"))
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
@@ -531,7 +657,9 @@ def main() -> int:
         return 0
     if given.device == "cuda" and not torch.cuda.is_available():
         print(NO_GPU)
-        given.json.write_text(json.dumps({**facts("cpu"), "note": NO_GPU, "checks": []}, indent=1) + "\n")
+        given.json.write_text(
+            json.dumps({**facts("cpu"), "note": NO_GPU, "checks": []}, indent=1) + "\n"
+        )
         return 0
     found, rows, began = facts(given.device), [], time.monotonic()
     for name in given.only:

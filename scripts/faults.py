@@ -61,7 +61,16 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         said = f"skipped: {row.skipped}" if row.skipped else row.detail
         verdict = "" if row.is_good else "FAILED "
-        lines.append((row.name, str(row.asked), str(row.passed), str(row.seed), f"{row.seconds:.0f}", verdict + said))
+        lines.append(
+            (
+                row.name,
+                str(row.asked),
+                str(row.passed),
+                str(row.seed),
+                f"{row.seconds:.0f}",
+                verdict + said,
+            )
+        )
     widths = [max(len(line[n]) for line in lines) for n in range(5)]
     return "\n".join(
         f"{line[0]:<{widths[0]}}  "
@@ -72,10 +81,16 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=ROWS, action="append", help="one row; may be given more than once")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", choices=ROWS, action="append", help="one row; may be given more than once"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer cases: minutes become seconds")
-    parser.add_argument("--cases", type=int, help="how many cases, in place of the row's own number")
+    parser.add_argument(
+        "--cases", type=int, help="how many cases, in place of the row's own number"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()

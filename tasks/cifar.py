@@ -50,12 +50,19 @@ class Cifar(Trainer):
         images = normalize(inputs)
         if not train:
             return images, targets
-        coin = random.bits("flip", per="run") + random.epoch  # mirror a random half, in the next epoch the other one
+        coin = (
+            random.bits("flip", per="run") + random.epoch
+        )  # mirror a random half, in the next epoch the other one
         images = torch.where(coin[:, None, None, None] % 2 == 1, images.flip(3), images)
-        images, places = F.pad(images, (2, 2, 2, 2), "reflect"), torch.arange(32, device=images.device)
+        images, places = (
+            F.pad(images, (2, 2, 2, 2), "reflect"),
+            torch.arange(32, device=images.device),
+        )
         rows, columns = (random.integers("shift", 0, 5, 2)[:, :, None] + places).unbind(1)
         batch = torch.arange(len(images), device=images.device)[:, None, None]
-        return images.permute(0, 2, 3, 1)[batch, rows[:, :, None], columns[:, None]].permute(0, 3, 1, 2), targets
+        return images.permute(0, 2, 3, 1)[batch, rows[:, :, None], columns[:, None]].permute(
+            0, 3, 1, 2
+        ), targets
 
     def loss(self, outputs, targets):
         smoothing = self.options.label_smoothing * self.model.training
@@ -96,7 +103,13 @@ class Net(nn.Module):
 
     def __init__(self, widths: list[int], has_norm: bool, images: torch.Tensor):
         super().__init__()
-        patches = images.double().unfold(2, 2, 1).unfold(3, 2, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, 12)
+        patches = (
+            images.double()
+            .unfold(2, 2, 1)
+            .unfold(3, 2, 1)
+            .permute(0, 2, 3, 1, 4, 5)
+            .reshape(-1, 12)
+        )
         values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
         filters = (vectors / torch.sqrt(values + 5e-4)).T.flip(0).reshape(12, 3, 2, 2).float()
         self.whiten = nn.Conv2d(3, 24, 2)
@@ -130,7 +143,9 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, params, lr: float, momentum: Rate, iterations: Annotated[int, limit(min=1)]):
         params = list(params)
         if any(p.dim() < 2 for p in params):
-            raise ValueError("takes filters and matrices only, and the model has others; choose another optim")
+            raise ValueError(
+                "takes filters and matrices only, and the model has others; choose another optim"
+            )
         super().__init__(params, {"lr": lr, "momentum": momentum, "iterations": iterations})
 
     @torch.no_grad()
@@ -140,7 +155,9 @@ class Muon(torch.optim.Optimizer):
                 momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
                 momentum.mul_(group["momentum"]).add_(weight.grad)
                 x = (weight.grad + group["momentum"] * momentum).flatten(1)
-                x = (x / (x.norm() + 1e-7)).to(torch.bfloat16 if x.dtype == torch.float32 else x.dtype)
+                x = (x / (x.norm() + 1e-7)).to(
+                    torch.bfloat16 if x.dtype == torch.float32 else x.dtype
+                )
                 for _ in range(group["iterations"]):  # towards the nearest half-orthogonal matrix
                     gram = x @ x.T
                     x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x

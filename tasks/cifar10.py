@@ -35,11 +35,18 @@ def load(split: str, data: str, root: str) -> tuple[torch.Tensor, torch.Tensor, 
         )
     if missing or data == "bundled":
         raw = torch.frombuffer(bytearray(zlib.decompress(BUNDLED.read_bytes())), dtype=torch.uint8)
-        images = raw[6000:].view(6, 1000, 3, 32, 32).cumsum(3, dtype=torch.uint8).cumsum(4, dtype=torch.uint8)
+        images = (
+            raw[6000:]
+            .view(6, 1000, 3, 32, 32)
+            .cumsum(3, dtype=torch.uint8)
+            .cumsum(4, dtype=torch.uint8)
+        )
         images[:, :, 1:] += images[:, :, :1].clone()
         labels, source = raw[:6000].view(6, 1000), "the bundled part of CIFAR-10"
     else:
-        raw = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+        raw = torch.frombuffer(
+            bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8
+        )
         raw, source = raw.view(6, 10000, 3073), f"the full CIFAR-10 in {root}"
         labels, images = raw[..., 0], raw[..., 1:].unflatten(2, (3, 32, 32))
     part = slice(-1) if split == "train" else slice(-1, None)

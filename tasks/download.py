@@ -30,7 +30,9 @@ def fetch(url: str, root: str, sha256: Mapping[str, str], key: str) -> None:
     Raises ConfigError, which begins with `key`.
     """
     place = Path(root).resolve()
-    lock = place.with_name(f".{place.name}.lock")  # stays: removing it would let two processes lock two files
+    lock = place.with_name(
+        f".{place.name}.lock"
+    )  # stays: removing it would let two processes lock two files
     if _has(place, sha256):
         return
     try:
@@ -51,7 +53,9 @@ def fetch(url: str, root: str, sha256: Mapping[str, str], key: str) -> None:
                 raise
     except FAILURES as error:
         names = list(sha256)
-        advice = f"put the {len(names)} files {names[0]} ... {names[-1]} of {_last(url)} into {root}"
+        advice = (
+            f"put the {len(names)} files {names[0]} ... {names[-1]} of {_last(url)} into {root}"
+        )
         raise ConfigError(f"{key}: cannot get {url} ({_reason(error)}); {advice}") from None
 
 
@@ -92,8 +96,13 @@ def _unpack(url: str, scratch: Path, sha256: Mapping[str, str]) -> None:
         tarfile.open(fileobj=_Bounded(unzipped), mode="r|") as archive,
     ):
         for member in archive:
-            is_plain = member.isfile() and not member.issparse()  # a sparse one has more bytes than the stream
-            name, source = PurePosixPath(member.name).name, archive.extractfile(member) if is_plain else None
+            is_plain = (
+                member.isfile() and not member.issparse()
+            )  # a sparse one has more bytes than the stream
+            name, source = (
+                PurePosixPath(member.name).name,
+                archive.extractfile(member) if is_plain else None,
+            )
             if source is None or name not in sha256:
                 continue
             data = source.read()
@@ -130,4 +139,6 @@ def _bar(response: Any, url: str) -> AbstractContextManager[Any]:
     console.print(f"downloading {url}", markup=False, soft_wrap=True)
     size = int(response.headers.get("Content-Length") or 0)
     hidden = not console.is_terminal
-    return wrap_file(response, size, description=_last(url), console=console, transient=True, disable=hidden)
+    return wrap_file(
+        response, size, description=_last(url), console=console, transient=True, disable=hidden
+    )

@@ -33,7 +33,9 @@ class Options:
 
     def __post_init__(self):
         if self.width % self.heads:
-            raise ConfigError(f"task.options.heads={self.heads}: must divide task.options.width={self.width}")
+            raise ConfigError(
+                f"task.options.heads={self.heads}: must divide task.options.width={self.width}"
+            )
 
 
 class Text(Trainer):
@@ -41,13 +43,17 @@ class Text(Trainer):
 
     def build_dataset(self, split):
         texts, digest = read_library(self.options.files)
-        chosen = [text for i, text in enumerate(texts) if (i % EVAL_EVERY == 0) == (split == "eval")]
+        chosen = [
+            text for i, text in enumerate(texts) if (i % EVAL_EVERY == 0) == (split == "eval")
+        ]
         sequences = [part for text in chosen for part in cut(text, self.options.context)]
         tokens = torch.zeros(len(sequences), self.options.context, dtype=torch.uint8)
         for row, part in zip(tokens, sequences, strict=True):
             row[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
         lengths = torch.tensor([len(part) for part in sequences])
-        source = f"{sum(map(len, chosen)):,} bytes in {len(chosen)} files of Python's standard library"
+        source = (
+            f"{sum(map(len, chosen)):,} bytes in {len(chosen)} files of Python's standard library"
+        )
         return ResidentDataset(tokens, lengths, source=source, digest=digest)
 
     def build_model(self):
@@ -78,14 +84,23 @@ class Text(Trainer):
 def read_library(count: int) -> tuple[list[bytes], str]:
     """The first `count` files of the standard library in the order of their paths, and the SHA-256 of them all."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = (path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts))
-    texts = [path.read_bytes() for path in sorted(paths, key=lambda p: p.relative_to(root).as_posix())[:count]]
+    paths = (
+        path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts)
+    )
+    texts = [
+        path.read_bytes()
+        for path in sorted(paths, key=lambda p: p.relative_to(root).as_posix())[:count]
+    ]
     return texts, hashlib.sha256(b"".join(texts)).hexdigest()
 
 
 def cut(text: bytes, context: int) -> list[bytes]:
     """Whole lines together up to `context` bytes; a longer line is broken."""
-    pieces = [line[i : i + context] for line in text.splitlines(True) for i in range(0, len(line), context)]
+    pieces = [
+        line[i : i + context]
+        for line in text.splitlines(True)
+        for i in range(0, len(line), context)
+    ]
     sequences = [b""]
     for piece in pieces:
         if len(sequences[-1]) + len(piece) > context:
@@ -102,7 +117,9 @@ class Block(nn.Module):
         width, self.heads, self.dropout = options.width, options.heads, options.dropout
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, context, width = x.shape

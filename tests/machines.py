@@ -53,7 +53,20 @@ class Machines:
             for name in self.names:
                 _ip("netns", "add", name)
             one, other = self.names  # made inside, so that no interface appears outside
-            _ip("link", "add", "eth0", "netns", one, "type", "veth", "peer", "name", "eth0", "netns", other)
+            _ip(
+                "link",
+                "add",
+                "eth0",
+                "netns",
+                one,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                other,
+            )
             for name, address in zip(self.names, ADDRESSES, strict=True):
                 _ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
                 for interface in ("lo", "eth0"):
@@ -100,7 +113,19 @@ class Machines:
     def partition(self) -> None:
         """Pull the cable: what is sent is lost and nobody is told. A link that is set down would tell its own side."""
         for name, peer in zip(self.names, reversed(ADDRESSES), strict=True):
-            _ip("-n", name, "neigh", "replace", peer, "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
+            _ip(
+                "-n",
+                name,
+                "neigh",
+                "replace",
+                peer,
+                "lladdr",
+                NOBODY,
+                "dev",
+                "eth0",
+                "nud",
+                "permanent",
+            )
 
     def heal(self) -> None:
         for name, peer in zip(self.names, reversed(ADDRESSES), strict=True):

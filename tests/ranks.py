@@ -34,7 +34,11 @@ def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
         with os.fdopen(pipe, "rb") as stream:
             data = stream.read()
         os.waitpid(pid, 0)
-        outcomes.append(torch.load(io.BytesIO(data), weights_only=False) if data else (False, f"process {pid} died"))
+        outcomes.append(
+            torch.load(io.BytesIO(data), weights_only=False)
+            if data
+            else (False, f"process {pid} died")
+        )
     del server  # a traceback would keep it, and a later child that collects it waits for a thread it does not have
     for rank, (is_good, value) in enumerate(outcomes):
         assert is_good, f"rank {rank} of {size}:\n{value}"
@@ -54,10 +58,19 @@ def _fork(rank: int, size: int, body: Callable[..., Any], arguments: tuple) -> t
     os.close(gate)
     gc.freeze()  # what was inherited need not be looked through again: a quarter of a second for each run
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # a hang says where it hangs
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
     port = os.read(told, 16).decode()
     os.close(told)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     try:
         outcome = (True, body(*arguments))
     except BaseException:

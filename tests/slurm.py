@@ -20,7 +20,10 @@ from typing import Any
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin"  # where the daemons are; only root looks there by itself
-START_S, CANCEL_S = 60, 15  # limits: a start takes 1 s, the end up to 11 s where a job ignores SIGTERM
+START_S, CANCEL_S = (
+    60,
+    15,
+)  # limits: a start takes 1 s, the end up to 11 s where a job ignores SIGTERM
 
 # cred_expire is what a requeued job waits before it starts again: 120 s by default, 5 s is the least that SLURM takes.
 # sched_interval and bf_interval are how often SLURM looks (30 s until a restart without them), KillWait is the time
@@ -58,7 +61,9 @@ PartitionName=test Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscr
 
 def unavailable() -> str:
     """Why no SLURM can be started here; empty where it can."""
-    missing = [name for name in (*DAEMONS, "srun", "sbatch") if shutil.which(name, path=PATH) is None]
+    missing = [
+        name for name in (*DAEMONS, "srun", "sbatch") if shutil.which(name, path=PATH) is None
+    ]
     return f"no {', '.join(missing)}: apt-get install slurm-wlm munge" if missing else ""
 
 
@@ -67,7 +72,11 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
+        own = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))
+        }
         self.environment = own | {"PATH": PATH, "SLURM_CONF": f"{self.folder}/slurm.conf"}
         self._daemons: list[subprocess.Popen] = []
 
@@ -75,7 +84,9 @@ class Cluster:
         for name in ("state", "n1", "n2"):
             (self.folder / name).mkdir(parents=True)
         with contextlib.ExitStack() as stack:  # held together, so that no two are the same
-            sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+            sockets = [
+                stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)
+            ]
             ports = [one.getsockname()[1] for one in sockets]
         host = socket.gethostname().split(".")[0]
         text = CONFIG.format(host=host, ports=ports, user=os.getuid(), folder=self.folder)
@@ -86,7 +97,14 @@ class Cluster:
         files = [f"--{name}-file={self.folder}/munged.{name}" for name in ("pid", "seed", "log")]
         try:
             munge = self.folder / "munge.socket"
-            self._start("munged", "--foreground", "--force", f"--socket={munge}", f"--key-file={key}", *files)
+            self._start(
+                "munged",
+                "--foreground",
+                "--force",
+                f"--socket={munge}",
+                f"--key-file={key}",
+                *files,
+            )
             self._until(munge.exists, START_S, "munged up")
             self._start("slurmctld", "-D")
             self._start("slurmd", "-D", "-N", "n1")
@@ -98,9 +116,15 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired, TimeoutError):  # what stays is killed below
+        with contextlib.suppress(
+            subprocess.TimeoutExpired, TimeoutError
+        ):  # what stays is killed below
             self.run("scancel", "--partition=test", timeout=CANCEL_S)
-            self._until(lambda: not self.run("squeue", "-h", timeout=CANCEL_S).stdout, CANCEL_S, "no job left")
+            self._until(
+                lambda: not self.run("squeue", "-h", timeout=CANCEL_S).stdout,
+                CANCEL_S,
+                "no job left",
+            )
         for daemon in reversed(self._daemons):
             daemon.terminate()
             try:
@@ -113,7 +137,12 @@ class Cluster:
 
     def run(self, *words: str | Path, **options: Any) -> subprocess.CompletedProcess:
         """A command in the cluster's environment; options are subprocess.run's: here text, captured, 60 s, no stdin."""
-        usual = {"env": self.environment, "stdin": subprocess.DEVNULL, "text": True, "capture_output": True}
+        usual = {
+            "env": self.environment,
+            "stdin": subprocess.DEVNULL,
+            "text": True,
+            "capture_output": True,
+        }
         return subprocess.run(words, **{**usual, "timeout": 60, **options})
 
     def srun(self, *words: str | Path, **options: Any) -> subprocess.CompletedProcess:
@@ -122,7 +151,9 @@ class Cluster:
     def submit(self, script: Path, *words: str) -> str:
         """The job's number; `words` are sbatch's options, and the script's own arguments follow `--`."""
         split = words.index("--") if "--" in words else len(words)
-        return self._said("sbatch", "--parsable", *words[:split], script, *words[split + 1 :]).strip()
+        return self._said(
+            "sbatch", "--parsable", *words[:split], script, *words[split + 1 :]
+        ).strip()
 
     def state(self, job: str) -> str:
         return self._shown(job)["JobState"]
@@ -135,7 +166,9 @@ class Cluster:
         end = time.monotonic() + limit_s
         while (shown := self._shown(job))["JobState"] not in states:
             if time.monotonic() > end:
-                raise TimeoutError(f"job {job} not {' or '.join(states)} within {limit_s} s: {shown}")
+                raise TimeoutError(
+                    f"job {job} not {' or '.join(states)} within {limit_s} s: {shown}"
+                )
             time.sleep(0.2)
         return shown["JobState"]
 
@@ -152,19 +185,29 @@ class Cluster:
         with (self.folder / f"{words[0]}{len(self._daemons)}.log").open("w") as log:
             # a session of its own: Ctrl-C reaches the tests, which then end it in order
             own = {"cwd": self.folder, "env": self.environment, "start_new_session": True}
-            self._daemons.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **own))
+            self._daemons.append(
+                subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **own)
+            )
 
     def _until(self, is_so: Callable[[], bool], limit_s: float, what: str) -> None:
         end = time.monotonic() + limit_s
         while not is_so():
             ended = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
             if ended or time.monotonic() > end:
-                logs = [f"{path.name}:\n{path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.log"))]
-                raise TimeoutError("\n".join([f"not within {limit_s} s: {what}; ended: {ended}", *logs]))
+                logs = [
+                    f"{path.name}:\n{path.read_text()[-2000:]}"
+                    for path in sorted(self.folder.glob("*.log"))
+                ]
+                raise TimeoutError(
+                    "\n".join([f"not within {limit_s} s: {what}; ended: {ended}", *logs])
+                )
             time.sleep(0.1)
 
     def _is_idle(self) -> bool:
-        return self.run("sinfo", "--noheader", "--Node", "--format=%T").stdout.split() == ["idle", "idle"]
+        return self.run("sinfo", "--noheader", "--Node", "--format=%T").stdout.split() == [
+            "idle",
+            "idle",
+        ]
 
     def _kill_leftovers(self) -> bool:
         """True once no process is left that was started in this cluster; a slurmstepd outlives its slurmd."""

@@ -11,20 +11,51 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     ["errors", "typed", "config", "guard", "targets"],
     ["distributed"],
-    ["data", "means", "precision", "schedule", "checkpoint", "packing", "rundir", "writers", "report", "ema", "lease"],
+    [
+        "data",
+        "means",
+        "precision",
+        "schedule",
+        "checkpoint",
+        "packing",
+        "rundir",
+        "writers",
+        "report",
+        "ema",
+        "lease",
+    ],
     ["strategy"],
     ["task", "fingerprint", "session", "scoring", "diagnosis", "trainer"],
     ["__init__", "tasks"],
     [
-        *("__main__", "evaluate", "audit", "checkpoints", "recording", "verify", "replay", "submit", "search", "sweep"),
+        *(
+            "__main__",
+            "evaluate",
+            "audit",
+            "checkpoints",
+            "recording",
+            "verify",
+            "replay",
+            "submit",
+            "search",
+            "sweep",
+        ),
         "doctor",
     ],
 ]
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 FILES = sorted((ROOT / "trainer").rglob("*.py"))
-HEAVY = {"hydra", "mpi4py", "omegaconf", "yaml", "rich", "safetensors", "submitit", "tensorboard", "numpy"} | {
-    "torch.utils.tensorboard"
-}
+HEAVY = {
+    "hydra",
+    "mpi4py",
+    "omegaconf",
+    "yaml",
+    "rich",
+    "safetensors",
+    "submitit",
+    "tensorboard",
+    "numpy",
+} | {"torch.utils.tensorboard"}
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 
@@ -40,7 +71,10 @@ def imports(tree: ast.AST) -> list[tuple[str, int]]:
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             submodules = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [(n, node.lineno) for n in (submodules if node.module == "trainer" else [node.module])]
+            found += [
+                (n, node.lineno)
+                for n in (submodules if node.module == "trainer" else [node.module])
+            ]
     return found
 
 
@@ -59,7 +93,9 @@ def test_room_imports_only_from_its_layer_or_above(path):
 
 def test_there_are_no_cycles():
     graph = {
-        p: {n for n, _ in imports(t) if n.startswith("trainer.")} for p, t in TREES.items() if p.stem != "__init__"
+        p: {n for n, _ in imports(t) if n.startswith("trainer.")}
+        for p, t in TREES.items()
+        if p.stem != "__init__"
     }
     names = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in graph}
     done: set[str] = set()
@@ -78,7 +114,9 @@ def test_there_are_no_cycles():
 def test_only_config_and_the_verbs_know_hydra():
     for path, tree in TREES.items():
         if room(path) not in ("config", "guard", "__main__", "search", "submit"):
-            assert not [n for n, _ in imports(tree) if n.split(".")[0] in ("hydra", "omegaconf")], path
+            assert not [n for n, _ in imports(tree) if n.split(".")[0] in ("hydra", "omegaconf")], (
+                path
+            )
 
 
 def test_imports_inside_functions_are_of_heavy_packages_only():
@@ -97,14 +135,22 @@ def test_what_can_be_told_without_torch_is_told_without_it():
         from trainer.__main__ import _check_soon
         _check_soon(trainer.config.load_config(["task=cifar"]))
         print("torch" in sys.modules)"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     assert done.stdout.strip() == "False"
 
 
 def code_lines(tree: ast.Module, text: str) -> set[int]:
-    lines = {i for i, line in enumerate(text.splitlines(), 1) if line.strip() and not line.strip().startswith("#")}
+    lines = {
+        i
+        for i, line in enumerate(text.splitlines(), 1)
+        if line.strip() and not line.strip().startswith("#")
+    }
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
+            node, clean=False
+        ):
             lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     return lines
 
@@ -128,4 +174,6 @@ def test_every_value_of_a_closed_group_stands_in_one_yaml():
     """A dataclass of the config has no defaults: values are in conf/."""
     for node in ast.walk(TREES[ROOT / "trainer/config.py"]):
         if isinstance(node, ast.ClassDef):
-            assert not [s for s in node.body if isinstance(s, ast.AnnAssign) and s.value is not None], node.name
+            assert not [
+                s for s in node.body if isinstance(s, ast.AnnAssign) and s.value is not None
+            ], node.name

@@ -24,7 +24,15 @@ import trainer.__main__ as verb
 
 TESTS = Path(__file__).parent
 LIMIT_S, TORCHRUN_LIMIT_S = 1.5, 5.0
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "trainer"]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc_per_node=2",
+    "-m",
+    "trainer",
+]
 RANK_0 = "RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost"
 
 TASK = """# @package _global_
@@ -66,7 +74,10 @@ FILES: dict[str, str | bytes] = {
     "runs/cifar/taken/config.yaml": "run: {}\n",
 }
 
-WHOLE, WHOLE_OR_NULL = "must be a whole number of at least 1", "must be a whole number of at least 1 or null"
+WHOLE, WHOLE_OR_NULL = (
+    "must be a whole number of at least 1",
+    "must be a whole number of at least 1 or null",
+)
 SWITCH = "must be true or false"
 BAD = [
     # nothing to run, words that are no setting, flags
@@ -90,7 +101,10 @@ BAD = [
     ("task=cifar --cfg", "--cfg/-c: expected one argument"),
     ("task=cifar --cfg foo", "--cfg/-c: invalid choice: 'foo' (choose from"),
     ("task=cifar --info foo", "--info/-i: invalid choice: 'foo' (choose from"),
-    ("task=cifar --multirun=3", "--multirun=3: -m takes no value, --resolve and --package go with --cfg job"),
+    (
+        "task=cifar --multirun=3",
+        "--multirun=3: -m takes no value, --resolve and --package go with --cfg job",
+    ),
     ("task=cifar run.sed=1 --cfg job", "run.sed is not a setting; did you mean run.seed?"),
     ("task=cifra --cfg job", "task=cifra: must be one of cifar, text; did you mean cifar?"),
     ("--cfg job", "task is not chosen: give task=<name>, one of cifar, text"),
@@ -100,48 +114,102 @@ BAD = [
     ("task=cifar optin=sgd", "optin is not a setting; did you mean optim?"),
     ("task=cifar rum.seed=1", "rum.seed is not a setting; did you mean run.seed?"),
     ("task=cifar run.sed=1", "run.sed is not a setting; did you mean run.seed?"),
-    ("task=cifar data.global_bach=32", "data.global_bach is not a setting; did you mean data.global_batch?"),
-    ("task=cifar strategy.precison=fp32", "strategy.precison is not a setting; did you mean strategy.precision?"),
+    (
+        "task=cifar data.global_bach=32",
+        "data.global_bach is not a setting; did you mean data.global_batch?",
+    ),
+    (
+        "task=cifar strategy.precison=fp32",
+        "strategy.precison is not a setting; did you mean strategy.precision?",
+    ),
     ("task=cifar dist.backed=gloo", "dist.backed is not a setting; did you mean dist.backend?"),
-    ("task=cifar launch.nproc=3", "launch.nproc is not a setting; did you mean launch.nproc_per_node?"),
+    (
+        "task=cifar launch.nproc=3",
+        "launch.nproc is not a setting; did you mean launch.nproc_per_node?",
+    ),
     (
         "task=cifar checkpoint.every_step=3",
         "checkpoint.every_step is not a setting; did you mean checkpoint.every_steps?",
     ),
-    ("task=cifar eval.every_epoch=3", "eval.every_epoch is not a setting; did you mean eval.every_epochs?"),
-    ("task=cifar log.every_step=3", "log.every_step is not a setting; did you mean log.every_steps?"),
+    (
+        "task=cifar eval.every_epoch=3",
+        "eval.every_epoch is not a setting; did you mean eval.every_epochs?",
+    ),
+    (
+        "task=cifar log.every_step=3",
+        "log.every_step is not a setting; did you mean log.every_steps?",
+    ),
     ("task=cifar task.nam=x", "task.nam is not a setting; did you mean task.name?"),
-    ("task=cifar task.options.widhts=[1]", "task.options.widhts is not a setting; did you mean task.options.widths?"),
+    (
+        "task=cifar task.options.widhts=[1]",
+        "task.options.widhts is not a setting; did you mean task.options.widths?",
+    ),
     ("task=cifar optim.lrr=1", "optim.lrr is not a setting; did you mean optim.lr?"),
-    ("task=cifar optim=adamw optim.bettas=[0.9]", "optim.bettas is not a setting; did you mean optim.betas?"),
+    (
+        "task=cifar optim=adamw optim.bettas=[0.9]",
+        "optim.bettas is not a setting; did you mean optim.betas?",
+    ),
     ("task=cifar schedule.finl=3", "schedule.finl is not a setting; did you mean schedule.final?"),
     ("task=cifar ~run.sed", "run.sed is not a setting; did you mean run.seed?"),
     ("task=cifar +a=1", "a is not a setting"),
     ("task=cifar +run.sed=1", "run.sed is not a setting; did you mean run.seed?"),
     ("task=cifar ++run.sed=1", "run.sed is not a setting; did you mean run.seed?"),
     ("task=cifar +data.wokers=2", "data.wokers is not a setting; did you mean data.workers?"),
-    ("task=cifar +strategy.precison=fp32", "strategy.precison is not a setting; did you mean strategy.precision?"),
+    (
+        "task=cifar +strategy.precison=fp32",
+        "strategy.precison is not a setting; did you mean strategy.precision?",
+    ),
     ("task=cifar +dist.bakend=gloo", "dist.bakend is not a setting; did you mean dist.backend?"),
-    ("task=cifar +checkpoint.every=2", "checkpoint.every is not a setting; did you mean checkpoint.every_steps?"),
-    ("task=cifar +eval.evry_steps=2", "eval.evry_steps is not a setting; did you mean eval.every_steps?"),
+    (
+        "task=cifar +checkpoint.every=2",
+        "checkpoint.every is not a setting; did you mean checkpoint.every_steps?",
+    ),
+    (
+        "task=cifar +eval.evry_steps=2",
+        "eval.evry_steps is not a setting; did you mean eval.every_steps?",
+    ),
     ("task=cifar +log.imags=2", "log.imags is not a setting; did you mean log.images?"),
     ("task=cifar +task.optons=2", "task.optons is not a setting; did you mean task.options?"),
-    ("task=cifar +task.options.widht=2", "task.options.widht is not a setting; did you mean task.options.widths?"),
-    ("task=cifar +optim.nesterof=true", "optim.nesterof is not an argument of trainer.tasks.cifar.Muon"),
+    (
+        "task=cifar +task.options.widht=2",
+        "task.options.widht is not a setting; did you mean task.options.widths?",
+    ),
+    (
+        "task=cifar +optim.nesterof=true",
+        "optim.nesterof is not an argument of trainer.tasks.cifar.Muon",
+    ),
     ("task=cifar +schedule.gama=2", "schedule.gama is not an argument of trainer.schedule.linear"),
     ("task=cifar +run.seed=1", "+run.seed=1: run.seed is there already; leave out the '+'"),
-    ("task=cifar +experiment=parity", "+experiment=parity: experiment is there already; leave out the '+'"),
-    ("task=cifar +experiment=null", "+experiment=null: experiment is there already; leave out the '+'"),
+    (
+        "task=cifar +experiment=parity",
+        "+experiment=parity: experiment is there already; leave out the '+'",
+    ),
+    (
+        "task=cifar +experiment=null",
+        "+experiment=null: experiment is there already; leave out the '+'",
+    ),
     ("task=cifar experiment=null", "experiment=null: must be one of parity"),
     # typos in the name of an option
     ("task=cifra", "task=cifra: must be one of cifar, text; did you mean cifar?"),
     ("optim=sdg task=text", "optim=sdg: must be one of adam, adamw, muon, sgd; did you mean sgd?"),
-    ("task=cifar strategy=dpp", "strategy=dpp: must be one of ddp, ddp_syncbn_amp, dp, single; did you mean dp?"),
-    ("task=cifar strategy=_common", "strategy=_common: must be one of ddp, ddp_syncbn_amp, dp, single"),
+    (
+        "task=cifar strategy=dpp",
+        "strategy=dpp: must be one of ddp, ddp_syncbn_amp, dp, single; did you mean dp?",
+    ),
+    (
+        "task=cifar strategy=_common",
+        "strategy=_common: must be one of ddp, ddp_syncbn_amp, dp, single",
+    ),
     ("task=cifar dist=gloo", "dist=gloo: must be one of auto"),
     ("task=cifar launch=slurm", "launch=slurm: must be one of elastic, inline, spawn"),
-    ("task=cifar schedule=cosin", "schedule=cosin: must be one of constant, cosine, linear, multistep, one_cycle; did"),
-    ("task=cifar experiment=partiy", "experiment=partiy: must be one of parity; did you mean parity?"),
+    (
+        "task=cifar schedule=cosin",
+        "schedule=cosin: must be one of constant, cosine, linear, multistep, one_cycle; did",
+    ),
+    (
+        "task=cifar experiment=partiy",
+        "experiment=partiy: must be one of parity; did you mean parity?",
+    ),
     ("task=cifar optim=[sgd,adam]", "optim=['sgd', 'adam']: must be one of adam, adamw, muon, sgd"),
     ("task=cifar optim=sgd optim=adam", "optim=adam: optim=sgd was given before; give one"),
     ("task=cifar run=3", "run=3: must be a group of settings"),
@@ -170,7 +238,10 @@ BAD = [
     ("task=cifar run.dir=null", "run.dir=null: must be a text"),
     ("task=cifar run.dir=", "run.dir='': must be a text"),
     ("task=cifar run.compile=maybe", f"run.compile=maybe: {SWITCH}"),
-    ("task=cifar run.ema_decay=1.1", "run.ema_decay=1.1: must be a number of at least 0 and of at most 1 or null"),
+    (
+        "task=cifar run.ema_decay=1.1",
+        "run.ema_decay=1.1: must be a number of at least 0 and of at most 1 or null",
+    ),
     ("task=cifar run.ema_decay=nan", "run.ema_decay=nan: must be a number of at least 0"),
     ("task=cifar run.clip_norm=0", "run.clip_norm=0: must be a number above 0 or null"),
     ("task=cifar run.clip_norm=inf", "run.clip_norm=inf: must be a number above 0 or null"),
@@ -182,14 +253,20 @@ BAD = [
     ("task=cifar data.workers=-1", "data.workers=-1: must be a whole number of at least 0"),
     ("task=cifar data.timeout_s=1m", "data.timeout_s=1m: must be a number of at least 0"),
     ("task=cifar data.path=ram", "data.path=ram: must be one of auto, resident, streamed"),
-    ("task=cifar strategy.name=fsdp", "strategy.name=fsdp: must be one of ddp, ddp_syncbn_amp, dp, single"),
+    (
+        "task=cifar strategy.name=fsdp",
+        "strategy.name=fsdp: must be one of ddp, ddp_syncbn_amp, dp, single",
+    ),
     (
         "task=cifar strategy.precision=fp31",
         "strategy.precision=fp31: must be one of fp64, fp32, tf32, amp_bf16, amp_fp16, bf16, fp16",
     ),
     ("task=cifar strategy.sync_batchnorm=yes", f"strategy.sync_batchnorm=yes: {SWITCH}"),
     ("task=cifar strategy.channels_last=2", f"strategy.channels_last=2: {SWITCH}"),
-    ("task=cifar strategy=dp strategy.device_ids=0", "strategy.device_ids=0: must be a list or null"),
+    (
+        "task=cifar strategy=dp strategy.device_ids=0",
+        "strategy.device_ids=0: must be a list or null",
+    ),
     (
         "task=cifar strategy=dp strategy.device_ids=[a]",
         "strategy.device_ids[0]=a: must be a whole number of at least 0",
@@ -207,21 +284,48 @@ BAD = [
     ),
     ("task=cifar dist.backend=ncll", "dist.backend=ncll: must be one of auto, nccl, gloo, mpi"),
     ("task=cifar dist.init=mpi", "dist.init=mpi: must be one of env, tcp, file"),
-    ("task=cifar dist.timeout_s=0", "dist.timeout_s=0: must be a number above 0 and of at most 1000000"),
+    (
+        "task=cifar dist.timeout_s=0",
+        "dist.timeout_s=0: must be a number above 0 and of at most 1000000",
+    ),
     ("task=cifar dist.timeout_s=5min", "dist.timeout_s=5min: must be a number above 0"),
     ("task=cifar dist.hang_timeout_s=0", "dist.hang_timeout_s=0: must be a number above 0"),
-    ("task=cifar launch.name=torchrun", "launch.name=torchrun: must be one of inline, elastic, spawn"),
-    ("task=cifar launch.nproc_per_node=2", "launch.nproc_per_node=2: needs launch=elastic or launch=spawn"),
-    ("task=cifar launch.max_restarts=1", "launch.max_restarts=1: needs launch=elastic or launch=spawn"),
-    ("task=cifar launch=spawn launch.max_restarts=1", "launch.max_restarts=1: launch=spawn starts nothing anew"),
-    ("task=cifar launch=elastic launch.nproc_per_node=two", "launch.nproc_per_node=two: must be gpu, cpu, auto or"),
-    ("task=cifar launch.on_failed_job=skip", "launch.on_failed_job=skip: must be one of continue, stop"),
+    (
+        "task=cifar launch.name=torchrun",
+        "launch.name=torchrun: must be one of inline, elastic, spawn",
+    ),
+    (
+        "task=cifar launch.nproc_per_node=2",
+        "launch.nproc_per_node=2: needs launch=elastic or launch=spawn",
+    ),
+    (
+        "task=cifar launch.max_restarts=1",
+        "launch.max_restarts=1: needs launch=elastic or launch=spawn",
+    ),
+    (
+        "task=cifar launch=spawn launch.max_restarts=1",
+        "launch.max_restarts=1: launch=spawn starts nothing anew",
+    ),
+    (
+        "task=cifar launch=elastic launch.nproc_per_node=two",
+        "launch.nproc_per_node=two: must be gpu, cpu, auto or",
+    ),
+    (
+        "task=cifar launch.on_failed_job=skip",
+        "launch.on_failed_job=skip: must be one of continue, stop",
+    ),
     ("task=cifar checkpoint.every_steps=0", f"checkpoint.every_steps=0: {WHOLE_OR_NULL}"),
     ("task=cifar checkpoint.every_epochs=0.5", f"checkpoint.every_epochs=0.5: {WHOLE_OR_NULL}"),
     ("task=cifar checkpoint.keep_last=0", f"checkpoint.keep_last=0: {WHOLE}"),
-    ("task=cifar checkpoint.keep_best=-1", "checkpoint.keep_best=-1: must be a whole number of at least 0"),
+    (
+        "task=cifar checkpoint.keep_best=-1",
+        "checkpoint.keep_best=-1: must be a whole number of at least 0",
+    ),
     ("task=cifar checkpoint.background=often", f"checkpoint.background=often: {SWITCH}"),
-    ("task=cifar checkpoint.on_error=ignore", "checkpoint.on_error=ignore: must be one of stop, continue"),
+    (
+        "task=cifar checkpoint.on_error=ignore",
+        "checkpoint.on_error=ignore: must be one of stop, continue",
+    ),
     ("task=cifar checkpoint.best_mode=high", "checkpoint.best_mode=high: must be one of min, max"),
     ("task=cifar checkpoint.best_metric=", "checkpoint.best_metric='': must be a text or null"),
     ("task=cifar eval.every_epochs=0", f"eval.every_epochs=0: {WHOLE_OR_NULL}"),
@@ -239,29 +343,50 @@ BAD = [
     ("task=cifar task.packages=torch", "task.packages=torch: must be a list"),
     ("task=cifar task.options=3", "task.options=3: must be a mapping"),
     # settings that contradict each other, or where they run
-    ("task=cifar data.micro_batch=500", "data.micro_batch=500: must be at most data.global_batch=250"),
+    (
+        "task=cifar data.micro_batch=500",
+        "data.micro_batch=500: must be at most data.global_batch=250",
+    ),
     ("task=cifar run.lr_batch=250", "run.lr_scaling=none: takes no run.lr_batch"),
     ("task=cifar run.lr_scaling=sqrt", "run.lr_scaling=sqrt: give run.lr_batch=<the global batch"),
-    ("task=cifar strategy=single strategy.comm_hook=fp16", "strategy.comm_hook=fp16: strategy=single reduces no grad"),
+    (
+        "task=cifar strategy=single strategy.comm_hook=fp16",
+        "strategy.comm_hook=fp16: strategy=single reduces no grad",
+    ),
     (
         "task=cifar strategy.comm_hook=fp16 strategy.precision=fp64",
         "strategy.comm_hook=fp16: compresses float32 gradients, and strategy.precision=fp64 has none",
     ),
-    ("task=cifar strategy.comm_hook=bf16", "strategy.comm_hook=bf16: needs dist.backend=nccl; use fp16"),
+    (
+        "task=cifar strategy.comm_hook=bf16",
+        "strategy.comm_hook=bf16: needs dist.backend=nccl; use fp16",
+    ),
     ("task=cifar strategy.device_ids=[0]", "strategy.device_ids: is for strategy=dp"),
     (
         "task=cifar strategy=dp strategy.sync_batchnorm=true",
         "strategy.sync_batchnorm=true: torch's DataParallel cannot",
     ),
-    ("task=cifar strategy=dp strategy.devices_per_rank=2", "strategy.devices_per_rank=2: torch's DataParallel cannot"),
-    ("task=cifar strategy.precision=tf32", "strategy.precision=tf32: is arithmetic of CUDA GPUs, and torch sees none"),
+    (
+        "task=cifar strategy=dp strategy.devices_per_rank=2",
+        "strategy.devices_per_rank=2: torch's DataParallel cannot",
+    ),
+    (
+        "task=cifar strategy.precision=tf32",
+        "strategy.precision=tf32: is arithmetic of CUDA GPUs, and torch sees none",
+    ),
     ("task=cifar dist.backend=nccl", "dist.backend=nccl: needs CUDA, and torch sees no GPU here"),
     ("task=cifar dist.backend=mpi", "dist.backend=mpi: start with mpirun"),
     ("task=cifar dist.init=tcp", "dist.address is missing: dist.init=tcp needs it on every rank"),
     ("task=cifar dist.init=file", "dist.path is missing: dist.init=file needs it on every rank"),
     ("task=cifar dist.address=a:1", "dist.address=a:1: is for dist.init=tcp, and dist.init is env"),
-    ("task=cifar dist.init=tcp dist.address=host", "dist.address=host: must be <host>:<port>, port from 1 to 65535"),
-    ("task=cifar dist.init=tcp dist.address=host:99999", "dist.address=host:99999: must be <host>:<port>, port from 1"),
+    (
+        "task=cifar dist.init=tcp dist.address=host",
+        "dist.address=host: must be <host>:<port>, port from 1 to 65535",
+    ),
+    (
+        "task=cifar dist.init=tcp dist.address=host:99999",
+        "dist.address=host:99999: must be <host>:<port>, port from 1",
+    ),
     (
         "task=cifar dist.init=tcp dist.address=h:1 dist.path=x",
         "dist.path=x: is for dist.init=file, and dist.init is tcp",
@@ -273,44 +398,92 @@ BAD = [
     ("task=cifar optim.lr=nan", "optim.lr=nan: must be a number of at least 0"),
     ("task=cifar optim.lr=null", "optim.lr=null: must be a number of at least 0"),
     ("task=cifar ~optim.lr", "optim (trainer.tasks.cifar.Muon): missing a required argument: 'lr'"),
-    ("task=cifar optim.momentum=high", "optim.momentum=high: must be a number of at least 0 and of at most 1"),
-    ("task=cifar optim.momentum=-1", "optim.momentum=-1: must be a number of at least 0 and of at most 1"),
+    (
+        "task=cifar optim.momentum=high",
+        "optim.momentum=high: must be a number of at least 0 and of at most 1",
+    ),
+    (
+        "task=cifar optim.momentum=-1",
+        "optim.momentum=-1: must be a number of at least 0 and of at most 1",
+    ),
     ("task=cifar optim.momentum=[1]", "optim.momentum=[1]: must be a number of at least 0"),
     ("task=cifar optim.iterations=2.5", f"optim.iterations=2.5: {WHOLE}"),
     ("task=cifar optim=sgd optim.nesterov=3", f"optim.nesterov=3: {SWITCH}"),
     ("task=cifar optim=sgd optim.weight_decay=much", "optim.weight_decay=much: must be a number"),
-    ("task=cifar optim=sgd optim.weight_decay=-1", "optim (torch.optim.SGD): Invalid weight_decay value: -1"),
+    (
+        "task=cifar optim=sgd optim.weight_decay=-1",
+        "optim (torch.optim.SGD): Invalid weight_decay value: -1",
+    ),
     (
         "task=cifar optim=sgd optim.nesterov=true optim.momentum=0",
         "optim (torch.optim.SGD): Nesterov momentum requires",
     ),
     ("task=cifar optim=adam optim.betas=0.9", "optim.betas=0.9: must be a list"),
     ("task=cifar optim=adam optim.betas=[a,b]", "optim.betas[0]=a: must be a number"),
-    ("task=cifar optim=adam optim.betas=[0.9,0.9,0.9]", "optim.betas=[0.9, 0.9, 0.9]: must be 2 numbers"),
-    ("task=cifar optim=adam optim.betas=[0.9,1.5]", "optim (torch.optim.Adam): Invalid beta parameter at index 1: 1.5"),
-    ("task=cifar schedule.warmup_steps=-1", "schedule.warmup_steps=-1: must be a whole number of at least 0"),
-    ("task=cifar schedule.warmup_steps=0.5", "schedule.warmup_steps=0.5: must be a whole number of at least 0"),
-    ("task=cifar schedule.warmup_steps=null", "schedule.warmup_steps=null: must be a whole number of at least 0"),
+    (
+        "task=cifar optim=adam optim.betas=[0.9,0.9,0.9]",
+        "optim.betas=[0.9, 0.9, 0.9]: must be 2 numbers",
+    ),
+    (
+        "task=cifar optim=adam optim.betas=[0.9,1.5]",
+        "optim (torch.optim.Adam): Invalid beta parameter at index 1: 1.5",
+    ),
+    (
+        "task=cifar schedule.warmup_steps=-1",
+        "schedule.warmup_steps=-1: must be a whole number of at least 0",
+    ),
+    (
+        "task=cifar schedule.warmup_steps=0.5",
+        "schedule.warmup_steps=0.5: must be a whole number of at least 0",
+    ),
+    (
+        "task=cifar schedule.warmup_steps=null",
+        "schedule.warmup_steps=null: must be a whole number of at least 0",
+    ),
     ("task=cifar schedule.final=low", "schedule.final=low: must be a number of at least 0"),
     ("task=cifar schedule.final=-1", "schedule.final=-1: must be a number of at least 0"),
     ("task=cifar schedule.final=nan", "schedule.final=nan: must be a number"),
-    ("task=cifar schedule=multistep schedule.milestones=0.5", "schedule.milestones=0.5: must be a list or null"),
+    (
+        "task=cifar schedule=multistep schedule.milestones=0.5",
+        "schedule.milestones=0.5: must be a list or null",
+    ),
     (
         "task=cifar schedule=multistep schedule.milestones=[a]",
         "schedule.milestones[0]=a: must be a number of at least 0",
     ),
-    ("task=cifar schedule=multistep schedule.gamma=null", "schedule.gamma=null: must be a number of at least 0"),
+    (
+        "task=cifar schedule=multistep schedule.gamma=null",
+        "schedule.gamma=null: must be a number of at least 0",
+    ),
     (
         "task=cifar schedule=one_cycle schedule.warmup_steps=-5",
         "schedule.warmup_steps=-5: must be a whole number of at",
     ),
     # names that become code
-    ("task=cifar ~optim._target_", "optim._target_ is missing: give optim=<name> (adam, adamw, muon, sgd)"),
-    ("task=cifar schedule._target_=null", "schedule._target_ is missing: give schedule=<name> (constant, cosine"),
-    ("task=cifar optim._target_=SGD", "optim._target_=SGD: must lie under torch.optim, torch.nn, trainer"),
-    ("task=cifar optim._target_=os.system", "optim._target_=os.system: must lie under torch.optim, torch.nn"),
-    ("task=cifar optim._target_=torch.optim", "optim._target_=torch.optim: must lie under torch.optim, torch.nn"),
-    ("task=cifar optim._target_=torch.optim.", "optim._target_=torch.optim.: must be <module>.<name>"),
+    (
+        "task=cifar ~optim._target_",
+        "optim._target_ is missing: give optim=<name> (adam, adamw, muon, sgd)",
+    ),
+    (
+        "task=cifar schedule._target_=null",
+        "schedule._target_ is missing: give schedule=<name> (constant, cosine",
+    ),
+    (
+        "task=cifar optim._target_=SGD",
+        "optim._target_=SGD: must lie under torch.optim, torch.nn, trainer",
+    ),
+    (
+        "task=cifar optim._target_=os.system",
+        "optim._target_=os.system: must lie under torch.optim, torch.nn",
+    ),
+    (
+        "task=cifar optim._target_=torch.optim",
+        "optim._target_=torch.optim: must lie under torch.optim, torch.nn",
+    ),
+    (
+        "task=cifar optim._target_=torch.optim.",
+        "optim._target_=torch.optim.: must be <module>.<name>",
+    ),
     (
         "task=cifar optim._target_=torch.optim.SGDD",
         "optim._target_=torch.optim.SGDD: torch.optim has no SGDD; did you mea",
@@ -319,8 +492,14 @@ BAD = [
         "task=cifar optim._target_=torch.optim.sdg.SGD",
         "optim._target_=torch.optim.sdg.SGD: no module named torch.optim.sd",
     ),
-    ("task=cifar optim._target_=torch.optim.SGD", "optim.iterations is not an argument of torch.optim.SGD"),
-    ("task=cifar optim._target_=torch.nn.Linear", "optim._target_=torch.nn.Linear: must be a subclass of torch.optim"),
+    (
+        "task=cifar optim._target_=torch.optim.SGD",
+        "optim.iterations is not an argument of torch.optim.SGD",
+    ),
+    (
+        "task=cifar optim._target_=torch.nn.Linear",
+        "optim._target_=torch.nn.Linear: must be a subclass of torch.optim",
+    ),
     (
         "task=cifar schedule._target_=trainer.schedule.cosin",
         "schedule._target_=trainer.schedule.cosin: trainer.schedule h",
@@ -331,31 +510,58 @@ BAD = [
         "task=cifar task.trainer=mine.Task",
         "task.trainer=mine.Task: no module named mine; start where it can be imported",
     ),
-    ("task=cifar task.trainer=torch.optim.SGD", "task.trainer=torch.optim.SGD: must be a subclass of trainer.Trainer"),
-    ("task=cifar task.trainer=trainer.Trainer", "task.trainer=trainer.Trainer: must be a subclass of trainer.Trainer"),
+    (
+        "task=cifar task.trainer=torch.optim.SGD",
+        "task.trainer=torch.optim.SGD: must be a subclass of trainer.Trainer",
+    ),
+    (
+        "task=cifar task.trainer=trainer.Trainer",
+        "task.trainer=trainer.Trainer: must be a subclass of trainer.Trainer",
+    ),
     (
         "task=cifar task.trainer=trainer.tasks.cifar.Cifra",
         "task.trainer=trainer.tasks.cifar.Cifra: trainer.tasks.cifar has",
     ),
     # options of a task
-    ("task=cifar task.options.data=ful", "task.options.data=ful: must be one of auto, full, bundled, download"),
+    (
+        "task=cifar task.options.data=ful",
+        "task.options.data=ful: must be one of auto, full, bundled, download",
+    ),
     ("task=cifar task.options.root=null", "task.options.root=null: must be a text"),
-    ("task=cifar task.options.model=resnet", "task.options.model=resnet: must be one of airbench, resnet18"),
+    (
+        "task=cifar task.options.model=resnet",
+        "task.options.model=resnet: must be one of airbench, resnet18",
+    ),
     ("task=cifar task.options.norm=layer", "task.options.norm=layer: must be one of batch, none"),
     ("task=cifar task.options.widths=64", "task.options.widths=64: must be a list"),
     ("task=cifar task.options.widths=[64,0,1]", f"task.options.widths[1]=0: {WHOLE}"),
     ("task=cifar task.options.widths=[64,64]", "task.options.widths=[64, 64]: must be three"),
     ("task=cifar task.options.bias_lr=0", "task.options.bias_lr=0: must be a number above 0"),
     ("task=cifar task.options.head_lr=fast", "task.options.head_lr=fast: must be a number above 0"),
-    ("task=cifar task.options.label_smoothing=1.5", "task.options.label_smoothing=1.5: must be a number of at least 0"),
-    ("task=cifar ~task.options.widths", "task.options.widths is missing: give task.options.widths=<a list>"),
+    (
+        "task=cifar task.options.label_smoothing=1.5",
+        "task.options.label_smoothing=1.5: must be a number of at least 0",
+    ),
+    (
+        "task=cifar ~task.options.widths",
+        "task.options.widths is missing: give task.options.widths=<a list>",
+    ),
     ("task=cifar ~task.options", "task.options is missing: give task.options=<a mapping>"),
     ("task=text task.options.context=0", f"task.options.context=0: {WHOLE}"),
     ("task=text task.options.layers=many", f"task.options.layers=many: {WHOLE}"),
     ("task=text task.options.heads=3", "task.options.heads=3: must divide task.options.width=128"),
-    ("task=text task.options.dropout=2", "task.options.dropout=2: must be a number of at least 0 and of at most 1"),
-    ("task=text task.options.files=1", "task.options.files=1: must be a whole number of at least 2"),
-    ("task=text task.options.fils=10", "task.options.fils is not a setting; did you mean task.options.files?"),
+    (
+        "task=text task.options.dropout=2",
+        "task.options.dropout=2: must be a number of at least 0 and of at most 1",
+    ),
+    (
+        "task=text task.options.files=1",
+        "task.options.files=1: must be a whole number of at least 2",
+    ),
+    (
+        "task=text task.options.fils=10",
+        "task.options.fils is not a setting; did you mean task.options.files?",
+    ),
     ("task=text +task.options.bytes=2", "task.options.bytes is not a setting"),
     # the environment
     ("RANK=0 WORLD_SIZE=two task=text", "WORLD_SIZE=two: must be a whole number of at least 1"),
@@ -364,20 +570,35 @@ BAD = [
     ("RANK=0 task=text", "WORLD_SIZE is not set, though its kin is"),
     ("WORLD_SIZE=2 task=text", "RANK is not set, though its kin is"),
     ("RANK=2 WORLD_SIZE=2 task=text", "RANK=2: must be a whole number of at least 0 and at most 1"),
-    ("RANK=-1 WORLD_SIZE=2 task=text", "RANK=-1: must be a whole number of at least 0 and at most 1"),
+    (
+        "RANK=-1 WORLD_SIZE=2 task=text",
+        "RANK=-1: must be a whole number of at least 0 and at most 1",
+    ),
     ("RANK=x WORLD_SIZE=2 task=text", "RANK=x: must be a whole number of at least 0 and at most 1"),
-    ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=2 task=text", "LOCAL_RANK=2: must be a whole number of at least 0 and at most 1"),
+    (
+        "RANK=0 WORLD_SIZE=2 LOCAL_RANK=2 task=text",
+        "LOCAL_RANK=2: must be a whole number of at least 0 and at most 1",
+    ),
     (
         "RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=3 task=text",
         "LOCAL_WORLD_SIZE=3: must be a whole number of at least 1 and",
     ),
-    ("RANK=0 WORLD_SIZE=2 GROUP_RANK=5 task=text", "GROUP_RANK=5: must be a whole number of at least 0 and at most 0"),
+    (
+        "RANK=0 WORLD_SIZE=2 GROUP_RANK=5 task=text",
+        "GROUP_RANK=5: must be a whole number of at least 0 and at most 0",
+    ),
     ("RANK=0 WORLD_SIZE=2 task=text", "MASTER_ADDR is not set, but WORLD_SIZE=2"),
     (f"{RANK_0} task=text", "MASTER_PORT is not set, but WORLD_SIZE=2"),
     (f"{RANK_0} MASTER_PORT=http task=text", "MASTER_PORT=http: must be a port from 1 to 65535"),
     (f"{RANK_0} MASTER_PORT=99999 task=text", "MASTER_PORT=99999: must be a port from 1 to 65535"),
-    (f"{RANK_0} MASTER_PORT=1 task=text strategy=single", "strategy=single: works on 1 rank, and 2 were started"),
-    (f"{RANK_0} MASTER_PORT=1 task=text strategy=dp", "strategy=dp: is one process over the GPUs, and 2 were started"),
+    (
+        f"{RANK_0} MASTER_PORT=1 task=text strategy=single",
+        "strategy=single: works on 1 rank, and 2 were started",
+    ),
+    (
+        f"{RANK_0} MASTER_PORT=1 task=text strategy=dp",
+        "strategy=dp: is one process over the GPUs, and 2 were started",
+    ),
     (
         f"{RANK_0} MASTER_PORT=1 task=text data.global_batch=1",
         "data.global_batch=1: must be at least the 2 data-parallel",
@@ -393,11 +614,26 @@ BAD = [
     ("-m task=cifar optim.lr=0.1,abc", "optim.lr=abc: must be a number of at least 0"),
     ("-m task=cifar optim=sgd,foo", "optim=foo: must be one of adam, adamw, muon, sgd"),
     ("-m task=cifar,cifra", "task=cifra: must be one of cifar, text; did you mean cifar?"),
-    ("-m task=cifar data.micro_batch=10,500", "data.micro_batch=500: must be at most data.global_batch=250"),
-    ("-m task=cifar optim.lr=0.1,0.2 run.name=a,b", "run.name=a: two jobs of the sweep would have it; sweep it alone"),
-    ("-m task=cifar run.seed=range(0)", "run.seed=range(0): several values need -m, as a,b or range(1,4)"),
-    ("-m task=cifar run.seed=glob(*)", "run.seed=glob(*): several values need -m, as a,b or range(1,4)"),
-    ("-m task=cifar optim.lr=interval(0,1)", "optim.lr=interval(0,1): several values need -m, as a,b or range(1,4)"),
+    (
+        "-m task=cifar data.micro_batch=10,500",
+        "data.micro_batch=500: must be at most data.global_batch=250",
+    ),
+    (
+        "-m task=cifar optim.lr=0.1,0.2 run.name=a,b",
+        "run.name=a: two jobs of the sweep would have it; sweep it alone",
+    ),
+    (
+        "-m task=cifar run.seed=range(0)",
+        "run.seed=range(0): several values need -m, as a,b or range(1,4)",
+    ),
+    (
+        "-m task=cifar run.seed=glob(*)",
+        "run.seed=glob(*): several values need -m, as a,b or range(1,4)",
+    ),
+    (
+        "-m task=cifar optim.lr=interval(0,1)",
+        "optim.lr=interval(0,1): several values need -m, as a,b or range(1,4)",
+    ),
     (
         "-m task=cifar strategy=single,ddp strategy.comm_hook=fp16",
         "strategy.comm_hook=fp16: strategy=single reduces no",
@@ -409,20 +645,50 @@ BAD = [
     ),
     ("-m task=cifar --config-dir nowhere run.seed=1,2", "--config-dir nowhere: no such directory"),
     # files and directories: a run to resume
-    ("run.resume=nowhere", "run.resume=nowhere: has no config.yaml; give a run directory, or one of its checkpoints"),
-    ("task=cifar run.resume=nowhere", "run.resume=nowhere: no checkpoint there; give auto, a run directory"),
+    (
+        "run.resume=nowhere",
+        "run.resume=nowhere: has no config.yaml; give a run directory, or one of its checkpoints",
+    ),
+    (
+        "task=cifar run.resume=nowhere",
+        "run.resume=nowhere: no checkpoint there; give auto, a run directory",
+    ),
     ("run.resume={files}/file", "run.resume={files}/file: has no config.yaml"),
     ("task=cifar run.resume={files}/file", "run.resume={files}/file: no checkpoint there"),
     ("task=cifar run.resume=", "run.resume='': must be a text or null"),
     ("run.resume=auto", "task is not chosen: give task=<name>"),
-    ("run.resume={files}/run_bracket", "run.resume={files}/run_bracket: its config.yaml is not that of a run"),
-    ("run.resume={files}/run_other", "run.resume={files}/run_other: its config.yaml is not that of a run"),
-    ("run.resume={files}/run_empty", "run.resume={files}/run_empty: its config.yaml is not that of a run"),
-    ("run.resume={files}/run_list", "run.resume={files}/run_list: its config.yaml is not that of a run"),
-    ("run.resume={files}/run_bytes", "run.resume={files}/run_bytes: its config.yaml is not that of a run"),
-    ("run.resume={files}/run_number", "run.resume={files}/run_number: its config.yaml is not that of a run"),
-    ("task=cifar run.dir=/dev/null", "run.dir: /dev/null/cifar cannot be made, /dev/null is not a directory"),
-    ("task=cifar run.dir={files}/file", "run.dir: {files}/file/cifar cannot be made, {files}/file is not a directory"),
+    (
+        "run.resume={files}/run_bracket",
+        "run.resume={files}/run_bracket: its config.yaml is not that of a run",
+    ),
+    (
+        "run.resume={files}/run_other",
+        "run.resume={files}/run_other: its config.yaml is not that of a run",
+    ),
+    (
+        "run.resume={files}/run_empty",
+        "run.resume={files}/run_empty: its config.yaml is not that of a run",
+    ),
+    (
+        "run.resume={files}/run_list",
+        "run.resume={files}/run_list: its config.yaml is not that of a run",
+    ),
+    (
+        "run.resume={files}/run_bytes",
+        "run.resume={files}/run_bytes: its config.yaml is not that of a run",
+    ),
+    (
+        "run.resume={files}/run_number",
+        "run.resume={files}/run_number: its config.yaml is not that of a run",
+    ),
+    (
+        "task=cifar run.dir=/dev/null",
+        "run.dir: /dev/null/cifar cannot be made, /dev/null is not a directory",
+    ),
+    (
+        "task=cifar run.dir={files}/file",
+        "run.dir: {files}/file/cifar cannot be made, {files}/file is not a directory",
+    ),
     (
         "task=cifar run.dir={files}/runs run.name=taken",
         "run.name=taken: {files}/runs/cifar/taken exists and is not being",
@@ -432,22 +698,49 @@ BAD = [
     ("task=cifar --config-dir=", "--config-dir : no such directory"),
     ("task=cifar --config-dir nowhere", "--config-dir nowhere: no such directory"),
     ("task=cifar --config-dir {files}/file", "--config-dir {files}/file: no such directory"),
-    ("task=miine --config-dir {files}/good", "task=miine: must be one of cifar, text, mine; did you mean mine?"),
-    ("task=mine --config-dir {files}/good task.options.dropot=1", "task.options.dropot is not a setting; did you mean"),
-    ("task=mine --config-dir {files}/good --config-dir {files}/other", "task=mine stands twice, in {files}/good/task/"),
+    (
+        "task=miine --config-dir {files}/good",
+        "task=miine: must be one of cifar, text, mine; did you mean mine?",
+    ),
+    (
+        "task=mine --config-dir {files}/good task.options.dropot=1",
+        "task.options.dropot is not a setting; did you mean",
+    ),
+    (
+        "task=mine --config-dir {files}/good --config-dir {files}/other",
+        "task=mine stands twice, in {files}/good/task/",
+    ),
     ("task=cifar --config-dir {files}/cifar", "task=cifar stands twice, in "),
     (
         "task=mine --config-dir {files}/bracket",
         "--config-dir {files}/bracket: a file in it cannot be read: while parsing",
     ),
-    ("task=mine --config-dir {files}/tab", "--config-dir {files}/tab: a file in it cannot be read: while scanning"),
-    ("task=mine --config-dir {files}/latin", "--config-dir {files}/latin: a file in it cannot be read: 'utf-8' codec"),
-    ("task=mine --config-dir {files}/key_twice", "--config-dir {files}/key_twice: a file in it cannot be read: while"),
+    (
+        "task=mine --config-dir {files}/tab",
+        "--config-dir {files}/tab: a file in it cannot be read: while scanning",
+    ),
+    (
+        "task=mine --config-dir {files}/latin",
+        "--config-dir {files}/latin: a file in it cannot be read: 'utf-8' codec",
+    ),
+    (
+        "task=mine --config-dir {files}/key_twice",
+        "--config-dir {files}/key_twice: a file in it cannot be read: while",
+    ),
     ("task=mine --config-dir {files}/list", "--config-dir {files}/list: In 'task/mine': "),
-    ("task=mine --config-dir {files}/empty", "task.name is missing: a task's file sets it, below a first line '# @pac"),
-    ("task=mine --config-dir {files}/no_package", "task.name is missing: a task's file sets it, below a first line"),
+    (
+        "task=mine --config-dir {files}/empty",
+        "task.name is missing: a task's file sets it, below a first line '# @pac",
+    ),
+    (
+        "task=mine --config-dir {files}/no_package",
+        "task.name is missing: a task's file sets it, below a first line",
+    ),
     ("task=mine --config-dir {files}/no_name", "task.name is missing: a task's file sets it"),
-    ("task=mine --config-dir {files}/no_trainer", "task.trainer is missing: give task.trainer=<a text>"),
+    (
+        "task=mine --config-dir {files}/no_trainer",
+        "task.trainer is missing: give task.trainer=<a text>",
+    ),
     (
         "task=mine --config-dir {files}/no_dropout",
         "task.options.dropout is missing: give task.options.dropout=<a number",
@@ -456,12 +749,18 @@ BAD = [
     ("task=mine --config-dir {files}/key", "run.epoch is not a setting; did you mean run.epochs?"),
     ("task=mine --config-dir {files}/null", "run=null: must be a group of settings"),
     ("task=mine --config-dir {files}/reference", "run.seed: Interpolation key 'run.sed' not found"),
-    ("task=mine --config-dir {files}/default", "--config-dir {files}/default: In 'config': Could not find 'optim/sdg'"),
+    (
+        "task=mine --config-dir {files}/default",
+        "--config-dir {files}/default: In 'config': Could not find 'optim/sdg'",
+    ),
     (
         "task=mine --config-dir {files}/default_group",
         "--config-dir {files}/default_group: In 'task/mine': Could not find",
     ),
-    ("task=cifar optim=mine --config-dir {files}/no_target", "optim._target_ is missing: give optim=<name>"),
+    (
+        "task=cifar optim=mine --config-dir {files}/no_target",
+        "optim._target_ is missing: give optim=<name>",
+    ),
     (
         "task=cifar optim=mine --config-dir {files}/target",
         "optim._target_=torch.optim.SGDD: torch.optim has no SGDD; did",
@@ -470,10 +769,22 @@ BAD = [
 LINES = dict(BAD)
 # Only data or model can tell: the ranks have met by then.
 BAD_FOR_THE_DATA = [
-    ("task=cifar data.global_batch=6000", "data.global_batch=6000: must be at most the 5000 training examples"),
-    ("task=cifar task.options.data=full", "task.options.root=data/cifar-10-batches-bin: has no data_batch_1.bin"),
-    ("task=cifar task.options.model=resnet18", "task.options.model=resnet18: optim=muon has its rates for airbench"),
-    ("task=cifar checkpoint.best_metric=eval/acuracy", "checkpoint.best_metric=eval/acuracy: must be one of eval/accu"),
+    (
+        "task=cifar data.global_batch=6000",
+        "data.global_batch=6000: must be at most the 5000 training examples",
+    ),
+    (
+        "task=cifar task.options.data=full",
+        "task.options.root=data/cifar-10-batches-bin: has no data_batch_1.bin",
+    ),
+    (
+        "task=cifar task.options.model=resnet18",
+        "task.options.model=resnet18: optim=muon has its rates for airbench",
+    ),
+    (
+        "task=cifar checkpoint.best_metric=eval/acuracy",
+        "checkpoint.best_metric=eval/acuracy: must be one of eval/accu",
+    ),
     ("task=text optim=muon", "optim (trainer.tasks.cifar.Muon): takes filters and matrices only"),
 ]
 REAL = [
@@ -487,7 +798,9 @@ REAL = [
     "task=mine --config-dir {files}/no_dropout",
 ]
 # Those that two ranks of torchrun refuse with the same line as one process does.
-EVERYWHERE = [words for words in LINES if not re.search(r"^[A-Z]|^-|--cfg|--info|--multirun|strategy=", words)]
+EVERYWHERE = [
+    words for words in LINES if not re.search(r"^[A-Z]|^-|--cfg|--info|--multirun|strategy=", words)
+]
 
 
 @pytest.fixture(scope="module")
@@ -517,8 +830,16 @@ def split(words, files):
 
 def clean(environment):
     """Ours without what a launcher sets; no GPU, which some rows are about."""
-    ours = {k: v for k, v in os.environ.items() if not re.match("RANK|WORLD_|LOCAL_|GROUP_|MASTER_|TORCHELASTIC_", k)}
-    ours |= {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ours = {
+        k: v
+        for k, v in os.environ.items()
+        if not re.match("RANK|WORLD_|LOCAL_|GROUP_|MASTER_|TORCHELASTIC_", k)
+    }
+    ours |= {
+        "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     return ours | environment
 
 
@@ -568,7 +889,12 @@ def real(words, files, folder, command=(sys.executable, "-m", "trainer")):
     folder.mkdir(exist_ok=True)
     begun = time.monotonic()
     done = subprocess.run(
-        [*command, *arguments], cwd=folder, env=clean(environment), capture_output=True, text=True, timeout=120
+        [*command, *arguments],
+        cwd=folder,
+        env=clean(environment),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     return done.returncode, done.stdout, done.stderr, time.monotonic() - begun
 
@@ -585,17 +911,30 @@ def test_corpus_is_large_and_no_row_stands_twice():
     assert set(REAL) <= set(LINES)
 
 
-ROWS = [pytest.param(*row, id=row[0] or "nothing", marks=[pytest.mark.slow] * (n % 3 > 0)) for n, row in enumerate(BAD)]
+ROWS = [
+    pytest.param(*row, id=row[0] or "nothing", marks=[pytest.mark.slow] * (n % 3 > 0))
+    for n, row in enumerate(BAD)
+]
 
 
-@pytest.mark.parametrize(("words", "line"), ROWS)  # two of three are for `make test-all`, which also starts them all
+@pytest.mark.parametrize(
+    ("words", "line"), ROWS
+)  # two of three are for `make test-all`, which also starts them all
 def test_bad_setting_is_one_line_and_exit_code_2(words, line, files, tmp_path):
     check(words, line, files, tmp_path / "here", *forked(words, files, tmp_path / "here"))
 
 
-@pytest.mark.parametrize(("words", "line"), BAD_FOR_THE_DATA, ids=[words for words, _ in BAD_FOR_THE_DATA])
+@pytest.mark.parametrize(
+    ("words", "line"), BAD_FOR_THE_DATA, ids=[words for words, _ in BAD_FOR_THE_DATA]
+)
 def test_what_only_the_data_can_tell_is_one_line_and_no_directory(words, line, files, tmp_path):
-    check(words, line, files, tmp_path / "here", *forked(words, files, tmp_path / "here", may_meet=True))
+    check(
+        words,
+        line,
+        files,
+        tmp_path / "here",
+        *forked(words, files, tmp_path / "here", may_meet=True),
+    )
 
 
 @pytest.mark.parametrize("words", REAL)
@@ -621,7 +960,9 @@ def test_every_bad_setting_is_refused_at_once(files, tmp_path):
                 slow[words] = (seconds[words], alone)
     slowest = sorted(seconds, key=lambda words: -seconds[words])[:5]
     over = sum(took >= LIMIT_S for took in seconds.values())
-    print(f"\n{len(BAD)} rows: median {statistics.median(seconds.values()):.2f} s, {over} above {LIMIT_S} s, slowest:")
+    print(
+        f"\n{len(BAD)} rows: median {statistics.median(seconds.values()):.2f} s, {over} above {LIMIT_S} s, slowest:"
+    )
     print("\n".join(f"  {seconds[words]:.2f} s  {words}" for words in slowest))
     assert not slow, "seconds, and those of importing torch"
 
@@ -633,11 +974,16 @@ def test_bad_setting_under_torchrun_is_said_once_and_soon(files, tmp_path):
         line = f"error: {LINES[words]}".replace("{files}", str(files))
         for _ in range(2):
             code, _, err, took = real(words, files, tmp_path / "here", TORCHRUN)
-            assert [said.startswith(line) for said in err.splitlines()].count(True) == 1, f"{words}\n{err}"
+            assert [said.startswith(line) for said in err.splitlines()].count(True) == 1, (
+                f"{words}\n{err}"
+            )
             assert code != 0 and list((tmp_path / "here").iterdir()) == [], words
             seconds[words] = min(took, seconds.get(words, took))
             if took < TORCHRUN_LIMIT_S:
                 break
-    print(f"\n{len(seconds)} rows on 2 ranks: median {statistics.median(seconds.values()):.2f} s, ", end="")
+    print(
+        f"\n{len(seconds)} rows on 2 ranks: median {statistics.median(seconds.values()):.2f} s, ",
+        end="",
+    )
     print(f"slowest {max(seconds.values()):.2f} s")
     assert len(seconds) == 20 and max(seconds.values()) < TORCHRUN_LIMIT_S

@@ -39,7 +39,10 @@ class BadGradient(Tiny):
         return inputs, torch.where((random.indices == BAD) & train, targets - 10, targets)
 
     def loss(self, outputs, targets):
-        is_bad, right = targets < 0, targets.clamp(0) * (targets >= 0) + (targets + 10) * (targets < 0)
+        is_bad, right = (
+            targets < 0,
+            targets.clamp(0) * (targets >= 0) + (targets + 10) * (targets < 0),
+        )
         return super().loss(outputs, right) + (outputs.sum(1) * 0 + ~is_bad).sqrt()
 
 
@@ -51,7 +54,13 @@ class Once(Tiny):
     def loss(self, outputs, targets):
         values = super().loss(outputs, targets)
         is_last = self.world.rank == self.world.world_size - 1
-        if self.step == 7 and is_last and self.model.training and self._session.optimizers and not Once.has_been:
+        if (
+            self.step == 7
+            and is_last
+            and self.model.training
+            and self._session.optimizers
+            and not Once.has_been
+        ):
             Once.has_been = True
             return values * float("inf")
         return values
@@ -101,17 +110,26 @@ def test_stop_ends_the_run_on_every_rank_with_the_example_and_how_to_look_at_it(
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rollback_undoes_what_happened_once(ranks, tmp_path, capfd):
     straight = fit_on(ranks, tmp_path / "straight", *RECIPE, *EVERY_2)
-    rolled = fit_on(ranks, tmp_path / "rolled", *RECIPE, *EVERY_2, "run.on_bad_step=rollback", task=Once)
-    assert "warning: step 8: " in (said := capfd.readouterr().out) and "going back to the newest checkpoint" in said
+    rolled = fit_on(
+        ranks, tmp_path / "rolled", *RECIPE, *EVERY_2, "run.on_bad_step=rollback", task=Once
+    )
+    assert (
+        "warning: step 8: " in (said := capfd.readouterr().out)
+        and "going back to the newest checkpoint" in said
+    )
     assert "resumed at step 6 of 12" in said
-    assert all(torch.equal(tensor, rolled["weights"][name]) for name, tensor in straight["weights"].items())
+    assert all(
+        torch.equal(tensor, rolled["weights"][name]) for name, tensor in straight["weights"].items()
+    )
     assert rolled["record"] == straight["record"]
 
 
 def test_rollback_to_the_start_where_nothing_was_saved(tmp_path):
     straight = fit_on(1, tmp_path / "straight", *RECIPE)
     rolled = fit_on(1, tmp_path / "rolled", *RECIPE, "run.on_bad_step=rollback", task=Once)
-    assert all(torch.equal(tensor, rolled["weights"][name]) for name, tensor in straight["weights"].items())
+    assert all(
+        torch.equal(tensor, rolled["weights"][name]) for name, tensor in straight["weights"].items()
+    )
 
 
 def test_step_that_is_bad_again_after_a_rollback_ends_the_run(tmp_path):
@@ -132,10 +150,14 @@ def test_replay_shows_the_example_on_one_process(tmp_path, capfd, monkeypatch):
 
     assert on_ranks(1, body, step) == [1]
     said = capfd.readouterr().out
-    assert f"example {BAD}: loss nan, it is not finite" in said and f"step {step}: 22 examples" in said
+    assert (
+        f"example {BAD}: loss nan, it is not finite" in said and f"step {step}: 22 examples" in said
+    )
     assert on_ranks(1, body, step + 1) == [0]
     said = capfd.readouterr().out
-    mean, logged = re.search(r"mean loss (\S+); metrics.jsonl has (\S+) up to that step", said).groups()
+    mean, logged = re.search(
+        r"mean loss (\S+); metrics.jsonl has (\S+) up to that step", said
+    ).groups()
     assert mean == logged
 
 
@@ -152,7 +174,9 @@ class Drifting(Tiny):
 
 @pytest.mark.parametrize(("ranks", "optimizer"), [(2, "sgd"), (3, "adamw")])
 def test_rank_whose_weights_drift_is_named(ranks, optimizer, tmp_path):
-    said = on_ranks(ranks, ends, Drifting, tmp_path, "dist.drift_every_steps=4", f"optim={optimizer}")
+    said = on_ranks(
+        ranks, ends, Drifting, tmp_path, "dist.drift_every_steps=4", f"optim={optimizer}"
+    )
     expected = "step 8: model.0.weight on rank 1 is not what the other ranks have; "
     assert len(set(said)) == 1 and said[0].startswith(expected)
 
@@ -190,20 +214,38 @@ class ManyCorrupt(CorruptItems):
 def test_example_that_cannot_be_read_is_one_line(workers, tmp_path):
     said = on_ranks(1, ends, CorruptItems, tmp_path, f"data.workers={workers}")[0]
     where = r"\(.*test_bad_steps.py:\d+\)"
-    expected = rf"train example {BAD} cannot be read: OSError: image {BAD} is truncated bytes: 17 {where}"
+    expected = (
+        rf"train example {BAD} cannot be read: OSError: image {BAD} is truncated bytes: 17 {where}"
+    )
     assert re.match(f"{expected}; mend it, or give data.on_error=skip for training data$", said)
 
 
 def test_skipped_example_is_replaced_alike_in_any_layout_and_resume_and_audited(tmp_path, capfd):
     wanted = ["task=items", "data.on_error=skip", "run.steps=30"]
     one = fit_on(1, tmp_path / "one", *wanted, task=CorruptItems)
-    two = fit_on(2, tmp_path / "two", *wanted, "data.workers=2", "task.options.signal_at=8", task=CorruptItems)
+    two = fit_on(
+        2,
+        tmp_path / "two",
+        *wanted,
+        "data.workers=2",
+        "task.options.signal_at=8",
+        task=CorruptItems,
+    )
     assert two["code"] == 75
     two = fit_on(3, tmp_path / "two", *wanted, "run.resume=auto", task=CorruptItems)
-    assert newest(one["directory"]).manifest["ledger"] == newest(two["directory"]).manifest["ledger"]
-    assert newest(two["directory"]).manifest["replaced"] == {f"{epoch}/{BAD}": BAD + 1 for epoch in range(3)}
+    assert (
+        newest(one["directory"]).manifest["ledger"] == newest(two["directory"]).manifest["ledger"]
+    )
+    assert newest(two["directory"]).manifest["replaced"] == {
+        f"{epoch}/{BAD}": BAD + 1 for epoch in range(3)
+    }
     said = capfd.readouterr().out
-    assert said.count(f"warning: train example {BAD} cannot be read: the next that can is taken instead") == 2
+    assert (
+        said.count(
+            f"warning: train example {BAD} cannot be read: the next that can is taken instead"
+        )
+        == 2
+    )
     assert audit([str(two["directory"])]) == 0
     said = capfd.readouterr().out
     assert f"example {BAD} could not be read in epoch 2: example {BAD + 1} was taken" in said
@@ -231,7 +273,9 @@ def test_example_of_another_form_is_named(workers, tmp_path):
 def test_too_many_examples_that_cannot_be_read_end_the_run(tmp_path):
     said = on_ranks(2, ends, ManyCorrupt, tmp_path, "data.on_error=skip")
     assert said[0] == said[1]
-    assert re.fullmatch(r"data.on_error=skip: 1\d train examples cannot be read; at most 10 may", said[0])
+    assert re.fullmatch(
+        r"data.on_error=skip: 1\d train examples cannot be read; at most 10 may", said[0]
+    )
 
 
 class Killed(Items):
@@ -274,7 +318,10 @@ def test_data_worker_that_hangs_is_one_line(tmp_path):
         return said, time.monotonic() - began
 
     said, seconds = on_ranks(1, body)[0]
-    assert said == "a worker of the train data does not answer: data.timeout_s=1 is over; look at its dataset"
+    assert (
+        said
+        == "a worker of the train data does not answer: data.timeout_s=1 is over; look at its dataset"
+    )
     assert seconds < 20
 
 
@@ -284,7 +331,9 @@ def test_bad_step_is_known_before_it_is_published(tmp_path):
     every += ["checkpoint.keep_best=0"]
     straight = fit_on(1, tmp_path / "straight", *RECIPE, *every)
     rolled = fit_on(1, tmp_path / "rolled", *RECIPE, *every, "run.on_bad_step=rollback", task=Once)
-    assert all(torch.equal(tensor, rolled["weights"][name]) for name, tensor in straight["weights"].items())
+    assert all(
+        torch.equal(tensor, rolled["weights"][name]) for name, tensor in straight["weights"].items()
+    )
     assert rolled["record"] == straight["record"]
 
 
@@ -293,7 +342,9 @@ def test_rollback_on_a_branch_goes_back_to_what_it_began_with(tmp_path):
     begun = [*RECIPE, f"run.resume={tmp_path}/tiny/run", "checkpoint.every_epochs=null"]
     straight = fit_on(1, tmp_path, *begun, "run.name=straight")
     rolled = fit_on(1, tmp_path, *begun, "run.name=rolled", "run.on_bad_step=rollback", task=Once)
-    assert all(torch.equal(tensor, rolled["weights"][name]) for name, tensor in straight["weights"].items())
+    assert all(
+        torch.equal(tensor, rolled["weights"][name]) for name, tensor in straight["weights"].items()
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

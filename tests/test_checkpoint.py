@@ -25,7 +25,10 @@ CALLS = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir"
 
 
 def parts(step: int) -> dict:
-    return {"model.pt": {"weight": torch.arange(100.0) * step}, "training.pt": {"rows": {}, "seen": [step, None, 0.5]}}
+    return {
+        "model.pt": {"weight": torch.arange(100.0) * step},
+        "training.pt": {"rows": {}, "seen": [step, None, 0.5]},
+    }
 
 
 def save(root: Path, step: int, metric: float | None = None) -> Path:
@@ -43,7 +46,10 @@ def whole(loaded: checkpoint.Loaded | None) -> int:
     step = loaded.manifest["step"]
     found = {name: packing.unpack(data, CPU) for name, data in loaded.files.items()}
     assert found["training.pt"] == parts(step)["training.pt"]
-    assert torch.equal(found["model.pt"]["weight"], parts(step)["model.pt"]["weight"]) and len(found) == 2
+    assert (
+        torch.equal(found["model.pt"]["weight"], parts(step)["model.pt"]["weight"])
+        and len(found) == 2
+    )
     return step
 
 
@@ -183,12 +189,18 @@ def test_interrupt_within_a_save_leaves_no_staging(tmp_path, monkeypatch):
 def test_short_write_is_continued(tmp_path, monkeypatch):
     real, sizes = os.write, []
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", lambda descriptor, data: sizes.append(real(descriptor, data[:7])) or sizes[-1])
+        patch.setattr(
+            os,
+            "write",
+            lambda descriptor, data: sizes.append(real(descriptor, data[:7])) or sizes[-1],
+        )
         save(tmp_path, 1)
     assert len(sizes) > 100 and newest(tmp_path) == 1
 
 
-def test_everything_is_on_the_disk_before_the_rename_and_the_rename_before_anything_goes(tmp_path, monkeypatch):
+def test_everything_is_on_the_disk_before_the_rename_and_the_rename_before_anything_goes(
+    tmp_path, monkeypatch
+):
     save(tmp_path, 1)
     done: list[tuple[str, str]] = []
     opened: dict[int, str] = {}
@@ -207,20 +219,34 @@ def test_everything_is_on_the_disk_before_the_rename_and_the_rename_before_anyth
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", note(os.open, "open", name_of))
-        patch.setattr(os, "fsync", note(os.fsync, "fsync", lambda arguments, _: opened[arguments[0]]))
-        patch.setattr(os, "rename", note(os.rename, "rename", lambda arguments, _: Path(arguments[0]).name))
+        patch.setattr(
+            os, "fsync", note(os.fsync, "fsync", lambda arguments, _: opened[arguments[0]])
+        )
+        patch.setattr(
+            os, "rename", note(os.rename, "rename", lambda arguments, _: Path(arguments[0]).name)
+        )
         save(tmp_path, 2)
         checkpoint.prune(tmp_path, 1, 0, "eval/loss", "min", set())
-    kept = [(name, "staging" if what.startswith(".staging") else what) for name, what in done if name != "open"]
+    kept = [
+        (name, "staging" if what.startswith(".staging") else what)
+        for name, what in done
+        if name != "open"
+    ]
     files = ["model.pt", "training.pt", "manifest.json", "staging"]
     assert kept[:4] == [("fsync", name) for name in files]
-    assert kept[4:] == [("rename", "staging"), ("fsync", tmp_path.name), ("rename", "step-00000001")]
+    assert kept[4:] == [
+        ("rename", "staging"),
+        ("fsync", tmp_path.name),
+        ("rename", "step-00000001"),
+    ]
 
 
 def test_existing_step_is_not_overwritten(tmp_path):
     path = save(tmp_path, 1)
     before = {file.name: file.read_bytes() for file in path.iterdir()}
-    with pytest.raises(CheckpointError, match=r"step-00000001 exists already: a checkpoint is never overwritten$"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00000001 exists already: a checkpoint is never overwritten$"
+    ):
         checkpoint.save(tmp_path, 1, packing.packed(parts(5)), {})
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     assert names(tmp_path) == ["step-00000001"]
@@ -258,14 +284,18 @@ def test_bit_flipped_anywhere_in_the_manifest_is_noticed(tmp_path):
             continue
         finally:
             manifest.write_bytes(text)
-    assert not unnoticed, f"{len(unnoticed)} of {8 * len(text)} bits, such as in {unnoticed[len(unnoticed) // 2]!r}"
+    assert not unnoticed, (
+        f"{len(unnoticed)} of {8 * len(text)} bits, such as in {unnoticed[len(unnoticed) // 2]!r}"
+    )
 
 
 def test_truncated_file_is_refused(tmp_path):
     file = save(tmp_path, 1) / "model.pt"
     size = file.stat().st_size
     os.truncate(file, size - 1)
-    with pytest.raises(CheckpointError, match=rf"model\.pt: {size - 1} bytes, {size} were written$"):
+    with pytest.raises(
+        CheckpointError, match=rf"model\.pt: {size - 1} bytes, {size} were written$"
+    ):
         checkpoint.load(file.parent)
 
 
@@ -287,7 +317,9 @@ def test_truncated_manifest_is_refused(length, tmp_path):
         checkpoint.load(path)
 
 
-@pytest.mark.parametrize("text", ["[]", '"files"', "null", '{"files": []}', '{"format": 2}', '{"files": {"a": null}}'])
+@pytest.mark.parametrize(
+    "text", ["[]", '"files"', "null", '{"files": []}', '{"format": 2}', '{"files": {"a": null}}']
+)
 def test_manifest_of_another_form_is_refused(text, tmp_path):
     path = save(tmp_path, 1)
     (path / "manifest.json").write_text(text)
@@ -299,13 +331,17 @@ def test_manifest_of_another_form_is_refused(text, tmp_path):
 def test_manifest_of_another_step_is_refused(step, tmp_path):
     path = save(tmp_path, 1)
     edit(path, step=step)
-    with pytest.raises(CheckpointError, match=r"manifest\.json: does not belong to this checkpoint$"):
+    with pytest.raises(
+        CheckpointError, match=r"manifest\.json: does not belong to this checkpoint$"
+    ):
         checkpoint.load(path)
 
 
 def test_checkpoint_under_another_step_is_refused(tmp_path):
     path = save(tmp_path, 1).rename(tmp_path / "step-00000002")
-    with pytest.raises(CheckpointError, match=r"manifest\.json: does not belong to this checkpoint$"):
+    with pytest.raises(
+        CheckpointError, match=r"manifest\.json: does not belong to this checkpoint$"
+    ):
         checkpoint.load(path)
 
 
@@ -313,7 +349,9 @@ def test_checkpoint_under_another_step_is_refused(tmp_path):
 def test_file_name_that_leaves_the_checkpoint_is_refused(name, tmp_path):
     path = save(tmp_path, 1)
     edit(path, files={name: {"bytes": 1, "sha256": ""}})
-    with pytest.raises(CheckpointError, match=r"manifest\.json: does not belong to this checkpoint$"):
+    with pytest.raises(
+        CheckpointError, match=r"manifest\.json: does not belong to this checkpoint$"
+    ):
         checkpoint.load(path)
 
 
@@ -329,7 +367,9 @@ def test_file_name_that_is_no_file_is_refused(name, tmp_path):
 def test_other_format_is_refused(number, tmp_path):
     path = save(tmp_path, 1)
     edit(path, format=number)
-    with pytest.raises(CheckpointError, match=rf"step-00000001: format {number}, this version reads 2$"):
+    with pytest.raises(
+        CheckpointError, match=rf"step-00000001: format {number}, this version reads 2$"
+    ):
         checkpoint.load(path)
 
 
@@ -340,7 +380,10 @@ def test_every_newer_checkpoint_that_is_damaged_is_named(tmp_path):
     paths[2].mkdir()
     loaded, skipped = checkpoint.load_newest(tmp_path)
     assert whole(loaded) == 1
-    assert [line.split(":")[0] for line in skipped] == ["skipped step-00000003", "skipped step-00000002"]
+    assert [line.split(":")[0] for line in skipped] == [
+        "skipped step-00000003",
+        "skipped step-00000002",
+    ]
     assert checkpoint.newest_manifest(tmp_path)["step"] == 2
 
 
@@ -354,7 +397,10 @@ def test_where_none_is_valid_none_is_loaded(tmp_path):
 def test_newest_is_the_largest_step_not_the_last_by_name(tmp_path):
     for step in (99_999_999, 100_000_000, 5):
         save(tmp_path, step)
-    assert list(checkpoint.steps(tmp_path)) == [5, 99_999_999, 100_000_000] and newest(tmp_path) == 100_000_000
+    assert (
+        list(checkpoint.steps(tmp_path)) == [5, 99_999_999, 100_000_000]
+        and newest(tmp_path) == 100_000_000
+    )
 
 
 def test_pickled_object_is_not_loaded(tmp_path):
@@ -365,15 +411,21 @@ def test_pickled_object_is_not_loaded(tmp_path):
     buffer = io.BytesIO()
     torch.save({"weight": Planted()}, buffer)
     with pytest.raises(
-        CheckpointError, match=r"^the checkpoint holds more than tensors and plain values: Weights only"
+        CheckpointError,
+        match=r"^the checkpoint holds more than tensors and plain values: Weights only",
     ):
         packing.unpack(buffer.getvalue(), CPU)
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("value", [numpy.float64(1.0), numpy.zeros(2), Path("/"), {1.5: {"a": [object()]}}])
+@pytest.mark.parametrize(
+    "value", [numpy.float64(1.0), numpy.zeros(2), Path("/"), {1.5: {"a": [object()]}}]
+)
 def test_what_could_not_be_loaded_is_not_saved(value, tmp_path):
-    with pytest.raises(CheckpointError, match=r"^training.pt.* is a \w+: a checkpoint holds tensors and plain values"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"^training.pt.* is a \w+: a checkpoint holds tensors and plain values",
+    ):
         checkpoint.save(tmp_path, 1, packing.packed({"training.pt": {"value": value}}), {})
     assert names(tmp_path) == []
 
@@ -401,7 +453,9 @@ def kept(root: Path, keep_last: int, keep_best: int, mode: str) -> list[int]:
         (9, 0, "min", [1, 2, 3, 4, 5, 6, 7]),
     ],
 )
-def test_newest_and_best_are_kept_and_nan_is_never_best(keep_last, keep_best, mode, expected, tmp_path):
+def test_newest_and_best_are_kept_and_nan_is_never_best(
+    keep_last, keep_best, mode, expected, tmp_path
+):
     assert kept(tmp_path, keep_last, keep_best, mode) == expected
 
 
@@ -418,7 +472,12 @@ def test_checkpoint_without_a_readable_manifest_stands_in_for_none(tmp_path):
 
 def test_sweep_removes_leftovers_and_nothing_else(tmp_path):
     save(tmp_path, 1)
-    for name in (".staging-00000002-ab", ".trash-step-00000000-cd", "invalid-step-00000003-ef", "notes"):
+    for name in (
+        ".staging-00000002-ab",
+        ".trash-step-00000000-cd",
+        "invalid-step-00000003-ef",
+        "notes",
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.pt").write_bytes(b"half")
     assert newest(tmp_path) == 1

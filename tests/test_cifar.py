@@ -118,7 +118,10 @@ def test_a_folder_with_some_of_the_files_gets_them_all_and_keeps_the_rest(tmp_pa
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        ({"body": ARCHIVE[: len(ARCHIVE) // 2], "length": len(ARCHIVE)}, "ended before|end of data"),
+        (
+            {"body": ARCHIVE[: len(ARCHIVE) // 2], "length": len(ARCHIVE)},
+            "ended before|end of data",
+        ),
         ({"body": ARCHIVE[:3]}, "ended before"),
         ({"body": b""}, "empty file|end of data"),
         ({"body": b"<html>come back later</html>"}, "[Nn]ot a gzipped file"),
@@ -149,7 +152,8 @@ def test_no_server_is_one_line_that_says_which_file_to_put_where(tmp_path):
         pass
     root = tmp_path / "root"
     with pytest.raises(
-        ConfigError, match=rf"cannot get {url} \(.*Connection refused\); put the 2 files .* into {root}$"
+        ConfigError,
+        match=rf"cannot get {url} \(.*Connection refused\); put the 2 files .* into {root}$",
     ):
         download.fetch(url, str(root), SHA256, KEY)
 
@@ -182,7 +186,9 @@ def fetch_as_rank(url, folder):
     return content(folder / "root")
 
 
-@pytest.mark.parametrize(("body", "status"), [(ARCHIVE, 200), (b"gone", 404)], ids=["good", "failing"])
+@pytest.mark.parametrize(
+    ("body", "status"), [(ARCHIVE, 200), (b"gone", 404)], ids=["good", "failing"]
+)
 def test_one_rank_downloads_and_all_share_the_outcome(body, status, tmp_path):
     def before():
         wait_until(lambda: len(list(tmp_path.glob("*.waits"))) >= 3)
@@ -194,7 +200,9 @@ def test_one_rank_downloads_and_all_share_the_outcome(body, status, tmp_path):
             assert results == [FILES] * 3
             return
         assert "HTTP Error 404" in results[0] and len(set(results)) == 1
-        assert on_ranks(1, fetch_as_rank, url, tmp_path) == results[:1] and len(asked) == 2  # a later run tries again
+        assert (
+            on_ranks(1, fetch_as_rank, url, tmp_path) == results[:1] and len(asked) == 2
+        )  # a later run tries again
 
 
 def test_when_the_downloading_process_is_killed_one_that_waits_takes_over(tmp_path):
@@ -229,7 +237,11 @@ def test_task_fetches_the_official_files_and_reads_them(tmp_path, monkeypatch):
 
     monkeypatch.setattr(cifar10, "fetch", give)
     images, labels, source = cifar10.load.__wrapped__("eval", "download", str(tmp_path))
-    assert images.shape == (10_000, 3, 32, 32) and labels[:2].tolist() == [5, 0] and "full CIFAR-10" in source
+    assert (
+        images.shape == (10_000, 3, 32, 32)
+        and labels[:2].tolist() == [5, 0]
+        and "full CIFAR-10" in source
+    )
 
 
 RESNET = ["task=cifar", "task.options.model=resnet18", "task.options.data=bundled"]
@@ -238,7 +250,12 @@ RESNET = ["task=cifar", "task.options.model=resnet18", "task.options.data=bundle
 def test_resnet18_has_its_eleven_million_parameters():
     model = cifar.Cifar(load_config(RESNET)).build_model()
     assert sum(p.numel() for p in model.parameters()) == 11_173_962
-    assert model.body[:4](torch.zeros(1, 3, 32, 32)).shape == (1, 64, 32, 32)  # nothing is pooled before the blocks
+    assert model.body[:4](torch.zeros(1, 3, 32, 32)).shape == (
+        1,
+        64,
+        32,
+        32,
+    )  # nothing is pooled before the blocks
     assert model.body(torch.zeros(2, 3, 32, 32)).shape == (2, 512, 4, 4)
 
 
@@ -256,13 +273,26 @@ class Narrow(cifar.Cifar):
 @pytest.mark.parametrize("norm", ["batch", "none"])
 def test_resnet_learns_with_and_without_norm(norm, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    words = ["optim=sgd", "schedule=cosine", "data.global_batch=32", "log.every_steps=1", "eval.every_epochs=null"]
-    words += [f"task.options.norm={norm}", "strategy.precision=fp32", "run.steps=30", "checkpoint.every_epochs=null"]
+    words = [
+        "optim=sgd",
+        "schedule=cosine",
+        "data.global_batch=32",
+        "log.every_steps=1",
+        "eval.every_epochs=null",
+    ]
+    words += [
+        f"task.options.norm={norm}",
+        "strategy.precision=fp32",
+        "run.steps=30",
+        "checkpoint.every_epochs=null",
+    ]
     (result,) = on_ranks(1, lambda: fit(tmp_path, *RESNET, *words, task=Narrow))
     assert result["losses"][30] < 0.9 * result["losses"][1]
 
 
 def test_muon_is_refused_for_resnet18():
     task = cifar.Cifar(load_config(RESNET))
-    with pytest.raises(ConfigError, match=r"^task.options.model=resnet18: optim=muon has .*; give optim=sgd"):
+    with pytest.raises(
+        ConfigError, match=r"^task.options.model=resnet18: optim=muon has .*; give optim=sgd"
+    ):
         task.build_optimizer(torch.nn.Linear(2, 2))

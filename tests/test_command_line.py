@@ -16,30 +16,54 @@ TINY = ["--config-dir", CONF, "task=tiny"]
 
 
 def trainer(*words, ranks=0, folder, verb="trainer", **options):
-    launcher = [*TORCHRUN, f"--nproc_per_node={ranks}", "-m", verb] if ranks else [sys.executable, "-m", verb]
+    launcher = (
+        [*TORCHRUN, f"--nproc_per_node={ranks}", "-m", verb]
+        if ranks
+        else [sys.executable, "-m", verb]
+    )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
     environment |= options.pop("environment", {})
     return subprocess.run(
-        [*launcher, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=120, **options
+        [*launcher, *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **options,
     )
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["task=cifar", "optim.lrr=1"], "error: optim.lrr is not a setting; did you mean optim.lr?"),
-        (["task=cifar", "strategy=single"], "error: strategy=single: works on 1 rank, and 2 were started"),
+        (
+            ["task=cifar", "optim.lrr=1"],
+            "error: optim.lrr is not a setting; did you mean optim.lr?",
+        ),
+        (
+            ["task=cifar", "strategy=single"],
+            "error: strategy=single: works on 1 rank, and 2 were started",
+        ),
         (
             ["task=cifar", "data.global_batch=1"],
             "error: data.global_batch=1: must be at least the 2 data-parallel ranks",
         ),
-        (["task=cifar", "data.global_batch=9999"], "error: data.global_batch=9999: must be at most the 5000 training"),
+        (
+            ["task=cifar", "data.global_batch=9999"],
+            "error: data.global_batch=9999: must be at most the 5000 training",
+        ),
     ],
 )
 def test_bad_setting_under_torchrun_is_said_once(words, line, tmp_path):
     done = trainer(*words, ranks=2, folder=tmp_path)
-    assert [said.startswith(line) for said in done.stderr.splitlines()].count(True) == 1, done.stderr
-    assert done.returncode != 0 and "Traceback (most recent call last):\n  File" not in done.stderr.split("torch/")[0]
+    assert [said.startswith(line) for said in done.stderr.splitlines()].count(True) == 1, (
+        done.stderr
+    )
+    assert (
+        done.returncode != 0
+        and "Traceback (most recent call last):\n  File" not in done.stderr.split("torch/")[0]
+    )
 
 
 def test_scalar_loss_is_refused_by_name(tmp_path):
@@ -50,7 +74,9 @@ class Mean(Tiny):
 """
     (tmp_path / "scalar.py").write_text(task)
     done = trainer(*TINY, "task.trainer=scalar.Mean", folder=tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("error: loss returned a scalar: must be a value per example")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "error: loss returned a scalar: must be a value per example"
+    )
     assert 'reduction="none"' in done.stderr
 
 
@@ -87,7 +113,10 @@ def test_directory_holds_what_is_promised(tmp_path):
 def test_evaluate_gives_the_run_its_metrics_on_any_layout(tmp_path):
     trainer(*TINY, "run.name=a", ranks=2, folder=tmp_path)
     told = json.loads((tmp_path / "runs/tiny/a/exit.json").read_text())["metrics"]
-    for ranks, words in ((3, []), (0, ["strategy=single", "strategy.precision=fp64", "eval.micro_batch=10"])):
+    for ranks, words in (
+        (3, []),
+        (0, ["strategy=single", "strategy.precision=fp64", "eval.micro_batch=10"]),
+    ):
         done = trainer("runs/tiny/a", *words, ranks=ranks, folder=tmp_path, verb="trainer.evaluate")
         found = json.loads(done.stdout.strip().splitlines()[-1])
         assert found.pop("step") == 20 and found == pytest.approx(told, rel=1e-12), done.stderr
@@ -112,23 +141,36 @@ def test_help_lists_groups_and_settings(tmp_path):
 def test_sweep_runs_each_job_in_a_directory_of_its_own(tmp_path):
     done = trainer("-m", *TINY, "optim.lr=0.1,0.2", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert len(list((tmp_path / "runs/tiny").iterdir())) == 2 and [p.name for p in tmp_path.iterdir()] == ["runs"]
+    assert len(list((tmp_path / "runs/tiny").iterdir())) == 2 and [
+        p.name for p in tmp_path.iterdir()
+    ] == ["runs"]
 
 
 def test_run_to_resume_brings_its_configuration(tmp_path):
     trainer(*TINY, "run.name=a", "optim.lr=0.05", folder=tmp_path)
     (tmp_path / "runs/tiny/a").rename(tmp_path / "moved")
     done = trainer("run.resume=moved", "run.steps=25", folder=tmp_path)
-    assert done.returncode == 0 and "resumed at step 20 of 25" in done.stdout, done.stdout + done.stderr
-    assert "changed at this resume: run.steps: 20 -> 25" in done.stdout and done.stdout.count("changed at") == 1
+    assert done.returncode == 0 and "resumed at step 20 of 25" in done.stdout, (
+        done.stdout + done.stderr
+    )
+    assert (
+        "changed at this resume: run.steps: 20 -> 25" in done.stdout
+        and done.stdout.count("changed at") == 1
+    )
     assert (tmp_path / "moved/checkpoints/step-00000025").is_dir()
     done = trainer("run.resume=moved", "task.name=x", folder=tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("error: task.name=x: the run to resume has tiny")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "error: task.name=x: the run to resume has tiny"
+    )
 
 
 def test_hydra_prints_the_composed_config(tmp_path):
     done = trainer("task=text", "--cfg", "job", folder=tmp_path)
-    assert done.returncode == 0 and "trainer.tasks.text.Text" in done.stdout and list(tmp_path.iterdir()) == []
+    assert (
+        done.returncode == 0
+        and "trainer.tasks.text.Text" in done.stdout
+        and list(tmp_path.iterdir()) == []
+    )
 
 
 def test_ctrl_c_while_modules_are_imported_is_not_lost(tmp_path):
@@ -180,6 +222,9 @@ def test_ctrl_c_stops_all_ranks_saves_and_says_how_to_go_on(ranks, number, tmp_p
     assert (tmp_path / f"runs/tiny/a/checkpoints/step-{told['step']:08d}").is_dir()
     again = next(line for line in out.splitlines() if line.startswith("go on with:"))
     resumed = trainer(
-        *again.split("-m trainer ")[1].split(), f"run.steps={told['step'] + 5}", ranks=ranks, folder=tmp_path
+        *again.split("-m trainer ")[1].split(),
+        f"run.steps={told['step'] + 5}",
+        ranks=ranks,
+        folder=tmp_path,
     )
     assert f"resumed at step {told['step']:,}" in resumed.stdout, resumed.stdout + resumed.stderr

@@ -24,7 +24,11 @@ class Spoiled(Tiny):
     def loss(self, outputs, targets):
         values = super().loss(outputs, targets)
         is_here = self.world.rank == self.world.world_size - 1 and self.model.training
-        return values * float("nan") if is_here and self.step in self.spoiled and self._session.optimizers else values
+        return (
+            values * float("nan")
+            if is_here and self.step in self.spoiled and self._session.optimizers
+            else values
+        )
 
 
 class Lost(Spoiled):
@@ -34,18 +38,29 @@ class Lost(Spoiled):
 class Unweighted(Tiny):
     def loss(self, outputs, targets):
         values = super().loss(outputs, targets)
-        return values, torch.full_like(values, float(self.step != 5 or not self.model.training)).detach()
+        return values, torch.full_like(
+            values, float(self.step != 5 or not self.model.training)
+        ).detach()
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_non_finite_gradient_on_one_rank_is_skipped_on_all(ranks, optimizer, tmp_path, capfd):
-    run = fit_on(ranks, tmp_path, *RECIPE, f"optim={optimizer}", task=Spoiled)  # compares the ranks' weights
-    assert run["step"] == 12 and all(torch.isfinite(tensor).all() for tensor in run["weights"].values())
+    run = fit_on(
+        ranks, tmp_path, *RECIPE, f"optim={optimizer}", task=Spoiled
+    )  # compares the ranks' weights
+    assert run["step"] == 12 and all(
+        torch.isfinite(tensor).all() for tensor in run["weights"].values()
+    )
     said = capfd.readouterr().out
-    assert "warning: step 6: the loss of example " in said and f"on rank {ranks - 1}; the update was skipped" in said
+    assert (
+        "warning: step 6: the loss of example " in said
+        and f"on rank {ranks - 1}; the update was skipped" in said
+    )
     entries = {e["step"]: e["train/loss"] for e in run["record"] if "train/loss" in e}
-    assert entries[6] is None and all(loss is not None for step, loss in entries.items() if step != 6)
+    assert entries[6] is None and all(
+        loss is not None for step, loss in entries.items() if step != 6
+    )
 
 
 def test_skipped_first_step_leaves_no_trace_in_the_optimizer(tmp_path):
@@ -53,12 +68,16 @@ def test_skipped_first_step_leaves_no_trace_in_the_optimizer(tmp_path):
         spoiled = (0,)
 
     run = fit_on(1, tmp_path / "a", *RECIPE, task=First)
-    assert all(torch.isfinite(tensor).all() and tensor.abs().max() < 1e3 for tensor in run["weights"].values())
+    assert all(
+        torch.isfinite(tensor).all() and tensor.abs().max() < 1e3
+        for tensor in run["weights"].values()
+    )
 
 
 def fails(folder):
     with pytest.raises(
-        RunError, match=r"^step 10: the loss of .* on rank 1; and no finite gradient in 10 steps on end$"
+        RunError,
+        match=r"^step 10: the loss of .* on rank 1; and no finite gradient in 10 steps on end$",
     ):
         fit(folder, *RECIPE, task=Lost)
 
@@ -72,7 +91,10 @@ def test_run_in_which_nothing_is_learned_fails(tmp_path):
 def test_step_of_no_weight_updates_nothing_and_says_so(ranks, tmp_path, capfd):
     run = fit_on(ranks, tmp_path, *RECIPE, task=Unweighted)
     assert all(torch.isfinite(tensor).all() for tensor in run["weights"].values())
-    assert "warning: step 6: the weights of its examples sum to 0, so no weight was updated" in capfd.readouterr().out
+    assert (
+        "warning: step 6: the weights of its examples sum to 0, so no weight was updated"
+        in capfd.readouterr().out
+    )
 
 
 class Spare(nn.Module):
@@ -90,7 +112,9 @@ class Partly(Tiny):
 
 
 def refused(folder):
-    with pytest.raises(ConfigError, match=r"strategy=ddp: the loss does not depend on the parameter spare\.weight"):
+    with pytest.raises(
+        ConfigError, match=r"strategy=ddp: the loss does not depend on the parameter spare\.weight"
+    ):
         fit(folder, *RECIPE, task=Partly)
 
 
@@ -113,10 +137,23 @@ class Late(Tiny):
 def test_error_of_the_user_on_one_rank_alone_is_said(tmp_path):
     (tmp_path / "late.py").write_text(ONE_RANK)
     words = ["--config-dir", CONF, "task=tiny", "task.trainer=late.Late"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "trainer"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "-m",
+        "trainer",
+    ]
     environment = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parent}", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
-        [*launcher, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        [*launcher, *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode != 0 and "this rank alone knows" in done.stderr
 

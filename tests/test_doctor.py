@@ -33,7 +33,9 @@ TOGETHER = ["rendezvous", "clocks", "run.dir"]
 SUMS = ["all-reduce 1 KB", "all-reduce 64 KB", "all-reduce 1 MB", "all-reduce 16 MB"]
 
 
-def examined(size: int, *words: str, plant: Callable[[int], None] = lambda rank: None) -> list[tuple]:
+def examined(
+    size: int, *words: str, plant: Callable[[int], None] = lambda rank: None
+) -> list[tuple]:
     """(exit code, rows by name, what it said on stderr, seconds from the rendezvous on) of each rank.
 
     `plant` is called with the rank before.
@@ -50,10 +52,18 @@ def examined(size: int, *words: str, plant: Callable[[int], None] = lambda rank:
         doctor.Examination = Timed
         plant(int(os.environ["RANK"]))
         own = [word.format(rank=os.environ["RANK"]) for word in words]
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as out,
+            contextlib.redirect_stderr(io.StringIO()) as err,
+        ):
             code = doctor.main(["--json", *own])
         rows = json.loads(out.getvalue())["checks"] if out.getvalue() else []
-        return code, {row["check"]: row for row in rows}, err.getvalue(), time.monotonic() - began["rendezvous"]
+        return (
+            code,
+            {row["check"]: row for row in rows},
+            err.getvalue(),
+            time.monotonic() - began["rendezvous"],
+        )
 
     return on_ranks(size, body)
 
@@ -66,14 +76,21 @@ def wrong(rows: dict[str, Any]) -> dict[str, str]:
 
 
 def test_alone_it_prints_a_table_and_warnings_do_not_fail(tmp_path):
-    threads = {"OMP_NUM_THREADS": "64", "MKL_DYNAMIC": "FALSE"}  # else MKL stops at the cores that there are
+    threads = {
+        "OMP_NUM_THREADS": "64",
+        "MKL_DYNAMIC": "FALSE",
+    }  # else MKL stops at the cores that there are
     done = trainer(folder=tmp_path, verb="trainer.doctor", environment=threads)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["check", "result", "what", "was", "found", "what", "to", "do"]
     told = {line[1:18].strip(): line for line in lines[1:]}
     assert list(told) == ["rank 0", *ROWS, *SUMS]
-    assert " warn " in told["threads"] and "64 threads" in told["threads"] and "OMP_NUM_THREADS=1" in told["threads"]
+    assert (
+        " warn " in told["threads"]
+        and "64 threads" in told["threads"]
+        and "OMP_NUM_THREADS=1" in told["threads"]
+    )
     assert [*tmp_path.iterdir()] == []
 
 
@@ -84,7 +101,10 @@ def test_two_ranks_under_torchrun_are_one_json_object(tmp_path):
     rows = {row["check"]: row for row in told["checks"]}
     assert list(rows) == ["rank 0", "rank 1", *ROWS, *TOGETHER, *SUMS]
     assert told["result"] in ("ok", "warn") and "fail" not in wrong(rows).values()
-    assert "local_rank 1, node 0, host " in rows["rank 1"]["found"] and "by torchrun" in rows["rank 1"]["found"]
+    assert (
+        "local_rank 1, node 0, host " in rows["rank 1"]["found"]
+        and "by torchrun" in rows["rank 1"]["found"]
+    )
     assert rows["rendezvous"]["found"].startswith("2 ranks met at localhost:")
     assert all("exact in int64 and float64; " in rows[name]["found"] for name in SUMS)
     assert [*tmp_path.iterdir()] == []
@@ -95,12 +115,24 @@ def test_two_ranks_under_torchrun_are_one_json_object(tmp_path):
 def test_ranks_under_mpirun_are_examined(backend, tmp_path):
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed")
-    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-m", "trainer.doctor"]
+    words = [
+        "mpirun",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-n",
+        "2",
+        sys.executable,
+        "-m",
+        "trainer.doctor",
+    ]
     words += ["--json", f"dist.backend={backend}"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["check"]: row for row in json.loads(done.stdout)["checks"]}
-    assert list(rows) == ["rank 0", "rank 1", *ROWS, *TOGETHER, *SUMS] and "by mpirun" in rows["rank 1"]["found"]
+    assert (
+        list(rows) == ["rank 0", "rank 1", *ROWS, *TOGETHER, *SUMS]
+        and "by mpirun" in rows["rank 1"]["found"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +140,10 @@ def test_ranks_under_mpirun_are_examined(backend, tmp_path):
     [
         ("dist.backend=mpi", "dist.backend=mpi: start with mpirun"),
         ("dist.timeout=3", "dist.timeout is not a setting; did you mean dist.timeout_s"),
-        ("launch=elastic", "launch=elastic: the doctor starts no ranks; torchrun ... -m trainer.doctor"),
+        (
+            "launch=elastic",
+            "launch=elastic: the doctor starts no ranks; torchrun ... -m trainer.doctor",
+        ),
         ("--jsn", "--jsn is not a flag"),
     ],
 )
@@ -123,15 +158,25 @@ def test_bad_setting_is_refused(word, line):
 
 def test_rank_whose_peer_is_missing_tells_what_it_knows(tmp_path):
     def start(rank: int) -> subprocess.CompletedProcess:
-        given = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        return trainer(f"dist.timeout_s={LIMIT_S}", folder=tmp_path, verb="trainer.doctor", environment=given)
+        given = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        return trainer(
+            f"dist.timeout_s={LIMIT_S}", folder=tmp_path, verb="trainer.doctor", environment=given
+        )
 
     with ThreadPoolExecutor() as both:
         ends = list(both.map(start, (0, 1)))
     for rank, done in enumerate(ends):
         told = {line[1:15].strip(): line for line in done.stdout.splitlines()}
         assert done.returncode == 1 and f"rank {rank}" in told and "shared memory" in told
-        assert " fail " in told["rendezvous"] and "start the ranks that are missing" in told["rendezvous"]
+        assert (
+            " fail " in told["rendezvous"]
+            and "start the ranks that are missing" in told["rendezvous"]
+        )
         line = r"error: rank 1 \(.*, process \d+\): rendezvous: " if rank else "error: rendezvous: "
         found = re.findall(f"^{line}no group was found at 127.0.0.1:", done.stderr, re.MULTILINE)
         assert len(found) == 1, done.stderr
@@ -208,11 +253,18 @@ FAILED = {
     "code": (other_code, "and other on rank 1"),
     "versions": (other_version, f"trainer is {package.__version__} on rank 0 and 0.0.9 on rank 1"),
 }
-UNMET = {"backends": (other_backend, "dist.backend is gloo on rank 0 and nccl on rank 1: must be the same")}
+UNMET = {
+    "backends": (
+        other_backend,
+        "dist.backend is gloo on rank 0 and nccl on rank 1: must be the same",
+    )
+}
 
 
 @pytest.mark.parametrize(
-    ("faults", "result"), [(WARNED, "warn"), (FAILED, "fail"), (UNMET, "fail")], ids=["warned", "failed", "unmet"]
+    ("faults", "result"),
+    [(WARNED, "warn"), (FAILED, "fail"), (UNMET, "fail")],
+    ids=["warned", "failed", "unmet"],
 )
 def test_fault_of_one_rank_is_told(faults, result, tmp_path):
     def plant(rank: int) -> None:
@@ -224,7 +276,9 @@ def test_fault_of_one_rank_is_told(faults, result, tmp_path):
     for name, (_, found) in faults.items():
         row = first[1][name]
         assert row["result"] == result and found in row["found"] and row["advice"], row
-    assert second[1] == {} and [*tmp_path.iterdir()] == []  # printed by rank 0 only, nothing left behind
+    assert (
+        second[1] == {} and [*tmp_path.iterdir()] == []
+    )  # printed by rank 0 only, nothing left behind
 
 
 def test_settings_that_differ_are_named(tmp_path):
@@ -250,18 +304,30 @@ def tmpfs(tmp_path):
 def test_full_disk_fails(tmpfs):
     (tmpfs / "full").write_bytes(bytes(2**16))
     [(code, rows, *_)] = examined(1, f"run.dir={tmpfs}")
-    assert code == 1 and "No space left on device" in rows["disk"]["found"] and "make room" in rows["disk"]["advice"]
+    assert (
+        code == 1
+        and "No space left on device" in rows["disk"]["found"]
+        and "make room" in rows["disk"]["advice"]
+    )
     assert [path.name for path in tmpfs.iterdir()] == ["full"]
 
 
 def test_run_dir_that_a_rank_does_not_see_is_a_warning(tmpfs):
     def mount_over() -> None:
-        assert ctypes.CDLL(None).unshare(0x00020000) == 0  # CLONE_NEWNS: a view of the mounts of its own
+        assert (
+            ctypes.CDLL(None).unshare(0x00020000) == 0
+        )  # CLONE_NEWNS: a view of the mounts of its own
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)
         subprocess.run(["mount", "-t", "tmpfs", "doctor", str(tmpfs)], check=True)
 
-    (code, rows, *_), _ = examined(2, f"run.dir={tmpfs}", plant=lambda rank: mount_over() if rank else None)
-    assert code == 0 and wrong(rows)["run.dir"] == "warn" and rows["run.dir"]["found"].endswith("all but rank 1")
+    (code, rows, *_), _ = examined(
+        2, f"run.dir={tmpfs}", plant=lambda rank: mount_over() if rank else None
+    )
+    assert (
+        code == 0
+        and wrong(rows)["run.dir"] == "warn"
+        and rows["run.dir"]["found"].endswith("all but rank 1")
+    )
     assert [*tmpfs.iterdir()] == []
 
 
@@ -273,28 +339,47 @@ def test_run_dir_that_a_rank_does_not_see_is_a_warning(tmpfs):
     [
         ("0::/a/b", {"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}, 1.5),
         ("0::/", {}, None),
-        ("4:memory:/x\n1:cpu,cpuacct:/x", {"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "100000"}, None),
+        (
+            "4:memory:/x\n1:cpu,cpuacct:/x",
+            {"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "100000"},
+            None,
+        ),
         ("1:cpu:/gone", {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 0.5),
     ],
     ids=["v2", "no limit", "v1", "v1 in a container"],
 )
 def test_quota_of_the_cgroup_is_read(group, files, quota, tmp_path):
-    for name, text in {"proc/self/cgroup": group, **{f"sys/fs/cgroup/{n}": t for n, t in files.items()}}.items():
+    for name, text in {
+        "proc/self/cgroup": group,
+        **{f"sys/fs/cgroup/{n}": t for n, t in files.items()},
+    }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     assert doctor.cpu_quota(tmp_path) == quota
 
 
 def test_what_hosts_have_in_common_is_said_once():
-    same = {"launcher": "srun", "checks": [{"check": "open files", "result": "ok", "found": "no limit"}], "quota": None}
+    same = {
+        "launcher": "srun",
+        "checks": [{"check": "open files", "result": "ok", "found": "no limit"}],
+        "quota": None,
+    }
     ranks = [
-        {"who": f"{rank}\t0\t{rank}\tn{rank}\t1\tcpu", "threads": 4, "cores": [*range(8 if rank else 2)], **same}
+        {
+            "who": f"{rank}\t0\t{rank}\tn{rank}\t1\tcpu",
+            "threads": 4,
+            "cores": [*range(8 if rank else 2)],
+            **same,
+        }
         for rank in range(40)
     ]
     rows = doctor._of_ranks(ranks)
     assert len(rows) == 16 + 1 + 1 + 2 and rows[8].check == "rank ... 24 more"
     assert rows[-1].found.startswith("n1, n2, ") and rows[-1].result == "ok"
-    assert rows[-2].found == f"n0: 1 rank with 4 threads on {counted(2, 'core')}" and rows[-2].result == "warn"
+    assert (
+        rows[-2].found == f"n0: 1 rank with 4 threads on {counted(2, 'core')}"
+        and rows[-2].result == "warn"
+    )
 
 
 def test_bandwidth_is_that_of_a_ring():
@@ -304,8 +389,14 @@ def test_bandwidth_is_that_of_a_ring():
 
 
 def test_small_shared_memory_is_told_where_it_is_needed(monkeypatch):
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(total=64e6, free=64e6))
-    for words, backend, result in ([], "gloo", "ok"), (["data.workers=2"], "gloo", "warn"), ([], "nccl", "warn"):
+    monkeypatch.setattr(
+        doctor.shutil, "disk_usage", lambda _: SimpleNamespace(total=64e6, free=64e6)
+    )
+    for words, backend, result in (
+        ([], "gloo", "ok"),
+        (["data.workers=2"], "gloo", "warn"),
+        ([], "nccl", "warn"),
+    ):
         row = doctor._shared_memory(load_config(["task=text", *words]), backend)
         assert row.result == result and row.found.startswith("0.06 of 0.06 GB are free; ")
 
@@ -328,4 +419,6 @@ def test_launchers_signal_does_not_lose_what_is_known(tmp_path):
 
     [(code, rows, err, seconds)] = examined(1, f"run.dir={tmp_path}", plant=plant)
     assert code == 1 and seconds < 5 and rows["disk"]["result"] == "ok"
-    assert err.startswith("error: rendezvous: ended by the launcher; ") and [*tmp_path.iterdir()] == []
+    assert (
+        err.startswith("error: rendezvous: ended by the launcher; ") and [*tmp_path.iterdir()] == []
+    )

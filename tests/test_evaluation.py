@@ -43,7 +43,9 @@ def evaluate(task, *overrides):
 @pytest.mark.parametrize("micro_batch", ["null", "7", "1000"])
 def test_203_examples_count_203_times(ranks, micro_batch):
     one = on_ranks(1, evaluate, Identity)[0]
-    assert one["eval/share_of_first"] == 1 / 203  # its padding copies are not counted, nor is the count another
+    assert (
+        one["eval/share_of_first"] == 1 / 203
+    )  # its padding copies are not counted, nor is the count another
     for metrics in on_ranks(ranks, evaluate, Identity, f"eval.micro_batch={micro_batch}"):
         assert metrics.keys() == one.keys()
         for name, value in one.items():
@@ -52,13 +54,17 @@ def test_203_examples_count_203_times(ranks, micro_batch):
 
 def test_fewer_examples_than_ranks_are_counted_once():
     one = on_ranks(1, evaluate, Counting, "task.options.examples=3", "data.global_batch=5")[0]
-    for metrics in on_ranks(5, evaluate, Counting, "task.options.examples=3", "data.global_batch=5"):
+    for metrics in on_ranks(
+        5, evaluate, Counting, "task.options.examples=3", "data.global_batch=5"
+    ):
         assert metrics == pytest.approx(one, rel=1e-12)
 
 
 def test_evaluation_leaves_no_trace_in_training(tmp_path):
     often = fit_on(2, tmp_path / "often", *RECIPE, "eval.every_steps=1", "task.options.dropout=0.3")
-    once = fit_on(2, tmp_path / "once", *RECIPE, "eval.every_steps=null", "task.options.dropout=0.3")
+    once = fit_on(
+        2, tmp_path / "once", *RECIPE, "eval.every_steps=null", "task.options.dropout=0.3"
+    )
     assert len([r for r in often["record"] if "eval/loss" in r]) == 3
     for name, tensor in once["weights"].items():
         assert torch.equal(tensor, often["weights"][name]), name
@@ -72,12 +78,22 @@ def test_run_directory_is_evaluated_as_it_was_at_its_end(tmp_path):
 
 
 def test_best_checkpoint_is_kept_beside_the_newest(tmp_path):
-    run = fit_on(1, tmp_path, *RECIPE, "run.steps=12", "eval.every_steps=2", "optim.lr=3.0", "checkpoint.keep_last=1")
+    run = fit_on(
+        1,
+        tmp_path,
+        *RECIPE,
+        "run.steps=12",
+        "eval.every_steps=2",
+        "optim.lr=3.0",
+        "checkpoint.keep_last=1",
+    )
     evaluations = {r["step"]: r["eval/loss"] for r in run["record"] if "eval/loss" in r}
     best = min(evaluations, key=evaluations.get)
     kept = sorted(int(path.name[5:]) for path in (run["directory"] / "checkpoints").glob("step-*"))
     assert kept == sorted({best, 12})
-    manifest = json.loads((run["directory"] / f"checkpoints/step-{best:08d}/manifest.json").read_text())
+    manifest = json.loads(
+        (run["directory"] / f"checkpoints/step-{best:08d}/manifest.json").read_text()
+    )
     assert manifest["metrics"]["eval/loss"] == evaluations[best]
 
 
@@ -112,7 +128,10 @@ class OtherNames(Tiny):
 
 
 def other_names(folder):
-    with pytest.raises(ConfigError, match="metrics returned accuracy_0, loss on rank 0 and accuracy_1, loss on rank 1"):
+    with pytest.raises(
+        ConfigError,
+        match="metrics returned accuracy_0, loss on rank 0 and accuracy_1, loss on rank 1",
+    ):
         OtherNames(load_config([*RECIPE, f"run.dir={folder}"], [CONF])).fit()
 
 

@@ -9,7 +9,9 @@ sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 from faults import damage, power
 
 
-@pytest.mark.parametrize(("row", "cases"), [(power.power, 60), (power.weak, 4), (damage.damage, 60)])
+@pytest.mark.parametrize(
+    ("row", "cases"), [(power.power, 60), (power.weak, 4), (damage.damage, 60)]
+)
 def test_no_case_fails(row, cases):
     found = row(cases, seed=0)
     assert (found.passed, found.failures, found.skipped) == (cases, [], "")
@@ -19,4 +21,6 @@ def test_first_save_of_our_writer_loses_nothing_in_any_state():
     shape = power.Shape(2, 50)
     found = power.crash_states(power.ours, shape, 1)
     assert len(found) > 10 and {announced for announced, _ in found} == {0, 1}
-    assert [power.loss_in(announced, tree, shape) for announced, tree in found] == [None] * len(found)
+    assert [power.loss_in(announced, tree, shape) for announced, tree in found] == [None] * len(
+        found
+    )

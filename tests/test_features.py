@@ -25,7 +25,9 @@ class Measured(Tiny):
         return {"auroc": MulticlassAUROC(3), "f1": MulticlassF1Score(3)}
 
     def build_dataset(self, split):
-        return ResidentDataset(*points(self.options.examples if split == "train" else self.examples, split))
+        return ResidentDataset(
+            *points(self.options.examples if split == "train" else self.examples, split)
+        )
 
 
 def measured(examples):
@@ -66,7 +68,10 @@ class MetricsFailOnRank0(Tiny):
 
 MISTAKES = [
     (Unwritten, "has no build_dataset(split); a task writes it"),
-    (NoSchedule, "build_schedule: must give factor(step), a number: 'NoneType' object is not callable"),
+    (
+        NoSchedule,
+        "build_schedule: must give factor(step), a number: 'NoneType' object is not callable",
+    ),
     (NoOptimizer, "build_optimizer returned a tuple: must be an optimizer, or a list of them"),
 ]
 
@@ -85,7 +90,10 @@ def test_mistake_in_a_method_is_one_line_that_names_it(task, told, tmp_path):
 
 def test_metrics_that_fail_on_one_rank_end_all(tmp_path):
     told = on_ranks(2, fails, MetricsFailOnRank0, tmp_path)
-    assert told == [("KeyError", "'mine'"), ("RuntimeError", "rank 0 failed trying metrics: KeyError: 'mine'")]
+    assert told == [
+        ("KeyError", "'mine'"),
+        ("RuntimeError", "rank 0 failed trying metrics: KeyError: 'mine'"),
+    ]
 
 
 class Pair(nn.Module):
@@ -118,7 +126,10 @@ class Gan(Tiny):
 
     def build_optimizer(self, model):
         parts = (model.discriminator, model.generator)
-        return [torch.optim.Adam(part.parameters(), lr=0.002, betas=(0.5, 0.99), eps=1e-4) for part in parts]
+        return [
+            torch.optim.Adam(part.parameters(), lr=0.002, betas=(0.5, 0.99), eps=1e-4)
+            for part in parts
+        ]
 
     def loss(self, outputs, targets):
         real, fake, _ = outputs
@@ -150,7 +161,9 @@ def test_gan_is_the_same_run_on_any_layout(ranks, overrides, gan, tmp_path):
     check_parity({**gan, "metrics": {}}, other, falls=False)  # two losses against each other
     assert min(gan["losses"].values()) < 0.9 * gan["losses"][1]
     generator = [entry["train/generator"] for entry in gan["record"] if "train/generator" in entry]
-    assert len(generator) == 50 and generator[-1] > generator[0], "the discriminator should have learned something"
+    assert len(generator) == 50 and generator[-1] > generator[0], (
+        "the discriminator should have learned something"
+    )
 
 
 def test_gan_learns_the_digits_mean(tmp_path):
@@ -158,10 +171,17 @@ def test_gan_learns_the_digits_mean(tmp_path):
     pytest.importorskip("sklearn")
 
     def distance(steps):
-        task = Gan(load_config([*GAN, f"run.dir={tmp_path}", f"run.steps={steps}", "strategy.precision=fp32"], [CONF]))
+        task = Gan(
+            load_config(
+                [*GAN, f"run.dir={tmp_path}", f"run.steps={steps}", "strategy.precision=fp32"],
+                [CONF],
+            )
+        )
         task.fit()
         with torch.no_grad():
-            fake = task.model.generator(torch.randn(500, 8, generator=torch.Generator().manual_seed(0)))
+            fake = task.model.generator(
+                torch.randn(500, 8, generator=torch.Generator().manual_seed(0))
+            )
         return float((fake.mean(0) - task.build_dataset("train").tensors[0].mean(0)).norm())
 
     before, after = on_ranks(1, lambda: (distance(1), distance(400)))[0]
@@ -226,7 +246,9 @@ def test_pictures_histograms_and_a_trace_are_written_when_asked_for(tmp_path):
 
 @pytest.mark.parametrize("given", ["[5]", "[5,5]", "[0,3]"])
 def test_profile_steps_are_two_and_in_order(given):
-    with pytest.raises(ConfigError, match=r"log.profile_steps=.*: must be \[<step to begin after>, <last step>\]"):
+    with pytest.raises(
+        ConfigError, match=r"log.profile_steps=.*: must be \[<step to begin after>, <last step>\]"
+    ):
         load_config(["task=tiny", f"log.profile_steps={given}"], [CONF])
 
 

@@ -24,8 +24,14 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(folder: Path, environment: dict[str, str], *words: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen:
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+def start(
+    folder: Path, environment: dict[str, str], *words: str, launcher: tuple[str, ...] = ()
+) -> subprocess.Popen:
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
     clean |= {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, *launcher, "-m", "trainer", *TINY, *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -48,11 +54,17 @@ def under_torchrun(folder: Path, *words: str) -> tuple[int, str, str]:
 
 
 def method(name: str, folder: Path) -> list[str]:
-    settings = {"env": [], "tcp": [f"dist.address=127.0.0.1:{free_port()}"], "file": [f"dist.path={folder / 'meet'}"]}
+    settings = {
+        "env": [],
+        "tcp": [f"dist.address=127.0.0.1:{free_port()}"],
+        "file": [f"dist.path={folder / 'meet'}"],
+    }
     return [f"dist.init={name}", *settings[name]]
 
 
-@pytest.mark.parametrize("name", ["env", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tcp", "file"))])
+@pytest.mark.parametrize(
+    "name", ["env", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tcp", "file"))]
+)
 def test_two_ranks_meet_by_hand(name, tmp_path):
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if name == "env" else {}
     for code, out, err in by_hand(tmp_path, *method(name, tmp_path), **address):
@@ -80,7 +92,11 @@ def test_nobody_at_the_address_is_one_line_in_time(tmp_path):
     process = start(tmp_path, {"RANK": "1", "WORLD_SIZE": "2"}, *words)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2 and "error: rank 1: no group was found at 127.0.0.1:" in err
-    assert "within dist.timeout_s=2" in err and "Traceback" not in err and time.monotonic() - began < 25
+    assert (
+        "within dist.timeout_s=2" in err
+        and "Traceback" not in err
+        and time.monotonic() - began < 25
+    )
 
 
 REFUSED = {

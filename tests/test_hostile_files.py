@@ -51,8 +51,14 @@ def publish(root, training=None, model=None, raw=None, **facts):
     """A checkpoint whose digests are all right, whatever is in it; `raw` is the manifest as text."""
     path = root / STEP
     path.mkdir(parents=True)
-    files = {"model.pt": model or saved({"weight": torch.zeros(2)}), "training.pt": training or saved({})}
-    entries = {n: {"rank": 0, "bytes": len(d), "sha256": hashlib.sha256(d).hexdigest()} for n, d in files.items()}
+    files = {
+        "model.pt": model or saved({"weight": torch.zeros(2)}),
+        "training.pt": training or saved({}),
+    }
+    entries = {
+        n: {"rank": 0, "bytes": len(d), "sha256": hashlib.sha256(d).hexdigest()}
+        for n, d in files.items()
+    }
     for name, data in files.items():
         (path / name).write_bytes(data)
     manifest = {"format": checkpoint.FORMAT, "step": 1, "files": entries, **facts}
@@ -72,7 +78,9 @@ def refused(path, within_s=20):
 
 
 def test_the_checkpoints_of_these_tests_load_when_nothing_is_wrong_with_them(tmp_path):
-    loaded = checkpoint.load(publish(tmp_path, metrics={"eval/loss": None, "eval/a": 1.5}, config={}, data={}))
+    loaded = checkpoint.load(
+        publish(tmp_path, metrics={"eval/loss": None, "eval/a": 1.5}, config={}, data={})
+    )
     assert torch.equal(packing.unpack(loaded.files["model.pt"], CPU)["weight"], torch.zeros(2))
 
 
@@ -95,7 +103,10 @@ class Subclass(torch.Tensor):
 
 def rezipped(change=lambda name, data: data, compression=zipfile.ZIP_STORED):
     stream = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(saved({"w": torch.zeros(4)}))) as old, zipfile.ZipFile(stream, "w") as new:
+    with (
+        zipfile.ZipFile(io.BytesIO(saved({"w": torch.zeros(4)}))) as old,
+        zipfile.ZipFile(stream, "w") as new,
+    ):
         for name in old.namelist():
             new.writestr(name, change(name, old.read(name)), compression)
     return stream.getvalue()
@@ -153,12 +164,20 @@ CONTENTS = {
     "os.system": lambda: saved({"w": Call(os.system, f"touch {PLANTED}")}),
     "os.mkdir": lambda: saved(Call(os.mkdir, PLANTED)),
     "eval": lambda: saved([Call(eval, f"__import__('os').mkdir('{PLANTED}')")]),
-    "in the optimizer's state": lambda: saved({"optimizers": [{"state": {0: {"m": Call(os.mkdir, PLANTED)}}}]}),
+    "in the optimizer's state": lambda: saved(
+        {"optimizers": [{"state": {0: {"m": Call(os.mkdir, PLANTED)}}}]}
+    ),
     "as a key": lambda: saved({Call(os.mkdir, PLANTED): 1}),
-    "getattr": lambda: by_hand(b"\x80\x02c__builtin__\ngetattr\ncposix\nsystem\nX\x01\x00\x00\x00x\x86R."),
+    "getattr": lambda: by_hand(
+        b"\x80\x02c__builtin__\ngetattr\ncposix\nsystem\nX\x01\x00\x00\x00x\x86R."
+    ),
     "without an archive around": lambda: b"\x80\x02cposix\nmkdir\nX\x07\x00\x00\x00planted\x85R.",
-    "in an archive by hand": lambda: by_hand(b"\x80\x02cposix\nmkdir\nX\x07\x00\x00\x00planted\x85R."),
-    "another torch function": lambda: by_hand(b"\x80\x02ctorch.hub\nload\nX\x07\x00\x00\x00planted\x85R."),
+    "in an archive by hand": lambda: by_hand(
+        b"\x80\x02cposix\nmkdir\nX\x07\x00\x00\x00planted\x85R."
+    ),
+    "another torch function": lambda: by_hand(
+        b"\x80\x02ctorch.hub\nload\nX\x07\x00\x00\x00planted\x85R."
+    ),
     "tensor subclass": lambda: saved({"w": torch.zeros(2).as_subclass(Subclass)}),
     "module": lambda: saved(nn.Linear(2, 2)),
     "TorchScript": scripted,
@@ -166,7 +185,9 @@ CONTENTS = {
     "sparse tensor": lambda: saved({"w": torch.eye(2).to_sparse()}),
     "meta tensor": lambda: saved({"w": torch.zeros(10**6, device="meta")}),
     "one number as a tensor of 10^15": lambda: saved({"w": torch.zeros(1).expand(10**15)}),
-    "quantized tensor": lambda: saved({"w": torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8)}),
+    "quantized tensor": lambda: saved(
+        {"w": torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8)}
+    ),
     "set": lambda: saved({"w": {1, 2}}),
     "complex number": lambda: saved({"w": 1j}),
     "counter of bytes": lambda: saved(Counter([b"a"])),
@@ -201,7 +222,13 @@ def test_file_with_more_than_tensors_and_plain_values_is_refused(make, part, tmp
 
 def test_what_a_run_saves_is_never_taken_for_hostile(tmp_path):
     weight = nn.Parameter(torch.zeros(3, 4))
-    tree = {"deep": nested(300), "w": weight, "part": weight[1:, 1], "empty": torch.zeros(0), "n": [None, True, 1, 0.5]}
+    tree = {
+        "deep": nested(300),
+        "w": weight,
+        "part": weight[1:, 1],
+        "empty": torch.zeros(0),
+        "n": [None, True, 1, 0.5],
+    }
     found = packing.unpack(saved(tree), CPU)
     assert found["n"] == tree["n"] and found["part"].shape == (2,) and found["deep"] == tree["deep"]
 
@@ -215,8 +242,14 @@ def with_file(name, **entry):
 
 
 MANIFESTS = {
-    **{f"name {n!r}": with_file(n) for n in ["../x", "/etc/passwd", "..", ".", "", "a/b", "a\0b", "a\nb", "\x1b[31m"]},
-    **{f"{n} bytes": with_file("model.pt", bytes=n) for n in [-1, 2.0, True, None, "2", 10**18, 10**300]},
+    **{
+        f"name {n!r}": with_file(n)
+        for n in ["../x", "/etc/passwd", "..", ".", "", "a/b", "a\0b", "a\nb", "\x1b[31m"]
+    },
+    **{
+        f"{n} bytes": with_file("model.pt", bytes=n)
+        for n in [-1, 2.0, True, None, "2", 10**18, 10**300]
+    },
     "NaN bytes": with_file("model.pt", bytes=float("nan")),
     "infinitely many bytes": with_file("model.pt", bytes=float("inf")),
     "digest that is a number": with_file("model.pt", sha256=5),
@@ -239,25 +272,51 @@ def test_manifest_of_wrong_types_is_refused(facts, tmp_path):
 
 RAW = {
     "deeper than the stack": lambda manifest: "[" * 100_000 + "]" * 100_000,
-    "deep value": lambda manifest: json.dumps(manifest)[:-1] + ', "x": ' + "[" * 100_000 + "]" * 100_000 + "}",
-    "a name twice": lambda manifest: json.dumps(manifest).replace('"step": 1', '"step": 1, "step": 1'),
-    "number of 5,000 digits": lambda manifest: json.dumps(manifest).replace('"step": 1', '"step": ' + "1" * 5000),
+    "deep value": lambda manifest: (
+        json.dumps(manifest)[:-1] + ', "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    ),
+    "a name twice": lambda manifest: json.dumps(manifest).replace(
+        '"step": 1', '"step": 1, "step": 1'
+    ),
+    "number of 5,000 digits": lambda manifest: json.dumps(manifest).replace(
+        '"step": 1', '"step": ' + "1" * 5000
+    ),
     "bytes that are no text": lambda manifest: "\udcff",
     "too long": lambda manifest: " " * checkpoint.MOST_OF_MANIFEST + json.dumps(manifest),
 }
 
 
 OF_RUN = {
-    **{"run": "a", "strategy": "ddp", "world_size": 2, "ledger": "c", "sessions": [[0, 2]], "metrics": {"a": None}},
-    **{"replaced": {"0/3": 4}, "config": {"data.global_batch": 20, "run.seed": 0}, "data": {"train": {"length": 200}}},
+    **{
+        "run": "a",
+        "strategy": "ddp",
+        "world_size": 2,
+        "ledger": "c",
+        "sessions": [[0, 2]],
+        "metrics": {"a": None},
+    },
+    **{
+        "replaced": {"0/3": 4},
+        "config": {"data.global_batch": 20, "run.seed": 0},
+        "data": {"train": {"length": 200}},
+    },
 }
 NOT_OF_RUN = [
     *({name: None} for name in OF_RUN),
     *({"world_size": value} for value in (0, -1, [1], True)),
-    *({"replaced": value} for value in ([1], {"x": 1}, {"0/200": 1}, {"0/3": 200}, {"0/3": -1}, {"0/3": "4"})),
+    *(
+        {"replaced": value}
+        for value in ([1], {"x": 1}, {"0/200": 1}, {"0/3": 200}, {"0/3": -1}, {"0/3": "4"})
+    ),
     *({"sessions": value} for value in ([1, 2], [[1]], [[0, "2"]], "ab")),
-    *({"data": value} for value in ({}, {"train": 5}, {"train": {"length": 0}}, {"train": {"length": "a"}})),
-    *({"config": {**OF_RUN["config"], "data.global_batch": value}} for value in (0, -5, 201, "20", None)),
+    *(
+        {"data": value}
+        for value in ({}, {"train": 5}, {"train": {"length": 0}}, {"train": {"length": "a"}})
+    ),
+    *(
+        {"config": {**OF_RUN["config"], "data.global_batch": value}}
+        for value in (0, -5, 201, "20", None)
+    ),
     *({"config": {**OF_RUN["config"], "run.seed": value}} for value in (-1, "x", None)),
 ]
 
@@ -265,7 +324,10 @@ NOT_OF_RUN = [
 @pytest.mark.parametrize("facts", NOT_OF_RUN, ids=str)
 def test_manifest_that_is_not_of_a_run_is_refused_before_anything_is_read_of_it(facts, tmp_path):
     checkpoint.check_run(OF_RUN, tmp_path)
-    path = publish(tmp_path / "run/checkpoints", **{k: v for k, v in {**OF_RUN, **facts}.items() if v is not None})
+    path = publish(
+        tmp_path / "run/checkpoints",
+        **{k: v for k, v in {**OF_RUN, **facts}.items() if v is not None},
+    )
     with pytest.raises(CheckpointError, match=r": its manifest is not that of a run$"):
         rundir.read(rundir.Origin(checkpoint=path))
     assert list_checkpoints([str(path)]) == 1
@@ -273,14 +335,21 @@ def test_manifest_that_is_not_of_a_run_is_refused_before_anything_is_read_of_it(
 
 def test_names_in_a_manifest_reach_no_terminal_and_are_no_markup(tmp_path, capfd):
     named = {"\x1b[31mRED": 1.0, "[/b]": None}
-    assert list_checkpoints([str(publish(tmp_path, **{**OF_RUN, "metrics": named, "strategy": "[/foo]"}))]) == 0
+    assert (
+        list_checkpoints(
+            [str(publish(tmp_path, **{**OF_RUN, "metrics": named, "strategy": "[/foo]"}))]
+        )
+        == 0
+    )
     said = capfd.readouterr().out
     assert "\x1b" not in said and "[/foo]" in said and "[/b]" in said
 
 
 @pytest.mark.parametrize("raw", RAW.values(), ids=RAW)
 def test_manifest_that_is_no_json_of_ours_is_refused(raw, tmp_path):
-    assert refused(publish(tmp_path, raw=raw)).endswith("manifest.json: cannot be read as a manifest")
+    assert refused(publish(tmp_path, raw=raw)).endswith(
+        "manifest.json: cannot be read as a manifest"
+    )
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.pt", "training.pt"])
@@ -306,7 +375,9 @@ def test_link_in_place_of_a_checkpoint_is_none(target, tmp_path):
 def test_file_larger_than_declared_is_refused_unread(tmp_path):
     path = publish(tmp_path)
     os.truncate(path / "model.pt", 2**42)  # sparse: to read it would end us
-    assert re.search(r"model\.pt: 4398046511104 bytes, \d+ were written$", refused(path, within_s=5))
+    assert re.search(
+        r"model\.pt: 4398046511104 bytes, \d+ were written$", refused(path, within_s=5)
+    )
 
 
 # Archives -------------------------------------------------------------------------------------------------------------
@@ -327,15 +398,27 @@ def archive(*members):
     return stream.getvalue()
 
 
-REG, SYM, HARD, CHAR, PIPE = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE
+REG, SYM, HARD, CHAR, PIPE = (
+    tarfile.REGTYPE,
+    tarfile.SYMTYPE,
+    tarfile.LNKTYPE,
+    tarfile.CHRTYPE,
+    tarfile.FIFOTYPE,
+)
 GOOD = [(name, REG, data) for name, data in FILES.items()]
 IGNORED = {
     "path that leads out": [("../../outside", REG, b"x"), ("a/../../outside", REG, b"x")],
     "absolute path": [("/tmp/outside-of-lockstep", REG, b"x")],
-    "link out, and a file through it": [("dir", SYM, "/tmp"), ("dir/outside-of-lockstep", REG, b"x")],
+    "link out, and a file through it": [
+        ("dir", SYM, "/tmp"),
+        ("dir/outside-of-lockstep", REG, b"x"),
+    ],
     "hard link": [("hard", HARD, "/etc/passwd")],
     "device": [("null", CHAR, b""), ("pipe", PIPE, b"")],
-    "link of our name, then the file": [("one.bin", SYM, "/tmp/outside-of-lockstep"), ("one.bin", HARD, "/etc/passwd")],
+    "link of our name, then the file": [
+        ("one.bin", SYM, "/tmp/outside-of-lockstep"),
+        ("one.bin", HARD, "/etc/passwd"),
+    ],
     "file of our name twice": [GOOD[0], GOOD[0]],
 }
 
@@ -345,15 +428,23 @@ def test_members_that_are_not_ours_are_never_written(extra, tmp_path):
     with serving(archive(*extra, *GOOD, *extra)) as (url, _):
         download.fetch(url, str(tmp_path / "a/b/root"), SHA256, KEY)
     root = tmp_path / "a/b/root"
-    assert content(root) == FILES and names(tmp_path) == ["a"] and names(root.parent) == [".root.lock", "root"]
+    assert (
+        content(root) == FILES
+        and names(tmp_path) == ["a"]
+        and names(root.parent) == [".root.lock", "root"]
+    )
     assert not any(
-        path.is_symlink() or path.stat().st_mode & 0o6111 or path.stat().st_nlink > 1 for path in root.iterdir()
+        path.is_symlink() or path.stat().st_mode & 0o6111 or path.stat().st_nlink > 1
+        for path in root.iterdir()
     )
     assert not Path("/tmp/outside-of-lockstep").exists()
 
 
 def test_our_name_under_a_path_that_leads_out_is_written_at_home(tmp_path):
-    with serving(archive(*[(f"../../{name}", kind, data) for name, kind, data in GOOD])) as (url, _):
+    with serving(archive(*[(f"../../{name}", kind, data) for name, kind, data in GOOD])) as (
+        url,
+        _,
+    ):
         download.fetch(url, str(tmp_path / "a/b/root"), SHA256, KEY)
     assert content(tmp_path / "a/b/root") == FILES and names(tmp_path) == ["a"]
 
@@ -377,8 +468,14 @@ REFUSED = {
     ),
     "link only": (lambda: archive(GOOD[0], ("two.bin", SYM, "/etc/passwd")), "it has no two.bin"),
     "hard link only": (lambda: archive(GOOD[0], ("two.bin", HARD, "one.bin")), "it has no two.bin"),
-    "giant member of our name": (lambda: archive(("one.bin", REG, bytes(2**22))), "it unpacks to more than"),
-    "giant member of another name": (lambda: archive(("x", REG, bytes(2**22)), *GOOD), "it unpacks to more than"),
+    "giant member of our name": (
+        lambda: archive(("one.bin", REG, bytes(2**22))),
+        "it unpacks to more than",
+    ),
+    "giant member of another name": (
+        lambda: archive(("x", REG, bytes(2**22)), *GOOD),
+        "it unpacks to more than",
+    ),
     "giant name": (lambda: archive(("x" * 2**22, REG, b""), *GOOD), "it unpacks to more than"),
     "many members": (lambda: archive(*[("x", REG, b"")] * 5000, *GOOD), "it unpacks to more than"),
     "sparse member of 2^40 bytes": (sparse, "it has no one.bin"),

@@ -40,14 +40,24 @@ def parts_of_trainjob():
     pod = patched["template"]["spec"]["template"]["spec"]
     (mounted,) = pod["containers"]
     name = TRAINJOB["metadata"]["name"]
-    return Parts(name, patched["name"], spec, spec["resourcesPerNode"], pod, mounted, spec["numNodes"])
+    return Parts(
+        name, patched["name"], spec, spec["resourcesPerNode"], pod, mounted, spec["numNodes"]
+    )
 
 
 def parts_of_jobset():
     pod = JOB["template"]["spec"]
     (container,) = pod["containers"]
     name = JOBSET["metadata"]["name"]
-    return Parts(name, REPLICATED["name"], container, container["resources"], pod, container, JOB["completions"])
+    return Parts(
+        name,
+        REPLICATED["name"],
+        container,
+        container["resources"],
+        pod,
+        container,
+        JOB["completions"],
+    )
 
 
 @pytest.fixture(params=[parts_of_trainjob, parts_of_jobset], ids=["trainjob", "jobset"])
@@ -64,7 +74,9 @@ def problems(text):
     The models drop a field that they do not know without a word, and fill one that is missing with an empty value: so
     the round trip is compared.
     """
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
+    models = pytest.importorskip(
+        "kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed"
+    )
     kinds = {
         ("trainer.kubeflow.org/v1alpha1", "TrainJob"): models.TrainerV1alpha1TrainJob,
         ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"): models.TrainerV1alpha1TrainingRuntime,
@@ -76,7 +88,11 @@ def problems(text):
         model = kinds[document["apiVersion"], document["kind"]]
         try:
             found += difference(document, model.from_dict(document).to_dict(), document["kind"])
-        except (ValueError, TypeError, AttributeError) as error:  # the last two: a list where an object belongs
+        except (
+            ValueError,
+            TypeError,
+            AttributeError,
+        ) as error:  # the last two: a list where an object belongs
             found.append(f"{document['kind']}: {error}")
     return found
 
@@ -112,14 +128,37 @@ _PATCH = "TrainJob.spec.runtimePatches[0].trainingRuntimeSpec.template.spec.repl
         (
             "terminationGracePeriodSeconds:",
             "terminationGracePeriodSecond:",
-            [f"{place}.template.spec.terminationGracePeriodSecond: not in the schema" for place in (_JOB, _PATCH)],
+            [
+                f"{place}.template.spec.terminationGracePeriodSecond: not in the schema"
+                for place in (_JOB, _PATCH)
+            ],
         ),
-        ("maxRestarts:", "maxRestart:", ["JobSet.spec.failurePolicy.maxRestart: not in the schema"]),
-        ("runtimePatches:", "podTemplateOverrides:", ["TrainJob.spec.podTemplateOverrides: not in the schema"]),
-        ("mountPath: /runs", "path: /runs", [".volumeMounts[0].path: not in the schema", ".mountPath: missing"]),
-        ("accessModes:", "accessMode:", ["PersistentVolumeClaim.spec.accessMode: not in the schema"]),
+        (
+            "maxRestarts:",
+            "maxRestart:",
+            ["JobSet.spec.failurePolicy.maxRestart: not in the schema"],
+        ),
+        (
+            "runtimePatches:",
+            "podTemplateOverrides:",
+            ["TrainJob.spec.podTemplateOverrides: not in the schema"],
+        ),
+        (
+            "mountPath: /runs",
+            "path: /runs",
+            [".volumeMounts[0].path: not in the schema", ".mountPath: missing"],
+        ),
+        (
+            "accessModes:",
+            "accessMode:",
+            ["PersistentVolumeClaim.spec.accessMode: not in the schema"],
+        ),
         # of a wrong type
-        ("completions: 2 ", 'completions: "2" ', ["completions\n  Input should be a valid integer"]),
+        (
+            "completions: 2 ",
+            'completions: "2" ',
+            ["completions\n  Input should be a valid integer"],
+        ),
         ("numNodes: 2 ", "numNodes: two ", ["numNodes\n  Input should be a valid integer"]),
         ('status: "True"', "status: True", ["status\n  Input should be a valid string"]),
         ('value: "150"', "value: 150", ["value\n  Input should be a valid string"]),
@@ -127,11 +166,27 @@ _PATCH = "TrainJob.spec.runtimePatches[0].trainingRuntimeSpec.template.spec.repl
         ("values: [2]", "values: 2", ["\nvalues\n  Input should be a valid list"]),
         ("operator: In,", "operator: Is,", ["must be one of enum values ('In', 'NotIn')"]),
         # in a wrong place
-        ("emptyDir: {medium: Memory, ", "medium: {", [f"{_JOB}.template.spec.volumes[1].medium: not in the schema"]),
+        (
+            "emptyDir: {medium: Memory, ",
+            "medium: {",
+            [f"{_JOB}.template.spec.volumes[1].medium: not in the schema"],
+        ),
         ("backoffLimit: 0 ", "restartPolicy: Never ", [f"{_JOB}.restartPolicy: not in the schema"]),
-        ("  network: {", "  subdomain: a\n  network: {", ["JobSet.spec.subdomain: not in the schema"]),
-        ("limits:\n        memory: 8Gi", "memory: 8Gi", ["resourcesPerNode.memory: not in the schema"]),
-        ("containers:\n                - name: node", "containers:\n                  name: node", ["JobSet: "]),
+        (
+            "  network: {",
+            "  subdomain: a\n  network: {",
+            ["JobSet.spec.subdomain: not in the schema"],
+        ),
+        (
+            "limits:\n        memory: 8Gi",
+            "memory: 8Gi",
+            ["resourcesPerNode.memory: not in the schema"],
+        ),
+        (
+            "containers:\n                - name: node",
+            "containers:\n                  name: node",
+            ["JobSet: "],
+        ),
     ],
 )
 def test_planted_error_is_found(right, wrong, lines):
@@ -142,9 +197,16 @@ def test_planted_error_is_found(right, wrong, lines):
 
 
 def test_rules_fit_into_a_training_runtime():
-    template = {"spec": {"failurePolicy": JOBSET["spec"]["failurePolicy"], "replicatedJobs": [REPLICATED]}}
+    template = {
+        "spec": {"failurePolicy": JOBSET["spec"]["failurePolicy"], "replicatedJobs": [REPLICATED]}
+    }
     spec = {"mlPolicy": {"numNodes": 2, "torch": {}}, "template": template}
-    runtime = {"apiVersion": TRAINJOB["apiVersion"], "kind": "TrainingRuntime", "metadata": {"name": "a"}, "spec": spec}
+    runtime = {
+        "apiVersion": TRAINJOB["apiVersion"],
+        "kind": "TrainingRuntime",
+        "metadata": {"name": "a"},
+        "spec": spec,
+    }
     assert problems(yaml.safe_dump(runtime)) == []
 
 
@@ -155,7 +217,9 @@ def test_label_picks_one_document():
     labels = [document["metadata"]["labels"]["lockstep"] for document in (TRAINJOB, JOBSET, CLAIM)]
     assert labels == ["trainjob", "jobset", "claim"]
     assert all(f"-l lockstep={label} " in TEXT for label in labels)
-    assert TRAINJOB["metadata"]["name"] != JOBSET["metadata"]["name"]  # a TrainJob makes a JobSet of its own name
+    assert (
+        TRAINJOB["metadata"]["name"] != JOBSET["metadata"]["name"]
+    )  # a TrainJob makes a JobSet of its own name
 
 
 def test_runs_are_on_the_shared_claim_and_shm_is_memory(parts):
@@ -169,7 +233,11 @@ def test_runs_are_on_the_shared_claim_and_shm_is_memory(parts):
 
 
 def test_pod_outlives_what_torchrun_gives_the_ranks_to_save(parts):
-    (given,) = [env["value"] for env in parts.container["env"] if env["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    (given,) = [
+        env["value"]
+        for env in parts.container["env"]
+        if env["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    ]
     assert 30 < int(given) < parts.pod["terminationGracePeriodSeconds"]
 
 
@@ -177,7 +245,9 @@ def action(exit_code, *conditions):
     """As the Job controller decides: the first rule that fits; None: the failure counts."""
     for rule in JOB["podFailurePolicy"]["rules"]:
         patterns = [c["type"] for c in rule.get("onPodConditions", []) if c["status"] == "True"]
-        if exit_code in rule.get("onExitCodes", {}).get("values", []) or set(patterns) & set(conditions):
+        if exit_code in rule.get("onExitCodes", {}).get("values", []) or set(patterns) & set(
+            conditions
+        ):
             return rule["action"]
     return None
 
@@ -187,9 +257,13 @@ def test_bad_configuration_fails_at_once_and_a_disruption_does_not_count():
     assert action(1, "DisruptionTarget") == action(137, "DisruptionTarget") == "Ignore"
     assert action(1) is None and action(137) is None and JOB["backoffLimit"] == 0
     assert JOB["template"]["spec"]["restartPolicy"] == "Never"  # else the Job is refused
-    codes = [rule["onExitCodes"] for rule in JOB["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    codes = [
+        rule["onExitCodes"] for rule in JOB["podFailurePolicy"]["rules"] if "onExitCodes" in rule
+    ]
     (container,) = JOB["template"]["spec"]["containers"]
-    assert all(code["operator"] == "In" and code["containerName"] == container["name"] for code in codes)
+    assert all(
+        code["operator"] == "In" and code["containerName"] == container["name"] for code in codes
+    )
     (rule,) = JOBSET["spec"]["failurePolicy"]["rules"]
     assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
     assert JOBSET["spec"]["failurePolicy"]["maxRestarts"] > 0
@@ -200,7 +274,11 @@ def test_bad_configuration_fails_at_once_and_a_disruption_does_not_count():
 
 def start_command(parts, folder, torchrun, more=""):
     """As in a pod, with a getent that knows the first pod alone and another torchrun."""
-    (label,) = [env["valueFrom"]["fieldRef"]["fieldPath"] for env in parts.container["env"] if "valueFrom" in env]
+    (label,) = [
+        env["valueFrom"]["fieldRef"]["fieldPath"]
+        for env in parts.container["env"]
+        if "valueFrom" in env
+    ]
     assert label == "metadata.labels['jobset.sigs.k8s.io/jobset-name']"
     stand_ins = {
         "python": f'exec "{sys.executable}" "$@"',
@@ -211,7 +289,11 @@ def start_command(parts, folder, torchrun, more=""):
         (folder / program).write_text(f"#!/bin/sh\n{body}\n")
         (folder / program).chmod(0o755)
     given = [word.replace("task=cifar", f"task=cifar {more}") for word in parts.container["args"]]
-    environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "JOB_NAME": parts.name}
+    environment = {
+        **os.environ,
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "JOB_NAME": parts.name,
+    }
     words, pipe = [*parts.container["command"], *given], subprocess.PIPE
     return subprocess.Popen(words, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
 
@@ -221,7 +303,10 @@ def test_command_starts_the_ranks_with_settings_that_exist(parts, tmp_path):
     assert command.communicate(timeout=60) == ("", "") and command.returncode == 3
     given = parse_args((tmp_path / "arguments").read_text().splitlines())
     assert (given.nnodes, given.nproc_per_node) == (str(parts.num_pods), "2")
-    assert (given.rdzv_backend, given.rdzv_endpoint) == ("c10d", f"{parts.name}-node-0-0.{parts.name}:29400")
+    assert (given.rdzv_backend, given.rdzv_endpoint) == (
+        "c10d",
+        f"{parts.name}-node-0-0.{parts.name}:29400",
+    )
     assert (given.rdzv_id, given.max_restarts) == (parts.name, 3)
     assert given.module and given.training_script == "trainer"
     run = load_config(given.training_script_args).run
@@ -233,7 +318,10 @@ def test_pods_are_numbered_and_as_many_as_torchrun_waits_for():
     assert REPLICATED["replicas"] == 1 and JOB["completionMode"] == "Indexed"
     assert JOB["parallelism"] == JOB["completions"] == TRAINJOB["spec"]["trainer"]["numNodes"] == 2
     assert TRAINJOB["spec"]["trainer"]["numProcPerNode"] == 2
-    assert JOBSET["spec"]["network"] == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
+    assert JOBSET["spec"]["network"] == {
+        "enableDNSHostnames": True,
+        "publishNotReadyAddresses": True,
+    }
 
 
 def test_wrong_setting_ends_with_2_before_torchrun(parts, tmp_path):
@@ -244,7 +332,9 @@ def test_wrong_setting_ends_with_2_before_torchrun(parts, tmp_path):
 
 
 def test_told_to_end_it_waits_for_the_save_and_ends_with_75(parts, tmp_path):
-    saving = "trap 'sleep 0.3; touch saved; exit 1' TERM; touch started; while :; do sleep 0.05; done"
+    saving = (
+        "trap 'sleep 0.3; touch saved; exit 1' TERM; touch started; while :; do sleep 0.05; done"
+    )
     command = start_command(parts, tmp_path, saving)
     deadline = time.monotonic() + 60
     while not (tmp_path / "started").exists() and time.monotonic() < deadline:

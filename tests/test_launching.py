@@ -23,11 +23,19 @@ from trainer.distributed.meet import meet
 
 TINY = ["--config-dir", CONF, "task=tiny", "run.name=a"]
 PATHS = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1] / "scripts")])
-SLOW = ["--config-dir", CONF, "--config-dir", str(Path(__file__).parents[1] / "scripts/faults/conf"), "task=slow"]
+SLOW = [
+    "--config-dir",
+    CONF,
+    "--config-dir",
+    str(Path(__file__).parents[1] / "scripts/faults/conf"),
+    "task=slow",
+]
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def start(folder: Path, *words: str, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.Popen:
+def start(
+    folder: Path, *words: str, launcher: tuple[str, ...] = (), **environment: str
+) -> subprocess.Popen:
     clean = {k: v for k, v in os.environ.items() if k not in OURS}
     clean |= {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, *launcher, "-m", "trainer", *words]
@@ -73,7 +81,9 @@ SPAWN = ["launch=spawn", "launch.nproc_per_node=2"]
 def test_one_command_starts_the_ranks(words, tmp_path):
     code, out, err = ended(start(tmp_path, *TINY, *words))
     assert code == 0 and err == "", err
-    assert "2 ranks on 1 node" in out and out.rstrip().endswith("go on with: python -m trainer run.resume=runs/tiny/a")
+    assert "2 ranks on 1 node" in out and out.rstrip().endswith(
+        "go on with: python -m trainer run.resume=runs/tiny/a"
+    )
     before = newest(tmp_path / "runs/tiny/a")
     code, out, err = ended(start(tmp_path, "run.resume=runs/tiny/a"))
     assert code == 0 and "2 ranks on 1 node" in out, out + err
@@ -84,11 +94,21 @@ def test_one_command_starts_the_ranks(words, tmp_path):
 @pytest.mark.parametrize("words", [ELASTIC, SPAWN], ids=["elastic", "spawn"])
 def test_exit_code_and_line_of_a_bad_setting_come_through(words, tmp_path):
     code, _, err = ended(start(tmp_path, *TINY, *words, "data.global_batch=1"))
-    assert code == 2 and err == "error: data.global_batch=1: must be at least the 2 data-parallel ranks\n"
+    assert (
+        code == 2
+        and err == "error: data.global_batch=1: must be at least the 2 data-parallel ranks\n"
+    )
 
 
 def test_python_m_torch_distributed_launch_starts_the_ranks(tmp_path):
-    launcher = ("-W", "ignore", "-m", "torch.distributed.launch", "--standalone", "--nproc_per_node=2")
+    launcher = (
+        "-W",
+        "ignore",
+        "-m",
+        "torch.distributed.launch",
+        "--standalone",
+        "--nproc_per_node=2",
+    )
     code, out, err = ended(start(tmp_path, *TINY, launcher=launcher))
     assert code == 0 and "2 ranks on 1 node" in out, err
 
@@ -104,18 +124,39 @@ def test_mpirun_starts_the_ranks_over_gloo_and_over_mpi(tmp_path):
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed")
     pytest.importorskip("mpi4py")
-    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable, "-m", "trainer", *TINY[:3]]
-    environment = {k: v for k, v in os.environ.items() if k not in OURS} | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
+    words = [
+        "mpirun",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-n",
+        "3",
+        sys.executable,
+        "-m",
+        "trainer",
+        *TINY[:3],
+    ]
+    environment = {k: v for k, v in os.environ.items() if k not in OURS} | {
+        "PYTHONPATH": PATHS,
+        "OMP_NUM_THREADS": "1",
+    }
     weights = []
     for backend in ("gloo", "mpi"):
         more = [f"dist.backend={backend}", f"run.name={backend}", "strategy.sync_batchnorm=true"]
         command = [*words, *more, "task.options.norm=true"]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90)
-        assert done.returncode == 0 and f"over {backend}, 3 ranks on 1 node" in done.stdout, done.stderr
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90
+        )
+        assert done.returncode == 0 and f"over {backend}, 3 ranks on 1 node" in done.stdout, (
+            done.stderr
+        )
         assert done.stdout.rstrip().endswith(
             f"go on with: mpirun -n 3 python -m trainer run.resume=runs/tiny/{backend}"
         )
-        weights.append(packing.unpack(newest(tmp_path / f"runs/tiny/{backend}").files["model.pt"], torch.device("cpu")))
+        weights.append(
+            packing.unpack(
+                newest(tmp_path / f"runs/tiny/{backend}").files["model.pt"], torch.device("cpu")
+            )
+        )
     for name, tensor in weights[0].items():
         assert torch.allclose(tensor, weights[1][name], rtol=1e-12, atol=0), name
 
@@ -164,18 +205,38 @@ def test_counts_of_slurm_are_expanded():
 
 
 STEP = {
-    **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "5", "SLURM_LOCALID": "1"},
-    **{"SLURM_NODEID": "1", "SLURM_TASKS_PER_NODE": "2(x2),1", "SLURM_JOB_NODELIST": "localhost,n[1-2]"},
+    **{
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "3",
+        "SLURM_NTASKS": "5",
+        "SLURM_LOCALID": "1",
+    },
+    **{
+        "SLURM_NODEID": "1",
+        "SLURM_TASKS_PER_NODE": "2(x2),1",
+        "SLURM_JOB_NODELIST": "localhost,n[1-2]",
+    },
 }
 
 
 def test_rank_is_read_from_slurm():
     world = World.from_environment({**STEP, "SLURM_RESTART_COUNT": "2"})
-    told = (world.rank, world.local_rank, world.node_rank, world.world_size, world.local_world_size, world.num_nodes)
+    told = (
+        world.rank,
+        world.local_rank,
+        world.node_rank,
+        world.world_size,
+        world.local_world_size,
+        world.num_nodes,
+    )
     assert told == (3, 1, 1, 5, 2, 3)
     host, port = master = world.launcher.master
     assert host == "localhost" and 20000 <= port < 32000
-    assert world.launcher.name == "srun" and (world.launcher.job, world.launcher.attempt) == ("slurm:7", 2)
+    assert world.launcher.name == "srun" and (world.launcher.job, world.launcher.attempt) == (
+        "slurm:7",
+        2,
+    )
     assert find_launcher({**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).master == master
     assert find_launcher({**STEP, "SLURM_STEP_ID": "1"}).master != master
     assert find_launcher({**STEP, "SLURM_STEP_RESV_PORTS": "12000-12001"}).master[1] == 12000
@@ -184,13 +245,21 @@ def test_rank_is_read_from_slurm():
 
 def test_batch_script_of_slurm_is_one_rank():
     """It has SLURM_PROCID=0 and SLURM_NTASKS, and no step."""
-    assert World.from_environment({k: v for k, v in STEP.items() if k != "SLURM_STEP_ID"}).world_size == 1
+    assert (
+        World.from_environment({k: v for k, v in STEP.items() if k != "SLURM_STEP_ID"}).world_size
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        (
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
         ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ],
     ids=["Open MPI", "MPICH and Intel"],
@@ -200,7 +269,10 @@ def test_rank_is_read_from_mpi(names):
     assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == (3, 4, 3, 4)
     assert world.launcher.name == "mpirun" and world.launcher.master[0] == "127.0.0.1"
     apart = World.from_environment(dict(zip(names, ("3", "4", "1", "2"), strict=True)))
-    with pytest.raises(ConfigError, match="MASTER_ADDR is not set, but WORLD_SIZE=4: with mpirun over several nodes"):
+    with pytest.raises(
+        ConfigError,
+        match="MASTER_ADDR is not set, but WORLD_SIZE=4: with mpirun over several nodes",
+    ):
         _ = apart.launcher.master
 
 
@@ -208,8 +280,13 @@ def test_what_torchrun_says_wins():
     mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
     assert find_launcher({**STEP, **mpi, "RANK": "5", "WORLD_SIZE": "6"}).variables["RANK"] == "5"
     assert find_launcher({**STEP, **mpi}).name == "mpirun"  # within an allocation
-    assert find_launcher({**STEP, "PMI_RANK": "3", "PMI_SIZE": "5"}).name == "srun"  # which sets PMI's too
-    assert find_launcher({**STEP, "PMI_RANK": "3", "PMI_SIZE": "5", "MPI_LOCALNRANKS": "5"}).name == "mpirun"
+    assert (
+        find_launcher({**STEP, "PMI_RANK": "3", "PMI_SIZE": "5"}).name == "srun"
+    )  # which sets PMI's too
+    assert (
+        find_launcher({**STEP, "PMI_RANK": "3", "PMI_SIZE": "5", "MPI_LOCALNRANKS": "5"}).name
+        == "mpirun"
+    )
     assert find_launcher({}).name == "python"
 
 
@@ -220,10 +297,14 @@ def test_runs_of_one_slurm_job_keep_their_directories_when_it_is_requeued(tmp_pa
     configs = [load_config(["task=tiny", f"run.dir={tmp_path}", *words], [CONF]) for words in cases]
     ours = {}
     for number, config in enumerate(configs):
-        directory, lease = rundir.create(config, rundir.locate(config, find_launcher(job)), 0, find_launcher(job))
+        directory, lease = rundir.create(
+            config, rundir.locate(config, find_launcher(job)), 0, find_launcher(job)
+        )
         lease.release()
         facts = json.loads((directory / ".writer").read_text())
-        (directory / ".writer").write_text(json.dumps({**facts, "pid": 1}))  # of a process that is gone
+        (directory / ".writer").write_text(
+            json.dumps({**facts, "pid": 1})
+        )  # of a process that is gone
         ours[number] = directory
     again = find_launcher({**job, "SLURM_RESTART_COUNT": "1"})
     assert {n: rundir.locate(c, again).directory for n, c in enumerate(configs)} == ours
@@ -251,8 +332,16 @@ def test_killed_rank_is_started_again_and_the_end_is_the_same(kind, rank, tmp_pa
     if kind == "elastic":
         words += [*ELASTIC, "launch.max_restarts=2"]
     else:
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=2")
-    if kind == "wrapper":  # as for a profiler or a container: it stays between torchrun and the rank
+        launcher = (
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            "--max_restarts=2",
+        )
+    if (
+        kind == "wrapper"
+    ):  # as for a profiler or a container: it stays between torchrun and the rank
         (tmp_path / "w.sh").write_text(f'{sys.executable} "$@" & wait $!\n')
         launcher = (*launcher, "--no-python", "bash", str(tmp_path / "w.sh"))
     whole = ended(start(tmp_path, *words, "run.name=whole", launcher=launcher))
@@ -266,7 +355,10 @@ def test_killed_rank_is_started_again_and_the_end_is_the_same(kind, rank, tmp_pa
     assert code == 0 and "resumed at step" in out, out + err
     assert len([*base.iterdir()]) == 2, "the restart made a directory of its own"
     one, other = (newest(next(base.glob(name))) for name in ("whole", "2*"))
-    assert one.manifest["ledger"] == other.manifest["ledger"] and one.files["model.pt"] == other.files["model.pt"]
+    assert (
+        one.manifest["ledger"] == other.manifest["ledger"]
+        and one.files["model.pt"] == other.files["model.pt"]
+    )
 
 
 @pytest.mark.slow
@@ -289,15 +381,23 @@ class Dies(Tiny):
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_rank_that_dies_is_one_line_on_the_others(victim, tmp_path):
-    given = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    given = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     words = [*TINY, *EVERY, "run.steps=1000000"]
-    ranks = [start(tmp_path, *words, RANK=str(rank), LOCAL_RANK=str(rank), **given) for rank in (0, 1)]
+    ranks = [
+        start(tmp_path, *words, RANK=str(rank), LOCAL_RANK=str(rank), **given) for rank in (0, 1)
+    ]
     wait_for(lambda: [*tmp_path.glob("runs/tiny/a/checkpoints/step-*")])
     ranks[victim].kill()
     code, _, err = ended(ranks[1 - victim])
     who = "rank 1: " if victim == 0 else ""
     assert code == 1 and re.fullmatch(
-        rf"error: {who}another rank has ended or does not answer \([^)]+\); its own message, [^\n]+\n", err
+        rf"error: {who}another rank has ended or does not answer \([^)]+\); its own message, [^\n]+\n",
+        err,
     ), err
     ended(ranks[victim])
 
@@ -313,15 +413,22 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def meeting(ranks: list[tuple[int, int]], folder: Path, init: str = "env") -> list[tuple[float, str]]:
+def meeting(
+    ranks: list[tuple[int, int]], folder: Path, init: str = "env"
+) -> list[tuple[float, str]]:
     """(seconds, what it was told) of each process that comes as (rank, world size); '' where a group stood."""
     port = free_port()
 
     def come(rank: int, size: int) -> tuple[float, str]:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(port)}
         del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-        words = {"tcp": [f"dist.address=127.0.0.1:{port}"], "file": [f"dist.path={folder / 'meet'}"]}.get(init, [])
-        config = load_config(["task=tiny", f"dist.timeout_s={LIMIT_S}", f"dist.init={init}", *words], [CONF])
+        words = {
+            "tcp": [f"dist.address=127.0.0.1:{port}"],
+            "file": [f"dist.path={folder / 'meet'}"],
+        }.get(init, [])
+        config = load_config(
+            ["task=tiny", f"dist.timeout_s={LIMIT_S}", f"dist.init={init}", *words], [CONF]
+        )
         began = time.monotonic()
         try:
             _store = meet(config.dist, World.from_environment())
@@ -333,7 +440,9 @@ def meeting(ranks: list[tuple[int, int]], folder: Path, init: str = "env") -> li
     return on_ranks(len(ranks), lambda: come(*ranks[int(os.environ["RANK"])]))
 
 
-@pytest.mark.parametrize("init", ["env", *(pytest.param(init, marks=pytest.mark.slow) for init in ("tcp", "file"))])
+@pytest.mark.parametrize(
+    "init", ["env", *(pytest.param(init, marks=pytest.mark.slow) for init in ("tcp", "file"))]
+)
 @pytest.mark.parametrize(
     ("ranks", "line"),
     [
@@ -358,7 +467,11 @@ def test_port_in_use_is_said_at_once(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        words = ["dist.init=tcp", f"dist.address=127.0.0.1:{taken.getsockname()[1]}", "dist.timeout_s=3"]
+        words = [
+            "dist.init=tcp",
+            f"dist.address=127.0.0.1:{taken.getsockname()[1]}",
+            "dist.timeout_s=3",
+        ]
         ranks = [start(tmp_path, *TINY, *words, RANK=str(rank), WORLD_SIZE="2") for rank in (0, 1)]
         ends = [ended(rank) for rank in ranks]
     assert ends[0][0] == 2 and "the port is in use on rank 0's host; choose another" in ends[0][2]
@@ -378,7 +491,8 @@ def test_rank_that_is_taken_is_told_by_whom(tmp_path):
         time.sleep(1.0 * is_late)
         try:
             _store = meet(
-                config.dist, World.from_environment({k: v for k, v in os.environ.items() if "LOCAL" not in k})
+                config.dist,
+                World.from_environment({k: v for k, v in os.environ.items() if "LOCAL" not in k}),
             )
             time.sleep(3)
         except ConfigError as error:

@@ -24,7 +24,11 @@ class Alone:
 def test_chain_does_not_depend_on_layout(tmp_path):
     chains = {
         newest(fit_on(ranks, tmp_path / str(ranks), *RECIPE, *more)["directory"]).manifest["ledger"]
-        for ranks, more in ((1, []), (2, ["data.micro_batch=6"]), (3, ["data.path=streamed", "data.workers=2"]))
+        for ranks, more in (
+            (1, []),
+            (2, ["data.micro_batch=6"]),
+            (3, ["data.path=streamed", "data.workers=2"]),
+        )
     }
     assert len(chains) == 1
 
@@ -48,7 +52,10 @@ def test_chain_is_the_same_however_often_it_is_closed():
             often.close(Alone())
     seldom.close(Alone())
     often.close(Alone())
-    assert (seldom.step, seldom.chain) == (often.step, often.chain) and seldom.step == CLOSE_EVERY + 5
+    assert (seldom.step, seldom.chain) == (
+        often.step,
+        often.chain,
+    ) and seldom.step == CLOSE_EVERY + 5
 
 
 def test_audit_agrees_over_restarts_on_other_ranks(tmp_path, capfd):
@@ -58,11 +65,18 @@ def test_audit_agrees_over_restarts_on_other_ranks(tmp_path, capfd):
     capfd.readouterr()
     assert audit([str(directory)]) == 0
     said = capfd.readouterr().out
-    assert "3 sessions: from step 0 on 2 ranks, from step 9 on 3 ranks, from step 18 on 1 rank" in said
-    assert "nothing was repeated or skipped" in said and "30 steps of 22 examples, so 3 epochs and 3 steps" in said
+    assert (
+        "3 sessions: from step 0 on 2 ranks, from step 9 on 3 ranks, from step 18 on 1 rank" in said
+    )
+    assert (
+        "nothing was repeated or skipped" in said
+        and "30 steps of 22 examples, so 3 epochs and 3 steps" in said
+    )
 
 
-@pytest.mark.parametrize("planted", ["repeats an epoch's order", "skips a batch", "swaps two ranks' shares"])
+@pytest.mark.parametrize(
+    "planted", ["repeats an epoch's order", "skips a batch", "swaps two ranks' shares"]
+)
 def test_audit_finds_a_run_that_took_other_examples(planted, tmp_path, capfd, monkeypatch):
     """The errors that a resume makes elsewhere, planted into the sampler."""
     right = EpochSampler.__iter__
@@ -73,7 +87,11 @@ def test_audit_finds_a_run_that_took_other_examples(planted, tmp_path, capfd, mo
         batches = right(self)
         if planted == "skips a batch" and self.epoch == 1:
             next(batches)
-        yield from (batch.flip(0) for batch in batches) if planted.startswith("swaps") and self.epoch else batches
+        yield from (
+            (batch.flip(0) for batch in batches)
+            if planted.startswith("swaps") and self.epoch
+            else batches
+        )
 
     monkeypatch.setattr(EpochSampler, "__iter__", wrong)
     steps = "run.steps=12" if planted == "skips a batch" else "run.steps=30"
@@ -87,14 +105,21 @@ def test_every_epoch_of_the_expected_run_takes_each_example_at_most_once():
     epochs = {}
     for step, _, indices in expected(3, 203, 22, 27):
         epochs.setdefault((step - 1) // 9, []).append(indices)
-    assert all(len(torch.cat(parts).unique()) == 9 * 22 for parts in epochs.values()) and len(epochs) == 3
+    assert (
+        all(len(torch.cat(parts).unique()) == 9 * 22 for parts in epochs.values())
+        and len(epochs) == 3
+    )
 
 
 def test_chain_stands_in_metrics_jsonl_at_every_save(tmp_path):
     run = fit_on(2, tmp_path, *RECIPE)
-    lines = [json.loads(line) for line in (run["directory"] / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (run["directory"] / "metrics.jsonl").read_text().splitlines()
+    ]
     kept = {line["step"]: line["ledger"] for line in lines if "ledger" in line}
-    assert kept == {step: chain for step, chain, _ in expected(0, 203, 22, 30) if step in (9, 18, 27, 30)}
+    assert kept == {
+        step: chain for step, chain, _ in expected(0, 203, 22, 30) if step in (9, 18, 27, 30)
+    }
 
 
 def test_audit_counts_only_what_it_has_compared(tmp_path, capfd):
@@ -115,7 +140,9 @@ def test_audit_reads_no_link_and_waits_for_no_pipe(planted, tmp_path):
     record = directory / "metrics.jsonl"
     record.rename(tmp_path / "elsewhere")
     record.symlink_to(tmp_path / "elsewhere") if planted == "link" else os.mkfifo(record)
-    with pytest.raises(ConfigError, match=r"metrics.jsonl: must be a plain file, no link; remove it$"):
+    with pytest.raises(
+        ConfigError, match=r"metrics.jsonl: must be a plain file, no link; remove it$"
+    ):
         audit([str(directory)])
 
 

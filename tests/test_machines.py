@@ -47,10 +47,22 @@ def by_static(machines: Machines, number: int, *words: str) -> list[subprocess.P
 def by_hand(machines: Machines, number: int, *words: str) -> list[subprocess.Popen]:
     started = []
     for local_rank in (0, 1):
-        told = {"RANK": 2 * number + local_rank, "WORLD_SIZE": 4, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": 2}
-        told |= {"GROUP_RANK": number, "GROUP_WORLD_SIZE": 2, "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": 29402}
+        told = {
+            "RANK": 2 * number + local_rank,
+            "WORLD_SIZE": 4,
+            "LOCAL_RANK": local_rank,
+            "LOCAL_WORLD_SIZE": 2,
+        }
+        told |= {
+            "GROUP_RANK": number,
+            "GROUP_WORLD_SIZE": 2,
+            "MASTER_ADDR": ADDRESSES[0],
+            "MASTER_PORT": 29402,
+        }
         given = {name: str(value) for name, value in told.items()}
-        started.append(machines.start(number, sys.executable, "-m", "trainer", *words, **ENVIRONMENT, **given))
+        started.append(
+            machines.start(number, sys.executable, "-m", "trainer", *words, **ENVIRONMENT, **given)
+        )
     return started
 
 
@@ -62,7 +74,9 @@ INITS = {
 LAUNCHERS = {"c10d": by_c10d, "static": by_static, "hand": by_hand}
 QUICK = [("c10d", "env"), ("hand", "tcp")]
 CELLS = [
-    pytest.param(name, init, id=f"{name}-{init}", marks=[] if (name, init) in QUICK else pytest.mark.slow)
+    pytest.param(
+        name, init, id=f"{name}-{init}", marks=[] if (name, init) in QUICK else pytest.mark.slow
+    )
     for name in LAUNCHERS
     for init in INITS
 ]
@@ -74,7 +88,9 @@ def check_ends(machines: Machines, *processes: subprocess.Popen) -> None:
     while any(process.poll() is None for process in processes) and time.monotonic() < end:
         time.sleep(0.05)
     for process in processes:
-        assert process.poll() == 0, "".join(f"\n{p.args[4:]}: {p.poll()}\n{machines.said(p)}" for p in processes)
+        assert process.poll() == 0, "".join(
+            f"\n{p.args[4:]}: {p.poll()}\n{machines.said(p)}" for p in processes
+        )
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +100,16 @@ def one_machine(tmp_path_factory):
 
 @pytest.mark.parametrize(("launcher", "init"), CELLS)
 def test_two_machines_learn_what_one_learns(launcher, init, machines, one_machine, tmp_path):
-    processes = [p for number in (0, 1) for p in LAUNCHERS[launcher](machines, number, *TINY, *INITS[init])]
+    processes = [
+        p for number in (0, 1) for p in LAUNCHERS[launcher](machines, number, *TINY, *INITS[init])
+    ]
     check_ends(machines, *processes)
     assert "4 ranks on 2 nodes" in machines.said(processes[0])
     ours, theirs = newest(tmp_path / "runs/tiny/a"), newest(one_machine)
-    assert ours.files["model.pt"] == theirs.files["model.pt"] and ours.manifest["ledger"] == theirs.manifest["ledger"]
+    assert (
+        ours.files["model.pt"] == theirs.files["model.pt"]
+        and ours.manifest["ledger"] == theirs.manifest["ledger"]
+    )
 
 
 # A machine that is lost -----------------------------------------------------------------------------------------------
@@ -107,7 +128,12 @@ class Paced(Tiny):
         super().train_step(micro_batches)
 """
 # Dropout and unequal weights; rows of 11 in any layout, so that the curve does not depend on it (test_parity.py).
-RECIPE = ["task.options.dropout=0.1", "task.options.weights=true", "data.micro_batch=11", "log.every_steps=1"]
+RECIPE = [
+    "task.options.dropout=0.1",
+    "task.options.weights=true",
+    "data.micro_batch=11",
+    "log.every_steps=1",
+]
 # Lost after 3 s without a word from it, and then 3 s for others to come: 15 and 30 s by default.
 QUICK_TO_NOTICE = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3"
 
@@ -122,11 +148,25 @@ def paced(machines):
 
 def elastic(machines: Machines, number: int, *words: str, host: int = 0) -> subprocess.Popen:
     meet = ["--rdzv_backend=c10d", f"--rdzv_endpoint={ADDRESSES[host]}:29400", "--rdzv_id=job"]
-    meet += [f"--local_addr={ADDRESSES[number]}", f"--rdzv_conf=is_host={int(number == host)},{QUICK_TO_NOTICE}"]
+    meet += [
+        f"--local_addr={ADDRESSES[number]}",
+        f"--rdzv_conf=is_host={int(number == host)},{QUICK_TO_NOTICE}",
+    ]
     launcher = [*TORCHRUN, "--nnodes=1:2", "--nproc_per_node=1", "--max_restarts=3", *meet]
-    command = [*launcher, "-m", "trainer", "--config-dir", CONF, "task=tiny", "task.trainer=paced.Paced", *EVERY]
+    command = [
+        *launcher,
+        "-m",
+        "trainer",
+        "--config-dir",
+        CONF,
+        "task=tiny",
+        "task.trainer=paced.Paced",
+        *EVERY,
+    ]
     # In torch 2.13 a replaced agent and those that stayed wait for each other otherwise, and both give up.
-    return machines.start(number, *command, *RECIPE, *words, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **ENVIRONMENT)
+    return machines.start(
+        number, *command, *RECIPE, *words, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **ENVIRONMENT
+    )
 
 
 def last_step(machines: Machines) -> int:
@@ -163,7 +203,9 @@ def check_unbroken(directory: Path, folder: Path, steps: int, sizes: list[int]) 
     with contextlib.redirect_stdout(io.StringIO()) as told:
         assert audit.main([str(directory)]) == 0, told.getvalue()
     undisturbed = fit_on(1, folder / "undisturbed", "task=tiny", *RECIPE, f"run.steps={steps}")
-    entries = [entry for _, entry in rundir.entries(directory / rundir.METRICS) if "train/loss" in entry]
+    entries = [
+        entry for _, entry in rundir.entries(directory / rundir.METRICS) if "train/loss" in entry
+    ]
     losses = {entry["step"]: entry["train/loss"] for entry in entries}
     assert len(entries) == len(losses) == steps and losses.keys() == undisturbed["losses"].keys()
     for step, loss in undisturbed["losses"].items():
@@ -192,7 +234,9 @@ LONG = ["run.steps=300", "dist.timeout_s=10"]  # a minute, to come back in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["its processes are killed", "its power goes", "its cable is pulled"])
+@pytest.mark.parametrize(
+    "how", ["its processes are killed", "its power goes", "its cable is pulled"]
+)
 def test_machine_that_comes_back_takes_part_again(how, paced, tmp_path):
     words = ["run.name=a", "run.resume=auto", *LONG]
     ours, theirs = (elastic(paced, number, *words) for number in (0, 1))
@@ -256,7 +300,13 @@ LIMITS = {"dist.timeout_s": 8, "dist.hang_timeout_s": 40}
 @pytest.mark.parametrize("limit", LIMITS)
 def test_ranks_on_both_sides_end_when_the_cable_is_pulled(launcher, limit, paced, tmp_path):
     settings = {"dist.timeout_s": 300, "dist.hang_timeout_s": "null"} | {limit: 10}
-    words = [*TINY, "task.trainer=paced.Paced", *EVERY, "run.resume=auto", *(f"{k}={v}" for k, v in settings.items())]
+    words = [
+        *TINY,
+        "task.trainer=paced.Paced",
+        *EVERY,
+        "run.resume=auto",
+        *(f"{k}={v}" for k, v in settings.items()),
+    ]
     for number in (0, 1):
         LAUNCHERS[launcher](paced, number, *words, "run.steps=5000")
     wait_for(lambda: [*tmp_path.glob("runs/tiny/a/checkpoints/step-*")], LIMIT_S)
@@ -270,7 +320,11 @@ def test_ranks_on_both_sides_end_when_the_cable_is_pulled(launcher, limit, paced
     paced.heal()
     (tmp_path / "hold").unlink()
     last = newest(tmp_path / "runs/tiny/a").manifest["step"] + 20
-    again = [p for number in (0, 1) for p in LAUNCHERS[launcher](paced, number, *words, f"run.steps={last}")]
+    again = [
+        p
+        for number in (0, 1)
+        for p in LAUNCHERS[launcher](paced, number, *words, f"run.steps={last}")
+    ]
     check_ends(paced, *again)
     assert f"of {last}\n" in paced.said(again[0]).partition("resumed at step ")[2]
     with contextlib.redirect_stdout(io.StringIO()):

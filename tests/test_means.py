@@ -76,7 +76,9 @@ def test_weights_of_another_shape_are_refused():
 
 
 def test_weights_with_a_gradient_are_refused():
-    text = r"^loss returned weights with a gradient: must be detached and of the values' shape \(4,\)$"
+    text = (
+        r"^loss returned weights with a gradient: must be detached and of the values' shape \(4,\)$"
+    )
     with pytest.raises(ConfigError, match=text):
         weigh("loss", (torch.ones(4), torch.ones(4, requires_grad=True)), 4)
 
@@ -90,7 +92,9 @@ def test_values_of_16_bits_are_counted_in_32():
 def test_rows_are_those_of_the_first_tensor_with_a_batch_axis():
     assert count_rows({"a": torch.tensor(1.0), "b": torch.ones(5, 2)}, torch.ones(6)) == 5
     assert count_rows(None, torch.ones(6)) == 6
-    with pytest.raises(ConfigError, match=r"^neither targets nor outputs hold a tensor with a batch axis$"):
+    with pytest.raises(
+        ConfigError, match=r"^neither targets nor outputs hold a tensor with a batch axis$"
+    ):
         count_rows(None, torch.tensor(1.0))
 
 
@@ -105,7 +109,9 @@ def test_mean_over_ranks_is_the_mean_over_the_joined_data(ranks):
         return means.read(group)
 
     parts = [share(step, rank) for step in range(STEPS) for rank in range(ranks)]
-    values, weights = (torch.cat(tensors).flatten().tolist() for tensors in zip(*parts, strict=True))
+    values, weights = (
+        torch.cat(tensors).flatten().tolist() for tensors in zip(*parts, strict=True)
+    )
     products = math.fsum(value * weight for value, weight in zip(values, weights, strict=True))
     expected = {"plain": math.fsum(values) / len(values), "weighted": products / math.fsum(weights)}
     for means in in_group(ranks, body):
@@ -193,7 +199,9 @@ def test_metric_of_no_rows_counts_nothing():
     assert means.read(ALONE) == {"value": 7.0}
 
 
-@pytest.mark.parametrize("pair", [(math.inf, -math.inf), (1.5e308, 1.5e308)], ids=["both infinities", "overflow"])
+@pytest.mark.parametrize(
+    "pair", [(math.inf, -math.inf), (1.5e308, 1.5e308)], ids=["both infinities", "overflow"]
+)
 def test_means_that_leave_the_numbers_are_read_without_an_error(pair):
     means = Means()
     for value in pair:
@@ -225,7 +233,10 @@ def weighted(outputs, targets):
 
 
 def test_gradient_of_plain_values_is_that_of_their_mean():
-    outputs, targets = torch.rand(4, 3, dtype=torch.float64, requires_grad=True), torch.rand(4, 3, dtype=torch.float64)
+    outputs, targets = (
+        torch.rand(4, 3, dtype=torch.float64, requires_grad=True),
+        torch.rand(4, 3, dtype=torch.float64),
+    )
     objective = made(plain)
     for part in (slice(0, 1), slice(1, None)):
         (objective(outputs[part], targets[part])[0] * objective.scale).backward()
@@ -234,14 +245,19 @@ def test_gradient_of_plain_values_is_that_of_their_mean():
 
 
 def test_gradient_of_weighted_values_is_that_of_their_mean():
-    outputs, targets = torch.rand(4, 3, dtype=torch.float64, requires_grad=True), torch.rand(4, 3, dtype=torch.float64)
+    outputs, targets = (
+        torch.rand(4, 3, dtype=torch.float64, requires_grad=True),
+        torch.rand(4, 3, dtype=torch.float64),
+    )
     objective = made(weighted)
     totals = torch.zeros(2, dtype=torch.float64)
     for part in (slice(0, 1), slice(1, None)):
         total, carried = objective(outputs[part], targets[part])
         (total * objective.scale).backward()
         totals += carried
-    torch.testing.assert_close(outputs.grad * objective.factor(totals), targets**2 / targets.sum(), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        outputs.grad * objective.factor(totals), targets**2 / targets.sum(), rtol=1e-14, atol=0
+    )
 
 
 def test_backward_is_scaled_by_the_ranks_that_will_average():

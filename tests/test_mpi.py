@@ -26,7 +26,13 @@ from trainer.errors import ConfigError, RunError
 from trainer.strategy.batchnorm import synchronize
 from trainer.strategy.data_parallel import _comm_hook
 
-PYTHON = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning"]  # Python 3.12 warns of any fork
+PYTHON = [
+    sys.executable,
+    "-W",
+    "error",
+    "-W",
+    "ignore::DeprecationWarning",
+]  # Python 3.12 warns of any fork
 LIMIT_S = 180
 FORMED = itertools.count()
 
@@ -34,7 +40,9 @@ FORMED = itertools.count()
 def why_not():
     if not shutil.which("mpirun"):
         return "needs mpirun"
-    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    version = subprocess.run(
+        ["mpirun", "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
     if "Open MPI" not in version.stdout:
         return "needs the mpirun of Open MPI"
     return None if find_spec("mpi4py") else "needs mpi4py"
@@ -49,9 +57,20 @@ def mpirun(tmp_path_factory):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def run(size, *bodies):
-        options = ["--oversubscribe", "--bind-to", "none", "--timeout", str(LIMIT_S), "-n", str(size)]
+        options = [
+            "--oversubscribe",
+            "--bind-to",
+            "none",
+            "--timeout",
+            str(LIMIT_S),
+            "-n",
+            str(size),
+        ]
         options += ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        for place in ("orte_tmpdir_base", "btl_vader_backing_directory"):  # what it leaves there, pytest removes
+        for place in (
+            "orte_tmpdir_base",
+            "btl_vader_backing_directory",
+        ):  # what it leaves there, pytest removes
             options += ["--mca", place, str(tmp_path_factory.mktemp("mpi"))]
         names = [body.__name__ for body in bodies]
         done = subprocess.run(
@@ -60,7 +79,11 @@ def mpirun(tmp_path_factory):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(mpi.__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(Path(mpi.__file__).parents[2]),
+                "OMP_NUM_THREADS": "1",
+            },
         )
         return done.returncode, done.stdout
 
@@ -119,7 +142,13 @@ def collectives(*place):
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 DTYPES += [torch.int64, torch.int32, torch.uint8, torch.bool]
-OPS = [dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT]
+OPS = [
+    dist.ReduceOp.SUM,
+    dist.ReduceOp.AVG,
+    dist.ReduceOp.MIN,
+    dist.ReduceOp.MAX,
+    dist.ReduceOp.PRODUCT,
+]
 LAYOUTS = {
     "plain": lambda tensor: tensor,
     "transposed": lambda tensor: tensor.t(),
@@ -132,15 +161,22 @@ LAYOUTS = {
 def cases(rank, size):
     """(name, body) of each collective, operation, dtype, layout. Numbers are small and whole: any order is exact."""
     plain, *others = LAYOUTS.items()
-    for (layout, view), dtype in [(plain, d) for d in DTYPES] + [(o, torch.float16) for o in others]:
+    for (layout, view), dtype in [(plain, d) for d in DTYPES] + [
+        (o, torch.float16) for o in others
+    ]:
 
         def made(add=rank, view=view, dtype=dtype):
             tensor = view(torch.arange(1, 13).add(add).remainder(5).reshape(3, 4).to(dtype))
-            return tensor if dist.get_backend() == "mpi4py" else tensor.contiguous()  # gloo wants them so
+            return (
+                tensor if dist.get_backend() == "mpi4py" else tensor.contiguous()
+            )  # gloo wants them so
 
         for collective, op in itertools.product(REDUCTIONS, OPS):
             if dtype.is_floating_point or op != dist.ReduceOp.AVG:
-                yield f"{collective.__name__} {op} {dtype} {layout}", partial(collective, rank, size, made, op)
+                yield (
+                    f"{collective.__name__} {op} {dtype} {layout}",
+                    partial(collective, rank, size, made, op),
+                )
         for collective in MOVES:
             yield f"{collective.__name__} {dtype} {layout}", partial(collective, rank, size, made)
 
@@ -222,10 +258,14 @@ def all_to_all(rank, size, made):
 def all_to_all_single(rank, size, made):
     """The same number of rows from and to every rank; then rank + 1 rows from each."""
     output = torch.cat([made().flatten() for _ in range(size)])
-    dist.all_to_all_single(output, torch.cat([made(rank * number).flatten() for number in range(size)]))
+    dist.all_to_all_single(
+        output, torch.cat([made(rank * number).flatten() for number in range(size)])
+    )
     row = made().reshape(1, -1)
     rows = torch.cat([row] * sum(range(size + 1)))
-    dist.all_to_all_single(rows, torch.cat([row] * size * (rank + 1)), list(range(1, size + 1)), [rank + 1] * size)
+    dist.all_to_all_single(
+        rows, torch.cat([row] * size * (rank + 1)), list(range(1, size + 1)), [rank + 1] * size
+    )
     return [output, rows]
 
 
@@ -242,8 +282,24 @@ def send_and_receive(rank, size, made):
     return [received]
 
 
-REDUCTIONS = [all_reduce, all_reduce_async, all_reduce_future, reduce, reduce_scatter, reduce_scatter_single]
-MOVES = [broadcast, all_gather, all_gather_single, gather, scatter, all_to_all, all_to_all_single, send_and_receive]
+REDUCTIONS = [
+    all_reduce,
+    all_reduce_async,
+    all_reduce_future,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_single,
+]
+MOVES = [
+    broadcast,
+    all_gather,
+    all_gather_single,
+    gather,
+    scatter,
+    all_to_all,
+    all_to_all_single,
+    send_and_receive,
+]
 
 
 @needs_mpi
@@ -267,13 +323,17 @@ def trainings(rank, size, store):
     with group(mpi.register(), rank, size, store):
         ours = {hook: train(hook, rank, size) for hook in limits}
         for hook, (_, weights) in ours.items():
-            assert all(torch.equal(weights, other) for other in gathered(weights)), f"{hook}: weights differ by rank"
+            assert all(torch.equal(weights, other) for other in gathered(weights)), (
+                f"{hook}: weights differ by rank"
+            )
     with group("gloo", rank, size, store):
         theirs = {hook: train(hook, rank, size) for hook in limits if hook != "powersgd"}
     theirs["powersgd"] = theirs["fp16"]
     for hook, limit in limits.items():
         for got, wanted in zip(ours[hook], theirs[hook], strict=True):
-            assert (got - wanted).norm() <= limit * wanted.norm(), f"{hook}: {got}, and over gloo {wanted}"
+            assert (got - wanted).norm() <= limit * wanted.norm(), (
+                f"{hook}: {got}, and over gloo {wanted}"
+            )
     print("trainings are equal")
 
 
@@ -287,7 +347,14 @@ def train(hook, rank, size):
     """This rank's losses, and the state after twelve steps: SyncBatchNorm, small buckets, rows from a forked worker."""
     torch.manual_seed(0)
     dtype = torch.float64 if hook in ("none", "parameter_server") else torch.float32
-    layers = [nn.Linear(4, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3)]
+    layers = [
+        nn.Linear(4, 16),
+        nn.BatchNorm1d(16),
+        nn.GELU(),
+        nn.Linear(16, 16),
+        nn.GELU(),
+        nn.Linear(16, 3),
+    ]
     model = synchronize(nn.Sequential(*layers).to(dtype), torch.device("cpu"))
     wrapped = DistributedDataParallel(model, bucket_cap_mb=1e-4)
     if hook != "none":
@@ -298,10 +365,14 @@ def train(hook, rank, size):
         model.zero_grad()
         loss = (wrapped(batch) - batch[:, :3].square()).square().mean()
         loss.backward()
-        for parameter in model.parameters():  # torch.optim would import torch._dynamo, three seconds on every rank
+        for parameter in (
+            model.parameters()
+        ):  # torch.optim would import torch._dynamo, three seconds on every rank
             parameter.data.sub_(parameter.grad, alpha=0.1)
         losses.append(loss.detach())
-    return torch.stack(losses), torch.cat([tensor.flatten() for tensor in model.state_dict().values()])
+    return torch.stack(losses), torch.cat(
+        [tensor.flatten() for tensor in model.state_dict().values()]
+    )
 
 
 @needs_mpi
@@ -333,10 +404,14 @@ def times_out(rank, size, store):
         dist.barrier()
         if rank:
             dist.recv(torch.ones(1), 0)  # which never comes
-        with pytest.raises(RunError, match=r"all_reduce .* the other ranks did not join within 0.1 s"):
+        with pytest.raises(
+            RunError, match=r"all_reduce .* the other ranks did not join within 0.1 s"
+        ):
             dist.all_reduce(torch.ones(4), async_op=True).wait(timedelta(seconds=0.1))
         dist.group.WORLD.set_timeout(timedelta(seconds=0.3))
-        with pytest.raises(RunError, match=r"^all_reduce .* did not join within 0.3 s \(dist.timeout_s\)"):
+        with pytest.raises(
+            RunError, match=r"^all_reduce .* did not join within 0.3 s \(dist.timeout_s\)"
+        ):
             model(torch.ones(2, 4)).sum().backward()
         with pytest.raises(RunError, match="barrier over MPI"):
             dist.barrier()
@@ -354,17 +429,21 @@ def wrong_ranks(rank, size, store):
     name = mpi.register()
     more, other = size + 1, (rank + 1) % size
     with pytest.raises(
-        ConfigError, match=f"^dist.backend=mpi: MPI has {size} ranks and the run has {more}; .* -n {more}$"
+        ConfigError,
+        match=f"^dist.backend=mpi: MPI has {size} ranks and the run has {more}; .* -n {more}$",
     ):
         dist.init_process_group(name, store=store, rank=rank, world_size=more)
     with pytest.raises(
-        ConfigError, match=f"^dist.backend=mpi: this is rank {rank} of MPI and rank {other} of the run;"
+        ConfigError,
+        match=f"^dist.backend=mpi: this is rank {rank} of MPI and rank {other} of the run;",
     ):
         dist.init_process_group(name, store=store, rank=other, world_size=size)
     with group(name, rank, size, store):
         with pytest.raises(ValueError, match=r"MPI has no AVG of torch.int64"):
             dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG)
-        with pytest.raises(ConfigError, match="carries tensors on the CPU, and one is on meta; use nccl"):
+        with pytest.raises(
+            ConfigError, match="carries tensors on the CPU, and one is on meta; use nccl"
+        ):
             dist.broadcast(torch.ones(2, device="meta"), 0)
     print("wrong ranks are refused")
 

@@ -19,7 +19,9 @@ def site(tmp_path_factory):
     """A folder with the wheel installed: nothing of the checkout is on the path."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, ROOT], check=True)
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, ROOT], check=True
+    )
     (wheel,) = folder.glob("*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--target", folder / "site", wheel], check=True)
     return folder / "site"
@@ -27,9 +29,15 @@ def site(tmp_path_factory):
 
 def run(command, folder, site):
     words = shlex.split(command)
-    words[0:1] = [sys.executable] if words[0] == "python" else [sys.executable, "-m", "torch.distributed.run"]
+    words[0:1] = (
+        [sys.executable]
+        if words[0] == "python"
+        else [sys.executable, "-m", "torch.distributed.run"]
+    )
     environment = {**os.environ, "PYTHONPATH": str(site)}
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_readme_task_runs_from_a_wheel_in_a_folder_with_its_own_tasks_and_conf(site, tmp_path):
@@ -60,9 +68,13 @@ def losses(directory):
 def test_built_in_tasks_come_from_the_wheel_whatever_lies_around(site, tmp_path):
     for name in ("tasks/cifar.py", "tasks/__init__.py", "conf/task/cifar.yaml", "trainer_conf.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("raise SystemExit('the wrong one')\n" if name.endswith(".py") else "wrong: one\n")
+        (tmp_path / name).write_text(
+            "raise SystemExit('the wrong one')\n" if name.endswith(".py") else "wrong: one\n"
+        )
     done = run(
-        "python -m trainer task=cifar run.steps=1 task.options.widths=[8,8,8] task.options.data=bundled", tmp_path, site
+        "python -m trainer task=cifar run.steps=1 task.options.widths=[8,8,8] task.options.data=bundled",
+        tmp_path,
+        site,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the bundled part of CIFAR-10" in done.stdout

@@ -51,7 +51,8 @@ def test_second_writer_is_refused_by_host_and_pid_until_the_first_is_dead(tmp_pa
     with another_process(lambda: Lease(tmp_path)) as pid:
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(
-            ConfigError, match=rf"run directory .*: process {pid} on \S+ writes there; wait for its end"
+            ConfigError,
+            match=rf"run directory .*: process {pid} on \S+ writes there; wait for its end",
         ):
             Lease(tmp_path)
     Lease(tmp_path).release()
@@ -73,7 +74,9 @@ def test_process_that_was_taken_over_does_not_publish(tmp_path):
     old = Lease(tmp_path)
     old.check()
     (tmp_path / ".writer").unlink()  # what the message advises where a machine is lost
-    with pytest.raises(CheckpointError, match=r"another process has taken this run over; nothing was published$"):
+    with pytest.raises(
+        CheckpointError, match=r"another process has taken this run over; nothing was published$"
+    ):
         old.check()
     new = Lease(tmp_path)
     with pytest.raises(CheckpointError, match="another process has taken this run over"):
@@ -96,10 +99,21 @@ def test_writer_frozen_before_its_rename_finds_nothing_to_rename(tmp_path):
 
 
 def test_second_run_on_a_directory_is_refused_within_seconds(tmp_path):
-    words = [sys.executable, "-m", "trainer", "--config-dir", CONF, "task=tiny", f"run.dir={tmp_path}", "run.name=run"]
+    words = [
+        sys.executable,
+        "-m",
+        "trainer",
+        "--config-dir",
+        CONF,
+        "task=tiny",
+        f"run.dir={tmp_path}",
+        "run.name=run",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
     slow = [*words, "run.steps=10000000"]
-    first = subprocess.Popen(slow, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    first = subprocess.Popen(
+        slow, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         while not checkpoint.steps(tmp_path / "tiny/run/checkpoints"):
             time.sleep(0.05)
@@ -203,20 +217,30 @@ def ends_in(error, folder, *overrides):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("background", ["true", "false"])
-def test_full_disk_ends_the_run_on_every_rank_in_one_line_and_the_last_checkpoint_resumes(ranks, background, tmp_path):
+def test_full_disk_ends_the_run_on_every_rank_in_one_line_and_the_last_checkpoint_resumes(
+    ranks, background, tmp_path
+):
     with small_disk(tmp_path / "disk", 96) as disk:
         wanted = [*EVERY_3, "checkpoint.keep_last=100", f"checkpoint.background={background}"]
         said = on_ranks(ranks, ends_in, RunError, disk, *wanted)
         assert len(set(said)) == 1 and "\n" not in said[0]
-        assert "No space left on device in saving step " in said[0] and "MB are needed, 0.0 MB free" in said[0]
-        assert said[0].startswith(str(disk / "tiny/run")) and "checkpoint.on_error=continue" in said[0]
+        assert (
+            "No space left on device in saving step " in said[0]
+            and "MB are needed, 0.0 MB free" in said[0]
+        )
+        assert (
+            said[0].startswith(str(disk / "tiny/run")) and "checkpoint.on_error=continue" in said[0]
+        )
         reached = newest(disk / "tiny/run").manifest["step"]
         assert 3 <= reached < 30
         for path in list(checkpoint.steps(disk / "tiny/run/checkpoints").values())[:-1]:
             shutil.rmtree(path)
         resumed = fit_on(ranks, disk, *RECIPE, "run.resume=auto", "checkpoint.keep_last=1")
     straight = fit_on(ranks, tmp_path / "straight", *RECIPE)
-    assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in straight["weights"].items())
+    assert all(
+        torch.equal(tensor, resumed["weights"][name])
+        for name, tensor in straight["weights"].items()
+    )
 
 
 def test_start_says_where_the_checkpoints_to_keep_will_not_fit(tmp_path, capfd):
@@ -224,7 +248,9 @@ def test_start_says_where_the_checkpoints_to_keep_will_not_fit(tmp_path, capfd):
         on_ranks(2, fit, disk, "task=tiny", "run.steps=1", "checkpoint.keep_last=1000")
         on_ranks(2, fit, disk, "task=tiny", "run.steps=1", "run.name=b")
     (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("warning: ")]
-    assert line.startswith(f"warning: {disk}/tiny/run: 1001 checkpoints and one being written take 1 MB and more; 0 MB")
+    assert line.startswith(
+        f"warning: {disk}/tiny/run: 1001 checkpoints and one being written take 1 MB and more; 0 MB"
+    )
     assert line.endswith("make room, or keep fewer (checkpoint.keep_last, checkpoint.keep_best)")
 
 
@@ -245,17 +271,26 @@ def test_with_on_error_continue_a_full_disk_is_a_warning_until_there_is_room(tmp
                 return real(root, step, *rest)
 
             checkpoint.save = save
-            wanted = [*EVERY_3, "checkpoint.on_error=continue", "log.every_steps=1", "checkpoint.background=false"]
+            wanted = [
+                *EVERY_3,
+                "checkpoint.on_error=continue",
+                "log.every_steps=1",
+                "checkpoint.background=false",
+            ]
             return fit(disk, *RECIPE, *wanted)
 
         run = on_ranks(1, body)[0]
         assert newest(run["directory"]).manifest["step"] == 30
     told = capfd.readouterr()
     said = [line for line in told.out.splitlines() if line.startswith("warning: ")]
-    assert len(said) <= 4 and "Traceback" not in told.err, "TensorBoard's thread fails too, and says so by itself"
+    assert len(said) <= 4 and "Traceback" not in told.err, (
+        "TensorBoard's thread fails too, and says so by itself"
+    )
     assert any("No space left on device in saving step 6" in line for line in said)
     assert all(line.endswith("going on, as checkpoint.on_error=continue says") for line in said)
-    assert sorted(run["losses"]) == list(range(1, 31)), "what could not be logged for a while is there in the end"
+    assert sorted(run["losses"]) == list(range(1, 31)), (
+        "what could not be logged for a while is there in the end"
+    )
 
 
 def test_run_whose_last_step_could_not_be_saved_fails_even_so(tmp_path, monkeypatch):
@@ -271,10 +306,25 @@ def test_run_whose_last_step_could_not_be_saved_fails_even_so(tmp_path, monkeypa
 
 def test_full_disk_by_the_command_line_is_one_line_and_exit_code_1(tmp_path):
     with small_disk(tmp_path / "disk", 96) as disk:
-        words = ["--config-dir", CONF, *RECIPE, *EVERY_3, "checkpoint.keep_last=100", f"run.dir={disk}"]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+        words = [
+            "--config-dir",
+            CONF,
+            *RECIPE,
+            *EVERY_3,
+            "checkpoint.keep_last=100",
+            f"run.dir={disk}",
+        ]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parent),
+            "OMP_NUM_THREADS": "1",
+        }
         done = subprocess.run(
-            [sys.executable, "-m", "trainer", *words], env=environment, capture_output=True, text=True, timeout=60
+            [sys.executable, "-m", "trainer", *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith(f"error: {disk}/tiny/")

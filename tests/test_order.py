@@ -21,7 +21,9 @@ def whole(size: int, epoch: int = 0, seed: int = 0) -> list[int]:
 def accepted(most: int) -> list[BatchPlan]:
     """Every plan up to `most` rows, on up to 9 ranks, that check_batch accepts."""
     plans = []
-    for rows, micro_batch, ranks in itertools.product(range(1, most + 1), range(1, most + 1), range(1, 10)):
+    for rows, micro_batch, ranks in itertools.product(
+        range(1, most + 1), range(1, most + 1), range(1, 10)
+    ):
         try:
             plans.append(BatchPlan(1000, rows, check_batch(rows, micro_batch, ranks), ranks))
         except ConfigError:
@@ -85,7 +87,9 @@ def test_domain_of_the_permutation_is_less_than_twice_its_size():
         assert size <= made.a * made.b < 2 * size, size
 
 
-@pytest.mark.parametrize(("size", "bins", "bound"), [(3, 3, 32), (5, 5, 63), (12, 12, 240), (203, 7, 105)])
+@pytest.mark.parametrize(
+    ("size", "bins", "bound"), [(3, 3, 32), (5, 5, 63), (12, 12, 240), (203, 7, 105)]
+)
 def test_an_example_stands_at_any_position_equally_often(size, bins, bound):
     """Chi-square of a table of permutations, mean bins * (bins - 1); the bounds lie beyond 6 deviations."""
     seeds, width = 1000, size // bins
@@ -112,7 +116,9 @@ def test_shares_of_an_accepted_batch_are_contiguous_in_rank_order_and_differ_by_
     for plan in plans:
         pieces = [plan.micro_batches(rank) for rank in range(plan.ranks)]
         edges = [edge for piece in itertools.chain(*pieces) for edge in piece]
-        assert edges[0] == 0 and edges[-1] == plan.global_batch and edges[1:-1:2] == edges[2::2], plan
+        assert edges[0] == 0 and edges[-1] == plan.global_batch and edges[1:-1:2] == edges[2::2], (
+            plan
+        )
         shares = [piece[-1][1] - piece[0][0] for piece in pieces]
         assert max(shares) - min(shares) <= 1 and sum(shares) == plan.global_batch, plan
 
@@ -121,7 +127,9 @@ def test_every_rank_makes_as_many_micro_batches_none_empty_none_too_large():
     for plan in accepted(24):
         for rank in range(plan.ranks):
             rows = [end - start for start, end in plan.micro_batches(rank)]
-            assert len(rows) == plan.accumulation and min(rows) >= 1 and max(rows) <= plan.micro_batch, plan
+            assert (
+                len(rows) == plan.accumulation and min(rows) >= 1 and max(rows) <= plan.micro_batch
+            ), plan
 
 
 def test_no_micro_batch_given_means_one_per_rank():
@@ -134,7 +142,9 @@ def test_micro_batch_is_no_larger_than_the_largest_share():
 
 
 def test_global_batch_below_the_ranks_is_refused():
-    with pytest.raises(ConfigError, match=r"^data\.global_batch=3: must be at least the 4 data-parallel ranks$"):
+    with pytest.raises(
+        ConfigError, match=r"^data\.global_batch=3: must be at least the 4 data-parallel ranks$"
+    ):
         check_batch(3, None, 4)
 
 
@@ -164,7 +174,9 @@ def test_advised_micro_batch_and_global_batch_are_accepted():
 # The samplers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("micro_batch", "ranks"), [(22, 1), (6, 1), (11, 2), (4, 2), (8, 3), (3, 3), (5, 5)])
+@pytest.mark.parametrize(
+    ("micro_batch", "ranks"), [(22, 1), (6, 1), (11, 2), (4, 2), (8, 3), (3, 3), (5, 5)]
+)
 def test_ranks_together_take_each_global_batch_in_order(micro_batch, ranks):
     expected = torch.tensor(whole(203, 4, 7))[: 9 * 22].view(9, 22).tolist()
     assert steps_of(BatchPlan(203, 22, micro_batch, ranks), 4, 0) == expected
@@ -198,7 +210,12 @@ def test_epoch_border_is_crossed_by_set_epoch_alone():
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 203])
 def test_evaluation_counts_each_example_once_in_equally_many_micro_batches(size, ranks):
     shards = [ShardSampler(size, 8, rank, ranks, CPU) for rank in range(ranks)]
-    real = [index for s in shards for batch, rows in zip(s, s.rows, strict=True) for index in batch[:rows].tolist()]
+    real = [
+        index
+        for s in shards
+        for batch, rows in zip(s, s.rows, strict=True)
+        for index in batch[:rows].tolist()
+    ]
     assert real == list(range(size))
     assert len({tuple(len(batch) for batch in shard) for shard in shards}) == 1
     assert all(0 <= index < size for shard in shards for batch in shard for index in batch.tolist())

@@ -11,13 +11,30 @@ from trainer.means import Objective
 FIFTY = ["experiment=parity"]
 TEXT = [
     *("task=text", "task.options.context=32", "task.options.width=32", "task.options.layers=2"),
-    *("task.options.heads=2", "task.options.files=10", "data.global_batch=22", "optim.lr=0.003", *FIFTY),
+    *(
+        "task.options.heads=2",
+        "task.options.files=10",
+        "data.global_batch=22",
+        "optim.lr=0.003",
+        *FIFTY,
+    ),
 ]
 PLAIN_TEXT = [*TEXT, "task.options.dropout=0.0"]
 DROPOUT_TEXT = [*TEXT, "task.options.dropout=0.1", "data.global_batch=20", "data.micro_batch=5"]
 CIFAR = [
-    *("task=cifar", "task.options.data=bundled", "task.options.norm=none", "task.options.widths=[8,16,16]"),
-    *("task.options.label_smoothing=0", "optim=adamw", "optim.lr=0.003", "schedule=constant", "data.global_batch=22"),
+    *(
+        "task=cifar",
+        "task.options.data=bundled",
+        "task.options.norm=none",
+        "task.options.widths=[8,16,16]",
+    ),
+    *(
+        "task.options.label_smoothing=0",
+        "optim=adamw",
+        "optim.lr=0.003",
+        "schedule=constant",
+        "data.global_batch=22",
+    ),
     *FIFTY,
 ]
 TINY = ["task=tiny", "task.options.weights=true", "optim.lr=0.3", *FIFTY]
@@ -49,7 +66,9 @@ def check_parity(reference, other, tolerance=1e-10, weights_tolerance=1e-10, fal
     for name, value in reference["metrics"].items():
         assert abs(other["metrics"][name] - value) <= max(tolerance, 1e-10) * abs(value), name
     losses = list(reference["losses"].values())
-    assert not falls or sum(losses[-5:]) < 0.9 * sum(losses[:5]), "the loss did not fall, so nothing is shown"
+    assert not falls or sum(losses[-5:]) < 0.9 * sum(losses[:5]), (
+        "the loss did not fall, so nothing is shown"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +136,10 @@ def test_user_dataset_draws_the_same_noise_in_any_worker(references, tmp_path):
 def test_running_statistics_are_the_ranks_mean_after_every_step(tmp_path):
     recipe = ["task=tiny", "task.options.norm=true", "run.steps=7"]
     two = fit_on(2, tmp_path, *recipe)  # fit_on compares the ranks, buffers included
-    assert torch.isfinite(two["weights"]["1.running_mean"]).all() and two["weights"]["1.num_batches_tracked"] == 7
+    assert (
+        torch.isfinite(two["weights"]["1.running_mean"]).all()
+        and two["weights"]["1.num_batches_tracked"] == 7
+    )
 
 
 def test_data_workers_end_at_once(tmp_path):

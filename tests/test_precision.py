@@ -26,11 +26,18 @@ LAYOUTS = {
 def test_every_precision_trains_with_every_strategy(name, layout, tmp_path):
     """The cells of docs/strategies.md; fit_on compares the ranks bit for bit."""
     ranks, overrides = LAYOUTS[layout]
-    asked = [*overrides, f"strategy.precision={name}", "run.clip_norm=1.0", "task.options.weights=true"]
+    asked = [
+        *overrides,
+        f"strategy.precision={name}",
+        "run.clip_norm=1.0",
+        "task.options.weights=true",
+    ]
     run = fit_on(ranks, tmp_path, *MLP, *asked)
     losses = [loss for loss in run["losses"].values() if loss is not None]
     assert len(losses) >= 20 and min(losses) < 0.9 * losses[0]
-    dtype = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
+    dtype = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}.get(
+        name, torch.float32
+    )
     assert run["weights"]["0.weight"].dtype == dtype
 
 
@@ -56,7 +63,10 @@ class Overflowing(Tiny):
         return nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 3))
 
     def loss(self, outputs, targets):
-        values, weights = super().loss(outputs * 40, targets), torch.full_like(targets, 2.0, dtype=torch.float32)
+        values, weights = (
+            super().loss(outputs * 40, targets),
+            torch.full_like(targets, 2.0, dtype=torch.float32),
+        )
         return values, weights
 
 
@@ -66,11 +76,19 @@ def test_overflow_is_skipped_counted_and_the_scale_resumes(ranks, tmp_path, capf
     whole = fit_on(ranks, tmp_path / "whole", *recipe, task=Overflowing)
     assert "the scaled gradient is not finite, so the update was skipped" in capfd.readouterr().out
     fit_on(ranks, tmp_path / "parts", *recipe, "run.steps=13", task=Overflowing)
-    saved = torch.load(newest(tmp_path / "parts/tiny/run").path / "training.pt", weights_only=True)["precision"]
+    saved = torch.load(newest(tmp_path / "parts/tiny/run").path / "training.pt", weights_only=True)[
+        "precision"
+    ]
     assert saved["scale"] < 2.0**16 and saved["growth"] > 0
     parts = fit_on(ranks, tmp_path / "parts", *recipe, "run.resume=auto", task=Overflowing)
-    assert parts["losses"] == whole["losses"] and parts["metrics"] == whole["metrics"] and whole["step"] == 30
-    assert all(torch.equal(parts["weights"][name], tensor) for name, tensor in whole["weights"].items())
+    assert (
+        parts["losses"] == whole["losses"]
+        and parts["metrics"] == whole["metrics"]
+        and whole["step"] == 30
+    )
+    assert all(
+        torch.equal(parts["weights"][name], tensor) for name, tensor in whole["weights"].items()
+    )
 
 
 def backward(precision, loss):
@@ -96,7 +114,9 @@ def test_scale_is_that_of_grad_scaler():
         other.zero_grad()
         assert precision.state_dict()["scale"] == scaler.get_scale()
     assert precision.state_dict()["growth"] == scaler._get_growth_tracker()
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+    )
 
 
 def clipped():

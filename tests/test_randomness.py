@@ -38,7 +38,9 @@ def test_philox_gives_the_known_answers(name):
 def test_philox_counts_each_column_by_itself():
     counters = torch.tensor([[0] * 4, PI, [FULL] * 4]).t()
     for column in range(3):
-        assert torch.equal(philox(counters, (5, 6))[:, column], philox(counters[:, [column]], (5, 6))[:, 0])
+        assert torch.equal(
+            philox(counters, (5, 6))[:, column], philox(counters[:, [column]], (5, 6))[:, 0]
+        )
 
 
 def test_key_does_not_depend_on_the_process():
@@ -83,7 +85,9 @@ def test_seed_split_name_epoch_and_index_each_make_other_numbers():
 def test_draw_per_run_is_the_same_in_every_epoch(draw):
     drawn = [DRAWS[draw](rows(range(20), epoch=epoch), per="run") for epoch in (0, 1, 50)]
     assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
-    assert not torch.equal(DRAWS[draw](rows(range(20), epoch=0)), DRAWS[draw](rows(range(20), epoch=1)))
+    assert not torch.equal(
+        DRAWS[draw](rows(range(20), epoch=0)), DRAWS[draw](rows(range(20), epoch=1))
+    )
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (4,), (5,), (2, 3), (0,)])
@@ -107,14 +111,18 @@ def test_uniforms_fill_zero_to_one_evenly():
 
 
 def test_largest_uniform_is_below_one(monkeypatch):
-    monkeypatch.setattr(Random, "bits", lambda self, name, *shape, per: torch.full((1, *shape), FULL))
+    monkeypatch.setattr(
+        Random, "bits", lambda self, name, *shape, per: torch.full((1, *shape), FULL)
+    )
     assert rows([0]).uniform("a").item() == 1 - 2**-24
     assert rows([0]).integers("a", 0, 2**31).item() == 2**31 - 1
     assert torch.isfinite(rows([0]).normal("a"))
 
 
 def test_smallest_bits_make_a_finite_normal(monkeypatch):
-    monkeypatch.setattr(Random, "bits", lambda self, name, *shape, per: torch.zeros((1, *shape), dtype=torch.int64))
+    monkeypatch.setattr(
+        Random, "bits", lambda self, name, *shape, per: torch.zeros((1, *shape), dtype=torch.int64)
+    )
     assert 6.6 < rows([0]).normal("a").item() < 6.7  # sqrt(64 ln 2), the largest there is
 
 

@@ -15,8 +15,19 @@ from trainer.packing import unpack
 
 # BatchNorm, dropout, weights and momentum: all the state there is. Stopped between log points 10 and 15.
 RICH = [
-    *("task=tiny", "task.options.norm=true", "task.options.weights=true", "task.options.dropout=0.2"),
-    *("run.steps=30", "log.every_steps=5", "eval.every_steps=6", "run.clip_norm=0.5", "schedule=cosine"),
+    *(
+        "task=tiny",
+        "task.options.norm=true",
+        "task.options.weights=true",
+        "task.options.dropout=0.2",
+    ),
+    *(
+        "run.steps=30",
+        "log.every_steps=5",
+        "eval.every_steps=6",
+        "run.clip_norm=0.5",
+        "schedule=cosine",
+    ),
 ]
 EVERY_10 = [
     *("checkpoint.every_steps=10", "checkpoint.every_epochs=null", "checkpoint.keep_last=3"),
@@ -43,7 +54,12 @@ def test_resume_on_the_same_layout_gives_the_same_bits(ranks, optimizer, tmp_pat
 
 def optimizer_state(data):
     states = [optimizer["state"] for optimizer in unpack(data, torch.device("cpu"))["optimizers"]]
-    return [(name, key, torch.as_tensor(v).tolist()) for s in states for name, e in s.items() for key, v in e.items()]
+    return [
+        (name, key, torch.as_tensor(v).tolist())
+        for s in states
+        for name, e in s.items()
+        for key, v in e.items()
+    ]
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 1)])
@@ -69,7 +85,9 @@ def test_streamed_resume_gives_the_same_bits(workers, tmp_path):
 def test_every_step_stands_once_in_the_curves(tmp_path):
     fit_on(2, tmp_path, *RICH, "checkpoint.every_steps=4", "task.options.signal_at=11")
     with open(tmp_path / "tiny/run/metrics.jsonl", "a") as file:
-        file.write('{"step": 20, "train/loss": 7.0}\n{"step": 2')  # as after a kill: later steps, half a line
+        file.write(
+            '{"step": 20, "train/loss": 7.0}\n{"step": 2'
+        )  # as after a kill: later steps, half a line
     run = fit_on(2, tmp_path, *RICH, "run.resume=auto")
     names = [(entry["step"], name) for entry in run["record"] for name in entry if name != "step"]
     assert len(names) == len(set(names))
@@ -77,7 +95,9 @@ def test_every_step_stands_once_in_the_curves(tmp_path):
     board.Reload()
     for tag in ("train/loss", "optim/lr", "eval/loss", "eval/accuracy"):
         points = {(event.step, round(event.value, 4)) for event in board.Scalars(tag)}
-        assert points == {(e["step"], round(torch.tensor(e[tag]).item(), 4)) for e in run["record"] if tag in e}
+        assert points == {
+            (e["step"], round(torch.tensor(e[tag]).item(), 4)) for e in run["record"] if tag in e
+        }
         assert len(points) == len(board.Scalars(tag)), tag
 
 
@@ -93,7 +113,11 @@ def test_more_steps_go_on_and_say_what_changed(tmp_path, capfd):
     longer = fit_on(1, tmp_path, *RICH, "run.resume=auto", "run.steps=40", "optim.lr=0.05")
     said = capfd.readouterr().out
     assert longer["step"] == 40 and max(longer["losses"]) == 40
-    assert "run.steps: 30 -> 40" in said and "optim.lr: 0.1 -> 0.05" in said and "schedule is evaluated anew" in said
+    assert (
+        "run.steps: 30 -> 40" in said
+        and "optim.lr: 0.1 -> 0.05" in said
+        and "schedule is evaluated anew" in said
+    )
     assert longer["record"][-1]["step"] == 40
 
 
@@ -106,7 +130,10 @@ def refusal(folder, *overrides):
 def test_fewer_steps_than_made_are_refused(tmp_path):
     fit_on(1, tmp_path, *RICH)
     (line,) = on_ranks(1, refusal, tmp_path, "run.steps=20")
-    assert line == "run.steps=20: the run to resume is at step 30 already, and it asks for 20; ask for more"
+    assert (
+        line
+        == "run.steps=20: the run to resume is at step 30 already, and it asks for 20; ask for more"
+    )
 
 
 def test_corrupt_checkpoint_is_skipped_and_its_step_saved_anew(tmp_path, capfd):
@@ -157,20 +184,33 @@ def test_checkpoint_of_another_model_or_other_data_is_refused_on_all_ranks(tmp_p
     for line in on_ranks(2, refusal, tmp_path, "task.options.examples=204"):
         assert line.startswith("the train data has length 204, the run to resume had 203")
     for line in on_ranks(2, refusal, tmp_path, "task.options.norm=false"):
-        assert line.startswith("the checkpoint is of another model: 1.weight is not in the model built here")
+        assert line.startswith(
+            "the checkpoint is of another model: 1.weight is not in the model built here"
+        )
     for line in on_ranks(2, refusal, tmp_path, "optim=adam"):
         assert line == "the checkpoint is of another optimizer: SGD in it and Adam here"
 
 
 def test_best_checkpoint_outlives_a_stop_at_its_evaluation(tmp_path):
     """The stop comes before the evaluation that is due: the resume makes it, and what it finds best stays."""
-    recipe = [*RICH, "eval.every_steps=13", "eval.every_epochs=null", "checkpoint.every_epochs=null"]
+    recipe = [
+        *RICH,
+        "eval.every_steps=13",
+        "eval.every_epochs=null",
+        "checkpoint.every_epochs=null",
+    ]
     recipe.remove("schedule=cosine")
-    recipe += ["checkpoint.keep_last=1", "optim.momentum=0.0", "task.options.norm=false"]  # equal where lr is 0
+    recipe += [
+        "checkpoint.keep_last=1",
+        "optim.momentum=0.0",
+        "task.options.norm=false",
+    ]  # equal where lr is 0
     stopped = fit_on(1, tmp_path, *recipe, "task.options.signal_at=12")
     assert stopped["step"] == 13 and not stopped["metrics"]
     resumed = fit_on(1, tmp_path, *recipe, "run.resume=auto", "optim.lr=0.0")
-    evaluations = {entry["step"]: entry["eval/loss"] for entry in resumed["record"] if "eval/loss" in entry}
+    evaluations = {
+        entry["step"]: entry["eval/loss"] for entry in resumed["record"] if "eval/loss" in entry
+    }
     assert list(evaluations) == [13, 26, 30]
     kept = sorted(path.name for path in (resumed["directory"] / "checkpoints").glob("step-*"))
     assert kept == ["step-00000013", "step-00000030"]
@@ -178,8 +218,17 @@ def test_best_checkpoint_outlives_a_stop_at_its_evaluation(tmp_path):
 
 def test_best_starts_anew_when_it_goes_by_another_metric(tmp_path):
     fit_on(1, tmp_path, *RICH)
-    other = ["run.resume=auto", "run.steps=40", "checkpoint.best_metric=accuracy", "checkpoint.best_mode=max"]
+    other = [
+        "run.resume=auto",
+        "run.steps=40",
+        "checkpoint.best_metric=accuracy",
+        "checkpoint.best_mode=max",
+    ]
     run = fit_on(1, tmp_path, *RICH, *other)
-    accuracies = {e["step"]: e["eval/accuracy"] for e in run["record"] if "eval/accuracy" in e and e["step"] > 30}
+    accuracies = {
+        e["step"]: e["eval/accuracy"]
+        for e in run["record"]
+        if "eval/accuracy" in e and e["step"] > 30
+    }
     best = max(accuracies, key=lambda step: (accuracies[step], -step))
     assert (run["directory"] / f"checkpoints/step-{best:08d}").is_dir()

@@ -25,7 +25,11 @@ def test_linear_falls_evenly_to_its_final_value_just_past_the_last_step():
 
 def test_cosine_falls_slowly_then_fast_then_slowly():
     factor = cosine(100)
-    assert factor(0) == 1.0 and factor(50) == pytest.approx(0.5) and factor(100) == pytest.approx(0, abs=1e-15)
+    assert (
+        factor(0) == 1.0
+        and factor(50) == pytest.approx(0.5)
+        and factor(100) == pytest.approx(0, abs=1e-15)
+    )
     assert factor(99) == pytest.approx(0.5 * (1 + math.cos(0.99 * math.pi)))
     assert curve(factor, 100) == sorted(curve(factor, 100), reverse=True)
     assert factor(25) - factor(26) < factor(50) - factor(51) > factor(75) - factor(76)
@@ -33,7 +37,9 @@ def test_cosine_falls_slowly_then_fast_then_slowly():
 
 def test_cosine_ends_at_its_final_value():
     factor = cosine(100, final=0.1)
-    assert factor(0) == 1.0 and factor(50) == pytest.approx(0.55) and factor(100) == pytest.approx(0.1)
+    assert (
+        factor(0) == 1.0 and factor(50) == pytest.approx(0.55) and factor(100) == pytest.approx(0.1)
+    )
 
 
 @pytest.mark.parametrize("schedule", WARMED)
@@ -50,14 +56,19 @@ def test_decline_begins_where_the_warm_up_ends(schedule):
 
 @pytest.mark.parametrize("schedule", [*WARMED, one_cycle])
 def test_negative_warm_up_is_refused(schedule):
-    with pytest.raises(ValueError, match=r"^warmup_steps=-1: must be a whole number of at least 0$"):
+    with pytest.raises(
+        ValueError, match=r"^warmup_steps=-1: must be a whole number of at least 0$"
+    ):
         schedule(10, warmup_steps=-1)
 
 
 @pytest.mark.parametrize("schedule", [*WARMED, one_cycle])
 @pytest.mark.parametrize(("num_steps", "warmup_steps"), [(1, 0), (1, 1), (3, 10), (2, 2)])
 def test_factor_stays_between_zero_and_one_in_runs_of_few_steps(schedule, num_steps, warmup_steps):
-    assert all(0 <= value <= 1 for value in curve(schedule(num_steps, warmup_steps=warmup_steps), num_steps + 3))
+    assert all(
+        0 <= value <= 1
+        for value in curve(schedule(num_steps, warmup_steps=warmup_steps), num_steps + 3)
+    )
 
 
 @pytest.mark.parametrize("schedule", [linear, cosine])
@@ -80,7 +91,9 @@ def test_factor_does_not_depend_on_the_steps_asked_before():
 
 def test_multistep_at_parts_of_the_run():
     factor = multistep(100, milestones=[0.5, 0.75], gamma=0.1)
-    assert [factor(step) for step in (0, 49, 50, 74, 75, 99)] == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
+    assert [factor(step) for step in (0, 49, 50, 74, 75, 99)] == pytest.approx(
+        [1, 1, 0.1, 0.1, 0.01, 0.01]
+    )
     assert multistep(200, milestones=[0.5])(99) == 1.0
 
 
@@ -93,7 +106,9 @@ def test_multistep_at_steps_in_any_order():
 
 def test_part_of_the_run_that_is_a_whole_step_is_that_step():
     first_lower = {
-        percent: next(step for step in range(101) if multistep(100, milestones=[percent / 100])(step) < 1)
+        percent: next(
+            step for step in range(101) if multistep(100, milestones=[percent / 100])(step) < 1
+        )
         for percent in range(1, 100)
     }
     assert {percent: step for percent, step in first_lower.items() if percent != step} == {}
@@ -101,13 +116,21 @@ def test_part_of_the_run_that_is_a_whole_step_is_that_step():
 
 def test_multistep_warms_up_first():
     factor = multistep(100, warmup_steps=9, milestones=[5, 0.5])
-    assert factor(4) == pytest.approx(0.5) and factor(5) == pytest.approx(0.06) and factor(50) == pytest.approx(0.01)
+    assert (
+        factor(4) == pytest.approx(0.5)
+        and factor(5) == pytest.approx(0.06)
+        and factor(50) == pytest.approx(0.01)
+    )
 
 
 def test_one_cycle_peaks_at_three_tenths():
     factor = one_cycle(100)
     values = curve(factor, 101)
-    assert values[0] == pytest.approx(0.04) and values[30] == 1.0 and values[100] == pytest.approx(4e-6)
+    assert (
+        values[0] == pytest.approx(0.04)
+        and values[30] == 1.0
+        and values[100] == pytest.approx(4e-6)
+    )
     assert values.index(max(values)) == 30
     assert values[:31] == sorted(values[:31]) and values[30:] == sorted(values[30:], reverse=True)
     assert values[15] == pytest.approx(0.52) and values[65] == pytest.approx(0.5, abs=1e-5)
@@ -120,7 +143,9 @@ def test_one_cycle_peaks_where_the_warm_up_is_said_to_end():
 
 def test_one_cycle_is_the_one_in_torch():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
-    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, 101, pct_start=31 / 101, cycle_momentum=False)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 1.0, 101, pct_start=31 / 101, cycle_momentum=False
+    )
     ours = one_cycle(100)
     for step in range(100):
         assert theirs.get_last_lr()[0] == pytest.approx(ours(step))

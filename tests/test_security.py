@@ -29,14 +29,18 @@ ROOT = Path(__file__).resolve().parent.parent
 def lockstep(*words, folder, **options):
     """The command line, on this checkout's code whatever else is installed."""
     paths = [str(ROOT), str(ROOT / "tests"), str(folder)]
-    return start(*words, folder=folder, environment={"PYTHONPATH": os.pathsep.join(paths)}, **options)
+    return start(
+        *words, folder=folder, environment={"PYTHONPATH": os.pathsep.join(paths)}, **options
+    )
 
 
 def with_options(tmp_path, text, run="name: a"):
     """A task with more options than it should have, in a folder for --config-dir."""
     (tmp_path / "task").mkdir(exist_ok=True)
     base = (Path(CONF) / "task/tiny.yaml").read_text().replace("tiny.Tiny", "free.Free")
-    base = base.replace("options: {", f"options: {{{text}, ", 1).replace("run: {", f"run: {{{run}, ", 1)
+    base = base.replace("options: {", f"options: {{{text}, ", 1).replace(
+        "run: {", f"run: {{{run}, ", 1
+    )
     (tmp_path / "task/theirs.yaml").write_text(base)
     return ["task=theirs"], [str(tmp_path)]
 
@@ -48,17 +52,74 @@ def files_under(folder):
 # Targets --------------------------------------------------------------------------------------------------------------
 
 DANGEROUS = [
-    *("os.system", "posix.system", "os.remove", "builtins.eval", "builtins.exec", "builtins.open", "builtins.print"),
-    *("subprocess.Popen", "subprocess.run", "importlib.import_module", "pathlib.Path.write_text", "shutil.copy"),
-    *("shutil.rmtree", "urllib.request.urlretrieve", "pickle.loads", "runpy.run_path", "functools.partial"),
-    *("webbrowser.open", "ctypes.CDLL", "socket.create_connection", "antigravity.webbrowser", "hydra.utils.call"),
-    *("torch.load", "torch.save", "torch.serialization.load", "torch.hub.load", "torch.ops.load_library"),
-    *("torch.utils.cpp_extension.load_inline", "torch.jit.load", "torch.package.PackageImporter", "numpy.load"),
-    *("torch.nn.modules.module.os.system", "torch.nn.modules.module.torch.load", "torch.optim.optimizer.torch.load"),
-    *("torch.nn.modules.module.functools.partial", "torch.nn.modules.module.OrderedDict", "torch.optim.optimizer.cast"),
-    *("torch.nn.modules.module.pickle.loads", "torch.optim.swa_utils.deepcopy", "torch.nn.functional.importlib"),
-    *("torch.nn.parallel.distributed.os.system", "torch.nn.parallel.distributed.dist", "torch.nn.Module"),
-    *("torch.nn.Module.to", "torch.nn.utils.parametrize.copyreg", "torch.optim.lr_scheduler.LambdaLR"),
+    *(
+        "os.system",
+        "posix.system",
+        "os.remove",
+        "builtins.eval",
+        "builtins.exec",
+        "builtins.open",
+        "builtins.print",
+    ),
+    *(
+        "subprocess.Popen",
+        "subprocess.run",
+        "importlib.import_module",
+        "pathlib.Path.write_text",
+        "shutil.copy",
+    ),
+    *(
+        "shutil.rmtree",
+        "urllib.request.urlretrieve",
+        "pickle.loads",
+        "runpy.run_path",
+        "functools.partial",
+    ),
+    *(
+        "webbrowser.open",
+        "ctypes.CDLL",
+        "socket.create_connection",
+        "antigravity.webbrowser",
+        "hydra.utils.call",
+    ),
+    *(
+        "torch.load",
+        "torch.save",
+        "torch.serialization.load",
+        "torch.hub.load",
+        "torch.ops.load_library",
+    ),
+    *(
+        "torch.utils.cpp_extension.load_inline",
+        "torch.jit.load",
+        "torch.package.PackageImporter",
+        "numpy.load",
+    ),
+    *(
+        "torch.nn.modules.module.os.system",
+        "torch.nn.modules.module.torch.load",
+        "torch.optim.optimizer.torch.load",
+    ),
+    *(
+        "torch.nn.modules.module.functools.partial",
+        "torch.nn.modules.module.OrderedDict",
+        "torch.optim.optimizer.cast",
+    ),
+    *(
+        "torch.nn.modules.module.pickle.loads",
+        "torch.optim.swa_utils.deepcopy",
+        "torch.nn.functional.importlib",
+    ),
+    *(
+        "torch.nn.parallel.distributed.os.system",
+        "torch.nn.parallel.distributed.dist",
+        "torch.nn.Module",
+    ),
+    *(
+        "torch.nn.Module.to",
+        "torch.nn.utils.parametrize.copyreg",
+        "torch.optim.lr_scheduler.LambdaLR",
+    ),
     *(
         "trainer.checkpoint.os.system",
         "trainer.checkpoint.shutil.rmtree",
@@ -71,10 +132,33 @@ DANGEROUS = [
         "trainer.checkpoint._discard",
         "trainer.checkpoint.load",
     ),
-    *("trainer.rundir.write_exit", "trainer.rundir.replace", "trainer.lease.Lease", "trainer.__main__.run"),
-    *("trainer.tasks.download.fetch", "trainer.tasks.download._download", "trainer.tasks.download.urlopen"),
-    *("trainer.tasks.cifar.partial", "trainer.import_module", "trainer.Trainer", "trainer.targets.call_target"),
-    *("canary.Optimizer", "canary.schedule", "torch.optim", "torch.optim.", ".os", "torch.optim.SGD()", "", "SGD"),
+    *(
+        "trainer.rundir.write_exit",
+        "trainer.rundir.replace",
+        "trainer.lease.Lease",
+        "trainer.__main__.run",
+    ),
+    *(
+        "trainer.tasks.download.fetch",
+        "trainer.tasks.download._download",
+        "trainer.tasks.download.urlopen",
+    ),
+    *(
+        "trainer.tasks.cifar.partial",
+        "trainer.import_module",
+        "trainer.Trainer",
+        "trainer.targets.call_target",
+    ),
+    *(
+        "canary.Optimizer",
+        "canary.schedule",
+        "torch.optim",
+        "torch.optim.",
+        ".os",
+        "torch.optim.SGD()",
+        "",
+        "SGD",
+    ),
     *(
         "torch.optim..SGD",
         "torch.optim.SGD.__init__.__globals__",
@@ -84,7 +168,9 @@ DANGEROUS = [
 ]
 
 
-@pytest.mark.parametrize("packages", [[], ["os"], ["torch", "trainer", "shutil", "builtins"]], ids=str)
+@pytest.mark.parametrize(
+    "packages", [[], ["os"], ["torch", "trainer", "shutil", "builtins"]], ids=str
+)
 @pytest.mark.parametrize("group", ["optim", "schedule"])
 def test_no_target_but_an_optimizer_or_a_schedule_is_called(group, packages, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -120,27 +206,36 @@ def test_no_function_of_ours_can_be_called_but_the_five_schedules():
         for name in vars(importlib.import_module(module.name)):
             tried += 1
             try:
-                found.add(check_target({"_target_": f"{module.name}.{name}"}, "schedule", []).__name__)
+                found.add(
+                    check_target({"_target_": f"{module.name}.{name}"}, "schedule", []).__name__
+                )
             except ConfigError:
                 continue
     assert tried > 500 and found == {"constant", "linear", "cosine", "one_cycle", "multistep"}
 
 
 def test_module_of_a_target_that_is_not_allowed_is_not_imported(tmp_path):
-    (tmp_path / "canary.py").write_text("open('ran', 'w')\nclass Optimizer: ...\ndef schedule(num_steps): ...\n")
+    (tmp_path / "canary.py").write_text(
+        "open('ran', 'w')\nclass Optimizer: ...\ndef schedule(num_steps): ...\n"
+    )
     for words in (["optim._target_=canary.Optimizer"], ["schedule._target_=canary.schedule"]):
         done = lockstep(*TINY, *words, folder=tmp_path)
-        assert done.returncode == 2 and done.stderr.startswith(f"error: {words[0]}: must lie under"), done.stderr
+        assert done.returncode == 2 and done.stderr.startswith(
+            f"error: {words[0]}: must lie under"
+        ), done.stderr
         assert done.stderr.count("\n") == 1 and not (tmp_path / "ran").exists()
-    done = lockstep(*TINY, "task.packages=[canary]", "optim._target_=canary.Optimizer", folder=tmp_path)
-    assert done.stderr.startswith("error: optim._target_=canary.Optimizer: must be a subclass of torch.optim"), (
-        done.stderr
+    done = lockstep(
+        *TINY, "task.packages=[canary]", "optim._target_=canary.Optimizer", folder=tmp_path
     )
+    assert done.stderr.startswith(
+        "error: optim._target_=canary.Optimizer: must be a subclass of torch.optim"
+    ), done.stderr
     assert not (tmp_path / "runs").exists() and (tmp_path / "ran").exists()  # the canary does sing
 
 
 @pytest.mark.parametrize(
-    "flags", [["-m"], ["--cfg", "job"], ["--info", "all"], ["--resolve"], ["-m", "--cfg", "job"], []]
+    "flags",
+    [["-m"], ["--cfg", "job"], ["--info", "all"], ["--resolve"], ["-m", "--cfg", "job"], []],
 )
 def test_hydra_builds_nothing_of_what_a_config_names(flags, tmp_path):
     places = "".join(
@@ -166,7 +261,11 @@ READING = [
     "python_version:",
     "oc.deprecated:run.dir",
 ]
-READING += ["oc.${run.name}:CANARY", 'oc.decode:"\\${oc.env:CANARY}"', "oc.create:{a: ${oc.env:CANARY}}"]
+READING += [
+    "oc.${run.name}:CANARY",
+    'oc.decode:"\\${oc.env:CANARY}"',
+    "oc.create:{a: ${oc.env:CANARY}}",
+]
 
 
 @pytest.mark.parametrize("what", READING)
@@ -175,7 +274,9 @@ def test_interpolation_that_looks_at_the_machine_is_refused(what, tmp_path, monk
     with pytest.raises(ConfigError, match=r"^\$\{[\w.]+:\.\.\.\}: must be one of oc\.create"):
         load_config(*with_options(tmp_path, f"extra: '${{{what}}}'", "name: env"))
     text = to_yaml(load_config([*TINY[2:], "run.name=env"], [CONF]))
-    (tmp_path / "config.yaml").write_text(text.replace("packages: []", f"packages: ['${{{what}}}']"))
+    (tmp_path / "config.yaml").write_text(
+        text.replace("packages: []", f"packages: ['${{{what}}}']")
+    )
     with pytest.raises(ConfigError) as raised:
         load_run_config(str(tmp_path), [])
     assert "${" in str(raised.value) or "interpolation" in str(raised.value)
@@ -183,17 +284,31 @@ def test_interpolation_that_looks_at_the_machine_is_refused(what, tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    "word", ["run.name=${oc.env:CANARY}", "+task.options.x=${oc.env:CANARY}", "optim=${oc.env:CANARY}"]
+    "word",
+    ["run.name=${oc.env:CANARY}", "+task.options.x=${oc.env:CANARY}", "optim=${oc.env:CANARY}"],
 )
 def test_environment_is_not_read_on_the_command_line(word, tmp_path):
     os.environ.pop("CANARY", None)
-    done = start(*TINY, word, folder=tmp_path, environment={"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "CANARY": "s3kr1t"})
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "s3kr1t" not in done.stderr + done.stdout
+    done = start(
+        *TINY,
+        word,
+        folder=tmp_path,
+        environment={"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "CANARY": "s3kr1t"},
+    )
+    assert (
+        done.returncode == 2
+        and done.stderr.count("\n") == 1
+        and "s3kr1t" not in done.stderr + done.stdout
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_interpolation_within_the_configuration_stays():
-    words = ["run.name=${task.name}", "run.seed=${oc.select:data.global_batch}", "eval.micro_batch=${oc.decode:'7'}"]
+    words = [
+        "run.name=${task.name}",
+        "run.seed=${oc.select:data.global_batch}",
+        "eval.micro_batch=${oc.decode:'7'}",
+    ]
     config = load_config([*TINY[2:], *words], [CONF])
     assert (config.run.name, config.run.seed, config.eval.micro_batch) == ("tiny", 22, 7)
     assert load_config([*TINY[2:], "run.name=a"], [CONF]).run.name == "a"
@@ -235,19 +350,41 @@ INNOCENT = [
     "access",
     "api",
 ]
-FORMS = ["{}={}", "+{}={}", "++{}='{}'", "{}={},b", "{}=[{}]", "{}={{a:{}}}", "--{}={}", "{}={} (", "+{}={{b:[{},{{"]
+FORMS = [
+    "{}={}",
+    "+{}={}",
+    "++{}='{}'",
+    "{}={},b",
+    "{}=[{}]",
+    "{}={{a:{}}}",
+    "--{}={}",
+    "{}={} (",
+    "+{}={{b:[{},{{",
+]
 
 
 @pytest.mark.parametrize("name", SECRETS)
-def test_secret_is_refused_in_files_and_on_the_command_line_without_its_value(name, tmp_path, capfd):
+def test_secret_is_refused_in_files_and_on_the_command_line_without_its_value(
+    name, tmp_path, capfd
+):
     from trainer.__main__ import main
 
     for number, form in enumerate(FORMS):
         for flags in ([["-m"], []][number % 2], ["--cfg", "job"]):
             with pytest.raises(ConfigError) as raised:
-                main(["task=tiny", "--config-dir", CONF, *flags, form.format(f"task.options.{name}", VALUE)])
+                main(
+                    [
+                        "task=tiny",
+                        "--config-dir",
+                        CONF,
+                        *flags,
+                        form.format(f"task.options.{name}", VALUE),
+                    ]
+                )
             assert VALUE not in str(raised.value) and "\n" not in str(raised.value), form
-            assert form.startswith("--") or "read it inside the task, as os.environ" in str(raised.value), form
+            assert form.startswith("--") or "read it inside the task, as os.environ" in str(
+                raised.value
+            ), form
     with pytest.raises(ConfigError, match=r"^task\.options\..* is the name of a secret") as raised:
         load_config(*with_options(tmp_path, f"a: [{{'{name}': {VALUE}}}]"))
     assert VALUE not in str(raised.value) + "".join(capfd.readouterr())
@@ -266,24 +403,51 @@ def test_secret_stands_in_no_file_of_a_run(tmp_path):
     task += "        from types import SimpleNamespace\n        self.options = SimpleNamespace(**self.options)\n"
     task += f"        assert os.environ['HF_TOKEN'] == '{VALUE}'\n"
     (tmp_path / "free.py").write_text(task)
-    words = ["--config-dir", CONF, "task=tiny", "task.trainer=free.Free", "run.name=a", "run.steps=2"]
-    for word in (f"+task.options.hf_token={VALUE}", f"+task.options={{hf_token: {VALUE}}}", f"--hf_token={VALUE}"):
+    words = [
+        "--config-dir",
+        CONF,
+        "task=tiny",
+        "task.trainer=free.Free",
+        "run.name=a",
+        "run.steps=2",
+    ]
+    for word in (
+        f"+task.options.hf_token={VALUE}",
+        f"+task.options={{hf_token: {VALUE}}}",
+        f"--hf_token={VALUE}",
+    ):
         done = lockstep(*words, word, folder=tmp_path)
-        assert done.returncode == 2 and VALUE not in done.stdout + done.stderr and done.stderr.count("\n") == 1
+        assert (
+            done.returncode == 2
+            and VALUE not in done.stdout + done.stderr
+            and done.stderr.count("\n") == 1
+        )
         assert not (tmp_path / "runs").exists()
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(tmp_path)])
     done = start(
-        *words, "+task.options.mark=visible-mark", folder=tmp_path, environment={"PYTHONPATH": paths, "HF_TOKEN": VALUE}
+        *words,
+        "+task.options.mark=visible-mark",
+        folder=tmp_path,
+        environment={"PYTHONPATH": paths, "HF_TOKEN": VALUE},
     )
     assert done.returncode == 0, done.stderr
     made = {path.name: path.read_bytes() for path in files_under(tmp_path / "runs")}
     assert not [name for name, data in made.items() if VALUE.encode() in data]
-    assert {"config.yaml", "manifest.json"} <= {name for name, data in made.items() if b"visible-mark" in data}
+    assert {"config.yaml", "manifest.json"} <= {
+        name for name, data in made.items() if b"visible-mark" in data
+    }
 
 
 # The run directory ----------------------------------------------------------------------------------------------------
 
-PLANTED = ["metrics.jsonl", "config.yaml", "exit.json", ".metrics.jsonl.new", ".config.yaml.new", ".exit.json.new"]
+PLANTED = [
+    "metrics.jsonl",
+    "config.yaml",
+    "exit.json",
+    ".metrics.jsonl.new",
+    ".config.yaml.new",
+    ".exit.json.new",
+]
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +467,11 @@ def goes_on(folder):
 
 
 PLANTS = [(name, "link") for name in [*PLANTED, ".writer", "checkpoints", "tensorboard"]]
-PLANTS += [(n, k) for n in ("metrics.jsonl", ".config.yaml.new", "checkpoints") for k in ("dangling link", "pipe")]
+PLANTS += [
+    (n, k)
+    for n in ("metrics.jsonl", ".config.yaml.new", "checkpoints")
+    for k in ("dangling link", "pipe")
+]
 
 
 @pytest.mark.parametrize(("name", "kind"), PLANTS)
@@ -322,20 +490,38 @@ def test_planted_link_is_not_followed(name, kind, finished, tmp_path):
         place.symlink_to(canary if kind == "link" else tmp_path / "absent")
     before = {path: path.read_bytes() for path in [canary, *canary.rglob("*")] if path.is_file()}
     said = on_ranks(1, goes_on, tmp_path / "runs")[0]
-    assert before == {path: path.read_bytes() for path in [canary, *canary.rglob("*")] if path.is_file()}
+    assert before == {
+        path: path.read_bytes() for path in [canary, *canary.rglob("*")] if path.is_file()
+    }
     assert not (tmp_path / "absent").exists()
     if name.endswith(".new"):
         assert said == "" and not place.is_symlink()
         return
     assert (
-        "\n" not in said and f"{name} must be a plain {'folder' if is_folder else 'file'}, no link; remove it" in said
+        "\n" not in said
+        and f"{name} must be a plain {'folder' if is_folder else 'file'}, no link; remove it"
+        in said
     )
 
 
 # Names ----------------------------------------------------------------------------------------------------------------
 
-NASTY = {"\x1b[31m": "\\x1b[31m", "\r": "\\r", "\n": "\\n", "\x07": "\\x07", "\u202e": "\\u202e", "\u2066": "\\u2066"}
-NASTY |= {"\x9b2J": "\\x9b2J", "\u2028": "\\u2028", "\x00": "\\x00", "\udcff": "\\udcff", "[red]": "[red]", "é": "é"}
+NASTY = {
+    "\x1b[31m": "\\x1b[31m",
+    "\r": "\\r",
+    "\n": "\\n",
+    "\x07": "\\x07",
+    "\u202e": "\\u202e",
+    "\u2066": "\\u2066",
+}
+NASTY |= {
+    "\x9b2J": "\\x9b2J",
+    "\u2028": "\\u2028",
+    "\x00": "\\x00",
+    "\udcff": "\\udcff",
+    "[red]": "[red]",
+    "é": "é",
+}
 
 
 @pytest.mark.parametrize(("name", "shown"), NASTY.items(), ids=map(ascii, NASTY))
@@ -353,7 +539,11 @@ def test_names_are_shown_and_not_obeyed(name, shown, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["\x1b[31m", "\r", "\n", "\x07", "\u202e"])
 def test_error_line_shows_and_does_not_obey(name, tmp_path):
     done = lockstep(*TINY, f"run.resume=no{name}where", folder=tmp_path)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and name not in done.stderr.rstrip("\n"), done.stderr
+    assert (
+        done.returncode == 2
+        and done.stderr.count("\n") == 1
+        and name not in done.stderr.rstrip("\n")
+    ), done.stderr
     assert NASTY[name] in done.stderr or name in "\r\n", done.stderr
     (tmp_path / "task").mkdir()
     (tmp_path / f"task/a{name}b.yaml").touch()
@@ -374,7 +564,13 @@ BANNED = {
     "pickle.load",
     "pickle.loads",
 }
-BANNED |= {"pickle.Unpickler", "marshal.loads", "torch.jit.load", "torch.hub.load", "torch.package.PackageImporter"}
+BANNED |= {
+    "pickle.Unpickler",
+    "marshal.loads",
+    "torch.jit.load",
+    "torch.hub.load",
+    "torch.package.PackageImporter",
+}
 OBJECTS = ("_object", "_object_list")
 
 
@@ -388,12 +584,22 @@ def banned(tree):
             yield node.lineno, called
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-            yield from ((node.lineno, name) for name in names if name in ("pickle", "dill", "marshal", "shelve"))
+            yield from (
+                (node.lineno, name)
+                for name in names
+                if name in ("pickle", "dill", "marshal", "shelve")
+            )
 
 
 def test_code_has_no_pickle_no_object_collectives_and_no_shell():
-    paths = [path for folder in ("trainer", "tasks", "scripts") for path in (ROOT / folder).rglob("*.py")]
-    found = [f"{path}:{line} {what}" for path in paths for line, what in banned(ast.parse(path.read_text()))]
+    paths = [
+        path for folder in ("trainer", "tasks", "scripts") for path in (ROOT / folder).rglob("*.py")
+    ]
+    found = [
+        f"{path}:{line} {what}"
+        for path in paths
+        for line, what in banned(ast.parse(path.read_text()))
+    ]
     assert len(paths) > 30 and found == []
 
 
@@ -413,7 +619,13 @@ def test_code_has_no_pickle_no_object_collectives_and_no_shell():
             "torch.distributed.gather_object(x)",
             "eval(x)",
         ),
-        *("dist.scatter_object_list(x, y)", "subprocess.run(x, shell=True)", "os.system(x)", "exec(x)", "yaml.load(x)"),
+        *(
+            "dist.scatter_object_list(x, y)",
+            "subprocess.run(x, shell=True)",
+            "os.system(x)",
+            "exec(x)",
+            "yaml.load(x)",
+        ),
     ],
 )
 def test_the_check_of_the_code_finds(line):

@@ -31,7 +31,9 @@ def test_srun_numbers_its_tasks_over_the_nodes(cluster):
     done = cluster.srun("-N2", "--ntasks-per-node=2", sys.executable, "-c", SHOW)
     assert done.returncode == 0, done.stderr
     tasks = sorted(line.split() for line in done.stdout.splitlines())
-    assert tasks == [[rank, node, local, "4", "n[1-2]"] for rank, node, local in ("000", "101", "210", "311")]
+    assert tasks == [
+        [rank, node, local, "4", "n[1-2]"] for rank, node, local in ("000", "101", "210", "311")
+    ]
 
 
 @pytest.mark.slow
@@ -54,22 +56,39 @@ def test_requeued_job_starts_again_by_itself(cluster, tmp_path: Path):
 def test_doctor_examines_the_ranks_of_srun(cluster):
     done = cluster.srun("-N2", "--ntasks-per-node=2", "python", "-m", "trainer.doctor", "--json")
     rows = {row["check"]: row for row in json.loads(done.stdout)["checks"]}
-    assert "by srun" in rows["rank 3"]["found"] and rows["rendezvous"]["found"].startswith("4 ranks met"), done.stdout
+    assert "by srun" in rows["rank 3"]["found"] and rows["rendezvous"]["found"].startswith(
+        "4 ranks met"
+    ), done.stdout
 
 
 def test_srun_starts_the_ranks(cluster, tmp_path):
-    done = cluster.srun("-N2", "--ntasks-per-node=2", "python", "-m", "trainer", *TINY, f"run.dir={tmp_path}")
+    done = cluster.srun(
+        "-N2", "--ntasks-per-node=2", "python", "-m", "trainer", *TINY, f"run.dir={tmp_path}"
+    )
     assert done.returncode == 0, done.stderr
-    assert "4 ranks on 2 nodes" in done.stdout and "go on with: srun --nodes=2 --ntasks=4 python" in done.stdout
+    assert (
+        "4 ranks on 2 nodes" in done.stdout
+        and "go on with: srun --nodes=2 --ntasks=4 python" in done.stdout
+    )
     config = (tmp_path / "tiny/a/config.yaml").read_text()
     assert "init: env" in config and newest(tmp_path / "tiny/a").manifest["world_size"] == 4
 
 
 def test_bad_setting_is_one_line_and_never_retried(cluster, tmp_path):
-    words = ("--kill-on-bad-exit=1", "python", "-m", "trainer", *TINY, f"run.dir={tmp_path}", "optim.lrr=1")
+    words = (
+        "--kill-on-bad-exit=1",
+        "python",
+        "-m",
+        "trainer",
+        *TINY,
+        f"run.dir={tmp_path}",
+        "optim.lrr=1",
+    )
     done = cluster.srun("-n2", *words)
     lines = [
-        line for line in done.stderr.splitlines() if "error:" in line and not line.startswith(("srun", "slurmstepd"))
+        line
+        for line in done.stderr.splitlines()
+        if "error:" in line and not line.startswith(("srun", "slurmstepd"))
     ]
     assert lines == ["error: optim.lrr is not a setting; did you mean optim.lr?"], done.stderr
 
@@ -82,9 +101,15 @@ def test_job_that_is_asked_to_stop_requeues_itself_and_goes_on(cluster, tmp_path
     job = cluster.submit(template, *place, "--", *words)
     wait_for(lambda: [*tmp_path.glob("slow/*/checkpoints/step-*")])
     cluster.run("scancel", "--signal=USR1", job)
-    assert cluster.wait(job, {"COMPLETED", "FAILED"}, 90) == "COMPLETED", (tmp_path / f"slurm-{job}.out").read_text()
+    assert cluster.wait(job, {"COMPLETED", "FAILED"}, 90) == "COMPLETED", (
+        tmp_path / f"slurm-{job}.out"
+    ).read_text()
     said = (tmp_path / f"slurm-{job}.out").read_text()
-    assert cluster.requeues(job) == 1 and f"SLURM job {job} is requeued" in said and "resumed at step" in said
+    assert (
+        cluster.requeues(job) == 1
+        and f"SLURM job {job} is requeued" in said
+        and "resumed at step" in said
+    )
     (directory,) = (tmp_path / "slow").iterdir()
     assert json.loads((directory / "exit.json").read_text())["code"] == 0
     with contextlib.redirect_stdout(io.StringIO()):
@@ -102,16 +127,28 @@ def test_sweep_is_submitted_by_submitit_as_groups_of_ranks(cluster, tmp_path):
         "checkpoint.every_epochs=null",
     ]
     settings = ["nodes=2", "tasks_per_node=1", "timeout_min=5", "cpus_per_task=1"]
-    command = ["python", "-m", "trainer", *words, *(f"hydra.launcher.{setting}" for setting in settings)]
+    command = [
+        "python",
+        "-m",
+        "trainer",
+        *words,
+        *(f"hydra.launcher.{setting}" for setting in settings),
+    ]
     done, twice = cluster.run(*command), cluster.run(*command)
     assert done.returncode == 0, done.stderr
     jobs = [line.split()[-1] for line in done.stdout.splitlines() if "submitted as" in line]
     known = [line.split()[-1] for line in twice.stdout.splitlines() if "submitted as" in line]
-    assert known and set(known) <= set(jobs), twice.stdout  # what is in the queue is not submitted again
-    assert [cluster.wait(job, {"COMPLETED", "FAILED"}, 60) for job in jobs] == ["COMPLETED"] * 2, done.stdout
+    assert known and set(known) <= set(jobs), (
+        twice.stdout
+    )  # what is in the queue is not submitted again
+    assert [cluster.wait(job, {"COMPLETED", "FAILED"}, 60) for job in jobs] == ["COMPLETED"] * 2, (
+        done.stdout
+    )
     runs = sorted((tmp_path / "tiny").iterdir())
     assert [newest(run).manifest["world_size"] for run in runs] == [2, 2]
     again = cluster.run("python", "-m", "trainer", *words, "hydra.launcher.nodes=2")
     assert again.stdout.count(": done") == 2, again.stdout
     wrong = cluster.run("python", "-m", "trainer", *words, "hydra.launcher.nods=2")
-    assert wrong.returncode == 2 and wrong.stderr.startswith("error: hydra/launcher=submitit_slurm: "), wrong.stderr
+    assert wrong.returncode == 2 and wrong.stderr.startswith(
+        "error: hydra/launcher=submitit_slurm: "
+    ), wrong.stderr

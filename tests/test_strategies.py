@@ -38,7 +38,9 @@ class Pooled(Tiny):
 
     def build_model(self):
         pool, flat = nn.AvgPool2d(2), nn.Flatten()
-        return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), pool, flat, nn.Linear(128, 3))
+        return nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), pool, flat, nn.Linear(128, 3)
+        )
 
 
 class Parted(Tiny):
@@ -47,7 +49,9 @@ class Parted(Tiny):
     def build_model(self):
         assert len(self.world.devices) == 2
         first, second = self.world.devices
-        return nn.Sequential(nn.Linear(4, 16, device=first), nn.GELU(), nn.Linear(16, 3, device=second))
+        return nn.Sequential(
+            nn.Linear(4, 16, device=first), nn.GELU(), nn.Linear(16, 3, device=second)
+        )
 
 
 class Frozen(Tiny):
@@ -83,10 +87,20 @@ CELLS = {
     "two optimizers x 3": (3, Two, TINY, []),
     "small buckets": (2, None, TINY, ["strategy.bucket_mb=0.0001"]),
     "static graph": (2, None, TINY, ["strategy.static_graph=true", "data.micro_batch=6"]),
-    "unused parameters": (2, Frozen, TINY, ["strategy.find_unused_parameters=true", "data.micro_batch=6"]),
+    "unused parameters": (
+        2,
+        Frozen,
+        TINY,
+        ["strategy.find_unused_parameters=true", "data.micro_batch=6"],
+    ),
     "two devices per rank": (2, Parted, [*TINY, "strategy.devices_per_rank=2"], []),
     "channels_last": (2, Pooled, [*TINY, "optim.lr=0.1", "strategy.channels_last=true"], []),
-    "clipping, linear rule": (2, None, [*TINY, "run.clip_norm=0.1", "run.lr_scaling=linear", "run.lr_batch=11"], []),
+    "clipping, linear rule": (
+        2,
+        None,
+        [*TINY, "run.clip_norm=0.1", "run.lr_scaling=linear", "run.lr_batch=11"],
+        [],
+    ),
 }
 
 
@@ -99,7 +113,9 @@ def test_run_does_not_depend_on_the_strategy(cell, references, tmp_path):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_average_pooling_under_sgd_in_fp32_agrees_to_a_thousandth(ranks, references, tmp_path):
     recipe = [*TINY, "optim.lr=0.1", "strategy.precision=fp32"]
-    check_parity(references(Pooled, *recipe), fit_on(ranks, tmp_path, *recipe, task=Pooled), 1e-3, 1e-3)
+    check_parity(
+        references(Pooled, *recipe), fit_on(ranks, tmp_path, *recipe, task=Pooled), 1e-3, 1e-3
+    )
 
 
 def test_plain_batchnorm_does_depend_on_the_number_of_ranks(references, tmp_path):
@@ -134,12 +150,20 @@ def test_ema_is_what_is_evaluated_and_is_restored(tmp_path):
 @pytest.mark.parametrize("hook", ["fp16", "powersgd"])
 def test_compressing_hook_trains_and_keeps_the_ranks_equal(hook, tmp_path):
     """fit_on compares the ranks. Weights and requests to stop ride beside it uncompressed: the loss is exact."""
-    recipe = ["task=tiny", "optim.lr=0.3", "strategy.precision=fp32", "run.steps=40", "task.options.weights=true"]
+    recipe = [
+        "task=tiny",
+        "optim.lr=0.3",
+        "strategy.precision=fp32",
+        "run.steps=40",
+        "task.options.weights=true",
+    ]
     plain = fit_on(2, tmp_path / "plain", *recipe)
     run = fit_on(2, tmp_path / "hook", *recipe, f"strategy.comm_hook={hook}")
     losses = list(run["losses"].values())
     assert losses[-1] < 0.8 * losses[0]
-    assert run["losses"] != plain["losses"] and run["losses"][5] == pytest.approx(plain["losses"][5], rel=1e-2)
+    assert run["losses"] != plain["losses"] and run["losses"][5] == pytest.approx(
+        plain["losses"][5], rel=1e-2
+    )
 
 
 def normalized(sizes, affine, dims):
@@ -158,7 +182,11 @@ def normalized(sizes, affine, dims):
             nn.init.normal_(layer.bias)
         start = sum(sizes[:rank])
         part = slice(start, start + sizes[rank]) if synchronised else slice(None)
-        model = synchronize(nn.Sequential(layer), torch.device("cpu")) if synchronised else nn.Sequential(layer)
+        model = (
+            synchronize(nn.Sequential(layer), torch.device("cpu"))
+            if synchronised
+            else nn.Sequential(layer)
+        )
         assert isinstance(model[0], SyncBatchNorm) == synchronised
         inputs = rows[part].clone().requires_grad_()
         outputs = model(inputs)
@@ -168,7 +196,13 @@ def normalized(sizes, affine, dims):
             for gradient in gradients:
                 torch.distributed.all_reduce(gradient)
         whole = slice(start, start + sizes[rank]) if not synchronised else slice(None)
-        kept = [outputs.detach()[whole], inputs.grad[whole], *gradients, layer.running_mean, layer.running_var]
+        kept = [
+            outputs.detach()[whole],
+            inputs.grad[whole],
+            *gradients,
+            layer.running_mean,
+            layer.running_var,
+        ]
         outcomes.append(kept)
     return max(relative_distance(a, b) for a, b in zip(*outcomes, strict=True))
 
@@ -191,11 +225,31 @@ def test_synchronised_batchnorm_is_batchnorm_of_the_joined_batch(sizes, dims, af
 REFUSED = {
     "device_ids": (["strategy.device_ids=[0]"], 1, "strategy.device_ids: is for strategy=dp"),
     "dp x 2": (["strategy=dp"], 2, "strategy=dp: is one process over the GPUs, and 2 were started"),
-    "dp syncbn": (["strategy=dp", "strategy.sync_batchnorm=true"], 1, "strategy.sync_batchnorm=true: torch's Data"),
-    "dp parted": (["strategy=dp", "strategy.devices_per_rank=2"], 1, "strategy.devices_per_rank=2: torch's Data"),
-    "bf16 hook": (["strategy.comm_hook=bf16", "strategy.precision=fp32"], 2, "strategy.comm_hook=bf16: needs"),
-    "fp64 hook": (["strategy.comm_hook=fp16"], 2, "strategy.comm_hook=fp16: compresses float32 gradients"),
-    "single hook": (["strategy=single", "strategy.comm_hook=fp16"], 1, "strategy.comm_hook=fp16: strategy=single"),
+    "dp syncbn": (
+        ["strategy=dp", "strategy.sync_batchnorm=true"],
+        1,
+        "strategy.sync_batchnorm=true: torch's Data",
+    ),
+    "dp parted": (
+        ["strategy=dp", "strategy.devices_per_rank=2"],
+        1,
+        "strategy.devices_per_rank=2: torch's Data",
+    ),
+    "bf16 hook": (
+        ["strategy.comm_hook=bf16", "strategy.precision=fp32"],
+        2,
+        "strategy.comm_hook=bf16: needs",
+    ),
+    "fp64 hook": (
+        ["strategy.comm_hook=fp16"],
+        2,
+        "strategy.comm_hook=fp16: compresses float32 gradients",
+    ),
+    "single hook": (
+        ["strategy=single", "strategy.comm_hook=fp16"],
+        1,
+        "strategy.comm_hook=fp16: strategy=single",
+    ),
     "tf32": (["strategy.precision=tf32"], 1, "strategy.precision=tf32: is arithmetic of CUDA GPUs"),
     "name": (["strategy.name=fsdp"], 1, "strategy.name=fsdp: must be one of"),
     "rule": (["run.lr_scaling=linear"], 1, "run.lr_scaling=linear: give run.lr_batch"),
@@ -225,7 +279,9 @@ def test_parameter_without_gradient_is_named(tmp_path):
         return str(error.value)
 
     for said in on_ranks(2, refused):
-        assert said.startswith("strategy=ddp: the loss does not depend on the parameter spare; use it")
+        assert said.startswith(
+            "strategy=ddp: the loss does not depend on the parameter spare; use it"
+        )
 
 
 def test_start_says_what_the_strategy_does(tmp_path, capfd):
@@ -236,10 +292,15 @@ def test_start_says_what_the_strategy_does(tmp_path, capfd):
     fit_on(2, tmp_path / "hook", *hook)
     assert "2 ranks on 1 node, fp32, SyncBN, comm hook powersgd, " in capfd.readouterr().out
     fit_on(2, tmp_path / "hook", *hook, "run.resume=auto", "run.steps=25")
-    assert "PowerSGD begins with an empty error memory: this resume is not exact" in capfd.readouterr().out
+    assert (
+        "PowerSGD begins with an empty error memory: this resume is not exact"
+        in capfd.readouterr().out
+    )
 
 
 def test_checks_need_no_group():
     config = load_config(["task=tiny", "strategy=ddp_syncbn_amp"], [CONF])
     check_strategy(config, World())
-    assert config.strategy.name == "ddp" and config.strategy.sync_batchnorm  # the task says which precision
+    assert (
+        config.strategy.name == "ddp" and config.strategy.sync_batchnorm
+    )  # the task says which precision

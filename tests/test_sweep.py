@@ -28,13 +28,17 @@ def test_each_job_is_a_group_and_a_failed_one_is_told(tmp_path):
     assert told == {("203", "done", "0"), ("21", "failed", "2"), ("150", "done", "0")}
     values = {row["task.options.examples"]: float(row["best"]) for row in rows if row["best"]}
     assert all(
-        json.loads((tmp_path / job["directory"] / "exit.json").read_text())["best"] for job in jobs if not job["code"]
+        json.loads((tmp_path / job["directory"] / "exit.json").read_text())["best"]
+        for job in jobs
+        if not job["code"]
     )
     table = [line.split()[1] for line in out.splitlines() if " done " in line or " failed " in line]
     assert table == [*sorted(values, key=values.get), "21"], out  # best first
     assert [row["task.options.examples"] for row in rows] == table
     again = ended(start(tmp_path, *words))
-    assert again[1].count("is finished") == 2 and "2 ranks on 1 node" not in again[1] and again[0] == 1
+    assert (
+        again[1].count("is finished") == 2 and "2 ranks on 1 node" not in again[1] and again[0] == 1
+    )
 
 
 def test_job_is_never_taken_for_another_and_a_sweep_runs_once_at_a_time(tmp_path):
@@ -45,8 +49,12 @@ def test_job_is_never_taken_for_another_and_a_sweep_runs_once_at_a_time(tmp_path
     assert code == 2 and f"process {first.pid} on " in err, err
     first.send_signal(signal.SIGTERM)
     assert ended(first)[0] == 75
-    code, out, err = ended(start(tmp_path, *words, "run.epochs=1", "run.steps=null", "optim.lr=0.3,0.4"))
-    assert code == 0 and "resumed" not in out and len([*(tmp_path / "runs/tiny").iterdir()]) == 3, out + err
+    code, out, err = ended(
+        start(tmp_path, *words, "run.epochs=1", "run.steps=null", "optim.lr=0.3,0.4")
+    )
+    assert code == 0 and "resumed" not in out and len([*(tmp_path / "runs/tiny").iterdir()]) == 3, (
+        out + err
+    )
 
 
 def test_every_job_is_checked_before_the_first_starts(tmp_path):
@@ -59,7 +67,9 @@ def test_every_job_is_checked_before_the_first_starts(tmp_path):
 def test_sweep_stops_at_a_failed_job_where_told(tmp_path):
     words = ["-m", *TINY[:3], "task.options.examples=21,203", "launch.on_failed_job=stop"]
     code, out, _ = ended(start(tmp_path, *words))
-    assert code == 1 and [row["state"] for row in results(tmp_path)[0]] == ["failed", "waiting"], out
+    assert code == 1 and [row["state"] for row in results(tmp_path)[0]] == ["failed", "waiting"], (
+        out
+    )
 
 
 @pytest.mark.slow
@@ -77,15 +87,29 @@ def test_stopped_sweep_goes_on_where_it_was(tmp_path):
 
 
 def test_sweep_under_torchrun_is_refused_with_advice(tmp_path):
-    code, _, err = ended(start(tmp_path, "-m", *TINY, *ELASTIC, "optim.lr=0.1,0.2", RANK="0", WORLD_SIZE="2"))
-    assert code == 2 and "a sweep with python, and launch=elastic launch.nproc_per_node=<ranks of each job>" in err
+    code, _, err = ended(
+        start(tmp_path, "-m", *TINY, *ELASTIC, "optim.lr=0.1,0.2", RANK="0", WORLD_SIZE="2")
+    )
+    assert (
+        code == 2
+        and "a sweep with python, and launch=elastic launch.nproc_per_node=<ranks of each job>"
+        in err
+    )
 
 
 @pytest.mark.slow
 def test_optuna_chooses_the_jobs(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    words = ["-m", *TINY[:3], "optim.lr=interval(0.01,0.5)", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2"]
-    code, out, err = ended(start(tmp_path, *words, "hydra.sweeper.sampler.seed=1", "hydra.sweeper.n_jobs=1"))
+    words = [
+        "-m",
+        *TINY[:3],
+        "optim.lr=interval(0.01,0.5)",
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.n_trials=2",
+    ]
+    code, out, err = ended(
+        start(tmp_path, *words, "hydra.sweeper.sampler.seed=1", "hydra.sweeper.n_jobs=1")
+    )
     assert code == 0, out + err
     rows, _ = results(tmp_path)
     rates = {float(row["optim.lr"]) for row in rows}
@@ -97,11 +121,23 @@ def test_optuna_chooses_the_jobs(tmp_path):
 @pytest.mark.parametrize("policy", ["continue", "stop"])
 def test_job_of_optuna_that_fails_is_the_worst(policy, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    words = ["-m", *TINY[:3], "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
-    words += ["data.global_batch=choice(250,251,252)", f"launch.on_failed_job={policy}", "hydra.sweeper.sampler.seed=2"]
+    words = [
+        "-m",
+        *TINY[:3],
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.n_trials=3",
+        "hydra.sweeper.n_jobs=1",
+    ]
+    words += [
+        "data.global_batch=choice(250,251,252)",
+        f"launch.on_failed_job={policy}",
+        "hydra.sweeper.sampler.seed=2",
+    ]
     code, out, err = ended(start(tmp_path, *words))
     rows, _ = results(tmp_path)
-    assert code == 1 and [row["state"] for row in rows] == ["failed"] * (1 if policy == "stop" else 3), out + err
+    assert code == 1 and [row["state"] for row in rows] == ["failed"] * (
+        1 if policy == "stop" else 3
+    ), out + err
 
 
 def test_file_that_has_hydra_build_something_is_refused(tmp_path):
@@ -109,7 +145,14 @@ def test_file_that_has_hydra_build_something_is_refused(tmp_path):
     text = (Path(CONF) / "task/tiny.yaml").read_text()
     evil = "hydra:\n  callbacks:\n    x: {_target_: pathlib.Path.touch, self: canary}\n"
     (tmp_path / "conf/task/evil.yaml").write_text(text + evil)
-    words = ["-m", "--config-dir", "conf", "task=evil", "optim.lr=interval(0.01,0.5)", "hydra/sweeper=optuna"]
+    words = [
+        "-m",
+        "--config-dir",
+        "conf",
+        "task=evil",
+        "optim.lr=interval(0.01,0.5)",
+        "hydra/sweeper=optuna",
+    ]
     code, _, err = ended(start(tmp_path, *words))
     assert code == 2 and "hydra.callbacks" in err and len(err.splitlines()) == 1, err
     assert not (tmp_path / "canary").exists()

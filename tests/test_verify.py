@@ -40,7 +40,10 @@ def test_task_that_is_right_is_proved_in_every_layout(prove):
     assert code == 0 and "proved: what is learned did not change" in said
     for layout in verify.LAYOUTS:
         rows = [line.split() for line in said.splitlines() if line.split()[:1] == [layout]]
-        assert [(row[1], row[2], row[-1]) for row in rows] == [("fp64", "same", "agrees"), ("fp32", "same", "agrees")]
+        assert [(row[1], row[2], row[-1]) for row in rows] == [
+            ("fp64", "same", "agrees"),
+            ("fp32", "same", "agrees"),
+        ]
 
 
 class OwnData(Tiny):
@@ -52,7 +55,9 @@ class OwnData(Tiny):
 class OwnAugmentation(Tiny):
     def augment(self, inputs, targets, random, train):
         inputs, targets = super().augment(inputs, targets, random, train)
-        return inputs + 0.1 * torch.randn(inputs.shape, dtype=inputs.dtype) * (self.step > 2), targets
+        return inputs + 0.1 * torch.randn(inputs.shape, dtype=inputs.dtype) * (
+            self.step > 2
+        ), targets
 
 
 class RandomLoss(Tiny):
@@ -68,7 +73,9 @@ class LossOfTheRank(Tiny):
 class ModelOfTheRank(Tiny):
     def build_model(self):
         model = super().build_model()
-        model.register_forward_hook(lambda module, inputs, outputs: outputs * (1 + 0.1 * self.world.rank))
+        model.register_forward_hook(
+            lambda module, inputs, outputs: outputs * (1 + 0.1 * self.world.rank)
+        )
         return model
 
 
@@ -105,7 +112,9 @@ class Norm(Tiny):
 
 class MetricsOfTheRank(Tiny):
     def metrics(self, outputs, targets):
-        return {"accuracy": super().metrics(outputs, targets)["accuracy"] * (1 + 0.1 * self.world.rank)}
+        return {
+            "accuracy": super().metrics(outputs, targets)["accuracy"] * (1 + 0.1 * self.world.rank)
+        }
 
 
 class RateOfTheLayout(Tiny):
@@ -136,7 +145,9 @@ WRONG = {
 def test_what_makes_a_run_depend_on_its_layout_is_found_and_explained(task, prove):
     code, said = prove(task, "layouts=ranks-2")
     assert code == 1 and "NOT proved: 1 of 2" in said
-    lines = [line for line in said.splitlines() if line.startswith("ranks-2, fp64: DIFFERENT: first: ")]
+    lines = [
+        line for line in said.splitlines() if line.startswith("ranks-2, fp64: DIFFERENT: first: ")
+    ]
     assert len(lines) == 1 and WRONG[task] in lines[0], said
 
 
@@ -158,7 +169,10 @@ RuntimeError: other
     ("said", "told"),
     [
         (FAILED, "ValueError: a b (/home/me/tasks/mine.py:12, in loss)"),
-        (f"error: another rank has ended\n{FAILED}", "ValueError: a b (/home/me/tasks/mine.py:12, in loss)"),
+        (
+            f"error: another rank has ended\n{FAILED}",
+            "ValueError: a b (/home/me/tasks/mine.py:12, in loss)",
+        ),
         (f"{FAILED}error: loss returned a scalar", "loss returned a scalar"),
         ("error: another rank has ended", "another rank has ended"),
         ("Killed", "Killed"),
@@ -169,7 +183,9 @@ def test_ranks_that_fail_are_told_by_the_error_and_its_place(said, told):
     assert verify.last_words(said) == told
 
 
-@pytest.mark.parametrize("word", ["layouts=", "layouts=[]", "kills=2", "--resume layouts=ranks-2", "steps"])
+@pytest.mark.parametrize(
+    "word", ["layouts=", "layouts=[]", "kills=2", "--resume layouts=ranks-2", "steps"]
+)
 def test_words_that_would_prove_nothing_are_refused(word):
     with pytest.raises(ConfigError, match=rf"^'?{re.escape(word.split()[-1])}'?.*"):
         verify.main(["--config-dir", CONF, "task=tiny", *word.split()])
@@ -198,7 +214,10 @@ def test_difference_in_the_own_precision_alone_is_rounding(prove):
     code, said = prove(Cubed, *words)
     assert code == 0, said
     expected = "fp64 agrees, so this is rounding, which is amplified by AdamW (near zero gradients)"
-    assert any(line.startswith("ranks-3, fp32: rounding") and line.endswith(expected) for line in said.splitlines())
+    assert any(
+        line.startswith("ranks-3, fp32: rounding") and line.endswith(expected)
+        for line in said.splitlines()
+    )
 
 
 def test_run_that_learned_nothing_proves_nothing(prove):
@@ -220,7 +239,9 @@ class TwoLosses(Tiny):
 
 def test_losses_of_a_step_of_its_own_are_compared_too(prove):
     code, said = prove(TwoLosses, "layouts=ranks-2")
-    assert code == 1 and "one rank, fp64: reference: " in said and "ranks-2, fp64: DIFFERENT" in said
+    assert (
+        code == 1 and "one rank, fp64: reference: " in said and "ranks-2, fp64: DIFFERENT" in said
+    )
 
 
 class OneInput(Tiny):
@@ -259,7 +280,10 @@ def test_task_without_targets_is_proved(prove):
     ("words", "line"),
     [
         (["--resume", "steps=3"], r"^steps=3: --resume needs at least 5, to kill after a save$"),
-        (["layouts=rank-2"], r"^layouts=rank-2: must be of ranks-2, ranks-3, accumulation, .* or ranks-<n>$"),
+        (
+            ["layouts=rank-2"],
+            r"^layouts=rank-2: must be of ranks-2, ranks-3, accumulation, .* or ranks-<n>$",
+        ),
         (["steps=0"], r"^steps=0: must be a whole number of at least 1$"),
         (["optim.lrr=1"], r"^optim.lrr is not a setting; did you mean optim.lr\?$"),
     ],
@@ -288,7 +312,12 @@ def verb(*words):
 
 @pytest.mark.slow
 def test_run_that_is_killed_and_resumed_has_the_same_bits_by_the_command_line():
-    words = ["data.global_batch=24", "data.micro_batch=4", "task.options.dropout=0.2", "optim=adamw"]
+    words = [
+        "data.global_batch=24",
+        "data.micro_batch=4",
+        "task.options.dropout=0.2",
+        "optim=adamw",
+    ]
     done = verb("--resume", "kills=1", "seed=5", *words)
     rows = [line.split()[-2:] for line in done.stdout.splitlines() if " killed in step " in line]
     assert done.returncode == 0, done
@@ -297,11 +326,17 @@ def test_run_that_is_killed_and_resumed_has_the_same_bits_by_the_command_line():
 
 def test_layouts_are_compared_by_the_command_line():
     done = verb("layouts=ranks-2", "steps=5")
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "proved: what is learned did not change", done
+    assert (
+        done.returncode == 0
+        and done.stdout.splitlines()[-1] == "proved: what is learned did not change"
+    ), done
 
 
 @pytest.mark.slow
 def test_state_that_no_checkpoint_holds_is_found_by_resuming():
     done = verb("--resume", "kills=1", "seed=1", "task.trainer=test_verify.Forgetful")
     assert done.returncode == 1
-    assert "DIFFERENT: first: train/loss of step" in done.stdout and "state kept outside of model" in done.stdout
+    assert (
+        "DIFFERENT: first: train/loss of step" in done.stdout
+        and "state kept outside of model" in done.stdout
+    )

@@ -16,13 +16,22 @@ STICKS = ["--config-dir", CONF, "task=sticks", "run.name=a"]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 CASES = {
-    "sleep": ("rank 1 (process # on #) has been in forward and backward for 2 s, at step 8", "watched.py"),
+    "sleep": (
+        "rank 1 (process # on #) has been in forward and backward for 2 s, at step 8",
+        "watched.py",
+    ),
     "stop": (
         "rank 1 (process # on #) has been in forward and backward for 2 s, at step 8, stopped by a signal",
         "watched.py",
     ),
-    "gil@loss": ("rank 1 (process # on #) has been in forward and backward for 2 s, at step 8", "in loss"),
-    "loop@metrics": ("rank 1 (process # on #) has been in evaluation for 2 s, at step 9", "in metrics"),
+    "gil@loss": (
+        "rank 1 (process # on #) has been in forward and backward for 2 s, at step 8",
+        "in loss",
+    ),
+    "loop@metrics": (
+        "rank 1 (process # on #) has been in evaluation for 2 s, at step 9",
+        "in metrics",
+    ),
     "worker": (
         "rank 1 (process # on #) has been in the data loader for 2 s, at step #; its child process # is stopped",
     ),
@@ -38,21 +47,35 @@ WAITS = {
 SLOW = ("sleep", "gil@loss", "loop@metrics", "barrier", "worker")
 
 
-@pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.slow) if how in SLOW else how for how in CASES])
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=pytest.mark.slow) if how in SLOW else how for how in CASES]
+)
 def test_rank_without_progress_is_named(how, tmp_path):
     at = "task.options.at=9" if how == "loop@metrics" else "task.options.at=8"
-    words = [*STICKS, f"task.options.how={how}", at, *(["data.workers=1"] if how == "worker" else [])]
+    words = [
+        *STICKS,
+        f"task.options.how={how}",
+        at,
+        *(["data.workers=1"] if how == "worker" else []),
+    ]
     code, _, err = ended(start(tmp_path, *words, launcher=TORCHRUN))
     assert code == 1
     line = next(line for line in err.splitlines() if line.startswith("error: no progress: "))
-    told = re.sub(r"process \d+", "process #", line).replace(f" on {__import__('socket').gethostname()})", " on #)")
+    told = re.sub(r"process \d+", "process #", line).replace(
+        f" on {__import__('socket').gethostname()})", " on #)"
+    )
     told = re.sub(r" for [23] s", " for 2 s", told)
     told = re.sub(r"step \d+", "step #", told) if how == "worker" else told
-    waits = WAITS.get(how, "; rank 0 waits in gradient all-reduce of step " + ("#" if how == "worker" else "8"))
+    waits = WAITS.get(
+        how, "; rank 0 waits in gradient all-reduce of step " + ("#" if how == "worker" else "8")
+    )
     assert told == f"error: no progress: {CASES[how][0]}{waits}"
     for frame in CASES[how][1:]:
         assert frame in err.split("innermost call first:")[1]
-    assert json.loads((tmp_path / "runs/sticks/a/exit.json").read_text())["reason"] == line[len("error: ") :]
+    assert (
+        json.loads((tmp_path / "runs/sticks/a/exit.json").read_text())["reason"]
+        == line[len("error: ") :]
+    )
 
 
 @pytest.mark.slow
@@ -67,10 +90,17 @@ class Once(Sticks):
             super()._stick(place)
 """
     (tmp_path / "once.py").write_text(task)
-    words += ["task.trainer=once.Once", "launch=elastic", "launch.nproc_per_node=2", "launch.max_restarts=1"]
+    words += [
+        "task.trainer=once.Once",
+        "launch=elastic",
+        "launch.nproc_per_node=2",
+        "launch.max_restarts=1",
+    ]
     code, out, err = ended(start(tmp_path, *words))
     assert code == 0 and "error: no progress: rank 1" in err, err
-    assert re.search(r"resumed at step \d+ of 20", out), out  # it goes on for a moment while its stack is had
+    assert re.search(r"resumed at step \d+ of 20", out), (
+        out
+    )  # it goes on for a moment while its stack is had
 
 
 @pytest.mark.slow
@@ -79,7 +109,10 @@ def test_run_that_is_stopped_and_let_go_on_goes_on(tmp_path):
     words = [*STICKS, "run.steps=300", "dist.hang_timeout_s=2"]
     run = start(tmp_path, *words, launcher=TORCHRUN)
     wait_for(lambda: (tmp_path / "runs/sticks/a/metrics.jsonl").exists())
-    pids = [run.pid, *(pid for child in children_of(run.pid) for pid in (child, *children_of(child)))]
+    pids = [
+        run.pid,
+        *(pid for child in children_of(run.pid) for pid in (child, *children_of(child))),
+    ]
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in pids:
             os.kill(pid, number)
@@ -89,18 +122,37 @@ def test_run_that_is_stopped_and_let_go_on_goes_on(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare"
+)
 def test_first_process_of_a_container_is_ended_too(tmp_path):
-    words = [sys.executable, "-m", "trainer", *STICKS, "task.options.how=sleep", "task.options.rank=0"]
+    words = [
+        sys.executable,
+        "-m",
+        "trainer",
+        *STICKS,
+        "task.options.how=sleep",
+        "task.options.rank=0",
+    ]
     environment = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
     contained = ["unshare", "--pid", "--fork", "--mount-proc", *words]
-    done = subprocess.run(contained, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 128 + 9 and "error: no progress: rank 0 (process " in done.stderr, done.stderr
+    done = subprocess.run(
+        contained, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 128 + 9 and "error: no progress: rank 0 (process " in done.stderr, (
+        done.stderr
+    )
 
 
 @pytest.mark.slow
 def test_slow_rank_is_no_alarm_but_a_straggler(tmp_path):
-    words = [*STICKS, "task.options.slow_ms=60", "run.steps=160", "dist.hang_timeout_s=3", "eval.every_epochs=null"]
+    words = [
+        *STICKS,
+        "task.options.slow_ms=60",
+        "run.steps=160",
+        "dist.hang_timeout_s=3",
+        "eval.every_epochs=null",
+    ]
     code, _, err = ended(start(tmp_path, *words, launcher=TORCHRUN))
     assert code == 0 and "no progress" not in err
     assert re.findall(r"warning: rank (\d) on \S+ is a straggler", err) == ["1"], err
@@ -120,8 +172,14 @@ class LateStart(Sticks):
     code, out, err = ended(start(tmp_path, *words))
     assert code == 0 and "done: 20 steps" in out, err
     began = time.monotonic()
-    code, _, err = ended(start(tmp_path, *words[:3], "run.name=b", *words[4:], "task.options.how=gil"))
-    assert code != 0 and "error: no progress: rank 0 (process " in err and time.monotonic() - began < 30
+    code, _, err = ended(
+        start(tmp_path, *words[:3], "run.name=b", *words[4:], "task.options.how=gil")
+    )
+    assert (
+        code != 0
+        and "error: no progress: rank 0 (process " in err
+        and time.monotonic() - began < 30
+    )
 
 
 def test_rank_of_another_node_is_named_by_node_0(tmp_path):
@@ -129,7 +187,12 @@ def test_rank_of_another_node_is_named_by_node_0(tmp_path):
     words, port = [*STICKS, "task.options.how=stop", "task.options.at=8"], str(free_port())
     nodes = []
     for rank in ("0", "1"):
-        place = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank, "GROUP_WORLD_SIZE": "2"}
+        place = {
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "GROUP_RANK": rank,
+            "GROUP_WORLD_SIZE": "2",
+        }
         master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         nodes.append(start(tmp_path, *words, RANK=rank, WORLD_SIZE="2", **place, **master))
     ends = [ended(node) for node in nodes]

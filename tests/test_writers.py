@@ -47,7 +47,9 @@ def begin_later(monkeypatch) -> None:
 
 def test_scalars_are_one_line_with_the_names_of_tensorboard(tmp_path):
     write(tmp_path, [1, 2])
-    assert lines(tmp_path) == [{"step": step, "train/loss": float(step), "optim/lr": 0.1} for step in (1, 2)]
+    assert lines(tmp_path) == [
+        {"step": step, "train/loss": float(step), "optim/lr": 0.1} for step in (1, 2)
+    ]
     assert read_board(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0)]
 
 
@@ -67,7 +69,9 @@ def test_resume_drops_lines_beyond_its_step(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("half", ['{"step": 3, "train/lo', "{", "7", "null", '{"step": null}', '{"train/loss": 1.0}'])
+@pytest.mark.parametrize(
+    "half", ['{"step": 3, "train/lo', "{", "7", "null", '{"step": null}', '{"train/loss": 1.0}']
+)
 def test_resume_drops_what_is_no_whole_line(half, tmp_path):
     write(tmp_path, [1, 2])
     with open(tmp_path / "metrics.jsonl", "a") as file:
@@ -95,7 +99,9 @@ def test_resume_leaves_kept_lines_as_they_were(tmp_path):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_value_that_is_no_number_becomes_null(value, tmp_path):
     write(tmp_path, [1], lambda step: value)
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train/loss": null, "optim/lr": 0.1}\n'
+    assert (
+        tmp_path / "metrics.jsonl"
+    ).read_text() == '{"step": 1, "train/loss": null, "optim/lr": 0.1}\n'
 
 
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path, monkeypatch):
@@ -123,7 +129,13 @@ def test_tensorboard_goes_on_after_a_record_that_was_cut_off(tmp_path, monkeypat
     os.truncate(file, file.stat().st_size - 3)
     begin_later(monkeypatch)
     write(tmp_path, [4, 5], lambda step: 10.0 * step, begin=3, is_resumed=True)
-    assert read_board(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 50.0)]
+    assert read_board(tmp_path, "train/loss") == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.0),
+        (4, 40.0),
+        (5, 50.0),
+    ]
 
 
 def test_save_publishes_with_the_record_on_the_disk_and_prunes(tmp_path):
@@ -131,18 +143,26 @@ def test_save_publishes_with_the_record_on_the_disk_and_prunes(tmp_path):
     for step in (1, 2):
         writer.scalars(step, {"train/loss": 0.5})
         writer.save(step, {"model.pt": {"step": step}}, {"ledger": ""}, None)
-        assert [value for value, _ in read_board(tmp_path, "train/loss")] == list(range(1, step + 1))
+        assert [value for value, _ in read_board(tmp_path, "train/loss")] == list(
+            range(1, step + 1)
+        )
     writer.close()
     loaded, skipped = checkpoint.load_newest(tmp_path / "checkpoints")
     assert list(checkpoint.steps(tmp_path / "checkpoints")) == [2] and not skipped
-    assert loaded is not None and packing.unpack(loaded.files["model.pt"], torch.device("cpu")) == {"step": 2}
+    assert loaded is not None and packing.unpack(loaded.files["model.pt"], torch.device("cpu")) == {
+        "step": 2
+    }
 
 
 def test_exit_file_says_how_the_run_ended(tmp_path):
     writer = open_writer(0, tmp_path, 0, False, LOG, KEEP)
     writer.exit(75, "stopped by SIGTERM", step=4)
     writer.close()
-    assert json.loads((tmp_path / "exit.json").read_text()) == {"code": 75, "reason": "stopped by SIGTERM", "step": 4}
+    assert json.loads((tmp_path / "exit.json").read_text()) == {
+        "code": 75,
+        "reason": "stopped by SIGTERM",
+        "step": 4,
+    }
 
 
 def test_silent_writer_writes_nothing(tmp_path, capsys):

@@ -31,7 +31,9 @@ class Tiny(Trainer):
 
     def build_model(self):
         norm = nn.BatchNorm1d(16) if self.options.norm else nn.Identity()
-        return nn.Sequential(nn.Linear(4, 16), norm, nn.GELU(), nn.Dropout(self.options.dropout), nn.Linear(16, 3))
+        return nn.Sequential(
+            nn.Linear(4, 16), norm, nn.GELU(), nn.Dropout(self.options.dropout), nn.Linear(16, 3)
+        )
 
     def build_dataset(self, split):
         return ResidentDataset(*points(self.options.examples, split))
@@ -90,11 +92,19 @@ def fit(folder: Path, *overrides: str, task: type[Trainer] | None = None) -> dic
     seen: list[list[int]] = []
     _record(trainer, seen)
     summary = trainer.fit()
-    record = [json.loads(line) for line in (summary.directory / "metrics.jsonl").read_text().splitlines()]
+    record = [
+        json.loads(line) for line in (summary.directory / "metrics.jsonl").read_text().splitlines()
+    ]
     return {
         "losses": {r["step"]: r["train/loss"] for r in record if "train/loss" in r},
-        "record": [{k: v for k, v in r.items() if not k.startswith("speed/")} for r in record if "ledger" not in r],
-        "weights": {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()},
+        "record": [
+            {k: v for k, v in r.items() if not k.startswith("speed/")}
+            for r in record
+            if "ledger" not in r
+        ],
+        "weights": {
+            name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()
+        },
         "seen": seen,
         "metrics": summary.metrics,
         "code": summary.exit_code,
@@ -122,7 +132,9 @@ def _record(trainer: Trainer, seen: list[list[int]]) -> None:
     trainer.augment, trainer.train_step = noting_augment, noting_step  # type: ignore[method-assign]
 
 
-def fit_on(ranks: int, folder: Path, *overrides: str, task: type[Trainer] | None = None) -> dict[str, Any]:
+def fit_on(
+    ranks: int, folder: Path, *overrides: str, task: type[Trainer] | None = None
+) -> dict[str, Any]:
     """`fit` on several ranks: rank 0's view, with the examples of all ranks joined step by step."""
     results = on_ranks(ranks, lambda: fit(folder, *overrides, task=task))
     steps = zip(*(r["seen"] for r in results), strict=True)

@@ -21,7 +21,9 @@ class Sticks(Tiny):
         slow_ms: float
 
     def build_dataset(self, split):
-        return Sticking(split, self) if self.options.how == "worker" else super().build_dataset(split)
+        return (
+            Sticking(split, self) if self.options.how == "worker" else super().build_dataset(split)
+        )
 
     def train_step(self, micro_batches):
         self._stick("before")
@@ -38,7 +40,11 @@ class Sticks(Tiny):
 
     def _stick(self, place):
         how, _, where = self.options.how.partition("@")
-        if self.world.rank != self.options.rank or self.step != self.options.at or place != (where or "before"):
+        if (
+            self.world.rank != self.options.rank
+            or self.step != self.options.at
+            or place != (where or "before")
+        ):
             return
         if how == "sleep":
             time.sleep(1000)
@@ -58,7 +64,11 @@ class Sticking(Items):
 
     def __init__(self, split, task):
         super().__init__(split)
-        self.at = task.options.at * 22 if split == "train" and task.world.rank == task.options.rank else -1
+        self.at = (
+            task.options.at * 22
+            if split == "train" and task.world.rank == task.options.rank
+            else -1
+        )
         self.count = 0
 
     def __getitem__(self, index):

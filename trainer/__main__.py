@@ -61,8 +61,13 @@ trainer.checkpoints, trainer.audit, trainer.replay, trainer.doctor (tries the ra
 def main(arguments: Sequence[str]) -> int:
     gc.set_threshold(_FEW_COLLECTIONS)  # until the task is loaded
     if "-h" in arguments or "--help" in arguments:
-        overrides, config_dirs = split_arguments([a for a in arguments if a not in ("-h", "--help")])
-        groups = "\n".join(f"  {group:<11}{visible(', '.join(found))}" for group, found in choices(config_dirs).items())
+        overrides, config_dirs = split_arguments(
+            [a for a in arguments if a not in ("-h", "--help")]
+        )
+        groups = "\n".join(
+            f"  {group:<11}{visible(', '.join(found))}"
+            for group, found in choices(config_dirs).items()
+        )
         print(HELP.format(groups=groups))
         return 0
     if any(a.split("=")[0] in HYDRA_FLAGS for a in arguments):
@@ -86,7 +91,9 @@ def check_alone(what: str, advice: str) -> None:
         raise ConfigError(f"{what}: the ranks were started already, by {found.name}; {advice}")
 
 
-def split_arguments(arguments: Sequence[str], others: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+def split_arguments(
+    arguments: Sequence[str], others: Sequence[str] = ()
+) -> tuple[list[str], list[str]]:
     """(overrides, config dirs). Raises ConfigError for a flag that does not exist; `others` are passed over."""
     overrides, folders, rest = [], [], list(arguments)
     while rest:
@@ -173,8 +180,12 @@ def _hydra(arguments: Sequence[str]) -> int:
 
     is_sweep = bool(set(SWEEP) & set(arguments))
     words, config_dirs = split_arguments([a for a in arguments if a not in SWEEP], HYDRA_FLAGS)
-    overrides = [word for word in words if ("=" in word or word.startswith("~")) and not word.startswith("-")]
-    steering = [word for word in overrides if word.startswith(("hydra/", "hydra."))] if is_sweep else []
+    overrides = [
+        word for word in words if ("=" in word or word.startswith("~")) and not word.startswith("-")
+    ]
+    steering = (
+        [word for word in overrides if word.startswith(("hydra/", "hydra."))] if is_sweep else []
+    )
     overrides = [word for word in overrides if word not in steering]
     if SWEEPER in steering:
         from trainer.sweep import search_jobs
@@ -182,18 +193,26 @@ def _hydra(arguments: Sequence[str]) -> int:
         return search_jobs(steering, overrides, config_dirs)
     cluster = cluster_of(steering)
     if steering and cluster is None:
-        raise ConfigError(f"{steering[0]}: a sweep takes {SWEEPER}, or hydra/launcher=submitit_slurm and its settings")
+        raise ConfigError(
+            f"{steering[0]}: a sweep takes {SWEEPER}, or hydra/launcher=submitit_slurm and its settings"
+        )
     jobs = jobs_of_sweep(overrides)
-    configs = [load_config(job, config_dirs) for job in jobs]  # all of them, before the first starts
+    configs = [
+        load_config(job, config_dirs) for job in jobs
+    ]  # all of them, before the first starts
     if any(a.split("=")[0] in QUESTIONS for a in arguments):
         return _answer(overrides, [word for word in arguments if word not in overrides])
     if not is_sweep:
         flags = [word for word in arguments if word.split("=")[0] in HYDRA_FLAGS]
-        raise ConfigError(f"{flags[0]}: -m takes no value, --resolve and --package go with --cfg job")
+        raise ConfigError(
+            f"{flags[0]}: -m takes no value, --resolve and --package go with --cfg job"
+        )
     _check_names(configs)
     from trainer.sweep import run_sweep  # with torch
 
-    return run_sweep(jobs, configs, config_dirs, _as_rank_0, (cluster, steering) if cluster else None)
+    return run_sweep(
+        jobs, configs, config_dirs, _as_rank_0, (cluster, steering) if cluster else None
+    )
 
 
 def _check_names(configs: Sequence[Config]) -> None:
@@ -201,7 +220,9 @@ def _check_names(configs: Sequence[Config]) -> None:
     names = [config.run.name for config in configs]
     if len(set(names)) > 1 and len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"run.name={twice}: two jobs of the sweep would have it; sweep it alone, or leave it out")
+        raise ConfigError(
+            f"run.name={twice}: two jobs of the sweep would have it; sweep it alone, or leave it out"
+        )
 
 
 def _as_rank_0(config: Config) -> Any:
@@ -209,20 +230,28 @@ def _as_rank_0(config: Config) -> Any:
     from trainer.distributed.launchers import MASTER, Launcher
     from trainer.distributed.world import World, count_ranks
 
-    ranks = 1 if config.launch.name == "inline" else count_ranks(config.launch.nproc_per_node or "auto")
+    ranks = (
+        1 if config.launch.name == "inline" else count_ranks(config.launch.nproc_per_node or "auto")
+    )
     launcher = Launcher(config.launch.name, dict(zip(MASTER, ("localhost", "1"), strict=True)))
-    return load_task(config)(config, World(world_size=ranks, local_world_size=ranks, launcher=launcher))
+    return load_task(config)(
+        config, World(world_size=ranks, local_world_size=ranks, launcher=launcher)
+    )
 
 
 def _answer(overrides: list[str], flags: list[str]) -> int:
     import hydra
     from hydra.errors import HydraException
 
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come through as they are, for `run` to say in one line
+    os.environ["HYDRA_FULL_ERROR"] = (
+        "1"  # errors come through as they are, for `run` to say in one line
+    )
     sys.argv = [sys.argv[0], *overrides, *flags]  # argparse wants the overrides together
     _check_flags(sys.argv[1:])
     try:
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(lambda config: None)()
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(
+            lambda config: None
+        )()
     except (HydraException, ValueError) as error:
         raise ConfigError(" ".join(str(error).split())) from None
     return 0
@@ -244,7 +273,11 @@ def _patience() -> float:
     """Seconds: by hand each rank has a terminal of its own, and ranks that were about to meet fail together."""
     if find_launcher().name == "hand":
         return 0.0
-    return SOON_S if getattr(sys.modules.get("trainer.distributed.meet"), "has_begun", False) else WAIT_S
+    return (
+        SOON_S
+        if getattr(sys.modules.get("trainer.distributed.meet"), "has_begun", False)
+        else WAIT_S
+    )
 
 
 def run(verb: Callable[[Sequence[str]], int]) -> None:

@@ -37,41 +37,63 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _compare(manifest: dict[str, Any], kept: dict[int, str]) -> int:
-    config, num_examples, replaced = manifest["config"], manifest["data"]["train"]["length"], manifest["replaced"]
+    config, num_examples, replaced = (
+        manifest["config"],
+        manifest["data"]["train"]["length"],
+        manifest["replaced"],
+    )
     batch, last = config["data.global_batch"], manifest["step"]
     try:
         seen, right, checked = torch.zeros(num_examples, dtype=torch.int64), 0, 0
     except RuntimeError:
-        raise ConfigError(f"{num_examples:,} examples: counting them takes more memory than there is") from None
+        raise ConfigError(
+            f"{num_examples:,} examples: counting them takes more memory than there is"
+        ) from None
     for step, chain, indices in expected(config["run.seed"], num_examples, batch, last, replaced):
         seen[indices] += 1
         if step not in kept:
             continue
         if kept[step] != chain:
             steps = f"{right + 1:,} to {step:,}"
-            print(f"DIFFERENT: of the steps {steps} one did not take the examples of its place in the order")
+            print(
+                f"DIFFERENT: of the steps {steps} one did not take the examples of its place in the order"
+            )
             return 1
         right, checked = step, checked + 1
     epochs, steps = divmod(last, num_examples // batch)
-    sessions = ", ".join(f"from step {first:,} on {counted(ranks, 'rank')}" for first, ranks in manifest["sessions"])
+    sessions = ", ".join(
+        f"from step {first:,} on {counted(ranks, 'rank')}" for first, ranks in manifest["sessions"]
+    )
     print(
         f"run {visible(manifest['run'])}: {last:,} steps of {batch:,} examples, so {epochs} epochs and {steps:,} steps"
     )
     print(f"{counted(len(manifest['sessions']), 'session')}: {sessions}")
-    print(f"each of the {num_examples:,} examples was taken {int(seen.min())} to {int(seen.max())} times")
+    print(
+        f"each of the {num_examples:,} examples was taken {int(seen.min())} to {int(seen.max())} times"
+    )
     for place, other in replaced.items():
         epoch, index = place.split("/")
-        print(f"example {index} could not be read in epoch {epoch}: example {other} was taken (data.on_error=skip)")
+        print(
+            f"example {index} could not be read in epoch {epoch}: example {other} was taken (data.on_error=skip)"
+        )
     but = ", but for these" if replaced else ""
-    print(f"{counted(checked, 'save')} agree with the order recomputed: nothing was repeated or skipped{but}")
+    print(
+        f"{counted(checked, 'save')} agree with the order recomputed: nothing was repeated or skipped{but}"
+    )
     if later := len(kept) - checked:
-        print(f"{counted(later, 'save')} after step {last:,} not compared: no checkpoint is left of them")
+        print(
+            f"{counted(later, 'save')} after step {last:,} not compared: no checkpoint is left of them"
+        )
     return 0
 
 
 def _recorded(directory: Path) -> dict[int, str]:
     """The chain at each save, as metrics.jsonl has it."""
-    return {e["step"]: e["ledger"] for _, e in rundir.entries(directory / rundir.METRICS) if "ledger" in e}
+    return {
+        e["step"]: e["ledger"]
+        for _, e in rundir.entries(directory / rundir.METRICS)
+        if "ledger" in e
+    }
 
 
 if __name__ == "__main__":

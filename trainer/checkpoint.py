@@ -65,10 +65,17 @@ def save(
     try:
         listed = {}
         for name, data in files:
-            listed[name] = {"rank": 0, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            listed[name] = {
+                "rank": 0,
+                "bytes": len(data),
+                "sha256": hashlib.sha256(data).hexdigest(),
+            }
             _write(staging / name, data)
         manifest = {"format": FORMAT, "step": step, **facts, "files": listed}
-        _write(staging / MANIFEST, json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1).encode())
+        _write(
+            staging / MANIFEST,
+            json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1).encode(),
+        )
         _sync_directory(staging)
         check_owner()
         os.rename(staging, final)
@@ -95,7 +102,9 @@ def load(path: Path) -> Loaded:
         if size != entry["bytes"]:
             raise CheckpointError(f"{path / name}: {size} bytes, {entry['bytes']} were written")
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
-            raise CheckpointError(f"{path / name}: its SHA-256 is not the one in the manifest, so bits have changed")
+            raise CheckpointError(
+                f"{path / name}: its SHA-256 is not the one in the manifest, so bits have changed"
+            )
         files[name] = data
     return Loaded(path, manifest, files)
 
@@ -103,9 +112,14 @@ def load(path: Path) -> Loaded:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest alone, its form checked but no file's bytes."""
     try:
-        manifest = json.loads(_read(path / MANIFEST, MOST_OF_MANIFEST)[1], object_pairs_hook=_unique)
+        manifest = json.loads(
+            _read(path / MANIFEST, MOST_OF_MANIFEST)[1], object_pairs_hook=_unique
+        )
         well_formed = all(
-            Path(n).name == n != ".." and n.isprintable() and type(e["bytes"]) is int and isinstance(e["sha256"], str)
+            Path(n).name == n != ".."
+            and n.isprintable()
+            and type(e["bytes"]) is int
+            and isinstance(e["sha256"], str)
             for n, e in manifest["files"].items()
         ) and all(type(v) in (int, float, type(None)) for v in manifest.get("metrics", {}).values())
         well_formed &= all(isinstance(manifest.get(key, {}), dict) for key in ("config", "data"))
@@ -115,11 +129,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise CheckpointError(f"{path / MANIFEST}: cannot be read as a manifest") from None
     if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: format {manifest.get('format')}, this version reads {FORMAT}")
+        raise CheckpointError(
+            f"{path}: format {manifest.get('format')}, this version reads {FORMAT}"
+        )
     if not well_formed or not number or manifest.get("step") != int(number[1]):
         raise CheckpointError(f"{path / MANIFEST}: does not belong to this checkpoint")
     if manifest.pop("sha256", None) != _digest(manifest):
-        raise CheckpointError(f"{path / MANIFEST}: its SHA-256 is not the one in it, so it has changed")
+        raise CheckpointError(
+            f"{path / MANIFEST}: its SHA-256 is not the one in it, so it has changed"
+        )
     return manifest
 
 
@@ -136,18 +154,39 @@ def _is_of_run(manifest: Mapping[str, Any]) -> bool:
     lengths = [part.get("length") if type(part) is dict else None for part in data.values()]
     if "train" not in data or not all(type(length) is int and length > 0 for length in lengths):
         return False
-    batch, seed, most = settings.get("data.global_batch"), settings.get("run.seed"), data["train"]["length"]
+    batch, seed, most = (
+        settings.get("data.global_batch"),
+        settings.get("run.seed"),
+        data["train"]["length"],
+    )
     if type(batch) is not int or type(seed) is not int:
         return False
-    pairs = [(int(m[1]) if (m := _PLACE.fullmatch(place)) else most, index) for place, index in replaced.items()]
-    are_placed = all(type(index) is int and 0 <= index < most and wanted < most for wanted, index in pairs)
-    are_sessions = all(type(s) is list and [*map(type, s)] == [int, int] for s in manifest["sessions"])
-    return are_placed and are_sessions and manifest["world_size"] >= 1 and 1 <= batch <= most and seed >= 0
+    pairs = [
+        (int(m[1]) if (m := _PLACE.fullmatch(place)) else most, index)
+        for place, index in replaced.items()
+    ]
+    are_placed = all(
+        type(index) is int and 0 <= index < most and wanted < most for wanted, index in pairs
+    )
+    are_sessions = all(
+        type(s) is list and [*map(type, s)] == [int, int] for s in manifest["sessions"]
+    )
+    return (
+        are_placed
+        and are_sessions
+        and manifest["world_size"] >= 1
+        and 1 <= batch <= most
+        and seed >= 0
+    )
 
 
 def steps(root: Path) -> dict[int, Path]:
     """Published checkpoints by step, oldest first, valid or not."""
-    found = {int(m[1]): p for p in root.glob("step-*") if (m := _NAME.fullmatch(p.name)) and _is_own_directory(p)}
+    found = {
+        int(m[1]): p
+        for p in root.glob("step-*")
+        if (m := _NAME.fullmatch(p.name)) and _is_own_directory(p)
+    }
     return dict(sorted(found.items()))
 
 
@@ -251,7 +290,9 @@ def _write(path: Path, data: bytes | memoryview) -> None:
 
 def _read(path: Path, most: int) -> tuple[int, bytes]:
     """A regular file's size and, if that is at most `most`, its bytes. A pipe is not waited for."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+    with open(
+        path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    ) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "is not a regular file")

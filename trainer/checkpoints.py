@@ -33,7 +33,9 @@ def main(arguments: Sequence[str]) -> int:
         target = Path(words[at + 1])
         del words[at : at + 2]
     if len(words) != 1 or words[0].startswith("-"):
-        raise ConfigError("give one run directory: python -m trainer.checkpoints DIR [--export FILE.safetensors]")
+        raise ConfigError(
+            "give one run directory: python -m trainer.checkpoints DIR [--export FILE.safetensors]"
+        )
     place = Path(words[0])
     is_one = (place / checkpoint.MANIFEST).is_file()
     found = [place] if is_one else list(checkpoint.steps(place / "checkpoints").values())
@@ -47,18 +49,30 @@ def _list(found: Sequence[Path]) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    table, invalid = Table("step", "files", "size", "strategy", "ranks", "metrics", box=None, header_style="bold"), 0
+    table, invalid = (
+        Table(
+            "step", "files", "size", "strategy", "ranks", "metrics", box=None, header_style="bold"
+        ),
+        0,
+    )
     for path in found:
         try:
             manifest = checkpoint.load(path).manifest
             checkpoint.check_run(manifest, path)
         except CheckpointError as error:
-            table.add_row(path.name.removeprefix("step-").lstrip("0"), Text(f"INVALID {visible(str(error))}"))
+            table.add_row(
+                path.name.removeprefix("step-").lstrip("0"), Text(f"INVALID {visible(str(error))}")
+            )
             invalid += 1
             continue
         size = sum(entry["bytes"] for entry in manifest["files"].values())
-        metrics = "  ".join(f"{name} {math.nan if v is None else v:.4f}" for name, v in manifest["metrics"].items())
-        facts = [Text(visible(fact)) for fact in (manifest["strategy"], str(manifest["world_size"]), metrics)]
+        metrics = "  ".join(
+            f"{name} {math.nan if v is None else v:.4f}" for name, v in manifest["metrics"].items()
+        )
+        facts = [
+            Text(visible(fact))
+            for fact in (manifest["strategy"], str(manifest["world_size"]), metrics)
+        ]
         table.add_row(f"{manifest['step']:,}", "valid", f"{size / 1e6:,.1f} MB", *facts)
     Console(highlight=False, width=None if invalid == 0 else 200).print(table)
     return int(invalid > 0)
@@ -70,7 +84,9 @@ def _export(found: Sequence[Path], target: Path) -> int:
     try:
         from safetensors.torch import save_file
     except ModuleNotFoundError:
-        raise ConfigError("--export: needs safetensors; pip install 'lockstep-trainer[export]'") from None
+        raise ConfigError(
+            "--export: needs safetensors; pip install 'lockstep-trainer[export]'"
+        ) from None
     for path in reversed(found):
         try:
             loaded = checkpoint.load(path)
@@ -97,7 +113,11 @@ def _weights(loaded: checkpoint.Loaded) -> dict[str, Any]:
     state: dict[str, Any] = unpack(loaded.files["model.pt"], torch.device("cpu"))
     averages = unpack(loaded.files["training.pt"], torch.device("cpu"))["ema"]
     named = {**state, **{f"ema.{name}": tensor for name, tensor in averages.items()}}
-    return {name: tensor.contiguous().clone() for name, tensor in named.items() if isinstance(tensor, torch.Tensor)}
+    return {
+        name: tensor.contiguous().clone()
+        for name, tensor in named.items()
+        if isinstance(tensor, torch.Tensor)
+    }
 
 
 if __name__ == "__main__":

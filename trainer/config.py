@@ -27,7 +27,15 @@ CONF = HOME / "conf"
 
 # What lays a run out, keeps it or shows it, and changes nothing of what is learned; everything else is the run.
 LAYOUT = (
-    *("run.name", "run.dir", "run.resume", "data.micro_batch", "data.workers", "data.timeout_s", "data.path"),
+    *(
+        "run.name",
+        "run.dir",
+        "run.resume",
+        "data.micro_batch",
+        "data.workers",
+        "data.timeout_s",
+        "data.path",
+    ),
     *("strategy.name", "strategy.device_ids", "strategy.devices_per_rank", "strategy.bucket_mb"),
     *("strategy.static_graph", "strategy.find_unused_parameters", "eval.micro_batch"),
     *("dist.", "launch.", "checkpoint.", "log."),
@@ -166,7 +174,9 @@ class Config:
     def run_hash(self) -> str:
         """Of everything that changes what is learned: equal in any layout."""
         run = {key: value for key, value in self.flat().items() if not key.startswith(LAYOUT)}
-        return hashlib.sha256(json.dumps(run, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(run, sort_keys=True, default=str).encode()).hexdigest()[
+            :16
+        ]
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -187,7 +197,9 @@ def load_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Co
     return from_plain(_composed("config", overrides, config_dirs))
 
 
-def load_run_config(place: str, overrides: Sequence[str], config_dirs: Sequence[str] = (), prefix: str = "") -> Config:
+def load_run_config(
+    place: str, overrides: Sequence[str], config_dirs: Sequence[str] = (), prefix: str = ""
+) -> Config:
     """The configuration that a run directory, or that of a checkpoint, was written with, changed by overrides.
 
     Overrides are single values, or whole flat groups. `run.resume` is `place`; errors about it begin with `prefix`.
@@ -196,25 +208,37 @@ def load_run_config(place: str, overrides: Sequence[str], config_dirs: Sequence[
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    home = Path(place).resolve().parent.parent if (Path(place) / "manifest.json").is_file() else Path(place)
+    home = (
+        Path(place).resolve().parent.parent
+        if (Path(place) / "manifest.json").is_file()
+        else Path(place)
+    )
     if not (home / "config.yaml").is_file():
-        raise ConfigError(f"{prefix}{place}: has no config.yaml; give a run directory, or one of its checkpoints")
+        raise ConfigError(
+            f"{prefix}{place}: has no config.yaml; give a run directory, or one of its checkpoints"
+        )
     try:
         saved: Any = OmegaConf.create((home / "config.yaml").read_text(encoding="utf-8"))
         groups = [field.name for field in dataclasses.fields(Config)]
-        if not OmegaConf.is_dict(saved) or not all(OmegaConf.is_dict(saved.get(group)) for group in groups):
+        if not OmegaConf.is_dict(saved) or not all(
+            OmegaConf.is_dict(saved.get(group)) for group in groups
+        ):
             raise ConfigError(
                 f"{prefix}{place}: its config.yaml is not that of a run: it has not all groups of settings"
             )
         OmegaConf.set_struct(saved, True)
         saved.run.name = None  # where it lives now counts, not where it was begun
     except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{prefix}{place}: its config.yaml is not that of a run: {one_line(error)}") from None
+        raise ConfigError(
+            f"{prefix}{place}: its config.yaml is not that of a run: {one_line(error)}"
+        ) from None
     options = _options(config_dirs)
     for override in _parsed(overrides):
         key, value = override.key_or_group, override.value()
         if key in ("task", "experiment"):
-            raise ConfigError(f"{key}={value}: the run directory has a task already; give single values")
+            raise ConfigError(
+                f"{key}={value}: the run directory has a task already; give single values"
+            )
         if key in options:
             _check_choice(key, value, options)
             saved[key] = _composed(f"{key}/{value}", [], config_dirs)[key]
@@ -235,43 +259,71 @@ def load_run_config(place: str, overrides: Sequence[str], config_dirs: Sequence[
 def from_plain(plain: Any) -> Config:
     """A Config from nested plain values. Raises ConfigError for what one setting, or two together, cannot be."""
     if not isinstance(plain.get("task"), Mapping) or "name" not in plain["task"]:
-        raise ConfigError("task.name is missing: a task's file sets it, below a first line '# @package _global_'")
+        raise ConfigError(
+            "task.name is missing: a task's file sets it, below a first line '# @package _global_'"
+        )
     check_no_secret(plain)
     config = build(Config, plain)
     data, options = config.data, _options(())
     if data.micro_batch is not None and data.micro_batch > data.global_batch:
-        raise ConfigError(f"data.micro_batch={data.micro_batch}: must be at most data.global_batch={data.global_batch}")
+        raise ConfigError(
+            f"data.micro_batch={data.micro_batch}: must be at most data.global_batch={data.global_batch}"
+        )
     if (config.run.lr_scaling == "none") != (config.run.lr_batch is None):
-        rule, needs = config.run.lr_scaling, "run.lr_batch=<the global batch that optim.lr was chosen for>"
-        raise ConfigError(f"run.lr_scaling={rule}: " + ("takes no run.lr_batch" if rule == "none" else f"give {needs}"))
+        rule, needs = (
+            config.run.lr_scaling,
+            "run.lr_batch=<the global batch that optim.lr was chosen for>",
+        )
+        raise ConfigError(
+            f"run.lr_scaling={rule}: "
+            + ("takes no run.lr_batch" if rule == "none" else f"give {needs}")
+        )
     _check_launch(config.launch)
     _check_dist(config.dist)
     if config.strategy.name not in options["strategy"]:
-        raise ConfigError(f"strategy.name={config.strategy.name}: must be one of {', '.join(options['strategy'])}")
+        raise ConfigError(
+            f"strategy.name={config.strategy.name}: must be one of {', '.join(options['strategy'])}"
+        )
     _check_strategy(config.strategy)
     for group, spec in (("optim", config.optim), ("schedule", config.schedule)):
         if not isinstance(spec.get("_target_"), str):
-            raise ConfigError(f"{group}._target_ is missing: give {group}=<name> ({', '.join(options[group])})")
+            raise ConfigError(
+                f"{group}._target_ is missing: give {group}=<name> ({', '.join(options[group])})"
+            )
         for name, value in spec.items():
             if name == "lr" or isinstance(value, float):
                 typed(float, value, f"{group}.{name}", {"min": 0} if name == "lr" else {})
-    if (steps := config.log.profile_steps) is not None and (len(steps) != 2 or not 0 < steps[0] < steps[1]):
-        raise ConfigError(f"log.profile_steps={steps}: must be [<step to begin after>, <last step>], as in [10,20]")
+    if (steps := config.log.profile_steps) is not None and (
+        len(steps) != 2 or not 0 < steps[0] < steps[1]
+    ):
+        raise ConfigError(
+            f"log.profile_steps={steps}: must be [<step to begin after>, <last step>], as in [10,20]"
+        )
     for key, folder in (("run.name", config.run.name), ("task.name", config.task.name)):
-        if folder is not None and (Path(folder).name != folder or folder.startswith(".") or not 0 < len(folder) < 200):
-            raise ConfigError(f"{key}={show(folder)}: must be one folder name, without '/' and not starting with '.'")
+        if folder is not None and (
+            Path(folder).name != folder or folder.startswith(".") or not 0 < len(folder) < 200
+        ):
+            raise ConfigError(
+                f"{key}={show(folder)}: must be one folder name, without '/' and not starting with '.'"
+            )
     return config
 
 
 def _check_launch(block: Launch) -> None:
     given = block.nproc_per_node
     if given not in (None, "gpu", "cpu", "auto") and not (given.isdecimal() and int(given) > 0):
-        raise ConfigError(f"launch.nproc_per_node={given}: must be gpu, cpu, auto or a whole number of at least 1")
+        raise ConfigError(
+            f"launch.nproc_per_node={given}: must be gpu, cpu, auto or a whole number of at least 1"
+        )
     if block.name == "inline" and (given is not None or block.max_restarts):
         key = f"max_restarts={block.max_restarts}" if given is None else f"nproc_per_node={given}"
-        raise ConfigError(f"launch.{key}: needs launch=elastic or launch=spawn; torchrun has flags of its own for it")
+        raise ConfigError(
+            f"launch.{key}: needs launch=elastic or launch=spawn; torchrun has flags of its own for it"
+        )
     if block.name == "spawn" and block.max_restarts:
-        raise ConfigError(f"launch.max_restarts={block.max_restarts}: launch=spawn starts nothing anew; use elastic")
+        raise ConfigError(
+            f"launch.max_restarts={block.max_restarts}: launch=spawn starts nothing anew; use elastic"
+        )
 
 
 def _check_dist(block: Dist) -> None:
@@ -281,10 +333,14 @@ def _check_dist(block: Dist) -> None:
             advice = f"dist.init={method} needs it on every rank; see conf/dist/auto.yaml"
             raise ConfigError(f"dist.{name} is missing: {advice}")
         if block.init != method and value:
-            raise ConfigError(f"dist.{name}={value}: is for dist.init={method}, and dist.init is {block.init}")
+            raise ConfigError(
+                f"dist.{name}={value}: is for dist.init={method}, and dist.init is {block.init}"
+            )
     host, _, port = (block.address or "localhost:1").rpartition(":")
     if not host or not is_port(port):
-        raise ConfigError(f"dist.address={block.address}: must be <host>:<port>, port from 1 to 65535")
+        raise ConfigError(
+            f"dist.address={block.address}: must be <host>:<port>, port from 1 to 65535"
+        )
 
 
 def is_port(text: str) -> bool:
@@ -296,13 +352,21 @@ def _check_strategy(block: Strategy) -> None:
         advice = "is for strategy=dp; other strategies take what CUDA_VISIBLE_DEVICES shows"
         raise ConfigError(f"strategy.device_ids: {advice}")
     if block.comm_hook != "none" and block.name != "ddp":
-        raise ConfigError(f"strategy.comm_hook={block.comm_hook}: strategy={block.name} reduces no gradients; use ddp")
+        raise ConfigError(
+            f"strategy.comm_hook={block.comm_hook}: strategy={block.name} reduces no gradients; use ddp"
+        )
     if block.name == "dp" and (block.sync_batchnorm or block.devices_per_rank > 1):
-        name = "sync_batchnorm=true" if block.sync_batchnorm else f"devices_per_rank={block.devices_per_rank}"
+        name = (
+            "sync_batchnorm=true"
+            if block.sync_batchnorm
+            else f"devices_per_rank={block.devices_per_rank}"
+        )
         raise ConfigError(f"strategy.{name}: torch's DataParallel cannot; use strategy=ddp")
     if block.comm_hook in COMPRESSING and block.precision in ("fp64", "bf16", "fp16"):
         why = f"compresses float32 gradients, and strategy.precision={block.precision} has none"
-        raise ConfigError(f"strategy.comm_hook={block.comm_hook}: {why}; use none or parameter_server")
+        raise ConfigError(
+            f"strategy.comm_hook={block.comm_hook}: {why}; use none or parameter_server"
+        )
 
 
 def to_yaml(config: Config) -> str:
@@ -331,14 +395,20 @@ def _parsed(overrides: Sequence[str], is_sweep: bool = False) -> list[Any]:
 
     for text in overrides:
         check_override(text)
-        if ("=" not in text and not text.startswith("~")) or text.startswith(("=", "hydra.", "hydra/")):
-            raise ConfigError(f"{text!r} is not a setting: write key=value{suggest(text, ['--help', '--config-dir'])}")
+        if ("=" not in text and not text.startswith("~")) or text.startswith(
+            ("=", "hydra.", "hydra/")
+        ):
+            raise ConfigError(
+                f"{text!r} is not a setting: write key=value{suggest(text, ['--help', '--config-dir'])}"
+            )
     parsed, parser = [], OverridesParser.create()
     for text in overrides:
         try:
             parsed.append(parser.parse_override(text))
         except HydraException:
-            raise ConfigError(f"{text}: cannot be read as key=value; quote special characters: key=\"'a,b'\"") from None
+            raise ConfigError(
+                f"{text}: cannot be read as key=value; quote special characters: key=\"'a,b'\""
+            ) from None
     for override in parsed:
         is_list = override.value_type is not None and override.value_type.name in SWEEPS
         if override.is_sweep_override() and not (is_sweep and is_list):
@@ -352,7 +422,11 @@ def jobs_of_sweep(overrides: Sequence[str]) -> list[list[str]]:
     choices = []
     for override in _parsed(overrides, is_sweep=True):
         is_swept = override.is_sweep_override()
-        values = [f"{override.get_key_element()}={v}" for v in override.sweep_string_iterator()] if is_swept else []
+        values = (
+            [f"{override.get_key_element()}={v}" for v in override.sweep_string_iterator()]
+            if is_swept
+            else []
+        )
         choices.append(values or [override.input_line])
     return [list(job) for job in itertools.product(*choices)]
 
@@ -362,7 +436,9 @@ def _check_choice(group: str, choice: Any, options: Mapping[str, Mapping[str, li
     if choice is None or not isinstance(choice, str):
         raise ConfigError(f"{group}={show(choice)}: must be one of {', '.join(found)}")
     if choice not in found:
-        near = suggest(choice, found) or ("; one of yours needs --config-dir" if group == "task" else "")
+        near = suggest(choice, found) or (
+            "; one of yours needs --config-dir" if group == "task" else ""
+        )
         raise ConfigError(f"{group}={choice}: must be one of {', '.join(found)}{near}")
     if len(found[choice]) > 1:
         both = " and ".join(str(path) for path in found[choice])
@@ -389,12 +465,17 @@ def _composed(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -
         if group in options and not override.is_delete():
             _check_choice(group, value, options)
             if chosen.setdefault(group, value) != value:
-                raise ConfigError(f"{group}={value}: {group}={chosen[group]} was given before; give one")
+                raise ConfigError(
+                    f"{group}={value}: {group}={chosen[group]} was given before; give one"
+                )
     where = f"--config-dir {' '.join(config_dirs)}" if config_dirs else str(CONF)
     folders = ",".join(repr(f"file://{Path(folder).resolve()}") for folder in config_dirs)
     search = [f"hydra.searchpath=[{folders}]"] if config_dirs else []
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3", job_name="trainer"), pure_resolvers("now", "hydra"):
+    with (
+        initialize_config_dir(str(CONF), version_base="1.3", job_name="trainer"),
+        pure_resolvers("now", "hydra"),
+    ):
         try:
             composed = compose(name, [*overrides, *search])
             with pure_resolvers():  # Hydra's own node, which is not ours to keep, needs those two
@@ -409,10 +490,14 @@ def _composed(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -
             groups = [o.input_line.lstrip("+") for o in parsed if o.key_or_group in options]
             _name_unknown(parsed, options, where, lambda: compose(name, [*groups, *search]))
             key = getattr(error, "full_key", None)  # of an interpolation
-            raise ConfigError(f"{key}: {str(error).splitlines()[0]}" if key else one_line(error)) from None
+            raise ConfigError(
+                f"{key}: {str(error).splitlines()[0]}" if key else one_line(error)
+            ) from None
 
 
-def _name_unknown(parsed: list[Any], options: Mapping[str, Any], where: str, compose_groups: Any) -> None:
+def _name_unknown(
+    parsed: list[Any], options: Mapping[str, Any], where: str, compose_groups: Any
+) -> None:
     """Raise for the first override whose key does not exist, in our words: Hydra's advise to add the typo with `+`."""
     from hydra.errors import HydraException
     from omegaconf import DictConfig, OmegaConf
@@ -421,8 +506,14 @@ def _name_unknown(parsed: list[Any], options: Mapping[str, Any], where: str, com
     try:
         base = compose_groups()
     except (HydraException, OmegaConfBaseException) as error:
-        hint = "; is the first line of the task's file '# @package _global_'?" if "@task." in str(error) else ""
-        raise ConfigError(f"{where}: {one_line(error).split(' Config search path')[0]}{hint}") from None
+        hint = (
+            "; is the first line of the task's file '# @package _global_'?"
+            if "@task." in str(error)
+            else ""
+        )
+        raise ConfigError(
+            f"{where}: {one_line(error).split(' Config search path')[0]}{hint}"
+        ) from None
     known = [*flatten(typing.cast(dict, OmegaConf.to_container(base))), *options]
     for override in parsed:
         key = override.key_or_group

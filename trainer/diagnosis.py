@@ -61,10 +61,14 @@ def examine(session: Session, step: int) -> list[Example]:
     try:
         module.train(not has_batchnorm(module))
         with untouched(module):
-            for (_, indices), (inputs, targets) in zip((share := session.share_of(step)).batches, share, strict=True):
+            for (_, indices), (inputs, targets) in zip(
+                (share := session.share_of(step)).batches, share, strict=True
+            ):
                 losses = _losses(session, inputs, targets).detach()
                 finite, bad = losses.isfinite(), list[int]()
-                if finite.all():  # else every gradient of the micro-batch is spoiled by those that are not
+                if (
+                    finite.all()
+                ):  # else every gradient of the micro-batch is spoiled by those that are not
                     bad = _find_bad_gradients(session, inputs, targets, len(losses))
                 rows = zip(indices.tolist(), losses.tolist(), finite.tolist(), strict=True)
                 found += [Example(*row, number not in bad) for number, row in enumerate(rows)]
@@ -78,7 +82,9 @@ def _losses(session: Session, inputs: Any, targets: Any) -> torch.Tensor:
     """(rows,): each example's mean over its values."""
     with session.precision.autocast():
         outputs = call(session.strategy.module, inputs)
-        values, weights = weigh("loss", session.task.loss(outputs, targets), count_rows(targets, outputs))
+        values, weights = weigh(
+            "loss", session.task.loss(outputs, targets), count_rows(targets, outputs)
+        )
     values = values if weights is None else values * weights
     return values.reshape(len(values), -1).mean(1)
 
@@ -91,7 +97,9 @@ def _find_bad_gradients(session: Session, inputs: Any, targets: Any, num_rows: i
         first, last = pending.pop()
         part = partial(tree_map_only, torch.Tensor, lambda t, rows=slice(first, last): t[rows])
         total = _losses(session, part(inputs), part(targets)).sum()
-        gradients = torch.autograd.grad(total, parameters, allow_unused=True) if total.requires_grad else ()
+        gradients = (
+            torch.autograd.grad(total, parameters, allow_unused=True) if total.requires_grad else ()
+        )
         if all(bool(g.isfinite().all()) for g in gradients if g is not None):
             continue
         half = (first + last) // 2
@@ -114,7 +122,9 @@ def check_drift(group: Group, step: int, state: Mapping[str, Any]) -> None:
         if astray := [str(rank) for rank, digest in enumerate(column) if digest != usual]:
             which = f"rank {astray[0]}" if len(astray) == 1 else f"ranks {', '.join(astray)}"
             advice = "a rank changed its own copy, or memory failed; go on from a checkpoint before it with run.resume"
-            raise RunError(f"step {step}: {name} on {which} is not what the other ranks have; {advice}")
+            raise RunError(
+                f"step {step}: {name} on {which} is not what the other ranks have; {advice}"
+            )
 
 
 def _tensors(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -129,10 +139,14 @@ def _tensors(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 def _digest(tensor: torch.Tensor) -> int:
     """64 bits of a tensor's bits and their places, by integer arithmetic modulo 2**64."""
     kinds = {1: torch.uint8, 2: torch.int16}
-    bits = tensor.detach().contiguous().reshape(-1).view(kinds.get(tensor.element_size(), torch.int32))
+    bits = (
+        tensor.detach().contiguous().reshape(-1).view(kinds.get(tensor.element_size(), torch.int32))
+    )
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for first in range(0, len(bits), CHUNK):
         part = bits[first : first + CHUNK].long()
-        places = torch.arange(first + 1, first + 1 + len(part), device=bits.device) * 0x1E3779B97F4A7C15
+        places = (
+            torch.arange(first + 1, first + 1 + len(part), device=bits.device) * 0x1E3779B97F4A7C15
+        )
         total += (part * (places | 1)).sum()
     return int(total)

@@ -48,6 +48,8 @@ class Ema:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Without averages in the checkpoint they begin at its weights."""
         if missing := [name for name in self._names if state and name not in state]:
-            raise CheckpointError(f"the checkpoint is of another model: its averages have no {missing[0]}")
+            raise CheckpointError(
+                f"the checkpoint is of another model: its averages have no {missing[0]}"
+            )
         saved = [state[name] for name in self._names] if state else self._weights
         torch._foreach_copy_(self._averages, saved)

@@ -26,7 +26,9 @@ def main(arguments: Sequence[str]) -> int:
     task = load_task(config)(config)
     metrics = task.evaluate()
     if not metrics:
-        raise ConfigError(f"task {config.task.name} has no evaluation data: build_dataset('eval') returned None")
+        raise ConfigError(
+            f"task {config.task.name} has no evaluation data: build_dataset('eval') returned None"
+        )
     if task.world.rank == 0:
         for line in task.skipped:
             print(visible(line), file=sys.stderr)

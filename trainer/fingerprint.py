@@ -28,18 +28,31 @@ def of_start(task: Task) -> dict[str, Any]:
     facts["the default dtype"] = str(torch.get_default_dtype())
     facts["the code of trainer"] = _package_digest()
     for base in type(task).__mro__:
-        if not base.__module__.startswith(("trainer.", "builtins")) or base.__module__.startswith("trainer.tasks."):
+        if not base.__module__.startswith(("trainer.", "builtins")) or base.__module__.startswith(
+            "trainer.tasks."
+        ):
             facts[f"the code of {base.__module__}"] = _module_digest(base)
     return facts
 
 
 def of_data(datasets: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    return {split: {"length": len(d), "digest": getattr(d, "digest", "")} for split, d in datasets.items()}
+    return {
+        split: {"length": len(d), "digest": getattr(d, "digest", "")}
+        for split, d in datasets.items()
+    }
 
 
 def of_built(datasets: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    facts = {f"the {split} data's {name}": v for split, d in of_data(datasets).items() for name, v in d.items()}
-    shapes = {f"the shape of {name}": list(p.shape) for name, p in model.named_parameters() if not is_lazy(p)}
+    facts = {
+        f"the {split} data's {name}": v
+        for split, d in of_data(datasets).items()
+        for name, v in d.items()
+    }
+    shapes = {
+        f"the shape of {name}": list(p.shape)
+        for name, p in model.named_parameters()
+        if not is_lazy(p)
+    }
     return {**facts, **shapes}
 
 

@@ -10,10 +10,24 @@ from typing import Any
 
 from trainer.errors import ConfigError
 
-RESOLVERS = ("oc.create", "oc.decode", "oc.select", "oc.dict.keys", "oc.dict.values")  # they see the config alone
+RESOLVERS = (
+    "oc.create",
+    "oc.decode",
+    "oc.select",
+    "oc.dict.keys",
+    "oc.dict.values",
+)  # they see the config alone
 _WORDS = {"token", "password", "passwd", "passphrase", "secret", "apikey", "accesskey"}
 _PAIRS = {("api", "key"), ("access", "key"), ("private", "key")}
-_MARKS = {"pad", "bos", "eos", "unk", "sep", "cls", "mask"}  # pad_token: "<pad>" is an entry of a vocabulary
+_MARKS = {
+    "pad",
+    "bos",
+    "eos",
+    "unk",
+    "sep",
+    "cls",
+    "mask",
+}  # pad_token: "<pad>" is an entry of a vocabulary
 
 
 def check_no_secret(value: Any, key: str = "") -> None:
@@ -35,7 +49,9 @@ def check_override(text: str) -> None:
     key, _, value = text.partition("=")
     key = key.lstrip("+~-")
     check_no_secret(value, key)
-    for name, below in re.findall(r"""([\w.-]+)['"]?\s*:\s*([^,}]*)""", value) if "{" in value else ():
+    for name, below in (
+        re.findall(r"""([\w.-]+)['"]?\s*:\s*([^,}]*)""", value) if "{" in value else ()
+    ):
         check_no_secret(below, f"{key}.{name}")
 
 
@@ -50,7 +66,9 @@ def _is_secret(key: str, value: str) -> bool:
     text = value.strip(" '\"").lower()
     if not any(found) or text in ("", "null", "none", "true", "false"):
         return False
-    return found[-1] or not all(re.fullmatch(r"[-+.\de]+", part.strip()) for part in text.split(","))
+    return found[-1] or not all(
+        re.fullmatch(r"[-+.\de]+", part.strip()) for part in text.split(",")
+    )
 
 
 @contextmanager
@@ -61,11 +79,15 @@ def pure_resolvers(*also: str) -> Iterator[None]:
 
     kept, refused = dict(BaseContainer._resolvers), list[str]()
     for name in set(kept) - {*RESOLVERS, *also}:
-        OmegaConf.register_new_resolver(name, lambda *_, name=name: refused.append(name), replace=True)
+        OmegaConf.register_new_resolver(
+            name, lambda *_, name=name: refused.append(name), replace=True
+        )
     try:
         yield
     finally:
         BaseContainer._resolvers = kept
         if refused:
             allowed = f"must be one of {', '.join(RESOLVERS)}, or a plain ${{key}}"
-            raise ConfigError(f"${{{refused[0]}:...}}: {allowed}; let the task read what it needs") from None
+            raise ConfigError(
+                f"${{{refused[0]}:...}}: {allowed}; let the task read what it needs"
+            ) from None

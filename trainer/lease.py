@@ -16,7 +16,11 @@ from trainer.errors import CheckpointError, ConfigError
 
 NAME = ".writer"
 _MOST = 2**16  # bytes of it
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # some cluster file systems: the token alone protects there
+_NO_LOCKS = (
+    errno.ENOLCK,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+)  # some cluster file systems: the token alone protects there
 
 
 class Lease:
@@ -46,7 +50,9 @@ class Lease:
                 return
         except FileNotFoundError:
             pass
-        raise CheckpointError(f"{self.path.parent}: another process has taken this run over; nothing was published")
+        raise CheckpointError(
+            f"{self.path.parent}: another process has taken this run over; nothing was published"
+        )
 
     def release(self) -> None:
         _held.discard(_identity(os.fstat(self._descriptor)))
@@ -61,11 +67,17 @@ def last_facts(directory: Path) -> dict[str, Any]:
     try:
         if _identity((directory / NAME).lstat()) in _held:
             return {}
-        with open(directory / NAME, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW)) as file:
+        with open(
+            directory / NAME, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW)
+        ) as file:
             found = _parsed(file.read(_MOST))
     except OSError:
         return {}
-    return {} if (found.get("host"), found.get("pid")) == (socket.gethostname(), os.getpid()) else found
+    return (
+        {}
+        if (found.get("host"), found.get("pid")) == (socket.gethostname(), os.getpid())
+        else found
+    )
 
 
 def check_free(directory: Path) -> None:
@@ -74,7 +86,9 @@ def check_free(directory: Path) -> None:
         os.close(_lock(directory / NAME))
 
 
-_held = set[tuple[int, int]]()  # closing any descriptor of a file drops the process's own lock on it: not opened again
+_held = set[
+    tuple[int, int]
+]()  # closing any descriptor of a file drops the process's own lock on it: not opened again
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
@@ -83,7 +97,9 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
 
 def _lock(path: Path) -> int:
     if path.exists() and _identity(path.lstat()) in _held:
-        raise ConfigError(f"run directory {path.parent}: this process writes there already; give run.name=<new>")
+        raise ConfigError(
+            f"run directory {path.parent}: this process writes there already; give run.name=<new>"
+        )
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

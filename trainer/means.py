@@ -33,7 +33,9 @@ def weigh(name: str, returned: Values, rows: int) -> tuple[torch.Tensor, torch.T
     Raises ConfigError for a scalar, another first axis, or weights of another shape or with a gradient.
     """
     if isinstance(returned, tuple) and len(returned) != 2:
-        raise ConfigError(f"{name} returned {len(returned)} things: must be values, or (values, weights)")
+        raise ConfigError(
+            f"{name} returned {len(returned)} things: must be values, or (values, weights)"
+        )
     values, weights = returned if isinstance(returned, tuple) else (returned, None)
     if not isinstance(values, torch.Tensor) or values.dim() == 0:
         given = "a scalar" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}"
@@ -42,9 +44,13 @@ def weigh(name: str, returned: Values, rows: int) -> tuple[torch.Tensor, torch.T
         )
     if values.shape[0] != rows:
         shape = f"shape {tuple(values.shape)}"
-        raise ConfigError(f"{name} returned values of {shape}: the first axis must be the {rows} examples of the batch")
+        raise ConfigError(
+            f"{name} returned values of {shape}: the first axis must be the {rows} examples of the batch"
+        )
     if weights is not None and not isinstance(weights, torch.Tensor):
-        raise ConfigError(f"{name} returned {type(weights).__name__} weights: must be a tensor of the values' shape")
+        raise ConfigError(
+            f"{name} returned {type(weights).__name__} weights: must be a tensor of the values' shape"
+        )
     if weights is not None and (weights.shape != values.shape or weights.requires_grad):
         have = "a gradient" if weights.requires_grad else f"shape {tuple(weights.shape)}"
         raise ConfigError(
@@ -67,7 +73,9 @@ class Means:
     def add(self, name: str, values: torch.Tensor, weights: torch.Tensor | None) -> None:
         values = values.detach()
         total = (values if weights is None else values * weights).sum(dtype=torch.float64)
-        self.count(name, total, values.numel() if weights is None else weights.sum(dtype=torch.float64))
+        self.count(
+            name, total, values.numel() if weights is None else weights.sum(dtype=torch.float64)
+        )
 
     def count(self, name: str, total: torch.Tensor, weight: torch.Tensor | float) -> None:
         """Add values that are summed already."""
@@ -94,8 +102,12 @@ class Means:
         if names:
             local = _stack([row for name in names for row in self._rows[name]])
             total = sum((part.cpu() for part in ranks.gather(local)), start=torch.zeros_like(local))
-            for name, rows in zip(names, total.split([len(self._rows[name]) for name in names]), strict=True):
-                self._reduced[name] = torch.cat([self._reduced[name], rows]) if name in self._reduced else rows
+            for name, rows in zip(
+                names, total.split([len(self._rows[name]) for name in names]), strict=True
+            ):
+                self._reduced[name] = (
+                    torch.cat([self._reduced[name], rows]) if name in self._reduced else rows
+                )
         self._rows.clear()
         return dict(self._reduced)
 
@@ -103,8 +115,12 @@ class Means:
         """The mean by name over everything since the last read, over all ranks; nan where nothing weighs."""
         rows = self.reduced(ranks)
         self.clear()
-        sums = {name: [sum(column) for column in table.t().tolist()] for name, table in rows.items()}
-        return {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}
+        sums = {
+            name: [sum(column) for column in table.t().tolist()] for name, table in rows.items()
+        }
+        return {
+            name: total / weight if weight else math.nan for name, (total, weight) in sums.items()
+        }
 
     def load(self, rows: dict[str, torch.Tensor]) -> None:
         """Go on from what `reduced` returned."""
@@ -168,11 +184,15 @@ class Objective:
             self.is_weighted = is_weighted
         if self.is_weighted != is_weighted:
             advice = "return (values, weights) always, or never"
-            raise ConfigError(f"{self._name} returned weights in one step and none in another: {advice}")
+            raise ConfigError(
+                f"{self._name} returned weights in one step and none in another: {advice}"
+            )
         self.elements = self.elements or self._agree(max(1, elements))
         if not is_weighted and self.elements != elements:
             was = f"{elements} values per example after {self.elements}"
-            raise ConfigError(f"{self._name} returned {was}: return (values, weights), so that each value counts alike")
+            raise ConfigError(
+                f"{self._name} returned {was}: return (values, weights), so that each value counts alike"
+            )
 
     def _carry(self, total: torch.Tensor, weight: torch.Tensor | int) -> torch.Tensor:
         key = (0 if isinstance(weight, torch.Tensor) else weight, self.stop)

@@ -30,13 +30,19 @@ def unpack(data: bytes, device: torch.device) -> Any:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             entries = archive.infolist()
-        if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > len(data):
-            raise ValueError("compressed or overlapping entries")  # a small file would fill the memory
+        if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(
+            e.file_size for e in entries
+        ) > len(data):
+            raise ValueError(
+                "compressed or overlapping entries"
+            )  # a small file would fill the memory
         found = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
         _check_loaded(found, len(data))
     except Exception as error:  # the bytes are anybody's, and torch has many ways to say no
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"the checkpoint holds more than tensors and plain values: {reason}") from None
+        raise CheckpointError(
+            f"the checkpoint holds more than tensors and plain values: {reason}"
+        ) from None
     return found
 
 
@@ -56,7 +62,11 @@ def private_copy(tree: Any, copied: dict[Any, torch.Tensor] | None = None) -> An
         if hasattr(tree, "_metadata"):  # of a module's state_dict: the versions of its layers
             made._metadata = tree._metadata  # type: ignore[attr-defined]
         return made
-    return type(tree)(private_copy(value, copied) for value in tree) if isinstance(tree, (list, tuple)) else tree
+    return (
+        type(tree)(private_copy(value, copied) for value in tree)
+        if isinstance(tree, (list, tuple))
+        else tree
+    )
 
 
 def size_of(tree: Any) -> int:
@@ -73,8 +83,14 @@ def _check_plain(part: Any, name: str) -> None:
     elif type(part) in (list, tuple):
         for value in part:
             _check_plain(value, name)
-    elif part is not None and type(part) not in (bool, int, float, str) and not isinstance(part, torch.Tensor):
-        raise CheckpointError(f"{name} is a {type(part).__name__}: a checkpoint holds tensors and plain values only")
+    elif (
+        part is not None
+        and type(part) not in (bool, int, float, str)
+        and not isinstance(part, torch.Tensor)
+    ):
+        raise CheckpointError(
+            f"{name} is a {type(part).__name__}: a checkpoint holds tensors and plain values only"
+        )
 
 
 def _check_loaded(tree: Any, most: int) -> None:
@@ -89,8 +105,15 @@ def _check_loaded(tree: Any, most: int) -> None:
         elif type(part) in (list, tuple):
             pending += part
         elif isinstance(part, torch.Tensor):
-            is_dense = type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout == torch.strided
-            if not is_dense or part.is_meta or part.is_quantized or part.nbytes > part.untyped_storage().nbytes():
+            is_dense = (
+                type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout == torch.strided
+            )
+            if (
+                not is_dense
+                or part.is_meta
+                or part.is_quantized
+                or part.nbytes > part.untyped_storage().nbytes()
+            ):
                 raise ValueError("a tensor that is not plain and dense")
         elif part is not None and type(part) not in (bool, int, float, str):
             raise ValueError(f"a {type(part).__name__}")

@@ -39,15 +39,25 @@ class Precision:
     @staticmethod
     def check(name: str, device: torch.device) -> None:
         if name == "tf32" and device.type != "cuda":
-            raise ConfigError("strategy.precision=tf32: is arithmetic of CUDA GPUs, and torch sees none; use fp32")
+            raise ConfigError(
+                "strategy.precision=tf32: is arithmetic of CUDA GPUs, and torch sees none; use fp32"
+            )
 
     def autocast(self) -> AbstractContextManager:
-        return nullcontext() if self._autocast is None else torch.autocast(self._device_type, self._autocast)
+        return (
+            nullcontext()
+            if self._autocast is None
+            else torch.autocast(self._device_type, self._autocast)
+        )
 
     def cast(self, tree: Any) -> Any:
         """Floating tensors of a batch in the dtype of the weights; others as they are."""
         if isinstance(tree, torch.Tensor):
-            return tree if tree.dtype == self.dtype or not tree.is_floating_point() else tree.to(self.dtype)
+            return (
+                tree
+                if tree.dtype == self.dtype or not tree.is_floating_point()
+                else tree.to(self.dtype)
+            )
         return tree_map_only(torch.Tensor, self.cast, tree)
 
     def root(self, total: torch.Tensor, factor: float) -> torch.Tensor:
@@ -88,8 +98,14 @@ class Precision:
         found_inf = torch.zeros_like(self._one)
         for alike in _by_kind(gradients):
             is_here = alike[0].device == found_inf.device
-            found, one = (found_inf, self._one) if is_here else (t.to(alike[0].device) for t in (found_inf, self._one))
-            if alike[0].dtype == torch.bfloat16:  # has no such kernel on CUDA; only looked at, so a copy will do
+            found, one = (
+                (found_inf, self._one)
+                if is_here
+                else (t.to(alike[0].device) for t in (found_inf, self._one))
+            )
+            if (
+                alike[0].dtype == torch.bfloat16
+            ):  # has no such kernel on CUDA; only looked at, so a copy will do
                 alike = [tensor.float() for tensor in alike]
             torch._amp_foreach_non_finite_check_and_unscale_(alike, found, one)
             if not is_here:
@@ -117,4 +133,6 @@ def _by_kind(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
 def _knows_found_inf(optimizer: Optimizer) -> bool:
     # A skipped first step leaves fused SGD a momentum buffer of uninitialised memory (torch 2.13): not without state.
     has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and bool(optimizer.state or not has_momentum)
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and bool(
+        optimizer.state or not has_momentum
+    )

@@ -35,9 +35,13 @@ def main(arguments: Sequence[str]) -> int:
         config = load_config(overrides, plan["config_dirs"])
         task = recorded(load_task(config), plan.get("kill"))(config)
         directory = task.fit().directory
-        task.notes["weights"] = {key: value.detach().cpu() for key, value in task.model.state_dict().items()}
+        task.notes["weights"] = {
+            key: value.detach().cpu() for key, value in task.model.state_dict().items()
+        }
         if task.world.rank == 0:
-            task.notes["record"] = [entry for _, entry in rundir.entries(directory / rundir.METRICS)]
+            task.notes["record"] = [
+                entry for _, entry in rundir.entries(directory / rundir.METRICS)
+            ]
         torch.save(task.notes, Path(plan["out"]) / f"{name}-{task.world.rank}.pt")
     return 0
 
@@ -51,10 +55,14 @@ def recorded(base: type, kill: Sequence[int] | None) -> Any:
             self.notes: dict[str, Any] = {"ids": [], "rows": {}, "gradients": {}}
             self._is_stepping = False
 
-        def augment(self, inputs: Any, targets: Any, random: Random, train: bool) -> tuple[Any, Any]:
+        def augment(
+            self, inputs: Any, targets: Any, random: Random, train: bool
+        ) -> tuple[Any, Any]:
             inputs, targets = super().augment(inputs, targets, random, train)
             if self._is_stepping:
-                for index, digest in zip(random.indices.tolist(), row_digests((inputs, targets)), strict=True):
+                for index, digest in zip(
+                    random.indices.tolist(), row_digests((inputs, targets)), strict=True
+                ):
                     self.notes["rows"][f"{random.epoch}/{index}"] = digest
             return inputs, targets
 
@@ -64,25 +72,38 @@ def recorded(base: type, kill: Sequence[int] | None) -> Any:
             if not self.notes["ids"]:
                 self.notes["probe"] = probe(self)
                 self.notes["begun"] = {
-                    key: value.detach().cpu().clone() for key, value in self.model.state_dict().items()
+                    key: value.detach().cpu().clone()
+                    for key, value in self.model.state_dict().items()
                 }
                 self._watch_gradients()
-            self.notes["ids"].append([i for _, indices in micro_batches.batches for i in indices.tolist()])
+            self.notes["ids"].append(
+                [i for _, indices in micro_batches.batches for i in indices.tolist()]
+            )
             self._is_stepping = True
             super().train_step(micro_batches)
             self._is_stepping = False
 
         def _watch_gradients(self) -> None:
             """Note the reduced gradients of the first update, as the optimizer sees them before clipping."""
-            precision, strategy, notes = self._now.precision, self._now.strategy, self.notes["gradients"]
+            precision, strategy, notes = (
+                self._now.precision,
+                self._now.strategy,
+                self.notes["gradients"],
+            )
             names = {id(p): name for name, p in strategy.module.named_parameters()}
             update = precision.update
 
             def noting(optimizers: Any, gradients: Any, factor: Any, clip: Any) -> torch.Tensor:
                 if not notes:
-                    found = [p for p in strategy.module.parameters() if p.requires_grad and p.grad is not None]
+                    found = [
+                        p
+                        for p in strategy.module.parameters()
+                        if p.requires_grad and p.grad is not None
+                    ]
                     by = 1.0 if factor is None else factor
-                    notes.update({names[id(p)]: (p.grad * by).detach().cpu().clone() for p in found})
+                    notes.update(
+                        {names[id(p)]: (p.grad * by).detach().cpu().clone() for p in found}
+                    )
                 return update(optimizers, gradients, factor, clip)
 
             precision.update = noting
@@ -100,7 +121,9 @@ def probe(task: Any) -> dict[str, Any]:
     indices = Order(config.run.seed, 0, now.plan.num_examples)(torch.arange(count))
     sampler = FixedSampler([indices.to(now.sampler.device)])
     here = replace(config.data, workers=0)
-    loader = open_loader(now.datasets["train"], sampler, here, config.run.seed, "train", task.world.device)
+    loader = open_loader(
+        now.datasets["train"], sampler, here, config.run.seed, "train", task.world.device
+    )
     batch, taken = next(iter(loader))
     inputs, targets = now.prepare(batch, taken, "train", 0)
     module = now.strategy.module
@@ -110,7 +133,8 @@ def probe(task: Any) -> dict[str, Any]:
         "indices": indices.tolist(),
         "data": row_digests((inputs, targets)),
         "batchnorm": any(
-            type(m).__module__.startswith("torch.") and isinstance(m, _BatchNorm) for m in module.modules()
+            type(m).__module__.startswith("torch.") and isinstance(m, _BatchNorm)
+            for m in module.modules()
         ),
         "maxpool": any("MaxPool" in kind for kind in kinds),
         "optimizers": [type(optimizer).__name__ for optimizer in now.optimizers],
@@ -122,14 +146,20 @@ def probe(task: Any) -> dict[str, Any]:
         for dropout in dropouts:
             dropout.p = 0.0
         other = _values(task, module, inputs, targets, number=1)
-        found["draws"] = not _equal(other, _values(task, module, inputs, targets))  # such as F.dropout
+        found["draws"] = not _equal(
+            other, _values(task, module, inputs, targets)
+        )  # such as F.dropout
         module.train(not found["draws"])  # else the rows would differ by what they draw
-        whole, half = (_values(task, module, *_rows((inputs, targets), first)) for first in (0, count // 2))
+        whole, half = (
+            _values(task, module, *_rows((inputs, targets), first)) for first in (0, count // 2)
+        )
         module.train()
         for dropout, rate in zip(dropouts, rates, strict=True):
             dropout.p = rate
     part = {name: whole[name][count // 2 :] for name in whole}
-    found["mixed"] = {name: not torch.allclose(part[name], half[name], rtol=1e-3, atol=1e-6) for name in part}
+    found["mixed"] = {
+        name: not torch.allclose(part[name], half[name], rtol=1e-3, atol=1e-6) for name in part
+    }
     return found
 
 
@@ -137,15 +167,23 @@ def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def _values(task: Any, module: nn.Module, inputs: Any, targets: Any, number: int = 0) -> dict[str, torch.Tensor]:
+def _values(
+    task: Any, module: nn.Module, inputs: Any, targets: Any, number: int = 0
+) -> dict[str, torch.Tensor]:
     """{"outputs": (rows, ...) of the model flattened, "values": (rows, ...) of the loss}."""
     seed_layers(task.config.run.seed, 0, number, task.world.device)
     with task._now.precision.autocast():
         outputs = call(module, inputs)
         rows = count_rows(targets, outputs)
         values, weights = weigh("loss", task.loss(outputs, targets), rows)
-    leaves = [leaf.reshape(rows, -1).double().cpu() for leaf in tree_leaves(outputs) if _is_rows(leaf, rows)]
-    flat = [values.reshape(rows, -1).double().cpu()] + ([] if weights is None else [weights.reshape(rows, -1).cpu()])
+    leaves = [
+        leaf.reshape(rows, -1).double().cpu()
+        for leaf in tree_leaves(outputs)
+        if _is_rows(leaf, rows)
+    ]
+    flat = [values.reshape(rows, -1).double().cpu()] + (
+        [] if weights is None else [weights.reshape(rows, -1).cpu()]
+    )
     return {"outputs": torch.cat(leaves or flat, 1), "values": torch.cat(flat, 1)}
 
 

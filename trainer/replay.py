@@ -45,7 +45,9 @@ def main(arguments: Sequence[str]) -> int:
     config = load_run_config(str(directory), overrides, config_dirs)
     ours, theirs = config.flat(), load_run_config(str(directory), [], config_dirs).flat()
     if fixed := next((key for key in rundir.FIXED if ours[key] != theirs[key]), None):
-        raise ConfigError(f"{fixed}={ours[fixed]}: the run has {theirs[fixed]}, and its steps have other samples else")
+        raise ConfigError(
+            f"{fixed}={ours[fixed]}: the run has {theirs[fixed]}, and its steps have other samples else"
+        )
     config.run.resume = _newest_before(directory, step)
     config.run.name, config.strategy.name, config.strategy.comm_hook = "replay", "single", "none"
     config.data.micro_batch = _micro_batch(directory, config)
@@ -56,7 +58,9 @@ def main(arguments: Sequence[str]) -> int:
             task.fit()
         except Replayed:
             if has_batchnorm(task.model):
-                print("BatchNorm took its running statistics for this, so these are not the losses of training")
+                print(
+                    "BatchNorm took its running statistics for this, so these are not the losses of training"
+                )
             return _tell(task.examples, step, directory)
     return STOPPED
 
@@ -87,7 +91,9 @@ def _micro_batch(directory: Path, config: Any) -> int:
     ours = BatchPlan(batch, batch, micro_batch, 1).micro_batches(0)
     theirs = [piece for rank in range(ranks) for piece in was.micro_batches(rank)]
     if ours != theirs and not (joined < ranks and was.accumulation == 1):
-        print("its micro-batches were cut otherwise than one process can: with dropout or BatchNorm losses will differ")
+        print(
+            "its micro-batches were cut otherwise than one process can: with dropout or BatchNorm losses will differ"
+        )
     return micro_batch
 
 
@@ -112,9 +118,13 @@ def _stopping_at(base: type, step: int) -> Any:
 def _tell(examples: Sequence[Example], step: int, directory: Path) -> int:
     bad = [e for e in examples if not (e.is_finite and e.has_finite_gradient)]
     mean = sum(e.loss for e in examples) / len(examples)
-    print(f"step {step:,}: {len(examples):,} examples, mean loss {mean:.6g}{_logged(directory, step)}")
+    print(
+        f"step {step:,}: {len(examples):,} examples, mean loss {mean:.6g}{_logged(directory, step)}"
+    )
     for e in bad:
-        print(f"example {e.index}: loss {e.loss:.6g}, {'its gradient' if e.is_finite else 'it'} is not finite")
+        print(
+            f"example {e.index}: loss {e.loss:.6g}, {'its gradient' if e.is_finite else 'it'} is not finite"
+        )
     finite = sorted((e for e in examples if math.isfinite(e.loss)), key=lambda e: -e.loss)[:SHOWN]
     print("largest losses: " + ", ".join(f"{e.loss:.6g} (example {e.index})" for e in finite))
     return int(bool(bad))

@@ -109,9 +109,13 @@ def again(config: Config, launcher: Launcher) -> Origin | None:
         with suppress(ConfigError):  # the one that it was begun from may be pruned by now
             own, one = _place(Path(resume))
         own = own or Path(resume).absolute().parent.parent
-    for place in {base / config.run.name} if config.run.name else {*base.glob("*/"), *([own] if own else [])}:
+    for place in (
+        {base / config.run.name} if config.run.name else {*base.glob("*/"), *([own] if own else [])}
+    ):
         facts = last_facts(place)
-        is_known = launcher.requeues or {*str(facts.get("starters", "")).split()} & {*launcher.starters}
+        is_known = launcher.requeues or {*str(facts.get("starters", "")).split()} & {
+            *launcher.starters
+        }
         if facts.get("launch") == launch and is_known:
             ours[(place / NAME).stat().st_mtime] = place
     return back_to(ours[max(ours)], Origin(ours[max(ours)], one, own)) if ours else None
@@ -152,7 +156,9 @@ def read(origin: Origin) -> tuple[checkpoint.Loaded | None, list[str]]:
         return None, []
     found, skipped = checkpoint.load_newest(origin.source / "checkpoints")
     if found is None and skipped:
-        raise CheckpointError(f"{origin.source / 'checkpoints'}: no checkpoint is valid; {skipped[0]}")
+        raise CheckpointError(
+            f"{origin.source / 'checkpoints'}: no checkpoint is valid; {skipped[0]}"
+        )
     return _of_run(found) if found else None, skipped
 
 
@@ -166,7 +172,11 @@ def recorded(directory: Path, step: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for _, entry in entries(directory / METRICS):
         if entry["step"] == step:
-            found |= {name: value for name, value in entry.items() if name.startswith("eval/") and value is not None}
+            found |= {
+                name: value
+                for name, value in entry.items()
+                if name.startswith("eval/") and value is not None
+            }
     return found
 
 
@@ -193,20 +203,28 @@ def _text(path: Path) -> str:
 def strict(values: Mapping[str, Any]) -> dict[str, Any]:
     """What JSON has no number for becomes null, in mappings within too."""
     plain = {k: strict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()
+    }
 
 
 def _unused(named: Path | None) -> Path | None:
     if named is not None and named.exists() and (not named.is_dir() or any(named.iterdir())):
         check_free(named)
         advice = "add run.resume=auto or choose another run.name"
-        raise ConfigError(f"run.name={named.name}: {named} exists and is not being resumed; {advice}")
+        raise ConfigError(
+            f"run.name={named.name}: {named} exists and is not being resumed; {advice}"
+        )
     return named
 
 
 def _latest(base: Path) -> Path | None:
     """The run under `base` that saved last."""
-    saved = [(path.stat().st_mtime, path.parent) for path in base.glob("*/checkpoints") if checkpoint.steps(path)]
+    saved = [
+        (path.stat().st_mtime, path.parent)
+        for path in base.glob("*/checkpoints")
+        if checkpoint.steps(path)
+    ]
     return max(saved)[1] if saved else None
 
 
@@ -235,7 +253,9 @@ def _check_same_run(config: Config, origin: Origin) -> None:
     root = (origin.source or Path()) / "checkpoints"
     try:
         manifest = (
-            checkpoint.read_manifest(origin.checkpoint) if origin.checkpoint else checkpoint.newest_manifest(root)
+            checkpoint.read_manifest(origin.checkpoint)
+            if origin.checkpoint
+            else checkpoint.newest_manifest(root)
         )
     except CheckpointError as error:
         raise CheckpointError(f"run.resume={config.run.resume}: {error}") from None
@@ -243,16 +263,22 @@ def _check_same_run(config: Config, origin: Origin) -> None:
     for key in FIXED:
         if key in theirs and theirs[key] != ours[key]:
             why = f"the run to resume has {theirs[key]}, and another value would change its samples"
-            raise ConfigError(f"{key}={ours[key]}: {why}; give {key}={theirs[key]}, or start a new run")
+            raise ConfigError(
+                f"{key}={ours[key]}: {why}; give {key}={theirs[key]}, or start a new run"
+            )
 
 
 def _check_writable(path: Path) -> None:
     existing = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not existing.is_dir():
-        raise ConfigError(f"run.dir: {path} cannot be made, {existing} is not a directory; choose another run.dir")
+        raise ConfigError(
+            f"run.dir: {path} cannot be made, {existing} is not a directory; choose another run.dir"
+        )
     if not os.access(existing, os.W_OK | os.X_OK):
         advice = "choose another run.dir, and with run.resume also a run.name"
-        raise ConfigError(f"run.dir: {path} cannot be written, {existing} is not writable; {advice}")
+        raise ConfigError(
+            f"run.dir: {path} cannot be written, {existing} is not writable; {advice}"
+        )
 
 
 def _check_own(directory: Path) -> None:
@@ -302,8 +328,12 @@ def _attempt(config: Config, launcher: Launcher, directory: Path, step: int) -> 
     vain = before.get("vain", 0) + 1 if is_vain else 0
     if vain >= RESTARTS:
         told = directory / "exit.json"
-        reason = json.loads(told.read_text())["reason"] if told.is_file() else "its rank 0 was killed"
-        raise RunError(f"{directory}: given up, {RESTARTS} restarts came no further than step {step}: {reason}")
+        reason = (
+            json.loads(told.read_text())["reason"] if told.is_file() else "its rank 0 was killed"
+        )
+        raise RunError(
+            f"{directory}: given up, {RESTARTS} restarts came no further than step {step}: {reason}"
+        )
     return {**facts, "vain": vain, "starters": " ".join(sorted({*launcher.starters}))}
 
 
@@ -322,7 +352,11 @@ def _timestamped(base: Path) -> Path:
 def changes(config: Config, manifest: Mapping[str, Any]) -> list[str]:
     """What the config says otherwise than the checkpoint's, `optim.lr: 0.1 -> 0.01`."""
     ours, theirs = config.flat(), manifest.get("config", {})
-    keys = [key for key in {**theirs, **ours} if key not in _NOT_COMPARED and ours.get(key) != theirs.get(key)]
+    keys = [
+        key
+        for key in {**theirs, **ours}
+        if key not in _NOT_COMPARED and ours.get(key) != theirs.get(key)
+    ]
     return [f"{key}: {theirs.get(key)} -> {ours.get(key)}" for key in keys]
 
 

@@ -54,11 +54,15 @@ def linear(num_steps: int, warmup_steps: Steps = 0, final: Part = 0.0) -> Factor
 def cosine(num_steps: int, warmup_steps: Steps = 0, final: Part = 0.0) -> Factor:
     """Half a cosine (Loshchilov and Hutter, arXiv:1608.03983, without restarts)."""
     return _warm(
-        warmup_steps, num_steps, lambda progress: final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
+        warmup_steps,
+        num_steps,
+        lambda progress: final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)),
     )
 
 
-def one_cycle(num_steps: int, warmup_steps: MaybeSteps = None, initial: Part = 0.04, final: Part = 4e-6) -> Factor:
+def one_cycle(
+    num_steps: int, warmup_steps: MaybeSteps = None, initial: Part = 0.04, final: Part = 4e-6
+) -> Factor:
     """Cosine up from `initial`, cosine down to `final` (Smith and Topin, arXiv:1708.07120)."""
     peak = int(0.3 * num_steps) if warmup_steps is None else warmup_steps
     _check_warmup(peak)

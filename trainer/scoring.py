@@ -42,7 +42,9 @@ def score(session: Session, limit: int | None = None) -> dict[str, float]:
             seed_layers(session.config.run.seed, -1, number, session.world.device)
             _count(session, means, session.strategy.forward(session.wrapped, inputs), targets, rows)
             if number % every == 0 and limit is None:
-                asked, seconds = session.group.max(float(session.wants_stop), time.monotonic() - begun)
+                asked, seconds = session.group.max(
+                    float(session.wants_stop), time.monotonic() - begun
+                )
                 if asked:
                     raise Stopped
                 every = max(1, int(number * STOP_EVERY_S / max(seconds, 1e-9)))
@@ -55,14 +57,19 @@ def score(session: Session, limit: int | None = None) -> dict[str, float]:
             warnings.simplefilter("ignore")  # of a rank that had no row to update it with
             values[name] = metric.compute().item()
         metric.reset()
-    return {f"eval/{name}": float(value) for name, value in (values | task.summarize(dict(values))).items()}
+    return {
+        f"eval/{name}": float(value)
+        for name, value in (values | task.summarize(dict(values))).items()
+    }
 
 
 def _count(session: Session, means: Means, outputs: Any, targets: Any, rows: int) -> None:
     with session.precision.autocast():
         returned = session.task.metrics(outputs, targets)
         if "loss" in returned:
-            raise ConfigError("metrics returned a value called loss: the loss is there already; choose another name")
+            raise ConfigError(
+                "metrics returned a value called loss: the loss is there already; choose another name"
+            )
         returned["loss"] = session.task.loss(outputs, targets)
     for name, value in returned.items():
         values, weights = weigh(name, value, count_rows(targets, outputs))
@@ -86,4 +93,6 @@ def _check_names(session: Session, names: list[str]) -> None:
     lines = session.group.gather_text(", ".join(names))
     for rank, line in enumerate(lines):
         if line != lines[0]:
-            raise ConfigError(f"metrics returned {lines[0]} on rank 0 and {line} on rank {rank}: must be the same")
+            raise ConfigError(
+                f"metrics returned {lines[0]} on rank 0 and {line} on rank {rank}: must be the same"
+            )

@@ -12,7 +12,11 @@ from trainer.config import CONF, load_config, one_line
 from trainer.errors import ConfigError
 
 SWEEPER = "hydra/sweeper=optuna"
-_TARGETS = ("hydra_plugins.hydra_optuna_sweeper.", "hydra._internal.core_plugins.", "optuna.samplers.")
+_TARGETS = (
+    "hydra_plugins.hydra_optuna_sweeper.",
+    "hydra._internal.core_plugins.",
+    "optuna.samplers.",
+)
 _QUIET = ("hydra/job_logging=disabled", "hydra/hydra_logging=disabled")
 
 
@@ -48,7 +52,15 @@ def search(
         return run_job(int(told.job.num) + 1, name, list(told.overrides.task))
 
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    sys.argv = [sys.argv[0], "-m", *overrides, *steering, *paths, *_QUIET, f"hydra.sweep.dir='{place}'"]
+    sys.argv = [
+        sys.argv[0],
+        "-m",
+        *overrides,
+        *steering,
+        *paths,
+        *_QUIET,
+        f"hydra.sweep.dir='{place}'",
+    ]
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
     except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -77,21 +89,35 @@ def _check_built(words: Sequence[str]) -> None:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3", job_name="trainer"):
-            node: Any = OmegaConf.to_container(compose("config", list(words), return_hydra_config=True).hydra)
+            node: Any = OmegaConf.to_container(
+                compose("config", list(words), return_hydra_config=True).hydra
+            )
     except HydraException as error:
-        advice = "; is it installed? pip install 'lockstep-trainer[optuna]'" if "optuna" in str(error) else ""
+        advice = (
+            "; is it installed? pip install 'lockstep-trainer[optuna]'"
+            if "optuna" in str(error)
+            else ""
+        )
         raise ConfigError(f"{SWEEPER}: {one_line(error)[:200]}{advice}") from None
     finally:
         GlobalHydra.instance().clear()
     built = [*_targets(node["sweeper"]), *_targets(node["launcher"])]
     if bad := [name for name in built if not name.startswith(_TARGETS)]:
-        raise ConfigError(f"hydra: a configuration has {bad[0]} built: must lie under {', '.join(_TARGETS)}")
+        raise ConfigError(
+            f"hydra: a configuration has {bad[0]} built: must lie under {', '.join(_TARGETS)}"
+        )
     logs = [node[name] for name in ("job_logging", "hydra_logging")]
-    if node["callbacks"] or any(set(log) - {"version", "root", "disable_existing_loggers"} for log in logs):
-        raise ConfigError("hydra: a configuration sets hydra.callbacks or hydra's logging; take it out")
+    if node["callbacks"] or any(
+        set(log) - {"version", "root", "disable_existing_loggers"} for log in logs
+    ):
+        raise ConfigError(
+            "hydra: a configuration sets hydra.callbacks or hydra's logging; take it out"
+        )
 
 
 def _targets(node: Any) -> list[str]:
     if isinstance(node, dict):
-        return [str(v) for k, v in node.items() if k == "_target_"] + [t for v in node.values() for t in _targets(v)]
+        return [str(v) for k, v in node.items() if k == "_target_"] + [
+            t for v in node.values() for t in _targets(v)
+        ]
     return [t for v in node for t in _targets(v)] if isinstance(node, list) else []

@@ -158,7 +158,9 @@ class Session:
         beside = index_device(data, config.data.path, device)
         self.sampler = EpochSampler(self.plan, config.run.seed, rank, beside)
         self.ledger = Ledger(self.plan, rank)
-        self.loaders["train"] = open_loader(data, self.sampler, config.data, config.run.seed, "train", device)
+        self.loaders["train"] = open_loader(
+            data, self.sampler, config.data, config.run.seed, "train", device
+        )
         self.num_steps = config.run.steps or config.run.epochs * self.plan.steps_per_epoch
         self.rate_scale = rate_scale(config)
         self.schedule = self.task.build_schedule(self.num_steps)
@@ -181,15 +183,23 @@ class Session:
         default = check_batch(config.data.global_batch, config.data.micro_batch, ranks)
         num_examples = check_dataset(data, "eval", config.data.path)
         beside = index_device(data, config.data.path, device)
-        self.shard = ShardSampler(num_examples, config.eval.micro_batch or default, rank, ranks, beside)
-        self.loaders["eval"] = open_loader(data, self.shard, config.data, config.run.seed, "eval", device)
-        self.metrics = {name: metric.to(device) for name, metric in self.task.build_metrics("eval").items()}
+        self.shard = ShardSampler(
+            num_examples, config.eval.micro_batch or default, rank, ranks, beside
+        )
+        self.loaders["eval"] = open_loader(
+            data, self.shard, config.data, config.run.seed, "eval", device
+        )
+        self.metrics = {
+            name: metric.to(device) for name, metric in self.task.build_metrics("eval").items()
+        }
 
     def _build_model(self) -> None:
         torch.manual_seed(self.config.run.seed)
         model = self.task.build_model()
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"build_model returned a {type(model).__name__}: must be a torch.nn.Module")
+            raise ConfigError(
+                f"build_model returned a {type(model).__name__}: must be a torch.nn.Module"
+            )
         self.task.model = self.wrapped = model.train()
 
     def _wrap(self) -> None:
@@ -202,8 +212,13 @@ class Session:
         self.means.clear()
         built = self.task.build_optimizer(model)
         self.optimizers = built if isinstance(built, list) else [built]
-        if other := next((type(found).__name__ for found in self.optimizers if not isinstance(found, Optimizer)), None):
-            raise ConfigError(f"build_optimizer returned a {other}: must be an optimizer, or a list of them")
+        if other := next(
+            (type(found).__name__ for found in self.optimizers if not isinstance(found, Optimizer)),
+            None,
+        ):
+            raise ConfigError(
+                f"build_optimizer returned a {other}: must be an optimizer, or a list of them"
+            )
         for optimizer in self.optimizers:
             remember_options(optimizer)
         self._begin_ema()
@@ -211,14 +226,22 @@ class Session:
     def share_of(self, step: int) -> Share:
         """This rank's micro-batches of any step, read in this process."""
         epoch, start = divmod(step, self.plan.steps_per_epoch)
-        sampler = EpochSampler(self.plan, self.config.run.seed, self.strategy.data_parallel_rank, self.sampler.device)
+        sampler = EpochSampler(
+            self.plan, self.config.run.seed, self.strategy.data_parallel_rank, self.sampler.device
+        )
         sampler.set_epoch(epoch, start)
         pieces = FixedSampler(list(islice(sampler, self.plan.accumulation)), epoch)
         loader = self.loaders["train"]
         if isinstance(loader, ResidentLoader):
             return Share(self, epoch, list(loader.over(pieces)))
-        here, seed, data = replace(self.config.data, workers=0), self.config.run.seed, self.datasets["train"]
-        return Share(self, epoch, list(open_loader(data, pieces, here, seed, "train", self.world.device)))
+        here, seed, data = (
+            replace(self.config.data, workers=0),
+            self.config.run.seed,
+            self.datasets["train"],
+        )
+        return Share(
+            self, epoch, list(open_loader(data, pieces, here, seed, "train", self.world.device))
+        )
 
     def _begin_ema(self) -> None:
         if (decay := self.config.run.ema_decay) is not None:
@@ -240,7 +263,9 @@ class Session:
             "training.pt": {
                 "optimizers": state["optimizers"],
                 "rows": rows,
-                "elements": {name: objective.elements for name, objective in self.objectives.items()},
+                "elements": {
+                    name: objective.elements for name, objective in self.objectives.items()
+                },
                 "precision": self.precision.state_dict(),
                 "ema": self.ema.state_dict() if self.ema else {},
                 "progress": asdict(progress),
@@ -271,14 +296,18 @@ class Session:
         with self.group.agreed("saving a checkpoint"):
             self.writer.settle()
             if self.world.rank == 0 and not path.exists():
-                raise RunError(f"{path}: could not be saved, so the run's last step is lost; make room and resume")
+                raise RunError(
+                    f"{path}: could not be saved, so the run's last step is lost; make room and resume"
+                )
 
     def withdraw(self, step: int) -> None:
         """Move the checkpoints of `step` and later aside. A collective."""
         with self.group.agreed("going back to a checkpoint"):
             self.writer.settle()
             for number, path in (
-                checkpoint.steps(self.directory / "checkpoints").items() if self.world.rank == 0 else ()
+                checkpoint.steps(self.directory / "checkpoints").items()
+                if self.world.rank == 0
+                else ()
             ):
                 if number >= step:
                     checkpoint.set_aside(path)
@@ -308,7 +337,9 @@ class Session:
             data = self.group.share_bytes(found.files[name] if found else None)
             state[name] = packing.unpack(data, torch.device("cpu"))
         if absent := {"model.pt", "training.pt"} - state.keys():
-            raise CheckpointError(f"{self.path_of(manifest['step']).name}: holds no {min(absent)}: not one of a run")
+            raise CheckpointError(
+                f"{self.path_of(manifest['step']).name}: holds no {min(absent)}: not one of a run"
+            )
         training = state["training.pt"]
         if self.optimizers:
             fingerprint.check_data(self.datasets, manifest["data"])
@@ -330,7 +361,9 @@ class Session:
         if self.optimizers and self.task.step > self.num_steps:
             name = "run.epochs" if self.config.run.steps is None else "run.steps"
             reached = f"the run to resume is at step {self.task.step:,} already, and it asks for {self.num_steps:,}"
-            raise ConfigError(f"{name}={getattr(self.config.run, name[4:])}: {reached}; ask for more")
+            raise ConfigError(
+                f"{name}={getattr(self.config.run, name[4:])}: {reached}; ask for more"
+            )
         return restored
 
     def gather_replaced(self) -> None:
@@ -339,12 +372,18 @@ class Session:
             return
         told = self.group.gather_text(json.dumps(getattr(self.loaders["train"], "replaced", {})))
         found = {place: other for line in told for place, other in json.loads(line).items()}
-        known, unreadable = ({place.split("/")[1] for place in places} for places in (self.replaced, found))
+        known, unreadable = (
+            {place.split("/")[1] for place in places} for places in (self.replaced, found)
+        )
         for index in sorted(unreadable - known, key=int):
-            self.writer.say(f"warning: train example {index} cannot be read: the next that can is taken instead")
+            self.writer.say(
+                f"warning: train example {index} cannot be read: the next that can is taken instead"
+            )
         self.replaced |= found
         if (count := len(known | unreadable)) > (most := max(10, self.plan.num_examples // 100)):
-            raise RunError(f"data.on_error=skip: {count} train examples cannot be read; at most {most} may")
+            raise RunError(
+                f"data.on_error=skip: {count} train examples cannot be read; at most {most} may"
+            )
 
     def path_of(self, step: int) -> Path:
         return self.directory / "checkpoints" / f"step-{step:08d}"
@@ -373,7 +412,12 @@ class Session:
         lines = [report.layout(self.config, self.world, backend, self.threads)]
         lines += report.arithmetic(self.config, self.plan, self.num_steps)
         lines += [report.describe_data(split, data) for split, data in self.datasets.items()]
-        lines += [report.describe_model(self.task.model), f"run directory: {self.directory}", *room, *restored.skipped]
+        lines += [
+            report.describe_model(self.task.model),
+            f"run directory: {self.directory}",
+            *room,
+            *restored.skipped,
+        ]
         if self.config.run.resume == "auto" and restored.manifest is None:
             lines.append("run.resume=auto found nothing to go on from: a fresh start")
         if restored.manifest is not None:

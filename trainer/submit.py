@@ -17,7 +17,15 @@ from typing import Any
 from trainer.errors import ConfigError, visible
 
 LAUNCHERS = {"hydra/launcher=submitit_slurm": "slurm", "hydra/launcher=submitit_local": "local"}
-_SHARED = ("name", "timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node")
+_SHARED = (
+    "name",
+    "timeout_min",
+    "mem_gb",
+    "nodes",
+    "cpus_per_task",
+    "gpus_per_node",
+    "tasks_per_node",
+)
 
 
 def cluster_of(words: Sequence[str]) -> str | None:
@@ -26,7 +34,9 @@ def cluster_of(words: Sequence[str]) -> str | None:
     if not chosen:
         return None
     if chosen[-1] not in LAUNCHERS:
-        raise ConfigError(f"{chosen[-1]}: must be submitit_slurm or submitit_local; without it the jobs run here")
+        raise ConfigError(
+            f"{chosen[-1]}: must be submitit_slurm or submitit_local; without it the jobs run here"
+        )
     return LAUNCHERS[chosen[-1]]
 
 
@@ -39,17 +49,27 @@ def open_executor(cluster: str, folder: Path, words: Sequence[str]) -> Any:
         raise ConfigError(
             f"hydra/launcher=submitit_{cluster}: needs submitit: pip install 'lockstep-trainer[slurm]'"
         ) from None
-    given = [word.removeprefix("hydra.launcher.") for word in words if word.startswith("hydra.launcher.")]
-    if unknown := [word for word in words if not word.startswith(("hydra.launcher.", "hydra/launcher="))]:
-        raise ConfigError(f"{unknown[0]}: with submitit, hydra.launcher.* is the only group that is read")
+    given = [
+        word.removeprefix("hydra.launcher.") for word in words if word.startswith("hydra.launcher.")
+    ]
+    if unknown := [
+        word for word in words if not word.startswith(("hydra.launcher.", "hydra/launcher="))
+    ]:
+        raise ConfigError(
+            f"{unknown[0]}: with submitit, hydra.launcher.* is the only group that is read"
+        )
     settings: Any = OmegaConf.to_container(OmegaConf.from_dotlist(given))
     # The signal that Lockstep saves and requeues at, two minutes before the limit unless told otherwise.
     settings = {"signal_delay_s": 120, **settings} if cluster == "slurm" else settings
     try:
         executor = submitit.AutoExecutor(folder=str(folder / "%j"), cluster=cluster)
-        executor.update_parameters(**{n if n in _SHARED else f"{cluster}_{n}": v for n, v in settings.items()})
+        executor.update_parameters(
+            **{n if n in _SHARED else f"{cluster}_{n}": v for n, v in settings.items()}
+        )
     except (NameError, TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"hydra/launcher=submitit_{cluster}: {' '.join(str(error).split())[:300]}") from None
+        raise ConfigError(
+            f"hydra/launcher=submitit_{cluster}: {' '.join(str(error).split())[:300]}"
+        ) from None
     return executor
 
 
@@ -60,7 +80,9 @@ def submit(executor: Any, words: Sequence[str]) -> str:
     try:
         return visible(str(executor.submit(_train, list(words)).job_id))
     except FailedJobError as error:
-        raise ConfigError(f"hydra/launcher=submitit_slurm: {' '.join(str(error).split())[:300]}") from None
+        raise ConfigError(
+            f"hydra/launcher=submitit_slurm: {' '.join(str(error).split())[:300]}"
+        ) from None
 
 
 def is_known(cluster: str, job: str) -> bool:

@@ -85,18 +85,40 @@ class Sweep:
     def ordered(self) -> list[Job]:
         """Best first; those without a value at the end."""
         sign = 1 if self.config.checkpoint.best_mode == "min" else -1
-        return sorted(self.jobs, key=lambda job: (job.state != "done", job.value is None, sign * (job.value or 0)))
+        return sorted(
+            self.jobs,
+            key=lambda job: (job.state != "done", job.value is None, sign * (job.value or 0)),
+        )
 
     def record(self) -> None:
-        rundir.replace(self.place / "sweep.json", json.dumps([asdict(job) for job in self.jobs], indent=1) + "\n")
-        names, keys = sorted({name for job in self.jobs for name in job.metrics}), list(self.jobs[0].swept)
+        rundir.replace(
+            self.place / "sweep.json",
+            json.dumps([asdict(job) for job in self.jobs], indent=1) + "\n",
+        )
+        names, keys = (
+            sorted({name for job in self.jobs for name in job.metrics}),
+            list(self.jobs[0].swept),
+        )
         staged = self.place / ".results.csv.new"
         with open(staged, "w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["job", "state", "code", *keys, "best", *names, "seconds", "directory"])
             for job in self.ordered():
-                values = [job.value, *(job.metrics.get(name) for name in names), round(job.seconds, 1), job.directory]
-                writer.writerow([job.number, job.state, job.code, *(job.swept.get(key) for key in keys), *values])
+                values = [
+                    job.value,
+                    *(job.metrics.get(name) for name in names),
+                    round(job.seconds, 1),
+                    job.directory,
+                ]
+                writer.writerow(
+                    [
+                        job.number,
+                        job.state,
+                        job.code,
+                        *(job.swept.get(key) for key in keys),
+                        *values,
+                    ]
+                )
         os.replace(staged, self.place / "results.csv")
 
     def end(self) -> int:
@@ -105,10 +127,22 @@ class Sweep:
         from rich.table import Table
 
         metric = self.config.checkpoint.metric
-        table = Table("job", *self.jobs[0].swept, "state", f"best {metric}", "directory", box=None, header_style="bold")
+        table = Table(
+            "job",
+            *self.jobs[0].swept,
+            "state",
+            f"best {metric}",
+            "directory",
+            box=None,
+            header_style="bold",
+        )
         for job in self.ordered():
             value = "" if job.value is None else f"{job.value:.4f}"
-            table.add_row(*map(visible, (str(job.number), *job.swept.values(), job.state, value, job.directory)))
+            table.add_row(
+                *map(
+                    visible, (str(job.number), *job.swept.values(), job.state, value, job.directory)
+                )
+            )
         Console(width=None if sys.stdout.isatty() else 200).print(table)
         print(f"files: {self.place}/results.csv, {self.place}/sweep.json")
         states = {job.state for job in self.jobs}
@@ -136,16 +170,23 @@ def run_sweep(
     for number, (told, config) in enumerate(zip(jobs, configs, strict=True), 1):
         swept = [word for word in told if words.count(word) < len(jobs)]
         found.append(_job(number, swept, told, config, config_dirs, name))
-    _check([load_task(_named(config, job)) for job, config in zip(found, configs, strict=True)], submitted is None)
+    _check(
+        [load_task(_named(config, job)) for job, config in zip(found, configs, strict=True)],
+        submitted is None,
+    )
     sweep = Sweep(name, configs[0])
     sweep.jobs = found
     for job in found:
         before = sweep.before.get(job.directory)
         if Path(job.directory).exists() and (before is None or before["words"] != job.words):
-            raise ConfigError(f"job {job.number}: {job.directory} is another job's run; choose another run.name")
+            raise ConfigError(
+                f"job {job.number}: {job.directory} is another job's run; choose another run.name"
+            )
         job.read_end(before)
     if submitted is not None:
-        return _submit(sweep, submitted[0], open_executor(submitted[0], sweep.place / "submitit", submitted[1]))
+        return _submit(
+            sweep, submitted[0], open_executor(submitted[0], sweep.place / "submitit", submitted[1])
+        )
     for job in found:
         sweep.run(job, f"job {job.number} of {len(found)}")
         if sweep.is_stopped:
@@ -157,16 +198,23 @@ def _submit(sweep: Sweep, cluster: str, executor: Any) -> int:
     for job in sweep.jobs:
         if job.state != "done":
             is_new = not job.submitted or not is_known(cluster, job.submitted)
-            job.state, job.submitted = "submitted", submit(executor, job.words) if is_new else job.submitted
+            job.state, job.submitted = (
+                "submitted",
+                submit(executor, job.words) if is_new else job.submitted,
+            )
             sweep.record()
         spoken = job.state if job.state == "done" else f"submitted as {job.submitted}"
         print(f"job {job.number} of {len(sweep.jobs)} ({_spell(job)}): {spoken}", flush=True)
     sweep.end()
-    print(f"output: {sweep.place}/submitit; the same command later shows and submits what is not finished")
+    print(
+        f"output: {sweep.place}/submitit; the same command later shows and submits what is not finished"
+    )
     return 0
 
 
-def search_jobs(steering: Sequence[str], overrides: Sequence[str], config_dirs: Sequence[str]) -> int:
+def search_jobs(
+    steering: Sequence[str], overrides: Sequence[str], config_dirs: Sequence[str]
+) -> int:
     """The jobs that Optuna asks for, one after another; then all of them, best first."""
     sweep: Sweep | None = None
 
@@ -175,7 +223,14 @@ def search_jobs(steering: Sequence[str], overrides: Sequence[str], config_dirs: 
         nonlocal sweep
         config = load_config(words, config_dirs)
         sweep = sweep or Sweep(name, config)
-        job = _job(number, [word for word in words if word not in overrides], words, config, config_dirs, name)
+        job = _job(
+            number,
+            [word for word in words if word not in overrides],
+            words,
+            config,
+            config_dirs,
+            name,
+        )
         job.read_end(sweep.before.get(job.directory))
         sweep.jobs.append(job)
         sweep.run(job, f"job {number}")
@@ -191,7 +246,9 @@ def search_jobs(steering: Sequence[str], overrides: Sequence[str], config_dirs: 
         if sweep is None:
             raise
     if sweep is None:
-        raise ConfigError("hydra.sweeper.n_trials: Optuna asked for no job; give a number of at least 1")
+        raise ConfigError(
+            "hydra.sweeper.n_trials: Optuna asked for no job; give a number of at least 1"
+        )
     return sweep.end()
 
 
@@ -219,7 +276,12 @@ def _name(jobs: Sequence[list[str]], configs: Sequence[Config]) -> str:
 
 
 def _job(
-    number: int, swept: Sequence[str], words: Sequence[str], config: Config, config_dirs: Sequence[str], sweep: str
+    number: int,
+    swept: Sequence[str],
+    words: Sequence[str],
+    config: Config,
+    config_dirs: Sequence[str],
+    sweep: str,
 ) -> Job:
     """Its directory is named by what it is told, so that another job never goes on with it."""
     given = dict(word.lstrip("+").split("=", 1) for word in swept if "=" in word)
@@ -233,7 +295,10 @@ def _job(
 
 
 def _named(config: Config, job: Job) -> Config:
-    return replace(config, run=replace(config.run, name=Path(job.directory).name, resume=config.run.resume or "auto"))
+    return replace(
+        config,
+        run=replace(config.run, name=Path(job.directory).name, resume=config.run.resume or "auto"),
+    )
 
 
 def _check(tasks: Sequence[Any], is_here: bool) -> None:
@@ -257,7 +322,9 @@ def _code_of(words: Sequence[str]) -> tuple[int, bool]:
 
     handlers = {number: signal.signal(number, pass_on) for number in SIGNALS}
     try:
-        process = subprocess.Popen([sys.executable, "-m", "trainer", *words], start_new_session=True)  # noqa: S603
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trainer", *words], start_new_session=True
+        )  # noqa: S603
         for number in asked:  # before it was there
             process.send_signal(number)
         return process.wait(), bool(asked)

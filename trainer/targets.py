@@ -30,14 +30,24 @@ def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         is_ours = f"{module}.".startswith(f"{missing}.")
-        advice = "start where it can be imported from" if is_ours else f"which {module} imports; install it"
-        raise ConfigError(f"{key}={name}: no module named {missing}{'; ' if is_ours else ', '}{advice}") from None
+        advice = (
+            "start where it can be imported from"
+            if is_ours
+            else f"which {module} imports; install it"
+        )
+        raise ConfigError(
+            f"{key}={name}: no module named {missing}{'; ' if is_ours else ', '}{advice}"
+        ) from None
     except AttributeError:
         names = [n for n in vars(importlib.import_module(module)) if not n.startswith("_")]
-        raise ConfigError(f"{key}={name}: {module} has no {attribute}{suggest(attribute, names)}") from None
+        raise ConfigError(
+            f"{key}={name}: {module} has no {attribute}{suggest(attribute, names)}"
+        ) from None
     home = getattr(found, "__module__", None) or ""
     if not callable(found) or not any(f"{home}.".startswith(f"{package}.") for package in allowed):
-        raise ConfigError(f"{key}={name}: must be a class or function defined under {', '.join(allowed)}")
+        raise ConfigError(
+            f"{key}={name}: must be a class or function defined under {', '.join(allowed)}"
+        )
     return found
 
 
@@ -45,15 +55,21 @@ def check_name(name: str, key: str, packages: Sequence[str] = ()) -> tuple[str, 
     """The packages that it may lie under. Raises ConfigError where it does not; nothing is imported."""
     allowed = tuple(dict.fromkeys((*ALLOWED_PACKAGES, *packages)))
     if not any(name.startswith(f"{package}.") for package in allowed):
-        raise ConfigError(f"{key}={name}: must lie under {', '.join(allowed)}; task.packages=[<package>] adds one")
+        raise ConfigError(
+            f"{key}={name}: must lie under {', '.join(allowed)}; task.packages=[<package>] adds one"
+        )
     if (head := name.split(".")[0]) in sys.stdlib_module_names:
-        raise ConfigError(f"{key}={name}: must not be of Python's own library, {head}; write a class or function")
+        raise ConfigError(
+            f"{key}={name}: must not be of Python's own library, {head}; write a class or function"
+        )
     if not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"{key}={name}: must be <module>.<name>")
     return allowed
 
 
-def check_target(spec: Mapping[str, Any], key: str, packages: Sequence[str], kind: type | None = None) -> Any:
+def check_target(
+    spec: Mapping[str, Any], key: str, packages: Sequence[str], kind: type | None = None
+) -> Any:
     """The object `spec["_target_"]` names: a subclass of `kind`, else what takes `num_steps` first, as schedules do.
 
     Without this any function of an allowed package could be called from a config, `trainer.checkpoint.sweep` as well.
@@ -61,7 +77,9 @@ def check_target(spec: Mapping[str, Any], key: str, packages: Sequence[str], kin
     """
     target = resolve(spec["_target_"], f"{key}._target_", packages)
     if kind is not None and not (isinstance(target, type) and issubclass(target, kind)):
-        raise ConfigError(f"{key}._target_={spec['_target_']}: must be a subclass of {kind.__module__}.{kind.__name__}")
+        raise ConfigError(
+            f"{key}._target_={spec['_target_']}: must be a subclass of {kind.__module__}.{kind.__name__}"
+        )
     try:
         parameters = inspect.signature(target).parameters
     except ValueError:
@@ -80,7 +98,9 @@ def check_target(spec: Mapping[str, Any], key: str, packages: Sequence[str], kin
             if isinstance(usual, tuple) and isinstance(value, list) and len(value) != len(usual):
                 raise ConfigError(f"{key}.{name}={value}: must be {len(usual)} numbers")
     try:
-        inspect.signature(target).bind(None, **{name: value for name, value in spec.items() if name != "_target_"})
+        inspect.signature(target).bind(
+            None, **{name: value for name, value in spec.items() if name != "_target_"}
+        )
     except TypeError as error:
         raise ConfigError(f"{key} ({spec['_target_']}): {error}") from None
     return target
@@ -101,11 +121,18 @@ def _is_plain(kind: Any) -> bool:
     if origin is typing.Annotated:
         return isinstance(parts[1], Mapping) and _is_plain(parts[0])  # limit(...)
     parts = tuple(part for part in parts if part is not type(None))
-    return kind in (bool, int, float) or (origin in _HOLDERS and len(parts) == 1 and _is_plain(parts[0]))
+    return kind in (bool, int, float) or (
+        origin in _HOLDERS and len(parts) == 1 and _is_plain(parts[0])
+    )
 
 
 def call_target(
-    spec: Mapping[str, Any], key: str, packages: Sequence[str], kind: type | None, first: Any, **extra: Any
+    spec: Mapping[str, Any],
+    key: str,
+    packages: Sequence[str],
+    kind: type | None,
+    first: Any,
+    **extra: Any,
 ) -> Any:
     """Call `spec["_target_"]` with its arguments, and with those of `extra` that it knows and `spec` does not give."""
     target = check_target(spec, key, packages, kind)

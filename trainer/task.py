@@ -74,14 +74,22 @@ class Task:
         """(inputs, targets) from what the dataset gives."""
         if isinstance(batch, (tuple, list)) and len(batch) == 2:
             return batch[0], batch[1]
-        given = f"{len(batch)} parts" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
-        raise ConfigError(f"the dataset gives {given}: must be (inputs, targets), or replace Trainer.split_batch")
+        given = (
+            f"{len(batch)} parts"
+            if isinstance(batch, (tuple, list))
+            else f"a {type(batch).__name__}"
+        )
+        raise ConfigError(
+            f"the dataset gives {given}: must be (inputs, targets), or replace Trainer.split_batch"
+        )
 
     def build_optimizer(self, model: nn.Module) -> Optimizer | list[Optimizer]:
         """From the `optim` group; fused where torch can. Several optimizers all step at every step."""
         parameters = [p for p in model.parameters() if p.requires_grad]
         fused = {"fused": True} if self.config.optim["_target_"] in FUSED else {}
-        return call_target(self.config.optim, "optim", self.config.packages, Optimizer, parameters, **fused)
+        return call_target(
+            self.config.optim, "optim", self.config.packages, Optimizer, parameters, **fused
+        )
 
     def build_schedule(self, num_steps: int) -> Callable[[int], float]:
         """The factor on every group's rate, for the update made at 0-based step."""
@@ -92,4 +100,6 @@ class Task:
         raise NotImplementedError
 
     def _unwritten(self, method: str) -> ConfigError:
-        return ConfigError(f"task.trainer={self.config.task.trainer}: has no {method}; a task writes it")
+        return ConfigError(
+            f"task.trainer={self.config.task.trainer}: has no {method}; a task writes it"
+        )

@@ -115,8 +115,12 @@ class Trainer(Task):
         summary: Summary | None = None
         self._rolled_back.clear()
         with self._ranks() as ranks:
-            starters = " ".join(ranks[0].gather_text(" ".join(self.world.launcher.starters))).split()
-            self.world = replace(self.world, launcher=replace(self.world.launcher, starters=tuple(starters)))
+            starters = " ".join(
+                ranks[0].gather_text(" ".join(self.world.launcher.starters))
+            ).split()
+            self.world = replace(
+                self.world, launcher=replace(self.world.launcher, starters=tuple(starters))
+            )
             with ranks[0].agreed("finding the run directory"):
                 if self.world.rank == 0:
                     origin = rundir.again(self.config, self.world.launcher) or origin
@@ -230,7 +234,11 @@ class Trainer(Task):
         now.is_stopped = self._judge(now.verdicts.push(now.verdict), self.step - 1) and not is_last
         if is_last or self.step % self.config.log.every_steps == 0:
             self._log()
-        if (every := self.config.dist.drift_every_steps) and self.step % every == 0 and self.world.world_size > 1:
+        if (
+            (every := self.config.dist.drift_every_steps)
+            and self.step % every == 0
+            and self.world.world_size > 1
+        ):
             check_drift(now.group, self.step, now.strategy.state_dict(now.wrapped, now.optimizers))
         now.writer.progress(self.step, now.num_steps)
         now.writer.observe(self.step, self.model)
@@ -239,7 +247,9 @@ class Trainer(Task):
         is_better = self._is_due(self.config.eval) and self._evaluate_and_log()
         if self._is_due(self.config.checkpoint) or is_better or now.is_save_due:
             with now.watch.paused():
-                is_asked = self._judge(now.verdicts.flush(), self.step)  # before the step is published
+                is_asked = self._judge(
+                    now.verdicts.flush(), self.step
+                )  # before the step is published
                 now.is_stopped = is_asked and not is_last
                 now.save()
         return is_last or now.is_stopped
@@ -250,7 +260,9 @@ class Trainer(Task):
             return False
         now, weights, stops, found_inf = self._now, verdict[::3], verdict[1::3], verdict[2::3]
         if 0 in weights:
-            now.writer.say(f"warning: step {step}: the weights of its examples sum to 0, so no weight was updated")
+            now.writer.say(
+                f"warning: step {step}: the weights of its examples sum to 0, so no weight was updated"
+            )
         elif any(found_inf):
             self._judge_bad(step)
         else:
@@ -262,14 +274,18 @@ class Trainer(Task):
         now, policy = self._now, self.config.run.on_bad_step
         now.num_skipped += 1
         if now.precision.is_scaled and now.num_skipped < now.precision.max_skipped:
-            now.writer.say(f"warning: step {step}: the scaled gradient is not finite, so the update was skipped")
+            now.writer.say(
+                f"warning: step {step}: the scaled gradient is not finite, so the update was skipped"
+            )
             return
         found = f"step {step}: {name_bad_examples(now, step - 1)}"
         if now.num_skipped == now.precision.max_skipped:
             raise RunError(f"{found}; and no finite gradient in {now.num_skipped} steps on end")
         if policy == "stop" or step in self._rolled_back:
             again = "again, so it is not chance; " if step in self._rolled_back else ""
-            raise RunError(f"{found}; {again}look at it with python -m trainer.replay {now.directory} step={step}")
+            raise RunError(
+                f"{found}; {again}look at it with python -m trainer.replay {now.directory} step={step}"
+            )
         if policy == "rollback":
             now.writer.say(f"warning: {found}; going back to the newest checkpoint")
             self._rolled_back.add(step)
@@ -297,12 +313,17 @@ class Trainer(Task):
         now.save()  # where it is not there yet: after a stop, or a branch that had nothing left to do
         now.settle()
         steps, seconds = self.step - self._began[0], now.watch.read() - self._began[1]
-        speed, code = steps * self.config.data.global_batch / max(seconds, 1e-9), STOPPED if now.is_stopped else 0
+        speed, code = (
+            steps * self.config.data.global_batch / max(seconds, 1e-9),
+            STOPPED if now.is_stopped else 0,
+        )
         best = (progress.best, progress.best_step)
         speeds = (speed, speed * now.strategy.flops)
         summary = Summary(now.directory, self.step, progress.metrics, *best, seconds, *speeds, code)
         again = report.resume_command(self.world, now.directory)
-        for line in report.ending(summary, now.num_steps, steps, self.config.checkpoint.metric, now.stop.name, again):
+        for line in report.ending(
+            summary, now.num_steps, steps, self.config.checkpoint.metric, now.stop.name, again
+        ):
             now.writer.say(line)
         facts = {"step": self.step, "metrics": progress.metrics, "best": progress.best}
         now.writer.exit(code, "stopped" if now.is_stopped else "done", **facts)
@@ -329,7 +350,9 @@ class Trainer(Task):
         if progress.best_of != best_of:
             progress.best, progress.best_step, progress.best_of = None, None, best_of
         value = metrics[block.metric]
-        if math.isnan(value) or (progress.best is not None and sign * value <= sign * progress.best):
+        if math.isnan(value) or (
+            progress.best is not None and sign * value <= sign * progress.best
+        ):
             return False
         progress.best, progress.best_step = value, self.step
         return block.keep_best > 0
@@ -344,7 +367,9 @@ class Trainer(Task):
         names, best = self._evaluate(limit=1), self.config.checkpoint.metric
         if names and best not in names:
             near = suggest(best, names)
-            raise ConfigError(f"checkpoint.best_metric={best}: must be one of {', '.join(names)}{near}")
+            raise ConfigError(
+                f"checkpoint.best_metric={best}: must be one of {', '.join(names)}{near}"
+            )
 
     # Checks -----------------------------------------------------------------------------------------------------------
 

@@ -39,13 +39,17 @@ def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
     for name in values:
         if name not in known:
             near = suggest(str(name), known)
-            raise ConfigError(f"{prefix}{name} is not a setting{near.replace('mean ', f'mean {prefix}')}")
+            raise ConfigError(
+                f"{prefix}{name} is not a setting{near.replace('mean ', f'mean {prefix}')}"
+            )
     arguments = {}
     for name, entry in known.items():
         if name in values:
             arguments[name] = typed(hints[name], values[name], f"{prefix}{name}", {})
         elif entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{prefix}{name} is missing: give {prefix}{name}=<{_spell(hints[name])}>")
+            raise ConfigError(
+                f"{prefix}{name} is missing: give {prefix}{name}=<{_spell(hints[name])}>"
+            )
     return cls(**arguments)
 
 
@@ -59,7 +63,9 @@ def typed(kind: Any, value: Any, key: str, limits: Mapping[str, Any]) -> Any:
     if kind is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)  # run.name=5
     if origin is list and isinstance(value, list):
-        return [typed(choices[0], entry, f"{key}[{number}]", {}) for number, entry in enumerate(value)]
+        return [
+            typed(choices[0], entry, f"{key}[{number}]", {}) for number, entry in enumerate(value)
+        ]
     if is_dataclass(kind) and isinstance(value, Mapping):
         return build(typing.cast(type, kind), value, f"{key}.")
     if origin is Annotated:
@@ -73,7 +79,9 @@ def typed(kind: Any, value: Any, key: str, limits: Mapping[str, Any]) -> Any:
         Literal: lambda: any(value == c and type(value) is type(c) for c in choices),
         list: lambda: isinstance(value, list),
         dict: lambda: isinstance(value, dict),
-        float: lambda: isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
+        float: lambda: (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        ),
         int: lambda: isinstance(value, int) and not isinstance(value, bool),
         str: lambda: isinstance(value, str) and (value != "" or key.startswith("task.options.")),
         Any: lambda: True,
@@ -84,7 +92,9 @@ def typed(kind: Any, value: Any, key: str, limits: Mapping[str, Any]) -> Any:
 
 
 def _is_inside(value: float, limits: Mapping[str, Any]) -> bool:
-    low, high, above = (limits.get(k, d) for k, d in (("min", -math.inf), ("max", math.inf), ("above", -math.inf)))
+    low, high, above = (
+        limits.get(k, d) for k, d in (("min", -math.inf), ("max", math.inf), ("above", -math.inf))
+    )
     return low <= value <= high and value > above
 
 
@@ -103,9 +113,16 @@ def _spell(kind: Any, limits: Mapping[str, Any] | None = None) -> str:
         return " or ".join(_spell(c) for c in choices)
     if origin is Literal:
         return ("one of " if len(choices) > 1 else "") + ", ".join(show(c) for c in choices)
-    names: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    names: dict[Any, str] = {
+        int: "a whole number",
+        float: "a number",
+        str: "a text",
+        bool: "true or false",
+    }
     names |= {dict: "a mapping", list: "a list"}
     text = "null" if kind is type(None) else names.get(origin or kind, "a group of settings")
     bounds = {"min": "of at least", "above": "above", "max": "of at most"}
-    text += " and".join(f" {word} {limits[name]}" for name, word in bounds.items() if name in limits)
+    text += " and".join(
+        f" {word} {limits[name]}" for name, word in bounds.items() if name in limits
+    )
     return text + (" or null" if "null" in limits else "")

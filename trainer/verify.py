@@ -67,12 +67,22 @@ class Evidence:
     @property
     def losses(self) -> dict[tuple[int, str], float]:
         """By step and name: a train_step of its own may log several."""
-        named = [(entry["step"], k, v) for entry in self.record for k, v in entry.items() if k.startswith("train/")]
+        named = [
+            (entry["step"], k, v)
+            for entry in self.record
+            for k, v in entry.items()
+            if k.startswith("train/")
+        ]
         return {(step, name): value for step, name, value in named}
 
     @property
     def metrics(self) -> dict[str, float]:
-        return {k: v for entry in self.record for k, v in entry.items() if k.startswith("eval/") and v is not None}
+        return {
+            k: v
+            for entry in self.record
+            for k, v in entry.items()
+            if k.startswith("eval/") and v is not None
+        }
 
     @property
     def record(self) -> list[dict[str, Any]]:
@@ -100,13 +110,19 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP.format(layouts=", ".join(LAYOUTS)))
         return 0
     if any(os.environ.get(name) for name in ("RANK", "WORLD_SIZE")):
-        raise ConfigError("trainer.verify starts its ranks itself: run it with python, not under a launcher")
+        raise ConfigError(
+            "trainer.verify starts its ranks itself: run it with python, not under a launcher"
+        )
     words, config_dirs = split_arguments([a for a in arguments if a != "--resume"])
     is_resume = "--resume" in arguments
     known = ("steps", "kills", "seed") if is_resume else ("steps", "layouts")
     own = dict(word.split("=", 1) for word in words if word.split("=")[0] in known and "=" in word)
-    if other := next((w for w in words if w.split("=")[0] in {"layouts", "kills", "seed"} - {*known}), None):
-        raise ConfigError(f"{other}: is for trainer.verify {'without' if is_resume else 'with'} --resume; leave it out")
+    if other := next(
+        (w for w in words if w.split("=")[0] in {"layouts", "kills", "seed"} - {*known}), None
+    ):
+        raise ConfigError(
+            f"{other}: is for trainer.verify {'without' if is_resume else 'with'} --resume; leave it out"
+        )
     overrides = [word for word in words if word.split("=")[0] not in own]
     config = load_config(overrides, config_dirs)
     load_task(config)
@@ -129,44 +145,81 @@ def _whole(own: Mapping[str, str], name: str, default: int, least: int = 1) -> i
 
 def _chosen(given: str | None, config: Config) -> dict[str, tuple[int, list[str]]]:
     half, chosen = -(-config.data.global_batch // 2), {}
-    names = list(LAYOUTS) if given is None else [name for name in given.strip("[]").split(",") if name]
+    names = (
+        list(LAYOUTS) if given is None else [name for name in given.strip("[]").split(",") if name]
+    )
     for name in names:
         count = name.removeprefix("ranks-")
-        if name not in LAYOUTS and not (name.startswith("ranks-") and count.isdecimal() and int(count)):
+        if name not in LAYOUTS and not (
+            name.startswith("ranks-") and count.isdecimal() and int(count)
+        ):
             raise ConfigError(f"layouts={name}: must be of {', '.join(LAYOUTS)} or ranks-<n>")
         ranks, more = LAYOUTS.get(name, (int(count) if count.isdecimal() else 0, []))
-        if given is None and (ranks > config.data.global_batch or (name == "accumulation" and half < 2)):
+        if given is None and (
+            ranks > config.data.global_batch or (name == "accumulation" and half < 2)
+        ):
             continue
         chosen[name] = (ranks, [override.format(half=half) for override in more])
     if not chosen:
-        raise ConfigError(f"layouts={given}: names none; give some of {', '.join(LAYOUTS)}, ranks-<n>")
+        raise ConfigError(
+            f"layouts={given}: names none; give some of {', '.join(LAYOUTS)}, ranks-<n>"
+        )
     return chosen
 
 
 class Stage:
     """Where layouts are run, and the precisions that they are run in."""
 
-    def __init__(self, folder: Path, overrides: list[str], config_dirs: list[str], config: Config, steps: int):
+    def __init__(
+        self, folder: Path, overrides: list[str], config_dirs: list[str], config: Config, steps: int
+    ):
         self.folder, self.overrides, self.steps = folder, overrides, steps
         self.config_dirs = [str(Path(each).resolve()) for each in config_dirs]
         is_compressed = config.strategy.comm_hook in COMPRESSING  # such hooks take float32 alone
-        self.precisions = {FP64: ["strategy.comm_hook=none"] * is_compressed, config.strategy.precision: []}
+        self.precisions = {
+            FP64: ["strategy.comm_hook=none"] * is_compressed,
+            config.strategy.precision: [],
+        }
 
     def train(
-        self, name: str, ranks: int, more: Sequence[str], precisions: Collection[str], kill: Sequence[int] | None = None
+        self,
+        name: str,
+        ranks: int,
+        more: Sequence[str],
+        precisions: Collection[str],
+        kill: Sequence[int] | None = None,
     ) -> dict[str, Evidence] | None:
         """The evidence by precision of `ranks` real processes; None where they were killed, as `kill` asks.
 
         Raises RunError with their last words where they fail.
         """
-        fixed = [f"run.steps={self.steps}", "log.every_steps=1", f"run.dir={self.folder / 'runs'}", "run.compile=false"]
+        fixed = [
+            f"run.steps={self.steps}",
+            "log.every_steps=1",
+            f"run.dir={self.folder / 'runs'}",
+            "run.compile=false",
+        ]
         words = [*self.overrides, *fixed]
         runs = [
-            (f"{name}-{p}", [*words, f"run.name={name}-{p}", f"strategy.precision={p}", *self.precisions[p], *more])
+            (
+                f"{name}-{p}",
+                [
+                    *words,
+                    f"run.name={name}-{p}",
+                    f"strategy.precision={p}",
+                    *self.precisions[p],
+                    *more,
+                ],
+            )
             for p in precisions
         ]
         spec = self.folder / f"{name}.json"
-        plan = {"out": str(self.folder), "config_dirs": self.config_dirs, "runs": runs, "kill": kill}
+        plan = {
+            "out": str(self.folder),
+            "config_dirs": self.config_dirs,
+            "runs": runs,
+            "kill": kill,
+        }
         spec.write_text(json.dumps(plan), encoding="utf-8")
         done = self.launch(spec, ranks)
         if kill is not None and (done.returncode == -signal.SIGKILL or "SIGKILL" in done.stderr):
@@ -175,11 +228,20 @@ class Stage:
             codes = self.folder / "codes"  # torchrun makes 1 of them all
             is_bad = codes.exists() and "2" in codes.read_text().split()
             raise (ConfigError if is_bad else RunError)(f"{name}: {last_words(done.stderr)}")
-        files = {p: [self.folder / f"{name}-{p}-{rank}.pt" for rank in range(ranks)] for p in precisions}
-        return {p: Evidence([torch.load(file, weights_only=True) for file in found]) for p, found in files.items()}
+        files = {
+            p: [self.folder / f"{name}-{p}-{rank}.pt" for rank in range(ranks)] for p in precisions
+        }
+        return {
+            p: Evidence([torch.load(file, weights_only=True) for file in found])
+            for p, found in files.items()
+        }
 
     def launch(self, spec: Path, ranks: int) -> subprocess.CompletedProcess[str]:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+        launcher = (
+            ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+            if ranks > 1
+            else []
+        )
         words = [sys.executable, *launcher, "-m", "trainer.recording", str(spec)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", CODES: str(self.folder / "codes")}
         return subprocess.run(words, capture_output=True, text=True, env=environment)  # noqa: S603  # our own words
@@ -199,7 +261,9 @@ def last_words(said: str) -> str:
             frames.append(frame)
         elif frames and not line.startswith(" "):
             theirs = [
-                frame for frame in frames if not frame[1].startswith((_OURS, "<")) and "/site-packages/" not in frame[1]
+                frame
+                for frame in frames
+                if not frame[1].startswith((_OURS, "<")) and "/site-packages/" not in frame[1]
             ]
             return "{} ({}:{}, in {})".format(line, *(theirs or frames)[-1].groups())
     return (told or lines[-1:] or ["failed"])[0]
@@ -229,21 +293,40 @@ def still(layout: str, precision: str, evidence: Evidence) -> Finding:
     notes, curves = evidence.ranks[0], dict[str, list[float]]()
     for (_, name), value in evidence.losses.items():
         curves.setdefault(name, []).extend([value] if value is not None else [])
-    losses = max(curves.values(), key=lambda curve: max(curve, default=0.0) - min(curve, default=0.0), default=[])
+    losses = max(
+        curves.values(),
+        key=lambda curve: max(curve, default=0.0) - min(curve, default=0.0),
+        default=[],
+    )
     have_moved = max(_distances(notes["begun"], notes["weights"]).values(), default=0.0) > 1e-9
-    if have_moved and max(losses, default=0.0) - min(losses, default=0.0) > 1e-6 * max(map(abs, losses), default=1.0):
-        return Finding(layout, precision, {}, "reference", reason=f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
-    return Finding(layout, precision, {}, "PROVES NOTHING", reason="nothing was learned; raise steps or optim.lr")
+    if have_moved and max(losses, default=0.0) - min(losses, default=0.0) > 1e-6 * max(
+        map(abs, losses), default=1.0
+    ):
+        return Finding(
+            layout, precision, {}, "reference", reason=f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+        )
+    return Finding(
+        layout,
+        precision,
+        {},
+        "PROVES NOTHING",
+        reason="nothing was learned; raise steps or optim.lr",
+    )
 
 
 def compare(layout: str, precision: str, ours: Evidence, theirs: Evidence) -> Finding:
     scalars, tensors = TOLERANCE.get(precision, COARSE)
     named = ours.losses.items()
-    losses = {f"{name} of step {step}": (value, theirs.losses.get((step, name))) for (step, name), value in named}
+    losses = {
+        f"{name} of step {step}": (value, theirs.losses.get((step, name)))
+        for (step, name), value in named
+    }
     metrics = {name: (value, theirs.metrics.get(name)) for name, value in ours.metrics.items()}
     taken = enumerate(zip(ours.ids, theirs.ids, strict=True), 1)
     groups: dict[str, dict[str, float]] = {
-        "examples": {f"examples of step {step}": float(one != other) for step, (one, other) in taken},
+        "examples": {
+            f"examples of step {step}": float(one != other) for step, (one, other) in taken
+        },
         "gradients": _distances(ours.ranks[0]["gradients"], theirs.ranks[0]["gradients"]),
         "losses": {name: _apart(*pair) for name, pair in losses.items()},
         "weights": _distances(ours.ranks[0]["weights"], theirs.ranks[0]["weights"]),
@@ -255,12 +338,19 @@ def compare(layout: str, precision: str, ours: Evidence, theirs: Evidence) -> Fi
                 groups["weights"][f"{name} on rank {rank} and on rank 0"] = float("inf")
     worst = {group: max(found.values(), default=0.0) for group, found in groups.items()}
     for group, found in groups.items():
-        limit = 0.0 if group == "examples" else scalars if group in ("losses", "metrics") else tensors
+        limit = (
+            0.0 if group == "examples" else scalars if group in ("losses", "metrics") else tensors
+        )
         where = next((name for name, distance in found.items() if not distance <= limit), None)
         if where is not None:
             first = where if group in ("examples", "losses", "metrics") else f"{where} ({group})"
             return Finding(
-                layout, precision, worst, "DIFFERENT", f"first: {first}", explain(ours, theirs, group, where)
+                layout,
+                precision,
+                worst,
+                "DIFFERENT",
+                f"first: {first}",
+                explain(ours, theirs, group, where),
             )
     return Finding(layout, precision, worst, "agrees")
 
@@ -271,7 +361,9 @@ def _apart(one: float | None, other: float | None) -> float:
     return abs(one - other) / max(abs(one), 1e-12)
 
 
-def _distances(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def _distances(
+    ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
+) -> dict[str, float]:
     """norm(a - b) / norm(a) for each tensor, in fp64.
 
     Below a millionth of the norm of all, a tensor is measured against that: the gradient of a bias before BatchNorm is
@@ -280,7 +372,10 @@ def _distances(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tens
     total = sum(float(tensor.double().square().sum()) for tensor in ours.values()) ** 0.5
     found = {}
     for name, tensor in ours.items():
-        one, other = tensor.double(), theirs[name].double() if name in theirs else torch.full((), float("inf"))
+        one, other = (
+            tensor.double(),
+            theirs[name].double() if name in theirs else torch.full((), float("inf")),
+        )
         found[name] = float((one - other).norm()) / max(float(one.norm()), 1e-6 * total, 1e-300)
     return found
 
@@ -294,7 +389,9 @@ def explain(ours: Evidence, theirs: Evidence, group: str, where: str) -> str:
     for number, p in enumerate(probes):
         for index, one, other in zip(first["indices"], first["data"], p["data"], strict=True):
             if not _close(one, other):
-                who = f"rank {number - len(ours.ranks)}" if number >= len(ours.ranks) else "one rank"
+                who = (
+                    f"rank {number - len(ours.ranks)}" if number >= len(ours.ranks) else "one rank"
+                )
                 why = "the data set, or augment, depends on the rank or draws from a source that is not seeded"
                 return f"example {index} is another on {who}: {why}"
     for place, digest in ours.rows.items():
@@ -306,13 +403,9 @@ def explain(ours: Evidence, theirs: Evidence, group: str, where: str) -> str:
     if any(not _alike(ranks[0]["first"], p["first"]) for p in [first, *ranks[1:]]):
         return "model or loss give another result on another rank for the same batch: they depend on the rank"
     if group == "metrics":
-        return (
-            "training agrees and evaluation does not: metrics, summarize or the eval data depend on rank or batch size"
-        )
+        return "training agrees and evaluation does not: metrics, summarize or the eval data depend on rank or batch size"
     if group in ("losses", "weights") and not where.endswith(" of step 1"):
-        return (
-            "the first gradients agree, so the update does not: optimizer, schedule or train_step depend on the layout"
-        )
+        return "the first gradients agree, so the update does not: optimizer, schedule or train_step depend on the layout"
     return _mixing(ranks[0])
 
 
@@ -337,7 +430,9 @@ def rounding(evidence: Evidence) -> str:
     known = (["max-pooling (its argmax flips)"] if probe["maxpool"] else []) + [
         f"{name} (near zero gradients)" for name in adam
     ]
-    return "fp64 agrees, so this is rounding" + (f", which is amplified by {' and '.join(known)}" if known else "")
+    return "fp64 agrees, so this is rounding" + (
+        f", which is amplified by {' and '.join(known)}" if known else ""
+    )
 
 
 def _close(one: float, other: float) -> bool:
@@ -345,7 +440,9 @@ def _close(one: float, other: float) -> bool:
 
 
 def _alike(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    return all(torch.allclose(one[name], other[name], rtol=1e-3, atol=1e-6, equal_nan=True) for name in one)
+    return all(
+        torch.allclose(one[name], other[name], rtol=1e-3, atol=1e-6, equal_nan=True) for name in one
+    )
 
 
 # Interruption ---------------------------------------------------------------------------------------------------------
@@ -355,8 +452,14 @@ def prove_resume(stage: Stage, kills: int, seed: int) -> list[Finding]:
     """Kill a run on two ranks at random and start it again; on two ranks for bits, on one and three for parity."""
     chance, findings = random.Random(seed), []  # noqa: S311  # no secret
     if stage.steps < LEAST_TO_RESUME:
-        raise ConfigError(f"steps={stage.steps}: --resume needs at least {LEAST_TO_RESUME}, to kill after a save")
-    saves = ["checkpoint.every_steps=2", "checkpoint.every_epochs=null", "checkpoint.background=false"]
+        raise ConfigError(
+            f"steps={stage.steps}: --resume needs at least {LEAST_TO_RESUME}, to kill after a save"
+        )
+    saves = [
+        "checkpoint.every_steps=2",
+        "checkpoint.every_epochs=null",
+        "checkpoint.background=false",
+    ]
     for precision in stage.precisions:
         whole = stage.train("undisturbed", 2, saves, [precision])
         assert whole is not None
@@ -364,31 +467,50 @@ def prove_resume(stage: Stage, kills: int, seed: int) -> list[Finding]:
         ranks_after = [2] * kills + ([1, 3] if precision == FP64 else [])
         for number, ranks in enumerate(ranks_after):
             at = (chance.randrange(LEAST_TO_RESUME - 2, stage.steps), chance.randrange(2))
-            name, where = f"killed-{number}", f"rank {at[1]} killed in step {at[0] + 1}, resumed on {ranks}"
+            name, where = (
+                f"killed-{number}",
+                f"rank {at[1]} killed in step {at[0] + 1}, resumed on {ranks}",
+            )
             print(f"{where} ...", file=sys.stderr, flush=True)
             if stage.train(name, 2, saves, [precision], kill=at) is not None:
                 raise RunError(f"{where}: the run ended before it was killed")
             resumed = stage.train(name, ranks, [*saves, "run.resume=auto"], [precision])
             assert resumed is not None
-            findings.append(_compare_resumed(where, precision, whole[precision], resumed[precision], ranks == 2))
+            findings.append(
+                _compare_resumed(where, precision, whole[precision], resumed[precision], ranks == 2)
+            )
     return findings
 
 
-def _compare_resumed(layout: str, precision: str, whole: Evidence, resumed: Evidence, is_exact: bool) -> Finding:
+def _compare_resumed(
+    layout: str, precision: str, whole: Evidence, resumed: Evidence, is_exact: bool
+) -> Finding:
     """Examples, losses and gradients of the steps that the second process made, and all that stands at the end."""
     begun = len(whole.ids) - len(resumed.ids)
     if not begun:
-        return Finding(layout, precision, {}, "PROVES NOTHING", reason="it began anew: there was no checkpoint")
-    part = Evidence([{**notes, "ids": notes["ids"][begun:], "gradients": {}} for notes in whole.ranks])
+        return Finding(
+            layout, precision, {}, "PROVES NOTHING", reason="it began anew: there was no checkpoint"
+        )
+    part = Evidence(
+        [{**notes, "ids": notes["ids"][begun:], "gradients": {}} for notes in whole.ranks]
+    )
     other = Evidence([{**notes, "gradients": {}} for notes in resumed.ranks])
     finding = compare(layout, precision, part, other)
     if is_exact and finding.verdict == "agrees":
-        weights = zip(part.ranks[0]["weights"].items(), other.ranks[0]["weights"].values(), strict=True)
+        weights = zip(
+            part.ranks[0]["weights"].items(), other.ranks[0]["weights"].values(), strict=True
+        )
         bits = [name for (name, one), two in weights if not torch.equal(one, two)]
-        unlike = [f"{k[1]} of step {k[0]}" for k, value in part.losses.items() if other.losses.get(k) != value]
+        unlike = [
+            f"{k[1]} of step {k[0]}"
+            for k, value in part.losses.items()
+            if other.losses.get(k) != value
+        ]
         if bits or unlike:
             where = f"first: {[*unlike, *bits][0]}"
-            return Finding(layout, precision, finding.worst, "DIFFERENT", where, f"not to the bit: {LOST}")
+            return Finding(
+                layout, precision, finding.worst, "DIFFERENT", where, f"not to the bit: {LOST}"
+            )
         finding.verdict = "same bits"
     elif finding.verdict == "DIFFERENT":  # what its ranks saw, they saw with other weights
         finding.reason = LOST
@@ -412,9 +534,15 @@ def tell(findings: Sequence[Finding], steps: int) -> int:
     for f in findings:
         if f.reason or f.where:
             told = "; ".join(part for part in (f.where, f.reason) if part)
-            console.print(f"{f.layout}, {f.precision}: {f.verdict}: {told}", markup=False, soft_wrap=True)
+            console.print(
+                f"{f.layout}, {f.precision}: {f.verdict}: {told}", markup=False, soft_wrap=True
+            )
     bad = [f for f in findings if f.verdict in ("DIFFERENT", "PROVES NOTHING")]
-    console.print("proved: what is learned did not change" if not bad else f"NOT proved: {len(bad)} of {len(findings)}")
+    console.print(
+        "proved: what is learned did not change"
+        if not bad
+        else f"NOT proved: {len(bad)} of {len(findings)}"
+    )
     return int(bool(bad))
 
 

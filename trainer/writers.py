@@ -50,7 +50,9 @@ class Writer:
     def observe(self, step: int, model: torch.nn.Module) -> None:
         """Called after every step: histograms of the weights, and the profiler, when they are due."""
 
-    def save(self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], best: int | None) -> None:
+    def save(
+        self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], best: int | None
+    ) -> None:
         """Publish a checkpoint, with everything logged before it on the disk; then remove older ones, not the best.
 
         With checkpoint.background behind the caller, one at a time: `settle` waits for it.
@@ -74,7 +76,13 @@ class RankZeroWriter(Writer):
     """`step` is where the run goes on: what an earlier process wrote beyond it is dropped from both records."""
 
     def __init__(
-        self, directory: Path, step: int, is_resumed: bool, config: Log, keep: Checkpoint, lease: Lease | None
+        self,
+        directory: Path,
+        step: int,
+        is_resumed: bool,
+        config: Log,
+        keep: Checkpoint,
+        lease: Lease | None,
     ):
         from rich.console import Console
         from torch.utils.tensorboard import SummaryWriter
@@ -83,7 +91,11 @@ class RankZeroWriter(Writer):
         self._every_s = BAR_EVERY_S if self._console.is_terminal else LINE_EVERY_S
         self._bar: Any = None
         self._task: Any = None
-        self._shown = {"train/loss": math.nan, "optim/lr": math.nan, "speed/examples_per_s": math.nan}
+        self._shown = {
+            "train/loss": math.nan,
+            "optim/lr": math.nan,
+            "speed/examples_per_s": math.nan,
+        }
         self._began, self._last = (step, time.monotonic()), time.monotonic()
         self._directory, self._num_images = directory, config.images
         self._keep, self._lease, self._warned = keep, lease, set[tuple[str, int | None]]()
@@ -91,7 +103,10 @@ class RankZeroWriter(Writer):
         self._saving: Future[None] | None = None
         self._failure: RunError | None = None
         self._profiler: Any = None
-        self._histograms, self._profiled = config.histograms_every_steps, config.profile_steps or [0, 0]
+        self._histograms, self._profiled = (
+            config.histograms_every_steps,
+            config.profile_steps or [0, 0],
+        )
         path = directory / rundir.METRICS
         _keep_until(path, step)
         self._metrics = open(path, "a", encoding="utf-8", opener=rundir.opener)  # noqa: SIM115
@@ -105,7 +120,9 @@ class RankZeroWriter(Writer):
 
         self._record({"step": step, **rundir.strict(values)})
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._show(lambda board: board._get_file_writer().add_summary(Summary(value=points), step))  # one event for all
+        self._show(
+            lambda board: board._get_file_writer().add_summary(Summary(value=points), step)
+        )  # one event for all
         self._shown |= {name: value for name, value in values.items() if name in self._shown}
 
     def say(self, text: str = "") -> None:
@@ -117,7 +134,9 @@ class RankZeroWriter(Writer):
 
         table = Table(*columns, box=None, header_style="bold")
         for row in rows:
-            table.add_row(*(Text(visible(cell)) for cell in row))  # a Text: its brackets are no markup
+            table.add_row(
+                *(Text(visible(cell)) for cell in row)
+            )  # a Text: its brackets are no markup
         self._console.print(table)
 
     def progress(self, step: int, num_steps: int) -> None:
@@ -141,7 +160,12 @@ class RankZeroWriter(Writer):
     def _open_bar(self, num_steps: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        columns = (TextColumn("step"), BarColumn(None), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
+        columns = (
+            TextColumn("step"),
+            BarColumn(None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[shown]}"),
+        )
         self._bar = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
         self._task = self._bar.add_task("train", total=num_steps, shown="")
         self._bar.start()
@@ -154,12 +178,19 @@ class RankZeroWriter(Writer):
     def hyper_parameters(self, values: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()}
+        plain = {
+            k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()
+        }
         for summary in hparams(plain, {}):
             self._show(lambda board, summary=summary: board._get_file_writer().add_summary(summary))  # type: ignore[misc]
 
     def images(self, inputs: Any) -> None:
-        if self._num_images and isinstance(inputs, torch.Tensor) and inputs.dim() == 4 and inputs.shape[1] in (1, 3):
+        if (
+            self._num_images
+            and isinstance(inputs, torch.Tensor)
+            and inputs.dim() == 4
+            and inputs.shape[1] in (1, 3)
+        ):
             shown = inputs[: self._num_images].detach().float()
             low, high = shown.amin((1, 2, 3), keepdim=True), shown.amax((1, 2, 3), keepdim=True)
             shown = (shown - low) / (high - low).clamp_min(1e-12)
@@ -183,14 +214,18 @@ class RankZeroWriter(Writer):
             self._profiler.stop()
         self._profiler = None
 
-    def save(self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], best: int | None) -> None:
+    def save(
+        self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], best: int | None
+    ) -> None:
         self.settle()
         self._record({"step": step, "ledger": facts["ledger"]})
         if not self._keep.background:
             self._publish(step, parts, facts, best)
             return
         self._pool = self._pool or ThreadPoolExecutor(1, "checkpoint")
-        self._saving = self._pool.submit(self._publish, step, packing.private_copy(parts), facts, best)
+        self._saving = self._pool.submit(
+            self._publish, step, packing.private_copy(parts), facts, best
+        )
 
     def settle(self) -> None:
         saving, self._saving = self._saving, None
@@ -204,15 +239,27 @@ class RankZeroWriter(Writer):
         saving = self._saving
         return self._failure is not None or bool(saving and saving.done() and saving.exception())
 
-    def _publish(self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], best: int | None) -> None:
+    def _publish(
+        self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], best: int | None
+    ) -> None:
         root, keep = self._directory / "checkpoints", self._keep
         also = {best} if keep.keep_best else set()
         try:
             os.fsync(self._metrics.fileno())
             self._show(lambda board: board.flush())
             checkpoint.save(root, step, packing.packed(parts), facts, self._check_owner)
-            self._warned = {kind for kind in self._warned if kind[0] != "saving"}  # the next failure is another one
-            checkpoint.prune(root, keep.keep_last, keep.keep_best, keep.metric, keep.best_mode, also, self._check_owner)
+            self._warned = {
+                kind for kind in self._warned if kind[0] != "saving"
+            }  # the next failure is another one
+            checkpoint.prune(
+                root,
+                keep.keep_last,
+                keep.keep_best,
+                keep.metric,
+                keep.best_mode,
+                also,
+                self._check_owner,
+            )
         except OSError as error:
             self._check_owner()  # a successor has swept what was being written
             self._blame(error, f"saving step {step}", packing.size_of(parts))
@@ -232,7 +279,10 @@ class RankZeroWriter(Writer):
 
     def _heed(self, error: threading.ExceptHookArgs) -> None:
         """TensorBoard's thread fails where we do, and `_show` tells of it: no traceback besides."""
-        if not (isinstance(error.exc_value, OSError) and type(error.thread).__module__.startswith("tensorboard.")):
+        if not (
+            isinstance(error.exc_value, OSError)
+            and type(error.thread).__module__.startswith("tensorboard.")
+        ):
             self._on_thread_error(error)
 
     def _record(self, entry: Mapping[str, Any]) -> None:
@@ -281,15 +331,26 @@ class RankZeroWriter(Writer):
 
 
 def open_writer(
-    rank: int, directory: Path, step: int, is_resumed: bool, config: Log, keep: Checkpoint, lease: Lease | None = None
+    rank: int,
+    directory: Path,
+    step: int,
+    is_resumed: bool,
+    config: Log,
+    keep: Checkpoint,
+    lease: Lease | None = None,
 ) -> Writer:
-    return RankZeroWriter(directory, step, is_resumed, config, keep, lease) if rank == 0 else Writer()
+    return (
+        RankZeroWriter(directory, step, is_resumed, config, keep, lease) if rank == 0 else Writer()
+    )
 
 
 def _keep_until(path: Path, step: int) -> None:
     """Drop what stands beyond `step` in metrics.jsonl, and a last line that was cut off."""
     if path.exists():
-        rundir.replace(path, "".join(f"{line}\n" for line, entry in rundir.entries(path) if entry["step"] <= step))
+        rundir.replace(
+            path,
+            "".join(f"{line}\n" for line, entry in rundir.entries(path) if entry["step"] <= step),
+        )
 
 
 def _short(value: float, digits: int = 4) -> str:

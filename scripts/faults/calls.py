@@ -28,7 +28,18 @@ from faults.common import (
 from trainer import checkpoint
 
 # Calls that no file sees: to die there is to die between two others. Their number varies with the allocator.
-_UNSEEN = {"mmap", "munmap", "mremap", "madvise", "brk", "futex", "getrandom", "gettid", "getpid", "sched_yield"}
+_UNSEEN = {
+    "mmap",
+    "munmap",
+    "mremap",
+    "madvise",
+    "brk",
+    "futex",
+    "getrandom",
+    "gettid",
+    "getpid",
+    "sched_yield",
+}
 _UNSEEN |= {
     "rt_sigaction",
     "rt_sigprocmask",
@@ -41,7 +52,11 @@ _UNSEEN |= {
 }
 ERRORS = ("ENOSPC", "EIO", "EROFS", "EINTR")
 FALLIBLE = ("openat", "write", "fsync", "close", "mkdir", "rename")
-RETRIED = ("openat", "write", "fsync")  # Python tries these again after EINTR, but no openat of a directory listing
+RETRIED = (
+    "openat",
+    "write",
+    "fsync",
+)  # Python tries these again after EINTR, but no openat of a directory listing
 
 
 @dataclass(frozen=True)
@@ -80,7 +95,10 @@ def _template(base: Path, shape: Shape) -> Path:
 def _calls(base: Path, template: Path, shape: Shape) -> list[Point]:
     """Each system call of one save and prune, as strace counts them."""
     log, step = base / "log", shape.num_older + 1
-    for is_counted in (False, True):  # first here: what is imported or cached at the first time is no part of it
+    for is_counted in (
+        False,
+        True,
+    ):  # first here: what is imported or cached at the first time is no part of it
         root = base / f"counted-{is_counted}"
         shutil.copytree(template, root)
 
@@ -106,7 +124,11 @@ def _calls(base: Path, template: Path, shape: Shape) -> list[Point]:
 def _shapes(seed: int) -> Iterator[Shape]:
     chance, seen = random_of(seed), set()
     while True:
-        shape = Shape(chance.randrange(1, 7), chance.choice([1, 100, 1000, 30_000, 300_000]), chance.randrange(1, 3))
+        shape = Shape(
+            chance.randrange(1, 7),
+            chance.choice([1, 100, 1000, 30_000, 300_000]),
+            chance.randrange(1, 3),
+        )
         if shape not in seen:
             seen.add(shape)
             yield shape
@@ -148,11 +170,21 @@ def _one(point: Point, ends: Counter[str]) -> str | None:
 def _attempt(point: Point, what: str) -> Iterator[tuple[Path, int, str, int | None]]:
     """Save the next step with `what` injected at the point: (root, exit code, what was raised, the step announced)."""
     place, step = point.template.parent, point.shape.num_older + 1
-    root, told = place / "root", place / "announced"  # as deep as where the calls were counted: paths are resolved
+    root, told = (
+        place / "root",
+        place / "announced",
+    )  # as deep as where the calls were counted: paths are resolved
     shutil.copytree(point.template, root)
     try:
-        code, said = traced(lambda: _save_and_prune(root, point.shape, step, told), point.inject(what), os.devnull)
-        yield root, code, said.strip(), step if told.exists() and told.read_bytes() == str(step).encode() else None
+        code, said = traced(
+            lambda: _save_and_prune(root, point.shape, step, told), point.inject(what), os.devnull
+        )
+        yield (
+            root,
+            code,
+            said.strip(),
+            step if told.exists() and told.read_bytes() == str(step).encode() else None,
+        )
     finally:
         shutil.rmtree(root, ignore_errors=True)
         told.unlink(missing_ok=True)
@@ -186,7 +218,9 @@ def fail(amount: int, seed: int) -> Row:
     ends: Counter[str] = Counter()
     with folder() as base:
         points = [point for point in _points(base, 600, seed) if point.call in FALLIBLE]
-        for point, error in random_of(seed).sample([(p, e) for p in points for e in ERRORS], amount):
+        for point, error in random_of(seed).sample(
+            [(p, e) for p in points for e in ERRORS], amount
+        ):
             row.note(f"{error} at {point}", _one_error(point, error, ends))
     row.detail = f"{ends['success']} went through, {ends['OSError']} ended in an OSError"
     return row
@@ -206,7 +240,12 @@ def _one_error(point: Point, error: str, ends: Counter[str]) -> str | None:
 
 # Errors through the whole command -------------------------------------------------------------------------------------
 
-SAVES = ("checkpoint.every_steps=3", "checkpoint.every_epochs=null", "checkpoint.background=false", "run.steps=30")
+SAVES = (
+    "checkpoint.every_steps=3",
+    "checkpoint.every_epochs=null",
+    "checkpoint.background=false",
+    "run.steps=30",
+)
 
 
 def command(amount: int, seed: int) -> Row:
@@ -224,14 +263,24 @@ def command(amount: int, seed: int) -> Row:
             error = chance.choice(ERRORS[:3])
             place = base / str(number)
             done = _strace(
-                place, ["-e", f"trace={name}", "-e", f"inject={name}:error={error}:when={at}"], Path(os.devnull)
+                place,
+                ["-e", f"trace={name}", "-e", f"inject={name}:error={error}:when={at}"],
+                Path(os.devnull),
             )
             row.note(f"{error} at {name} {at}", _judge_command(done, place / "tiny/run"))
     return row
 
 
 def _strace(place: Path, options: list[str], log: Path) -> subprocess.CompletedProcess[str]:
-    words = ["strace", "-f", "--seccomp-bpf", "-o", str(log), *options, *words_of("tiny", place, *SAVES)]
+    words = [
+        "strace",
+        "-f",
+        "--seccomp-bpf",
+        "-o",
+        str(log),
+        *options,
+        *words_of("tiny", place, *SAVES),
+    ]
     return subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120)
 
 
@@ -261,4 +310,8 @@ def _judge_command(done: subprocess.CompletedProcess[str], directory: Path) -> s
     told = json.loads((directory / "exit.json").read_text())["code"]
     if told != 1 or not 3 <= step < 30:
         return f"exit.json says {told}, the newest checkpoint is of step {step}"
-    return f"left {left[0]}" if (left := [p.name for p in (directory / "checkpoints").glob(".staging-*")]) else None
+    return (
+        f"left {left[0]}"
+        if (left := [p.name for p in (directory / "checkpoints").glob(".staging-*")])
+        else None
+    )

@@ -79,9 +79,14 @@ class Shape:
     num_older: int = 1
 
     def parts(self, step: int) -> dict[str, Any]:
-        names = ["model.pt", "training.pt", *(f"part-{n}.pt" for n in range(2, self.num_parts))][: self.num_parts]
+        names = ["model.pt", "training.pt", *(f"part-{n}.pt" for n in range(2, self.num_parts))][
+            : self.num_parts
+        ]
         return {
-            name: {"weight": torch.arange(self.size, dtype=torch.float32) * step + n, "seen": [step, n, None]}
+            name: {
+                "weight": torch.arange(self.size, dtype=torch.float32) * step + n,
+                "seen": [step, n, None],
+            }
             for n, name in enumerate(names)
         }
 
@@ -94,7 +99,9 @@ class Shape:
             return None
         step = loaded.manifest["step"]
         found = {name: packing.unpack(data, CPU) for name, data in loaded.files.items()}
-        assert same(found, self.parts(step)), f"step {step} is mixed: it holds what was not saved for it"
+        assert same(found, self.parts(step)), (
+            f"step {step} is mixed: it holds what was not saved for it"
+        )
         return step
 
 
@@ -107,7 +114,9 @@ def same(one: Any, other: Any) -> bool:
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         is_alike = one.dtype == other.dtype and one.shape == other.shape
-        return is_alike and bool((one.contiguous().view(-1).view(torch.uint8) == _bytes(other)).all())
+        return is_alike and bool(
+            (one.contiguous().view(-1).view(torch.uint8) == _bytes(other)).all()
+        )
     return type(one) is type(other) and (one == other or one != one)
 
 
@@ -122,7 +131,9 @@ def without_strace() -> str:
     """Why strace cannot be used here; empty where it can."""
     if shutil.which("strace") is None and os.geteuid() == 0 and (apt := shutil.which("apt-get")):
         with suppress(OSError, subprocess.SubprocessError):
-            subprocess.run([apt, "install", "-y", "-qq", "strace"], capture_output=True, timeout=120)
+            subprocess.run(
+                [apt, "install", "-y", "-qq", "strace"], capture_output=True, timeout=120
+            )
     if shutil.which("strace") is None:
         return "strace is not installed"
     try:
@@ -181,17 +192,31 @@ def _child(body: Callable[[], None], go: int, tell: int, others: tuple[int, int]
 def environment(**more: str) -> dict[str, str]:
     """For a process that finds the package, the tests' task and ours."""
     paths = [REPOSITORY, REPOSITORY / "tests", REPOSITORY / "scripts"]
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     return {**kept, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", **more}
 
 
 def words_of(
-    task: str, run_dir: Path, *overrides: str, ranks: int = 0, restarts: int = 0, module: str = "trainer"
+    task: str,
+    run_dir: Path,
+    *overrides: str,
+    ranks: int = 0,
+    restarts: int = 0,
+    module: str = "trainer",
 ) -> list[str]:
     """The command of a run; under torchrun where `ranks` are given."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     launcher = [*torchrun, f"--max_restarts={restarts}"] if ranks else []
-    dirs = ["--config-dir", str(REPOSITORY / "tests/conf"), "--config-dir", str(REPOSITORY / "scripts/faults/conf")]
+    dirs = [
+        "--config-dir",
+        str(REPOSITORY / "tests/conf"),
+        "--config-dir",
+        str(REPOSITORY / "scripts/faults/conf"),
+    ]
     named = [f"task={task}", f"run.dir={run_dir}", "run.name=run"]
     return [sys.executable, *launcher, "-m", module, *dirs, *named, *overrides]
 
@@ -217,7 +242,11 @@ def state_of(directory: Path) -> Mapping[str, Any]:
     loaded, skipped = checkpoint.load_newest(directory / "checkpoints")
     assert loaded is not None and not skipped, f"no valid newest checkpoint: {skipped}"
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    record = [{k: v for k, v in line.items() if not k.startswith("speed/")} for line in lines if "ledger" not in line]
+    record = [
+        {k: v for k, v in line.items() if not k.startswith("speed/")}
+        for line in lines
+        if "ledger" not in line
+    ]
     parts = {name: packing.unpack(data, CPU) for name, data in loaded.files.items()}
     return {"step": loaded.manifest["step"], "record": record, **parts}
 
@@ -228,7 +257,9 @@ def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None
     if not unlike:
         return None
     one, other = (dict(tree_flatten_with_path(state.get(unlike[0]))[0]) for state in (ours, theirs))
-    where = next((path for path in {**one, **other} if not same(one.get(path), other.get(path))), ())
+    where = next(
+        (path for path in {**one, **other} if not same(one.get(path), other.get(path))), ()
+    )
     first = f"{keystr(where)} is {_short(one.get(where))}, was {_short(other.get(where))}"
     return f"{', '.join(unlike)} differ from the undisturbed run: {first}"
 

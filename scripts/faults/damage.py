@@ -42,7 +42,9 @@ def _zero_page(path: Path, chance: random.Random) -> None:
 
 def _truncate(path: Path, chance: random.Random) -> None:
     file = _any(path, chance)
-    os.truncate(file, chance.choice([0, 1, chance.randrange(file.stat().st_size), file.stat().st_size - 1]))
+    os.truncate(
+        file, chance.choice([0, 1, chance.randrange(file.stat().st_size), file.stat().st_size - 1])
+    )
 
 
 def _lengthen(path: Path, chance: random.Random) -> None:
@@ -81,7 +83,13 @@ def _edit(path: Path, chance: random.Random) -> None:
     """A manifest that says something else, under its old SHA-256."""
     manifest = json.loads((path / checkpoint.MANIFEST).read_text())
     key = chance.choice(["step", "format", "metrics", "config", "files", "sha256", "more"])
-    others: dict[str, Any] = {"step": 4, "format": 1, "metrics": {"eval/loss": 0.0}, "config": {}, "files": {}}
+    others: dict[str, Any] = {
+        "step": 4,
+        "format": 1,
+        "metrics": {"eval/loss": 0.0},
+        "config": {},
+        "files": {},
+    }
     manifest[key] = others.get(key, "0" * 64)
     (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
 
@@ -113,14 +121,21 @@ KINDS: tuple[Callable[[Path, random.Random], None], ...] = (
 
 def damage(amount: int, seed: int) -> Row:
     """The newest, or the newest two, of three checkpoints are damaged."""
-    row, chance, kinds = Row("damage noticed before the load", amount), random_of(seed), Counter[str]()
+    row, chance, kinds = (
+        Row("damage noticed before the load", amount),
+        random_of(seed),
+        Counter[str](),
+    )
     with folder() as base:
         for step in range(1, NEWEST + 1):
             SHAPE.save(base / "template", step)
         for number in range(amount):
             root = base / "root"
             shutil.copytree(base / "template", root)
-            damaged, kind = range(NEWEST, chance.choice([NEWEST - 1, NEWEST - 1, NEWEST - 2]), -1), chance.choice(KINDS)
+            damaged, kind = (
+                range(NEWEST, chance.choice([NEWEST - 1, NEWEST - 1, NEWEST - 2]), -1),
+                chance.choice(KINDS),
+            )
             for step in damaged:
                 kind(root / f"step-{step:08d}", chance)
             kinds[kind.__name__] += 1

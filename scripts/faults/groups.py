@@ -17,7 +17,16 @@ from pathlib import Path
 
 import torch
 
-from faults.common import REPOSITORY, Row, environment, errors_in, folder, random_of, wait_for, words_of
+from faults.common import (
+    REPOSITORY,
+    Row,
+    environment,
+    errors_in,
+    folder,
+    random_of,
+    wait_for,
+    words_of,
+)
 from faults.launches import is_gone
 from faults.rank import OTHER_VERSION, UNLIKE
 from faults.runs import LIMIT_S, Launched
@@ -72,13 +81,18 @@ def foreign(how: str) -> Iterator[int]:
 
 def _init(chance: random.Random, port: int, place: Path) -> tuple[str, list[str]]:
     how = chance.choice(("env", "tcp", "file"))
-    words = {"tcp": [f"dist.address=127.0.0.1:{port}"], "file": [f"dist.path={place / 'meet'}"]}.get(how, [])
+    words = {
+        "tcp": [f"dist.address=127.0.0.1:{port}"],
+        "file": [f"dist.path={place / 'meet'}"],
+    }.get(how, [])
     return how, [f"dist.init={how}", *words]
 
 
 def missing(chance: random.Random, port: int, place: Path, stack: ExitStack) -> Broken:
     how, words = _init(chance, port, place)
-    return Broken([("0", "3"), ("2", "3")], ["rank 1 did not come"] * (how != "file") or [": rank"], words)
+    return Broken(
+        [("0", "3"), ("2", "3")], ["rank 1 did not come"] * (how != "file") or [": rank"], words
+    )
 
 
 def duplicate(chance: random.Random, port: int, place: Path, stack: ExitStack) -> Broken:
@@ -98,13 +112,17 @@ def no_master(chance: random.Random, port: int, place: Path, stack: ExitStack) -
 
 
 def foreign_process(chance: random.Random, port: int, place: Path, stack: ExitStack) -> Broken:
-    other = stack.enter_context(foreign(chance.choice(("accepts nothing", "says nothing", "talks", "hangs up"))))
+    other = stack.enter_context(
+        foreign(chance.choice(("accepts nothing", "says nothing", "talks", "hangs up")))
+    )
     words = ["dist.init=tcp", f"dist.address=127.0.0.1:{other}"]
     return Broken([("1", "2")], [f"no group was found at 127.0.0.1:{other}"], words)
 
 
 def port_in_use(chance: random.Random, port: int, place: Path, stack: ExitStack) -> Broken:
-    other = stack.enter_context(foreign(chance.choice(("accepts nothing", "says nothing", "talks", "hangs up"))))
+    other = stack.enter_context(
+        foreign(chance.choice(("accepts nothing", "says nothing", "talks", "hangs up")))
+    )
     words = ["dist.init=tcp", f"dist.address=127.0.0.1:{other}"]
     lines = ["the port is in use on rank 0's host", f"no group was found at 127.0.0.1:{other}"]
     return Broken([("0", "2"), ("1", "2")], lines, words)
@@ -119,9 +137,14 @@ def old_file(chance: random.Random, port: int, place: Path, stack: ExitStack) ->
 
 def fresh_file(chance: random.Random, port: int, place: Path, stack: ExitStack) -> Broken:
     """Of a run that was killed a moment ago. That it works is as good as a line."""
-    broken = Broken([("0", "2"), ("1", "2")], ["meet"], [*_file(place / "meet"), "run.steps=4"], may_work=True)
+    broken = Broken(
+        [("0", "2"), ("1", "2")], ["meet"], [*_file(place / "meet"), "run.steps=4"], may_work=True
+    )
     before = [*broken.words[:-1], "run.steps=100000"]
-    runs = [_come(place, n, who, Broken([], [], before), port, "before") for n, who in enumerate(broken.ranks)]
+    runs = [
+        _come(place, n, who, Broken([], [], before), port, "before")
+        for n, who in enumerate(broken.ranks)
+    ]
     assert wait_for(lambda: any(run.has_marked("step 1") for run in runs), LIMIT_S), runs[0].tail()
     for run in runs:
         run.kill()
@@ -149,7 +172,9 @@ def no_number(chance: random.Random, port: int, place: Path, stack: ExitStack) -
 
 def no_address(chance: random.Random, port: int, place: Path, stack: ExitStack) -> Broken:
     name = chance.choice(("MASTER_ADDR", "MASTER_PORT"))
-    return Broken([("0", "2"), ("1", "2")], [f"{name} is not set, but WORLD_SIZE=2"], environment={name: None})
+    return Broken(
+        [("0", "2"), ("1", "2")], [f"{name} is not set, but WORLD_SIZE=2"], environment={name: None}
+    )
 
 
 def unresolvable(chance: random.Random, port: int, place: Path, stack: ExitStack) -> Broken:
@@ -193,16 +218,27 @@ def groups(amount: int, seed: int) -> Row:
     return row
 
 
-def _come(place: Path, number: int, who: tuple[str, str], broken: Broken, port: int, name: str = "rank") -> Launched:
+def _come(
+    place: Path, number: int, who: tuple[str, str], broken: Broken, port: int, name: str = "rank"
+) -> Launched:
     """One process of a group, started by hand."""
-    given = {"RANK": who[0], "WORLD_SIZE": who[1], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    given = {
+        "RANK": who[0],
+        "WORLD_SIZE": who[1],
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     given |= {key: value for key, value in broken.environment.items() if value is not None}
-    kept = {key: value for key, value in given.items() if broken.environment.get(key, "") is not None}
+    kept = {
+        key: value for key, value in given.items() if broken.environment.get(key, "") is not None
+    }
     words = words_of("slow", place / name, "run.steps=5", *broken.words, module="faults.rank")
     return Launched(words, place, f"{name}-{number}", **kept)
 
 
-def _judge_group(place: Path, broken: Broken, port: int, timeout_s: int) -> tuple[str | None, float]:
+def _judge_group(
+    place: Path, broken: Broken, port: int, timeout_s: int
+) -> tuple[str | None, float]:
     """(problem, how long after dist.timeout_s the last rank ended)."""
     broken.words.append(f"dist.timeout_s={timeout_s}")
     if not broken.ranks:
@@ -213,7 +249,11 @@ def _judge_group(place: Path, broken: Broken, port: int, timeout_s: int) -> tupl
     limit = time.monotonic() + LIMIT_S
     while len(ended) < len(runs) and time.monotonic() < limit:
         now = time.monotonic()
-        ended |= {n: now for n, run in enumerate(runs) if n not in ended and run.process.poll() is not None}
+        ended |= {
+            n: now
+            for n, run in enumerate(runs)
+            if n not in ended and run.process.poll() is not None
+        }
         time.sleep(0.005)
     late_s = 0.0
     for number, (run, (rank, _)) in enumerate(zip(runs, broken.ranks, strict=True)):
@@ -225,12 +265,17 @@ def _judge_group(place: Path, broken: Broken, port: int, timeout_s: int) -> tupl
             continue
         part = broken.says[number % len(broken.says)]
         if code != 2 or len(lines) != 1 or part not in lines[0]:
-            return f"RANK={rank} ended with code {code}; not {part!r} in one line: {lines or run.tail()}", late_s
+            return (
+                f"RANK={rank} ended with code {code}; not {part!r} in one line: {lines or run.tail()}",
+                late_s,
+            )
         begun = re.search(r"^meets \d+ (\S+)$", run.marks.read_text(), re.M)
         if begun is not None:
             late_s = max(late_s, ended[number] - float(begun[1]) - timeout_s)
     return (
-        f"the last rank ended {late_s:.1f} s after dist.timeout_s={timeout_s}" if late_s > GRACE_S else None
+        f"the last rank ended {late_s:.1f} s after dist.timeout_s={timeout_s}"
+        if late_s > GRACE_S
+        else None
     ), late_s
 
 
@@ -281,7 +326,9 @@ def unequal(amount: int, seed: int) -> Row:
     with folder() as base:
         for number, kind in enumerate(cases):
             size = chance.choice((2, 3))
-            problem, seconds = _judge_unequal(base / str(number), kind, size, chance.randrange(size))
+            problem, seconds = _judge_unequal(
+                base / str(number), kind, size, chance.randrange(size)
+            )
             row.note(f"{kind}, {size} ranks", problem)
             longest = max(longest, seconds)
     row.detail = f"{', '.join(cases)}; the last rank ended {longest:.1f} s after the group stood"
@@ -291,18 +338,33 @@ def unequal(amount: int, seed: int) -> Row:
 def _unlike(place: Path, kind: str, rank: int) -> dict[str, object]:
     """What rank.py makes of it, in that rank alone."""
     key, _, other = UNEQUAL[kind]
-    more = {"length of the data": {"LENGTH": other}, "shape of the model": {"WIDTH": "17"}}.get(kind, {})
-    paths = {"code of the task": [str(place / "odd")], "code of Lockstep": [str(place / "copy")]}.get(kind, [])
+    more = {"length of the data": {"LENGTH": other}, "shape of the model": {"WIDTH": "17"}}.get(
+        kind, {}
+    )
+    paths = {
+        "code of the task": [str(place / "odd")],
+        "code of Lockstep": [str(place / "copy")],
+    }.get(kind, [])
     if kind == "code of the task":
         (place / "odd").mkdir()
         (place / "odd/mine.py").write_text(TASK + "# another version\n")
     elif kind == "code of Lockstep":
         for part in ("trainer", "conf"):
-            shutil.copytree(REPOSITORY / part, place / "copy" / part, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                REPOSITORY / part,
+                place / "copy" / part,
+                ignore=shutil.ignore_patterns("__pycache__"),
+            )
         (place / "copy/trainer/means.py").open("a").write("# another version\n")
     settings = {"default dtype": "dtype", "version of torch": "version"}
     words = [f"{key}={other}"] if key in ALIKE else []
-    return {"rank": str(rank), "words": words, "paths": paths, "environment": more, "set": settings.get(kind, "")}
+    return {
+        "rank": str(rank),
+        "words": words,
+        "paths": paths,
+        "environment": more,
+        "set": settings.get(kind, ""),
+    }
 
 
 def _judge_unequal(place: Path, kind: str, size: int, rank: int) -> tuple[str | None, float]:
@@ -314,14 +376,20 @@ def _judge_unequal(place: Path, kind: str, size: int, rank: int) -> tuple[str | 
     paths = os.pathsep.join([environment()["PYTHONPATH"], str(place)])
     told = {"PYTHONPATH": paths, UNLIKE: json.dumps(_unlike(place, kind, rank))}
     run = Launched(words, place, "run", **told)
-    is_standing = wait_for(lambda: len(_stands(run)) == size or run.process.poll() is not None, LIMIT_S)
+    is_standing = wait_for(
+        lambda: len(_stands(run)) == size or run.process.poll() is not None, LIMIT_S
+    )
     stands = _stands(run)
     is_over = wait_for(lambda: all(map(is_gone, stands)), LIMIT_S) if len(stands) == size else False
     ended = time.monotonic()
     if not is_standing or not is_over:
         run.kill(*stands)
         return f"{len(stands)} of {size} ranks met; the end: {run.tail()}", 0.0
-    code, lines, seconds = run.end(), errors_in(run.log.read_text(errors="replace")), ended - max(stands.values())
+    code, lines, seconds = (
+        run.end(),
+        errors_in(run.log.read_text(errors="replace")),
+        ended - max(stands.values()),
+    )
     key, most, one = UNEQUAL[kind]
     others = [str(other) for other in range(size) if other != rank]
     sides = [f"{most} on ranks? {', '.join(others)}", f"{one} on rank {rank}"]

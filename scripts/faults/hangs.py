@@ -36,7 +36,14 @@ def hangs(amount: int, seed: int) -> Row:
     with folder() as base:
         undisturbed = Undisturbed(base)
         for number, (how, moment) in enumerate(cases):
-            case = _Hang(base / str(number), how, moment, chance.choice((2, 3)), chance, is_restarted=number % 2 == 1)
+            case = _Hang(
+                base / str(number),
+                how,
+                moment,
+                chance.choice((2, 3)),
+                chance,
+                is_restarted=number % 2 == 1,
+            )
             row.note(str(case), case.problem(undisturbed))
             hit["restarted" if case.is_restarted else "ended"] += 1
             longest = max(longest, case.seconds - case.limit_s)
@@ -54,24 +61,52 @@ def hangs(amount: int, seed: int) -> Row:
 class _Hang:
     """One case."""
 
-    def __init__(self, place: Path, how: str, moment: str, size: int, chance: random.Random, is_restarted: bool):
-        self.place, self.how, self.moment, self.size, self.is_restarted = place, how, moment, size, is_restarted
-        self.rank, self.kind = chance.randrange(size), "elastic" if is_restarted else chance.choice(LAUNCHERS)
-        self.at = {"first step": 0, "mid run": chance.randrange(4, STEPS - 2), "evaluation": chance.choice((6, 12))}[
-            moment
-        ]
-        self.where = "worker" if how == "worker" else "metrics" if moment == "evaluation" else "step"
+    def __init__(
+        self,
+        place: Path,
+        how: str,
+        moment: str,
+        size: int,
+        chance: random.Random,
+        is_restarted: bool,
+    ):
+        self.place, self.how, self.moment, self.size, self.is_restarted = (
+            place,
+            how,
+            moment,
+            size,
+            is_restarted,
+        )
+        self.rank, self.kind = (
+            chance.randrange(size),
+            "elastic" if is_restarted else chance.choice(LAUNCHERS),
+        )
+        self.at = {
+            "first step": 0,
+            "mid run": chance.randrange(4, STEPS - 2),
+            "evaluation": chance.choice((6, 12)),
+        }[moment]
+        self.where = (
+            "worker" if how == "worker" else "metrics" if moment == "evaluation" else "step"
+        )
         self.limit_s = HANG_S * (PATIENCE if moment == "first step" else 1)
         self.seconds = 0.0
 
     def __str__(self) -> str:
         what = HOW.get(self.how, "stopped data worker")
-        return f"{what}, {self.moment}, rank {self.rank} of {self.size} with {self.kind}" + " again" * self.is_restarted
+        return (
+            f"{what}, {self.moment}, rank {self.rank} of {self.size} with {self.kind}"
+            + " again" * self.is_restarted
+        )
 
     def problem(self, undisturbed: Undisturbed) -> str | None:
         data = [f"task.options.where={self.where}", f"data.workers={int(self.how == 'worker')}"]
         end = undisturbed("stuck", self.size, *COMMON, *data)[0] if self.is_restarted else None
-        stuck = [f"task.options.how={self.how}", f"task.options.rank={self.rank}", f"task.options.at={self.at}"]
+        stuck = [
+            f"task.options.how={self.how}",
+            f"task.options.rank={self.rank}",
+            f"task.options.at={self.at}",
+        ]
         more = {"restarts": 1} if self.is_restarted else {}
         words = command(self.kind, "stuck", self.place, self.size, *COMMON, *data, *stuck, **more)
         run = Launched(words, self.place, "stuck")
@@ -109,18 +144,36 @@ class _Hang:
 
     def _judge_report(self, told: str, pid: int) -> str | None:
         line = _report(told)
-        named = re.findall(r"rank (\d+) \(process (\d+) on \S+\) has been in ([^;]*?) for \d+ s, at step (\d+)", line)
-        phase = {"worker": "the data loader", "metrics": "evaluation", "step": "forward and backward"}[self.where]
+        named = re.findall(
+            r"rank (\d+) \(process (\d+) on \S+\) has been in ([^;]*?) for \d+ s, at step (\d+)",
+            line,
+        )
+        phase = {
+            "worker": "the data loader",
+            "metrics": "evaluation",
+            "step": "forward and backward",
+        }[self.where]
         at = {str(self.at)} if self.how != "worker" else {str(n) for n in range(STEPS)}
-        if len(named) != 1 or named[0][:3] != (str(self.rank), str(pid), phase) or named[0][3] not in at:
+        if (
+            len(named) != 1
+            or named[0][:3] != (str(self.rank), str(pid), phase)
+            or named[0][3] not in at
+        ):
             return f"rank {self.rank} (process {pid}) in {phase} was to be named: {line}"
-        is_frozen = {"stop": ", stopped by a signal" in line, "worker": "; its child process" in line}
+        is_frozen = {
+            "stop": ", stopped by a signal" in line,
+            "worker": "; its child process" in line,
+        }
         if not is_frozen.get(self.how, True):
             return f"that it is stopped is not said: {line}"
         waits = re.findall(r"ranks? ([\d, ]+) waits? in ([^;]*?) of step (\d+)", line)
         others = sorted(int(rank) for ranks, *_ in waits for rank in ranks.split(","))
-        places = {"a collective in evaluation"} if self.where == "metrics" else {"gradient all-reduce"}
-        if self.moment == "first step":  # DDP makes its buckets anew there, with a collective of its own
+        places = (
+            {"a collective in evaluation"} if self.where == "metrics" else {"gradient all-reduce"}
+        )
+        if (
+            self.moment == "first step"
+        ):  # DDP makes its buckets anew there, with a collective of its own
             places.add("a collective in forward and backward")
         is_right = all(place in places and step == named[0][3] for _, place, step in waits)
         if not is_right or others != [r for r in range(self.size) if r != self.rank]:
@@ -134,13 +187,20 @@ class _Hang:
 
 
 def _report(told: str) -> str:
-    return next((line for line in told.splitlines() if line.startswith("error: no progress: ")), "no report")
+    return next(
+        (line for line in told.splitlines() if line.startswith("error: no progress: ")), "no report"
+    )
 
 
 def _slow(place: Path, chance: random.Random) -> str | None:
     """A rank that is slow in each step, by less than the limit."""
     size, kind = chance.choice((2, 3)), chance.choice(LAUNCHERS)
-    slow = [f"task.options.rank={chance.randrange(size)}", f"task.options.slow_s={chance.uniform(0.02, 0.6):.2f}"]
-    run = Launched(command(kind, "stuck", place, size, *COMMON[1:], "run.steps=8", *slow), place, "slow")
+    slow = [
+        f"task.options.rank={chance.randrange(size)}",
+        f"task.options.slow_s={chance.uniform(0.02, 0.6):.2f}",
+    ]
+    run = Launched(
+        command(kind, "stuck", place, size, *COMMON[1:], "run.steps=8", *slow), place, "slow"
+    )
     code, told = run.end(), run.log.read_text(errors="replace")
     return f"exit code {code}: {run.tail()}" if code or "no progress" in told else None

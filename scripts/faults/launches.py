@@ -15,7 +15,17 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from faults.common import REPOSITORY, Row, environment, errors_in, folder, random_of, state_of, wait_for, words_of
+from faults.common import (
+    REPOSITORY,
+    Row,
+    environment,
+    errors_in,
+    folder,
+    random_of,
+    state_of,
+    wait_for,
+    words_of,
+)
 from faults.runs import EVERY, LIMIT_S, PHASES, STEPS, Launched, _judge, _saving, _wait_for_phase
 from faults.task import MARKS
 from trainer import checkpoint
@@ -23,7 +33,9 @@ from trainer import checkpoint
 STOPPED = 75
 
 
-def command(launcher: str, task: str, place: Path, size: int, *more: str, restarts: int = 0) -> list[str]:
+def command(
+    launcher: str, task: str, place: Path, size: int, *more: str, restarts: int = 0
+) -> list[str]:
     """The command that starts `size` ranks with `launcher`: torchrun, elastic or spawn."""
     if launcher == "torchrun":
         return words_of(task, place, *EVERY, *more, ranks=size, restarts=restarts)
@@ -71,8 +83,17 @@ def seconds_until_gone(run: Launched, pids: Collection[int], since: float) -> fl
 
 def restarts(amount: int, seed: int) -> Row:
     """One rank is killed: its launcher starts the ranks again, and the run goes on by itself to the undisturbed end."""
-    row, chance, hit = Row("rank killed, restarted by its launcher", amount), random_of(seed), Counter[str]()
-    cases = [(phase, size, kind) for phase in PHASES for size in (2, 3) for kind in ("torchrun", "elastic")]
+    row, chance, hit = (
+        Row("rank killed, restarted by its launcher", amount),
+        random_of(seed),
+        Counter[str](),
+    )
+    cases = [
+        (phase, size, kind)
+        for phase in PHASES
+        for size in (2, 3)
+        for kind in ("torchrun", "elastic")
+    ]
     cases = (chance.sample(cases, len(cases)) * (1 + amount // len(cases)))[:amount]
     with folder() as base:
         undisturbed = Undisturbed(base)
@@ -83,14 +104,17 @@ def restarts(amount: int, seed: int) -> Row:
             run = Launched(command(kind, "slow", place, size, *more, restarts=3), place, "killed")
             case = f"rank of {size}, {kind}, {phase}, {'named' if is_named else 'no name'}"
             row.note(case, _restart(run, place / "slow", phase, end, chance, hit))
-    row.detail = f"{hit['killed']} ranks were killed (rank 0: {hit['rank 0']}), {hit['over']} runs were over; " + (
-        ", ".join(f"{phase} {hit[phase]}" for phase in PHASES if hit[phase])
+    row.detail = (
+        f"{hit['killed']} ranks were killed (rank 0: {hit['rank 0']}), {hit['over']} runs were over; "
+        + (", ".join(f"{phase} {hit[phase]}" for phase in PHASES if hit[phase]))
     )
     row.detail += f"; at most {hit['longest']} s from the kill to the end"
     return row
 
 
-def _restart(run: Launched, base: Path, phase: str, end: Any, chance: random.Random, hit: Counter[str]) -> str | None:
+def _restart(
+    run: Launched, base: Path, phase: str, end: Any, chance: random.Random, hit: Counter[str]
+) -> str | None:
     _wait_for_phase(run, base, phase, chance)
     alive = run.ranks()
     if alive:
@@ -107,7 +131,11 @@ def _restart(run: Launched, base: Path, phase: str, end: Any, chance: random.Ran
         return f"did not end within {LIMIT_S:.0f} s: {run.tail()}"
     hit["longest"] = max(hit["longest"], round(time.monotonic() - begun))
     places = [*base.iterdir()]
-    return _judge(places[0], end) if len(places) == 1 else f"{len(places)} run directories: a restart made its own"
+    return (
+        _judge(places[0], end)
+        if len(places) == 1
+        else f"{len(places)} run directories: a restart made its own"
+    )
 
 
 # Signals --------------------------------------------------------------------------------------------------------------
@@ -135,14 +163,25 @@ def signals(amount: int, seed: int) -> Row:
             hit[case.outcome] += 1
             longest[moment] = max(longest[moment], round(1000 * case.seconds))
     row.detail = ", ".join(f"{name} {hit[name]}" for name in sorted(hit)) + "; longest "
-    row.detail += ", ".join(f"{moment} {longest[moment] / 1000:.1f} s" for moment in MOMENTS if longest[moment])
+    row.detail += ", ".join(
+        f"{moment} {longest[moment] / 1000:.1f} s" for moment in MOMENTS if longest[moment]
+    )
     return row
 
 
 class _Signal:
     """One case; what came of it stands in `outcome` and `seconds`."""
 
-    def __init__(self, place: Path, kind: str, size: int, target: str, moment: str, stop: signal.Signals, workers: int):
+    def __init__(
+        self,
+        place: Path,
+        kind: str,
+        size: int,
+        target: str,
+        moment: str,
+        stop: signal.Signals,
+        workers: int,
+    ):
         self.place, self.directory, self.kind, self.size = place, place / "slow/run", kind, size
         self.target, self.moment, self.stop = target, moment, stop
         self.workers = workers
@@ -159,8 +198,16 @@ class _Signal:
         run = Launched(self.words, self.place, "asked")
         self._wait(run, chance)
         ranks = run.ranks()
-        aims = {"rank 0": [0], "another rank": [r for r in ranks if r][-1:], "all ranks": sorted(ranks)}
-        pids = [ranks[r] for r in aims[self.target] if r in ranks] if self.target in aims else [run.process.pid]
+        aims = {
+            "rank 0": [0],
+            "another rank": [r for r in ranks if r][-1:],
+            "all ranks": sorted(ranks),
+        }
+        pids = (
+            [ranks[r] for r in aims[self.target] if r in ranks]
+            if self.target in aims
+            else [run.process.pid]
+        )
         begun = time.monotonic()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -186,7 +233,10 @@ class _Signal:
             "exit": lambda: run.has_marked(f"step {STEPS}"),
         }[self.moment]
         wait_for(lambda: wanted() or run.process.poll() is not None, LIMIT_S, 0.0005)
-        time.sleep(chance.random() * {"saving": 0.004, "exit": 0.4}.get(self.moment, 0.03) + 0.02 * (at == STEPS))
+        time.sleep(
+            chance.random() * {"saving": 0.004, "exit": 0.4}.get(self.moment, 0.03)
+            + 0.02 * (at == STEPS)
+        )
 
     def _can_be_asked(self, run: Launched) -> bool:
         """Python's own start cannot be: until there are handlers. With launch=spawn it is over in half a second too."""
@@ -194,7 +244,11 @@ class _Signal:
         return all(map(_catches, ranks)) or (self.kind == "spawn" and min(map(_age_s, ranks)) > 1.0)
 
     def _judge_stop(self, run: Launched, code: int | None, is_over: bool) -> str | None:
-        is_lost = self.kind == "torchrun" and self.target == "the launcher" and self.stop == signal.SIGUSR1
+        is_lost = (
+            self.kind == "torchrun"
+            and self.target == "the launcher"
+            and self.stop == signal.SIGUSR1
+        )
         # what has not started yet has to start first
         if self.seconds > SECONDS + self.start_s * (self.moment == "init"):
             return f"the ranks ended after {self.seconds:.1f} s: {run.tail()}"
@@ -202,7 +256,9 @@ class _Signal:
             is_told = len(errors_in(run.log.read_text(errors="replace"))) > 0
             if not (is_lost and self.moment == "init" and is_told):
                 return f"no exit.json: {run.tail()}"
-            self.outcome = "no store, nothing to save"  # it died with torchrun, before the ranks had met
+            self.outcome = (
+                "no store, nothing to save"  # it died with torchrun, before the ranks had met
+            )
             return None
         told = json.loads((self.directory / "exit.json").read_text())
         if told["code"] not in (STOPPED, *[0] * (is_over or self.moment == "exit")):
@@ -212,14 +268,20 @@ class _Signal:
         found, skipped = checkpoint.load_newest(self.directory / "checkpoints")
         if found is None or skipped or found.manifest["step"] != told["step"] or not told["step"]:
             newest = None if found is None else found.manifest["step"]
-            return f"exit.json says step {told['step']}, the newest checkpoint is {newest}; {skipped}"
+            return (
+                f"exit.json says step {told['step']}, the newest checkpoint is {newest}; {skipped}"
+            )
         self.outcome = "over before the signal" if is_over else f"code {told['code']}"
         return None
 
     def _judge_resume(self, end: Any) -> str | None:
         again = Launched(self.words, self.place, "again")
         code = again.end()
-        return f"the resume ended with code {code}: {again.tail()}" if code else _judge(self.directory, end)
+        return (
+            f"the resume ended with code {code}: {again.tail()}"
+            if code
+            else _judge(self.directory, end)
+        )
 
 
 def _catches(pid: int) -> bool:
@@ -233,7 +295,9 @@ def _catches(pid: int) -> bool:
 def _age_s(pid: int) -> float:
     with contextlib.suppress(OSError):
         started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-        return float(Path("/proc/uptime").read_text().split()[0]) - started / os.sysconf("SC_CLK_TCK")
+        return float(Path("/proc/uptime").read_text().split()[0]) - started / os.sysconf(
+            "SC_CLK_TCK"
+        )
     return 0.0
 
 
@@ -270,13 +334,20 @@ def _requeue_jobs(cluster: Any, base: Path, row: Row, chance: random.Random) -> 
         if per_node not in ends:
             place = base / f"whole-{per_node}"
             job = _submit(cluster, place, per_node)
-            assert cluster.wait(job, {"COMPLETED", "FAILED"}, LIMIT_S) == "COMPLETED", _said(place, job)
+            assert cluster.wait(job, {"COMPLETED", "FAILED"}, LIMIT_S) == "COMPLETED", _said(
+                place, job
+            )
             (directory,) = (place / "slow").iterdir()
             ends[per_node] = state_of(directory)
         place = base / str(number)
         job = _submit(cluster, place, per_node)
-        at = [6 * n + chance.randrange(3) for n in sorted(chance.sample(range(1, LENGTH // 6 - 1), wanted))]
-        problem = _ask(cluster, job, place, at, chance) or _judge_job(cluster, job, place, wanted, ends[per_node])
+        at = [
+            6 * n + chance.randrange(3)
+            for n in sorted(chance.sample(range(1, LENGTH // 6 - 1), wanted))
+        ]
+        problem = _ask(cluster, job, place, at, chance) or _judge_job(
+            cluster, job, place, wanted, ends[per_node]
+        )
         counts.append(f"{2 * per_node} ranks at steps {', '.join(map(str, at))}")
         for step in at:
             row.note(f"job {number}, {2 * per_node} ranks, requeue after step {step}", problem)
@@ -309,9 +380,13 @@ def _judge_job(cluster: Any, job: str, place: Path, wanted: int, end: Any) -> st
     state = cluster.wait(job, {"COMPLETED", "FAILED"}, LIMIT_S)
     places, said = [*(place / "slow").iterdir()], _said(place, job)
     if state != "COMPLETED" or cluster.requeues(job) != wanted or len(places) != 1:
-        return f"{state} after {cluster.requeues(job)} requeues, {len(places)} run directories: {said}"
+        return (
+            f"{state} after {cluster.requeues(job)} requeues, {len(places)} run directories: {said}"
+        )
     return _judge(places[0], end)
 
 
 def _said(place: Path, job: str) -> str:
-    return " | ".join((place / f"slurm-{job}.out").read_text(errors="replace").splitlines()[-4:])[-500:]
+    return " | ".join((place / f"slurm-{job}.out").read_text(errors="replace").splitlines()[-4:])[
+        -500:
+    ]

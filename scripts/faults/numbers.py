@@ -26,7 +26,10 @@ def nonfinite(amount: int, seed: int) -> Row:
     with folder() as base:
         for number in range(amount):
             size, example = chance.choice([2, 3]), chance.randrange(EXAMPLES)
-            row.note(f"example {example} on {size} ranks", _poison(base / str(number), size, example, hit))
+            row.note(
+                f"example {example} on {size} ranks",
+                _poison(base / str(number), size, example, hit),
+            )
     row.detail = f"{hit['poisoned']} runs with poisoned weights, {hit['named']} named, {hit['untaken']} not taken"
     return row
 
@@ -45,7 +48,11 @@ def _poison(place: Path, size: int, example: int, hit: Counter[str]) -> str | No
     if not taken:
         hit["untaken"] += 1
         return "the example was not taken within the run"
-    is_clean = all(torch.isfinite(t).all() and torch.equal(t, found[0][0][n]) for w, _ in found for n, t in w.items())
+    is_clean = all(
+        torch.isfinite(t).all() and torch.equal(t, found[0][0][n])
+        for w, _ in found
+        for n, t in w.items()
+    )
     hit["poisoned"] += not is_clean
     said = "".join(path.read_text() for path in place.glob("rank-*.log"))
     lines = [line for line in said.splitlines() if "not finite" in line]
@@ -66,12 +73,23 @@ def _train_poisoned(place: Path, example: int) -> tuple[dict[str, torch.Tensor],
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     steps = 2 * (EXAMPLES // BATCH)
-    run = fit(place, "task=tiny", *_slow_options(example), f"run.steps={steps}", "optim.lr=0.01", task=Slow)
+    run = fit(
+        place,
+        "task=tiny",
+        *_slow_options(example),
+        f"run.steps={steps}",
+        "optim.lr=0.01",
+        task=Slow,
+    )
     return run["weights"], run["seen"]
 
 
 def _slow_options(example: int) -> list[str]:
-    return ["+task.options.pause_s=0.0", f"+task.options.poison={example}", "task.trainer=faults.task.Slow"]
+    return [
+        "+task.options.pause_s=0.0",
+        f"+task.options.poison={example}",
+        "task.trainer=faults.task.Slow",
+    ]
 
 
 # What saving costs ----------------------------------------------------------------------------------------------------
@@ -92,7 +110,10 @@ def cost(amount: int, seed: int) -> Row:
                 found.append(100 * taken["on"][key] / taken["off"][key] - 100)
             stalls += taken["on"]["stalls"]
             saves += taken["on"]["saves"]
-    over, turns = statistics.median(ratios["seconds"]), ", ".join(f"{r:+.1f}" for r in ratios["seconds"])
+    over, turns = (
+        statistics.median(ratios["seconds"]),
+        ", ".join(f"{r:+.1f}" for r in ratios["seconds"]),
+    )
     row.detail = f"{over:+.1f} % of run time (turns {turns}), {statistics.median(ratios['cpu']):+.1f} % of CPU time; "
     row.detail += f"the loop stalls {1e3 * statistics.median(stalls):.1f} ms per save, "
     row.detail += f"torch.save of the same state takes {1e3 * statistics.median(saves):.1f} ms"
@@ -105,7 +126,9 @@ def _measure(place: Path, is_on: bool) -> dict[str, Any]:
     place.mkdir()
     program = "import sys; from faults.numbers import timed; timed(*sys.argv[1:])"
     words = [sys.executable, "-c", program, str(place), "1" if is_on else "null"]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=600, cwd=REPOSITORY)
+    done = subprocess.run(
+        words, env=environment(), capture_output=True, text=True, timeout=600, cwd=REPOSITORY
+    )
     assert done.returncode == 0, done.stderr[-500:]
     return json.loads((place / "timed.json").read_text())
 
@@ -137,8 +160,16 @@ def timed(place: str, every: str) -> None:
         write(self, step, parts, *rest)
 
     Session.save, RankZeroWriter.save = stalled, written  # type: ignore[method-assign]
-    wanted = [f"run.epochs={EPOCHS}", f"run.dir={place}", f"checkpoint.every_epochs={every}", "checkpoint.keep_best=0"]
+    wanted = [
+        f"run.epochs={EPOCHS}",
+        f"run.dir={place}",
+        f"checkpoint.every_epochs={every}",
+        "checkpoint.keep_best=0",
+    ]
     begun, used = time.perf_counter(), time.process_time()
     Cifar(load_config(["task=cifar", *wanted])).fit()
-    told |= {"seconds": time.perf_counter() - begun - beside[0], "cpu": time.process_time() - used - cpu[0]}
+    told |= {
+        "seconds": time.perf_counter() - begun - beside[0],
+        "cpu": time.process_time() - used - cpu[0],
+    }
     Path(place, "timed.json").write_text(json.dumps(told))

@@ -120,13 +120,26 @@ def recorded(disk: Disk) -> Iterator[None]:
                 disk.open.pop(first, None)
             elif name in ("write", "fsync"):
                 if first in disk.open:
-                    disk.fsync(first) if name == "fsync" else disk.write(first, bytes(others[0])[:result])
+                    disk.fsync(first) if name == "fsync" else disk.write(
+                        first, bytes(others[0])[:result]
+                    )
             else:
                 at = options.get("dir_fd")
-                above = "" if at is None else disk.open[at][0] + "/" if at in disk.open else "elsewhere/"
+                above = (
+                    ""
+                    if at is None
+                    else disk.open[at][0] + "/"
+                    if at in disk.open
+                    else "elsewhere/"
+                )
                 path = above + os.fspath(first)
                 if path.startswith(disk.base):
-                    disk.named(name, path, os.fspath(others[0]) if name == "rename" else (*others, 0)[0], result)
+                    disk.named(
+                        name,
+                        path,
+                        os.fspath(others[0]) if name == "rename" else (*others, 0)[0],
+                        result,
+                    )
             return result
 
         return call
@@ -172,12 +185,16 @@ def _collect(folder: Folder, folders: list[Folder], files: list[File]) -> None:
 def _contents(file: File) -> list[bytes]:
     half = len(file.data) // 2
     zeroed = file.data[:half] + bytes(len(file.data) - half)
-    return list(dict.fromkeys([file.synced, file.data, file.data[:half], zeroed, bytes(len(file.data))]))
+    return list(
+        dict.fromkeys([file.synced, file.data, file.data[:half], zeroed, bytes(len(file.data))])
+    )
 
 
 def _tree(folder: Folder, kept: dict[int, int], data: dict[int, bytes]) -> Tree:
     return {
-        name: _tree(target, kept, data) if isinstance(target, Folder) else data.get(id(target), target.data)
+        name: _tree(target, kept, data)
+        if isinstance(target, Folder)
+        else data.get(id(target), target.data)
         for name, target in folder.after(kept[id(folder)]).items()
     }
 
@@ -192,7 +209,9 @@ def _write(tree: Tree, place: Path) -> None:
 
 
 def _key(tree: Tree) -> Any:
-    return tuple(sorted((name, _key(c) if isinstance(c, dict) else hash(c)) for name, c in tree.items()))
+    return tuple(
+        sorted((name, _key(c) if isinstance(c, dict) else hash(c)) for name, c in tree.items())
+    )
 
 
 # Writers --------------------------------------------------------------------------------------------------------------
@@ -321,18 +340,31 @@ def loss_in(announced: int, tree: Tree, shape: Shape) -> str | None:
 def power(amount: int, seed: int) -> Row:
     """Each state of the disk that a crash in a save or prune may leave, drawn from all of them, and loaded from."""
     row = Row("disk state after a power loss", amount)
-    shapes = [Shape(parts, size, keep) for parts, size in ((1, 20_000), (2, 50), (3, 2000), (5, 1)) for keep in (1, 2)]
+    shapes = [
+        Shape(parts, size, keep)
+        for parts, size in ((1, 20_000), (2, 50), (3, 2000), (5, 1))
+        for keep in (1, 2)
+    ]
     found = [(shape, *state) for shape in shapes for state in crash_states(ours, shape, 4)]
     chance = random_of(seed)
-    for number, (shape, announced, tree) in enumerate(chance.sample(found, min(amount, len(found)))):
-        row.note(f"state {number} of {shape}, announced {announced}", loss_in(announced, tree, shape))
+    for number, (shape, announced, tree) in enumerate(
+        chance.sample(found, min(amount, len(found)))
+    ):
+        row.note(
+            f"state {number} of {shape}, announced {announced}", loss_in(announced, tree, shape)
+        )
     row.detail = f"of {len(found)} distinct states of {4 * len(shapes)} saves and prunes"
     return row
 
 
 def weak(amount: int, seed: int) -> Row:
     """Each of the weak writers is found losing: proof that the harness can see a loss."""
-    row, told, shape, chance = Row("weak writer found losing", amount), [], Shape(2, 50, 1), random_of(seed)
+    row, told, shape, chance = (
+        Row("weak writer found losing", amount),
+        [],
+        Shape(2, 50, 1),
+        random_of(seed),
+    )
     for writer in WEAK:
         found = crash_states(writer, shape, 3)
         drawn = chance.sample(found, min(100, len(found)))

@@ -35,7 +35,12 @@ LAYOUTS = {
     "sync_batchnorm": ["strategy=ddp", "strategy.sync_batchnorm=true", "task.options.norm=true"],
 }
 STEPS = 30
-EVERY = ("checkpoint.every_steps=4", "checkpoint.every_epochs=null", "eval.every_steps=6", "eval.every_epochs=null")
+EVERY = (
+    "checkpoint.every_steps=4",
+    "checkpoint.every_epochs=null",
+    "eval.every_steps=6",
+    "eval.every_epochs=null",
+)
 LIMIT_S = 120.0
 
 
@@ -92,7 +97,9 @@ class Launched:
 
 def _saving(directory: Path) -> bool:
     with contextlib.suppress(OSError):
-        return any(entry.name.startswith(".staging-") for entry in os.scandir(directory / "checkpoints"))
+        return any(
+            entry.name.startswith(".staging-") for entry in os.scandir(directory / "checkpoints")
+        )
     return False
 
 
@@ -113,12 +120,18 @@ def _wait_for_phase(run: Launched, base: Path, phase: str, chance: random.Random
 
 
 def _layout_words(place: Path, layout: str, ranks: int, *more: str) -> list[str]:
-    return words_of("slow", place, f"run.steps={STEPS}", *EVERY, *LAYOUTS[layout], *more, ranks=ranks)
+    return words_of(
+        "slow", place, f"run.steps={STEPS}", *EVERY, *LAYOUTS[layout], *more, ranks=ranks
+    )
 
 
 def ranks(amount: int, seed: int) -> Row:
     """One rank is killed at a random time, the run started again: the end is that of an undisturbed run."""
-    row, chance, hit = Row("rank killed, run started again", amount), random_of(seed), Counter[str]()
+    row, chance, hit = (
+        Row("rank killed, run started again", amount),
+        random_of(seed),
+        Counter[str](),
+    )
     cases = [(phase, layout, size) for layout in LAYOUTS for size in (2, 3) for phase in PHASES]
     cases = (chance.sample(cases, len(cases)) * (1 + amount // len(cases)))[:amount]
     if amount < 6:  # one layout, so one undisturbed run
@@ -132,7 +145,16 @@ def ranks(amount: int, seed: int) -> Row:
                 assert run.end() == 0, run.tail()
                 undisturbed[layout, size] = state_of(place / "slow/run")
             case = f"rank of {size} with {layout}, {phase}"
-            row.note(case, _kill_one(base / str(number), (phase, layout, size), undisturbed[layout, size], chance, hit))
+            row.note(
+                case,
+                _kill_one(
+                    base / str(number),
+                    (phase, layout, size),
+                    undisturbed[layout, size],
+                    chance,
+                    hit,
+                ),
+            )
     row.detail = f"{hit['killed']} ranks were killed, {hit['over']} runs were over; " + ", ".join(
         f"{phase} {hit[phase]}" for phase in PHASES if hit[phase]
     )
@@ -140,7 +162,11 @@ def ranks(amount: int, seed: int) -> Row:
 
 
 def _kill_one(
-    place: Path, case: tuple[str, str, int], undisturbed: Any, chance: random.Random, hit: Counter[str]
+    place: Path,
+    case: tuple[str, str, int],
+    undisturbed: Any,
+    chance: random.Random,
+    hit: Counter[str],
 ) -> str | None:
     phase, layout, size = case
     words, directory = _layout_words(place, layout, size, "run.resume=auto"), place / "slow/run"
@@ -186,14 +212,21 @@ def _twice(directory: Path) -> str | None:
 
 # Two writers ----------------------------------------------------------------------------------------------------------
 
-ALONE = ("checkpoint.every_steps=3", "checkpoint.every_epochs=null", "checkpoint.keep_last=100", "run.resume=auto")
+ALONE = (
+    "checkpoint.every_steps=3",
+    "checkpoint.every_epochs=null",
+    "checkpoint.keep_last=100",
+    "run.resume=auto",
+)
 
 
 def doubles(amount: int, seed: int) -> Row:
     """A second start is refused; a writer frozen in a save wakes after another took over, and publishes nothing."""
     row, chance, hit = Row("double start or woken writer", amount), random_of(seed), Counter[str]()
     with folder() as base:
-        whole = Launched(words_of("slow", base / "whole", f"run.steps={STEPS}", *ALONE), base / "whole", "whole")
+        whole = Launched(
+            words_of("slow", base / "whole", f"run.steps={STEPS}", *ALONE), base / "whole", "whole"
+        )
         assert whole.end() == 0, whole.tail()
         undisturbed = state_of(base / "whole/slow/run")
         for number in range(amount):
@@ -201,7 +234,10 @@ def doubles(amount: int, seed: int) -> Row:
             if number % 4 == 0:
                 row.note(f"double start {number}", _start_twice(place, chance, hit))
             else:
-                row.note(f"woken writer {number}", _wake(place, undisturbed, chance, number % 2 == 0, hit))
+                row.note(
+                    f"woken writer {number}",
+                    _wake(place, undisturbed, chance, number % 2 == 0, hit),
+                )
     row.detail = ", ".join(f"{name} {count}" for name, count in sorted(hit.items()))
     return row
 
@@ -213,10 +249,16 @@ def _start_twice(place: Path, chance: random.Random, hit: Counter[str]) -> str |
         if not wait_for(lambda: first.has_marked("step 2"), LIMIT_S):
             return f"the first did not start: {first.tail()}"
         time.sleep(chance.random() * 0.3)
-        second = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
+        second = subprocess.run(
+            words, env=environment(), capture_output=True, text=True, timeout=LIMIT_S
+        )
         hit["second start refused"] += second.returncode == 2
         wanted = f": process {first.process.pid} on {os.uname().nodename} writes there"
-        if second.returncode != 2 or len(second.stderr.splitlines()) != 1 or wanted not in second.stderr:
+        if (
+            second.returncode != 2
+            or len(second.stderr.splitlines()) != 1
+            or wanted not in second.stderr
+        ):
             return f"exit code {second.returncode}: {second.stderr.strip()[-300:]}"
         return None if first.process.poll() is None else f"the first ended: {first.tail()}"
     finally:
@@ -227,7 +269,9 @@ def _start_twice(place: Path, chance: random.Random, hit: Counter[str]) -> str |
 def _freeze_in_save(run: Launched, directory: Path, chance: random.Random) -> int | None:
     """Stop the process while a staging directory stands, after the first checkpoint: the newest step published."""
     for _ in range(60):
-        if not wait_for(lambda: _saving(directory) or run.process.poll() is not None, LIMIT_S, 0.0002):
+        if not wait_for(
+            lambda: _saving(directory) or run.process.poll() is not None, LIMIT_S, 0.0002
+        ):
             return None
         time.sleep(chance.random() * 0.004)
         if run.process.poll() is not None:
@@ -242,7 +286,9 @@ def _freeze_in_save(run: Launched, directory: Path, chance: random.Random) -> in
     return None
 
 
-def _wake(place: Path, undisturbed: Any, chance: random.Random, is_over: bool, hit: Counter[str]) -> str | None:
+def _wake(
+    place: Path, undisturbed: Any, chance: random.Random, is_over: bool, hit: Counter[str]
+) -> str | None:
     """`is_over`: the old one wakes after its successor has ended, else within."""
     words, directory = words_of("slow", place, f"run.steps={STEPS}", *ALONE), place / "slow/run"
     old = Launched(words_of("slow", place, "run.steps=100000", *ALONE), place, "old")

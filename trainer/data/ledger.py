@@ -35,7 +35,9 @@ class Ledger:
         """Enter the steps noted so far. A collective."""
         if not self._pending:
             return
-        table = torch.cat([part for step in self._pending for part in step]).view(len(self._pending), -1)
+        table = torch.cat([part for step in self._pending for part in step]).view(
+            len(self._pending), -1
+        )
         parts = ranks.gather(digests(table, self._start))
         for digest in sum(part.cpu() for part in parts).tolist():  # type: ignore[union-attr]
             self.chain = extend(self.chain, self.step, digest)
@@ -60,7 +62,11 @@ def extend(chain: str, step: int, digest: int) -> str:
 
 
 def expected(
-    seed: int, num_examples: int, global_batch: int, num_steps: int, replaced: Mapping[str, int] | None = None
+    seed: int,
+    num_examples: int,
+    global_batch: int,
+    num_steps: int,
+    replaced: Mapping[str, int] | None = None,
 ) -> Iterator[tuple[int, str, torch.Tensor]]:
     """(step, chain after it, its example indices) for each step of an undisturbed run.
 
@@ -68,11 +74,17 @@ def expected(
     """
     chain, per_epoch = "", num_examples // global_batch
     for first in range(0, num_steps, per_epoch):
-        steps, epoch, taken = min(per_epoch, num_steps - first), first // per_epoch, torch.arange(num_examples)
+        steps, epoch, taken = (
+            min(per_epoch, num_steps - first),
+            first // per_epoch,
+            torch.arange(num_examples),
+        )
         for place, other in (replaced or {}).items():
             of, index = map(int, place.split("/"))
             taken[index] = other if of == epoch else taken[index]
-        order = taken[Order(seed, epoch, num_examples)(torch.arange(steps * global_batch))].view(steps, -1)
+        order = taken[Order(seed, epoch, num_examples)(torch.arange(steps * global_batch))].view(
+            steps, -1
+        )
         for number, digest in enumerate(digests(order).tolist()):
             chain = extend(chain, first + number, digest)
             yield first + number + 1, chain, order[number]

@@ -19,7 +19,14 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch.utils._pytree import tree_map, tree_map_only
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    default_collate,
+)
 
 from trainer.config import Data
 from trainer.data.randomness import key_of, seed_example
@@ -52,11 +59,17 @@ class IndexSampler(Protocol):
 def check_dataset(dataset: Any, split: str, path: str) -> int:
     """The number of examples. Raises ConfigError for what cannot be read by index."""
     kind = type(dataset).__name__
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise ConfigError(f"build_dataset({split!r}) returned {kind}: must be map-style, with __len__ and __getitem__")
+    if isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    ):
+        raise ConfigError(
+            f"build_dataset({split!r}) returned {kind}: must be map-style, with __len__ and __getitem__"
+        )
     if path == "resident" and not isinstance(dataset, TensorDataset):
         advice = "use data.path=auto or streamed"
-        raise ConfigError(f"data.path=resident: the {split} data is a {kind}, not a TensorDataset; {advice}")
+        raise ConfigError(
+            f"data.path=resident: the {split} data is a {kind}, not a TensorDataset; {advice}"
+        )
     if len(dataset) == 0:
         raise ConfigError(f"build_dataset({split!r}) returned 0 examples: there must be at least 1")
     return len(dataset)
@@ -64,11 +77,18 @@ def check_dataset(dataset: Any, split: str, path: str) -> int:
 
 def index_device(dataset: Dataset, path: str, device: torch.device) -> torch.device:
     """Where the sampler's indices are wanted: beside resident tensors, else on the CPU."""
-    return device if isinstance(dataset, TensorDataset) and path != "streamed" else torch.device("cpu")
+    return (
+        device if isinstance(dataset, TensorDataset) and path != "streamed" else torch.device("cpu")
+    )
 
 
 def open_loader(
-    dataset: Dataset, sampler: IndexSampler, config: Data, seed: int, split: str, device: torch.device
+    dataset: Dataset,
+    sampler: IndexSampler,
+    config: Data,
+    seed: int,
+    split: str,
+    device: torch.device,
 ) -> Iterable[tuple[Any, torch.Tensor]]:
     """The loader for `data.path`; `auto` is resident only where the dataset is tensors already."""
     if isinstance(dataset, TensorDataset) and config.path != "streamed":
@@ -107,11 +127,19 @@ class StreamedLoader:
     """`replaced` are this rank's examples that could not be read so far, "<epoch>/<index>", and what was taken."""
 
     def __init__(
-        self, dataset: Dataset, sampler: IndexSampler, config: Data, seed: int, split: str, device: torch.device
+        self,
+        dataset: Dataset,
+        sampler: IndexSampler,
+        config: Data,
+        seed: int,
+        split: str,
+        device: torch.device,
     ):
         self.device, self._split, self._timeout_s = device, split, config.timeout_s
         self.replaced: dict[str, int] = {}
-        may_skip = config.on_error == "skip" and split == "train"  # in evaluation each example counts exactly once
+        may_skip = (
+            config.on_error == "skip" and split == "train"
+        )  # in evaluation each example counts exactly once
         self.loader = DataLoader(
             _Seeded(dataset, key_of(seed, split, "example"), may_skip),
             batch_sampler=cast(Any, _Pairs(sampler)),
@@ -127,7 +155,9 @@ class StreamedLoader:
     def __iter__(self) -> Iterator[tuple[Any, torch.Tensor]]:
         for found in self._read():
             if isinstance(found, _Unreadable):
-                raise RunError(f"{self._split} example {found.index} cannot be read: {found.reason}; {found.advice}")
+                raise RunError(
+                    f"{self._split} example {found.index} cannot be read: {found.reason}; {found.advice}"
+                )
             epoch, wanted, indices, batch = found
             if not torch.equal(wanted, indices):
                 pairs = zip(wanted.tolist(), indices.tolist(), strict=True)
@@ -139,7 +169,11 @@ class StreamedLoader:
         with workers_named(which, self._timeout_s):
             try:
                 yield from self.loader
-            except (ConnectionError, FileNotFoundError, EOFError):  # the memory of a batch is handed over by a socket
+            except (
+                ConnectionError,
+                FileNotFoundError,
+                EOFError,
+            ):  # the memory of a batch is handed over by a socket
                 what = "it ended while a batch was on its way"
                 raise RunError(f"{which} does not answer: {what}; look at its dataset") from None
 
@@ -157,7 +191,11 @@ def workers_named(which: str = "a data worker", timeout_s: float = 0.0) -> Itera
         is_ours = any(word in said for word in ("timed out", "exited unexpect", "is killed by"))
         if isinstance(error, RunError) or not ("DataLoader" in said and is_ours):
             raise
-        why = f"data.timeout_s={timeout_s:g} is over" if "timed out" in said else said.split(". ")[0].rstrip(".")
+        why = (
+            f"data.timeout_s={timeout_s:g} is over"
+            if "timed out" in said
+            else said.split(". ")[0].rstrip(".")
+        )
         raise RunError(f"{which} does not answer: {why}; look at its dataset") from None
 
 
@@ -206,9 +244,13 @@ class _Seeded(Dataset):
                 return epoch, wanted, taken, self.dataset[taken]
             except Exception as error:
                 line = traceback.extract_tb(error.__traceback__)[-1]
-                reason = " ".join(f"{type(error).__name__}: {error} ({line.filename}:{line.lineno})".split())
+                reason = " ".join(
+                    f"{type(error).__name__}: {error} ({line.filename}:{line.lineno})".split()
+                )
                 if not self.may_skip:
-                    return _Unreadable(wanted, reason, "mend it, or give data.on_error=skip for training data")
+                    return _Unreadable(
+                        wanted, reason, "mend it, or give data.on_error=skip for training data"
+                    )
         return _Unreadable(wanted, reason, f"nor can the {MOST_IN_A_ROW - 1} examples after it")
 
 
@@ -234,7 +276,9 @@ def _form(leaf: Any) -> Any:
 def _settle_in(worker: int) -> None:
     """In a worker. torchrun, SLURM and systemd send signals to all processes of a job; the rank decides when its
     workers end. Where it goes while it fetches a batch, because another worker died, there is nothing to tell of."""
-    sys.excepthook = lambda kind, *rest: None if issubclass(kind, ConnectionError) else sys.__excepthook__(kind, *rest)
+    sys.excepthook = lambda kind, *rest: (
+        None if issubclass(kind, ConnectionError) else sys.__excepthook__(kind, *rest)
+    )
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 

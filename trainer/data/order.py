@@ -83,7 +83,9 @@ class BatchPlan:
         return _cut(start, end, self.accumulation)
 
     def sentence(self) -> str:
-        sizes = sorted({end - start for rank in range(self.ranks) for start, end in self.micro_batches(rank)})
+        sizes = sorted(
+            {end - start for rank in range(self.ranks) for start, end in self.micro_batches(rank)}
+        )
         rows = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} or {sizes[-1]}"
         return (
             f"A global batch of {self.global_batch:,} is {counted(self.ranks, 'rank')} x "
@@ -104,7 +106,9 @@ def counted(number: int, noun: str, plural: str = "s") -> str:
 def check_batch(global_batch: int, micro_batch: int | None, ranks: int) -> int:
     """The micro-batch size in force. Raises ConfigError when some rank would have to make an empty micro-batch."""
     if global_batch < ranks:
-        raise ConfigError(f"data.global_batch={global_batch}: must be at least the {ranks} data-parallel ranks")
+        raise ConfigError(
+            f"data.global_batch={global_batch}: must be at least the {ranks} data-parallel ranks"
+        )
     largest = -(-global_batch // ranks)
     micro_batch = min(micro_batch or largest, largest)
     accumulation = -(-largest // micro_batch)
@@ -134,7 +138,11 @@ class EpochSampler(Sampler[torch.Tensor]):
         return (self.plan.steps_per_epoch - self.start) * len(self.pieces)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        first, last, sizes = self.pieces[0][0], self.pieces[-1][1], [end - start for start, end in self.pieces]
+        first, last, sizes = (
+            self.pieces[0][0],
+            self.pieces[-1][1],
+            [end - start for start, end in self.pieces],
+        )
         steps = max(1, BLOCK // (last - first))
         for begin in range(self.start, self.plan.steps_per_epoch, steps):
             batches = torch.arange(begin, min(begin + steps, self.plan.steps_per_epoch))
@@ -163,7 +171,9 @@ class ShardSampler(FixedSampler):
     a micro-batch, is example 0, and is cut off before anything is counted.
     """
 
-    def __init__(self, num_examples: int, micro_batch: int, rank: int, ranks: int, device: torch.device):
+    def __init__(
+        self, num_examples: int, micro_batch: int, rank: int, ranks: int, device: torch.device
+    ):
         length = -(-num_examples // ranks)
         positions = torch.arange(rank * length, (rank + 1) * length)
         is_real = positions < num_examples

@@ -66,7 +66,9 @@ class Random:
         words = philox(counter, (key & _MASK, key >> 32))
         return words.t().reshape(rows, blocks * 4)[:, :width].reshape(rows, *shape)
 
-    def uniform(self, name: str, *shape: int, per: Literal["epoch", "run"] = "epoch") -> torch.Tensor:
+    def uniform(
+        self, name: str, *shape: int, per: Literal["epoch", "run"] = "epoch"
+    ) -> torch.Tensor:
         """(rows, *shape) float32 in [0, 1), multiples of 2**-24."""
         return (self.bits(name, *shape, per=per) >> 8).to(torch.float32) * 2.0**-24
 
@@ -76,7 +78,9 @@ class Random:
         """(rows, *shape) int64 in [low, high); high - low at most 2**31."""
         return low + ((self.bits(name, *shape, per=per) * (high - low)) >> 32)
 
-    def normal(self, name: str, *shape: int, per: Literal["epoch", "run"] = "epoch") -> torch.Tensor:
+    def normal(
+        self, name: str, *shape: int, per: Literal["epoch", "run"] = "epoch"
+    ) -> torch.Tensor:
         """(rows, *shape) float32, mean 0 and deviation 1 (Box and Muller); equal bits on one kind of device only."""
         pair = self.bits(name, 2, *shape, per=per).to(torch.float64)
         radius = torch.sqrt(-2 * torch.log((pair[:, 0] + 1) * 2.0**-32))

@@ -81,7 +81,9 @@ class Group:
         self._calls += 1
         prefix = f"text/{self._calls}"
         self.store.set(f"{prefix}/{self.world.rank}", text)
-        return [self.store.get(f"{prefix}/{rank}").decode() for rank in range(self.world.world_size)]
+        return [
+            self.store.get(f"{prefix}/{rank}").decode() for rank in range(self.world.world_size)
+        ]
 
     def check_equal(self, facts: Mapping[str, Any]) -> None:
         """Raises ConfigError, alike on every rank, naming the first fact in which the ranks differ."""
@@ -93,8 +95,12 @@ class Group:
         name = next(n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n))
         values = [str(json.loads(line).get(name)) for line in told]
         ranks = {value: [str(r) for r, v in enumerate(values) if v == value] for value in values}
-        differ = " and ".join(f"{v} on rank{'s' * (len(r) > 1)} {', '.join(r)}" for v, r in ranks.items())
-        raise ConfigError(f"{name} is {differ}: must be the same; start all ranks with the same command")
+        differ = " and ".join(
+            f"{v} on rank{'s' * (len(r) > 1)} {', '.join(r)}" for v, r in ranks.items()
+        )
+        raise ConfigError(
+            f"{name} is {differ}: must be the same; start all ranks with the same command"
+        )
 
     @contextmanager
     def agreed(self, doing: str) -> Iterator[None]:
@@ -128,7 +134,9 @@ class Group:
             if found is None or not (isinstance(error, dist.DistError) or "gloo/" in str(error)):
                 raise
             advice = "its own message, or its launcher's, says why"
-            raise RunError(f"another rank has ended or does not answer ({found[0]}); {advice}") from error
+            raise RunError(
+                f"another rank has ended or does not answer ({found[0]}); {advice}"
+            ) from error
 
     def _wire_device(self) -> torch.device:
         return self.world.device if dist.get_backend() == "nccl" else torch.device("cpu")
@@ -149,10 +157,16 @@ def choose_backend(config: Dist, world: World) -> str:
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.backend == "mpi" and world.launcher.name not in ("mpirun", "srun"):
-        raise ConfigError("dist.backend=mpi: start with mpirun -n <ranks> python -m trainer, or use dist.backend=gloo")
+        raise ConfigError(
+            "dist.backend=mpi: start with mpirun -n <ranks> python -m trainer, or use dist.backend=gloo"
+        )
     if config.backend == "nccl" and not gpus:
-        raise ConfigError("dist.backend=nccl: needs CUDA, and torch sees no GPU here; use dist.backend=auto or gloo")
-    shared = 1 if "SLURM_GPUS_PER_TASK" in os.environ else world.local_world_size  # srun shows each rank its own
+        raise ConfigError(
+            "dist.backend=nccl: needs CUDA, and torch sees no GPU here; use dist.backend=auto or gloo"
+        )
+    shared = (
+        1 if "SLURM_GPUS_PER_TASK" in os.environ else world.local_world_size
+    )  # srun shows each rank its own
     if config.backend == "nccl" and 1 < gpus < shared:  # one: each rank may see its own alone
         raise ConfigError(
             f"dist.backend=nccl: needs a GPU per rank, and {world.local_world_size} local ranks share {gpus}; use gloo"
@@ -164,14 +178,20 @@ def choose_backend(config: Dist, world: World) -> str:
 
 def _check_own_gpu(group: Group) -> None:
     """Raises ConfigError where ranks share one: each may see a single GPU, and that may be another's too."""
-    told = group.gather_text(f"{group.world.host} {torch.cuda.get_device_properties(group.world.device).uuid}")
+    told = group.gather_text(
+        f"{group.world.host} {torch.cuda.get_device_properties(group.world.device).uuid}"
+    )
     shared = [rank for rank, gpu in enumerate(told) if told.count(gpu) > 1]
     if shared:
-        raise ConfigError(f"dist.backend=nccl: needs a GPU per rank, and ranks {shared} share theirs; use gloo")
+        raise ConfigError(
+            f"dist.backend=nccl: needs a GPU per rank, and ranks {shared} share theirs; use gloo"
+        )
 
 
 @contextmanager
-def process_group(config: Dist, world: World, facts: Mapping[str, Any] | None = None) -> Iterator[Group]:
+def process_group(
+    config: Dist, world: World, facts: Mapping[str, Any] | None = None
+) -> Iterator[Group]:
     """The group of all ranks while the block runs; before it is made, the ranks compare `facts` and the backend.
 
     On an error a group of several is left standing: destroying it would wait for peers that sit in a collective.
@@ -188,9 +208,16 @@ def process_group(config: Dist, world: World, facts: Mapping[str, Any] | None = 
         backend = mpi.register()
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    own = world.device if backend == "nccl" else None  # else the last barrier would have to guess it
+    own = (
+        world.device if backend == "nccl" else None
+    )  # else the last barrier would have to guess it
     dist.init_process_group(
-        backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=own
+        backend,
+        store=store,
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timeout,
+        device_id=own,
     )
     try:
         yield group

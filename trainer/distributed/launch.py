@@ -38,7 +38,11 @@ def launch(config: Launch, words: Sequence[str]) -> int:
         for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # up to 40 lines after rank 0's one
         with _environment({MARK: config.name, CODES: str(codes)}):
-            failed = _elastic(config.max_restarts, size, words) if config.name == "elastic" else _spawn(size, words)
+            failed = (
+                _elastic(config.max_restarts, size, words)
+                if config.name == "elastic"
+                else _spawn(size, words)
+            )
         found = [int(line) for line in codes.read_text().split()] if codes.exists() else []
     if not failed:
         return 0
@@ -75,10 +79,20 @@ def _elastic(max_restarts: int, size: int, words: Sequence[str]) -> bool:
 
 def _spawn(size: int, words: Sequence[str]) -> bool:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    given = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_RUN_ID": uuid.uuid4().hex}
-    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    given = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+    }
+    given |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(server.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     with _environment(given):
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # each rank lets them in once it can heed them
+        before = signal.pthread_sigmask(
+            signal.SIG_BLOCK, _SIGNALS
+        )  # each rank lets them in once it can heed them
         check_start(0.0)
         ranks = mp.start_processes(_enter, (list(words),), size, join=False, start_method="spawn")
 

@@ -23,9 +23,23 @@ MARK = "LOCKSTEP_LAUNCH"  # set for the ranks that `launch=elastic` and `launch=
 CODES = "LOCKSTEP_CODES"  # for the same: a file to which each rank adds its exit code; torchrun's engine flattens them
 # Open MPI; MPICH and Intel MPI; MVAPICH: rank, size, local rank, local size
 _MPI = (
-    *(("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),),
+    *(
+        (
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+    ),
     *(("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),),
-    *(("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),),
+    *(
+        (
+            "MV2_COMM_WORLD_RANK",
+            "MV2_COMM_WORLD_SIZE",
+            "MV2_COMM_WORLD_LOCAL_RANK",
+            "MV2_COMM_WORLD_LOCAL_SIZE",
+        ),
+    ),
 )
 _PORTS = range(20000, 32000)  # below those that systems hand out by themselves
 
@@ -64,12 +78,18 @@ class Launcher:
         """(host, port) where rank 0's store is. Raises ConfigError for what is missing or no port."""
         for name in MASTER:
             if not self.variables.get(name):
-                advice = {"mpirun": "with mpirun over several nodes, mpirun -x MASTER_ADDR=<host of rank 0>"}
+                advice = {
+                    "mpirun": "with mpirun over several nodes, mpirun -x MASTER_ADDR=<host of rank 0>"
+                }
                 start = advice.get(self.name, "start with torchrun, or set it to rank 0's")
-                raise ConfigError(f"{name} is not set, but WORLD_SIZE={self.variables.get('WORLD_SIZE')}: {start}")
+                raise ConfigError(
+                    f"{name} is not set, but WORLD_SIZE={self.variables.get('WORLD_SIZE')}: {start}"
+                )
         host, port = (self.variables[name] for name in MASTER)
         if not is_port(port):
-            raise ConfigError(f"MASTER_PORT={port}: must be a port from 1 to 65535, and the same on every rank")
+            raise ConfigError(
+                f"MASTER_PORT={port}: must be a port from 1 to 65535, and the same on every rank"
+            )
         return host, int(port)
 
 
@@ -77,10 +97,18 @@ def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher:
     """RANK and WORLD_SIZE win (torchrun, or by hand), then mpirun, then srun; else this process is alone."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return _by_variables(environment)
-    names = next((names for names in _MPI if names[0] in environment and names[1] in environment), None)
-    is_step = "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment  # not the batch script itself
-    is_hydra = "MPI_LOCALNRANKS" in environment  # MPICH's and Intel's mpirun, which start their processes by srun
-    if names is not None and (is_hydra or not (is_step and names[0] == "PMI_RANK")):  # srun sets PMI's too
+    names = next(
+        (names for names in _MPI if names[0] in environment and names[1] in environment), None
+    )
+    is_step = (
+        "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment
+    )  # not the batch script itself
+    is_hydra = (
+        "MPI_LOCALNRANKS" in environment
+    )  # MPICH's and Intel's mpirun, which start their processes by srun
+    if names is not None and (
+        is_hydra or not (is_step and names[0] == "PMI_RANK")
+    ):  # srun sets PMI's too
         return _by_mpirun(environment, names)
     return _by_srun(environment) if is_step else Launcher("python", {})
 
@@ -92,7 +120,11 @@ def _by_variables(environment: Mapping[str, str]) -> Launcher:
     run, name = environment["TORCHELASTIC_RUN_ID"], environment.get(MARK, "torchrun")
     requeues = _count(environment, "SLURM_RESTART_COUNT")  # a requeue starts torchrun anew
     attempt = _count(environment, "TORCHELASTIC_RESTART_COUNT") + requeues
-    job = f"slurm:{environment['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in environment else f"torchrun:{run}"
+    job = (
+        f"slurm:{environment['SLURM_JOB_ID']}"
+        if "SLURM_JOB_ID" in environment
+        else f"torchrun:{run}"
+    )
     return Launcher(name, variables, job, attempt, requeues, (_starter(),))
 
 
@@ -102,7 +134,9 @@ def _starter() -> str:
     with suppress(OSError, IndexError):
         while b"TORCHELASTIC_RUN_ID=" in Path("/proc", process, "environ").read_bytes():
             process = _stat(process)[1]
-        began = _stat(process)[19]  # a process id comes again; with the time of its start it does not
+        began = _stat(process)[
+            19
+        ]  # a process id comes again; with the time of its start it does not
     return f"{zlib.crc32(f'{socket.gethostname()}:{process}:{began}'.encode()):08x}"
 
 
@@ -112,21 +146,32 @@ def _stat(process: str) -> list[str]:
 
 def _by_mpirun(environment: Mapping[str, str], names: tuple[str, ...]) -> Launcher:
     found = dict(
-        zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), map(environment.get, names), strict=True)
+        zip(
+            ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+            map(environment.get, names),
+            strict=True,
+        )
     )
     variables = {name: value for name, value in found.items() if value is not None}
     job = environment.get("PMIX_NAMESPACE") or environment.get("PMI_JOBID") or ""
     if variables.get("LOCAL_WORLD_SIZE", variables["WORLD_SIZE"]) == variables["WORLD_SIZE"]:
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port_of(f"mpi:{job or os.getppid()}")}
+        variables |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": _port_of(f"mpi:{job or os.getppid()}"),
+        }
     else:
-        variables["MASTER_PORT"] = _port_of(f"mpi:{job.split('@')[0] or environment.get('MASTER_ADDR')}")
+        variables["MASTER_PORT"] = _port_of(
+            f"mpi:{job.split('@')[0] or environment.get('MASTER_ADDR')}"
+        )
     return Launcher("mpirun", variables | _given_master(environment))
 
 
 def _by_srun(environment: Mapping[str, str]) -> Launcher:
     step = f"{environment['SLURM_JOB_ID']}.{environment['SLURM_STEP_ID']}"
     node = _count(environment, "SLURM_NODEID")
-    tasks = expand_counts(environment.get("SLURM_STEP_TASKS_PER_NODE") or environment["SLURM_TASKS_PER_NODE"])
+    tasks = expand_counts(
+        environment.get("SLURM_STEP_TASKS_PER_NODE") or environment["SLURM_TASKS_PER_NODE"]
+    )
     variables = {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"],
@@ -141,7 +186,10 @@ def _by_srun(environment: Mapping[str, str]) -> Launcher:
         given["MASTER_ADDR"] = _address_of(expand_hosts(nodes)[0])
     reserved = environment.get("SLURM_STEP_RESV_PORTS", "")  # srun --resv-ports
     given.setdefault("MASTER_PORT", re.split("[-,]", reserved)[0] or _port_of(f"slurm:{step}"))
-    job, requeues = f"slurm:{environment['SLURM_JOB_ID']}", _count(environment, "SLURM_RESTART_COUNT")
+    job, requeues = (
+        f"slurm:{environment['SLURM_JOB_ID']}",
+        _count(environment, "SLURM_RESTART_COUNT"),
+    )
     return Launcher("srun", variables | given, job, requeues, requeues)
 
 
@@ -157,7 +205,9 @@ def requeue(environment: Mapping[str, str] = os.environ) -> str:
         done = subprocess.run(words, capture_output=True, text=True, timeout=60)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"SLURM job {job} not requeued: {error}"
-    return f"SLURM job {job} " + (f"not requeued: {done.stderr.strip()}" if done.returncode else "is requeued")
+    return f"SLURM job {job} " + (
+        f"not requeued: {done.stderr.strip()}" if done.returncode else "is requeued"
+    )
 
 
 def expand_hosts(text: str) -> list[str]:
@@ -169,7 +219,11 @@ def expand_hosts(text: str) -> list[str]:
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         names = [""]
         for fixed, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
-            names = [name + piece for name in names for piece in ([fixed] if fixed else _numbers(ranges, text))]
+            names = [
+                name + piece
+                for name in names
+                for piece in ([fixed] if fixed else _numbers(ranges, text))
+            ]
         hosts += names
     if not hosts:
         raise ConfigError(f"SLURM_STEP_NODELIST={text}: must be a list of hosts, as in n[1-3,7]")
@@ -181,7 +235,9 @@ def _numbers(ranges: str, text: str) -> list[str]:
     for part in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
-            raise ConfigError(f"SLURM_STEP_NODELIST={text}: [{ranges}] must be numbers and ranges, as in [03-07,12]")
+            raise ConfigError(
+                f"SLURM_STEP_NODELIST={text}: [{ranges}] must be numbers and ranges, as in [03-07,12]"
+            )
         first, last = match[1], match[2] or match[1]
         found += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     return found
@@ -202,17 +258,27 @@ def _address_of(node: str) -> str:
     except OSError:
         pass
     if (scontrol := shutil.which("scontrol")) and re.fullmatch(r"[\w.-]+", node):
-        said = subprocess.run([scontrol, "show", "node", node], capture_output=True, text=True, timeout=10)  # noqa: S603
+        said = subprocess.run(
+            [scontrol, "show", "node", node], capture_output=True, text=True, timeout=10
+        )  # noqa: S603
         if found := re.search(r"NodeAddr=(\S+)", said.stdout):
             return found[1]
-    raise ConfigError(f"the node {node} of rank 0 has no address here; set MASTER_ADDR to one that all nodes reach")
+    raise ConfigError(
+        f"the node {node} of rank 0 has no address here; set MASTER_ADDR to one that all nodes reach"
+    )
 
 
 def _given_master(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in MASTER if environment.get(name)}
 
 
-def _whole(environment: Mapping[str, str], name: str, low: int, high: int | None, default: int | None = None) -> int:
+def _whole(
+    environment: Mapping[str, str],
+    name: str,
+    low: int,
+    high: int | None,
+    default: int | None = None,
+) -> int:
     given = environment.get(name)
     if given is None:
         if default is None:

@@ -33,7 +33,9 @@ def check_init(config: Dist, world: World) -> None:
     if config.init == "env" and world.world_size > 1:
         _ = world.launcher.master
     if config.path and not Path(config.path).absolute().parent.is_dir():
-        raise ConfigError(f"dist.path={config.path}: {Path(config.path).absolute().parent} is not a directory; make it")
+        raise ConfigError(
+            f"dist.path={config.path}: {Path(config.path).absolute().parent} is not a directory; make it"
+        )
 
 
 has_begun = False  # from here on all ranks fail together, if one does
@@ -46,7 +48,9 @@ def meet(config: Dist, world: World) -> dist.Store:
     """
     global has_begun
     has_begun, deadline = True, time.monotonic() + config.timeout_s
-    place, make = {"env": _by_environment, "tcp": _by_address, "file": _by_file}[config.init](config, world)
+    place, make = {"env": _by_environment, "tcp": _by_address, "file": _by_file}[config.init](
+        config, world
+    )
     missing = f"no group was found at {place} within dist.timeout_s={config.timeout_s:g}"
     try:
         store = _made(place, make, deadline, missing)
@@ -86,11 +90,15 @@ def _made(place: str, make: Callable[[], dist.Store], deadline: float, missing: 
         thread.join(0.1)
         check_start()
     if not found:
-        raise ConfigError(f"{missing}: what listens there is not rank 0 of this run; choose another port")
+        raise ConfigError(
+            f"{missing}: what listens there is not rank 0 of this run; choose another port"
+        )
     if isinstance(found[0], Exception):
         reason = _first_line(found[0])
         if "EADDRINUSE" in reason or "address already in use" in reason.lower():
-            raise ConfigError(f"{place}: the port is in use on rank 0's host; choose another, the same on every rank")
+            raise ConfigError(
+                f"{place}: the port is in use on rank 0's host; choose another, the same on every rank"
+            )
         raise ConfigError(f"{missing}: {reason}; is rank 0 running, and is it this address?")
     return found[0]
 
@@ -102,7 +110,9 @@ def _first_line(error: Exception) -> str:
 def _tcp_store(host: str, port: int, world: World, is_server: bool, config: Dist) -> dist.Store:
     timeout = timedelta(seconds=config.timeout_s)
     size, deadline = world.world_size, time.monotonic() + config.timeout_s
-    while not is_server:  # torch's client retries beyond its limit where nobody listens, and prints 20 lines of C++
+    while (
+        not is_server
+    ):  # torch's client retries beyond its limit where nobody listens, and prints 20 lines of C++
         try:
             socket.create_connection((host, port), timeout=1).close()
             break
@@ -110,7 +120,9 @@ def _tcp_store(host: str, port: int, world: World, is_server: bool, config: Dist
             if time.monotonic() > deadline:
                 raise ConnectionError(f"nobody answers there ({error.strerror or error})") from None
             time.sleep(0.05)
-    return dist.TCPStore(host, port, size, is_server, timeout, wait_for_workers=False, multi_tenant=True)
+    return dist.TCPStore(
+        host, port, size, is_server, timeout, wait_for_workers=False, multi_tenant=True
+    )
 
 
 def _by_environment(config: Dist, world: World) -> tuple[str, Callable[[], dist.Store]]:
@@ -123,11 +135,17 @@ def _by_environment(config: Dist, world: World) -> tuple[str, Callable[[], dist.
 def _by_address(config: Dist, world: World) -> tuple[str, Callable[[], dist.Store]]:
     host, _, port = str(config.address).rpartition(":")
     # Not through init_method=tcp://: under torchrun that makes every rank a client of the agent's store.
-    return f"{host}:{port}", partial(_tcp_store, host.strip("[]"), int(port), world, world.rank == 0, config)
+    return f"{host}:{port}", partial(
+        _tcp_store, host.strip("[]"), int(port), world, world.rank == 0, config
+    )
 
 
 def _file_of(config: Dist) -> Path:
-    launch = [os.environ[n] for n in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT") if n in os.environ]
+    launch = [
+        os.environ[n]
+        for n in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+        if n in os.environ
+    ]
     return Path(".".join([str(config.path), *launch])).absolute()
 
 
@@ -136,7 +154,9 @@ def _by_file(config: Dist, world: World) -> tuple[str, Callable[[], dist.Store]]
     path = _file_of(config)
     if path.exists() and time.time() - path.stat().st_mtime > config.timeout_s:
         raise ConfigError(f"dist.path={config.path}: {path} was left by an earlier run; remove it")
-    return f"{path} (if it is of an earlier run, remove it)", partial(dist.FileStore, str(path), world.world_size)
+    return f"{path} (if it is of an earlier run, remove it)", partial(
+        dist.FileStore, str(path), world.world_size
+    )
 
 
 # The roll call --------------------------------------------------------------------------------------------------------
@@ -155,7 +175,9 @@ class _RollCall:
         self.store = dist.PrefixStore(f"roll-call/{next(_groups)}", store)
         self.store.set_timeout(timedelta(seconds=ANSWER_S))  # no key is waited for here
         self.world, self.place, self.missing, self.deadline = world, place, missing, deadline
-        self.is_own_store = isinstance(store, dist.TCPStore) and "TORCHELASTIC_RUN_ID" not in os.environ
+        self.is_own_store = (
+            isinstance(store, dist.TCPStore) and "TORCHELASTIC_RUN_ID" not in os.environ
+        )
         self.nonce = secrets.token_hex(8)
         self.number = self.store.add("hellos", 1)
         facts = {"rank": world.rank, "size": world.world_size, "host": world.host, "pid": world.pid}
@@ -172,7 +194,9 @@ class _RollCall:
             check_start()
             self._read(hellos)
             if self.is_own_store and (problem := self._wrong(hellos)):
-                self._refuse(problem, len(hellos))  # nobody is gone from a store that we have just made
+                self._refuse(
+                    problem, len(hellos)
+                )  # nobody is gone from a store that we have just made
             members = self._members(hellos)
             if len(members) == self.world.world_size:
                 nonces = [members[rank]["nonce"] for rank in range(self.world.world_size)]
@@ -206,9 +230,7 @@ class _RollCall:
         if member:
             taken = f"rank {self.world.rank} is taken by {_who(member)}"
             return f"{self.place}: {taken}; give each process a RANK of its own"
-        return (
-            f"{self.place}: the group there has {size} ranks, and this one came with WORLD_SIZE={self.world.world_size}"
-        )
+        return f"{self.place}: the group there has {size} ranks, and this one came with WORLD_SIZE={self.world.world_size}"
 
     def _read(self, hellos: dict[int, dict[str, Any]]) -> None:
         for number in range(1, self.store.add("hellos", 0) + 1):
@@ -217,7 +239,9 @@ class _RollCall:
 
     def _members(self, hellos: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """The newest hello of each rank, and our own."""
-        newest = {h["rank"]: h for _, h in sorted(hellos.items()) if h["size"] == self.world.world_size}
+        newest = {
+            h["rank"]: h for _, h in sorted(hellos.items()) if h["size"] == self.world.world_size
+        }
         return {**newest, 0: hellos[self.number]} if self.number in hellos else {}
 
     def _has_answered(self, name: str, rank: int) -> bool:
@@ -228,10 +252,16 @@ class _RollCall:
         for _, hello in sorted(hellos.items()):
             if hello["size"] != self.world.world_size:
                 other = f"{hello['size']} on rank {hello['rank']} ({_who(hello)})"
-                return f"WORLD_SIZE is {self.world.world_size} on rank 0 and {other}: must be the same"
+                return (
+                    f"WORLD_SIZE is {self.world.world_size} on rank 0 and {other}: must be the same"
+                )
             if (before := seen.setdefault(hello["rank"], hello)) is not hello:
-                return f"rank {hello['rank']} was started twice, as {_who(before)} and {_who(hello)}; missing: " + (
-                    ", ".join(str(r) for r in range(self.world.world_size) if r not in seen) or "none"
+                return (
+                    f"rank {hello['rank']} was started twice, as {_who(before)} and {_who(hello)}; missing: "
+                    + (
+                        ", ".join(str(r) for r in range(self.world.world_size) if r not in seen)
+                        or "none"
+                    )
                 )
         return ""
 
@@ -239,9 +269,17 @@ class _RollCall:
         members = self._members(hellos)
         ranks = range(self.world.world_size)
         missing = [str(rank) for rank in ranks if rank not in members]
-        silent = [f"{r} ({_who(members[r])})" for r in ranks if r and r in members and not self._has_answered(name, r)]
+        silent = [
+            f"{r} ({_who(members[r])})"
+            for r in ranks
+            if r and r in members and not self._has_answered(name, r)
+        ]
         word = "rank" if len(missing or silent) == 1 else "ranks"
-        told = f"{word} {', '.join(missing)} did not come" if missing else f"{word} {', '.join(silent)} do not answer"
+        told = (
+            f"{word} {', '.join(missing)} did not come"
+            if missing
+            else f"{word} {', '.join(silent)} do not answer"
+        )
         here = "; ".join(f"rank {r} is {_who(h)}" for r, h in sorted(members.items())[:8])
         return f"{self.missing}: {told}; {here}"
 

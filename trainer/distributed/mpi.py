@@ -37,14 +37,30 @@ Tensors = Sequence[Tensor]
 
 # What MPI can reduce. Two-byte floats it does not know: they go as float32 and are rounded once, at the end.
 _TYPES = {torch.float64: "DOUBLE", torch.float32: "FLOAT", torch.bool: "UINT8_T"}
-_TYPES |= {getattr(torch, name): f"{name.upper()}_T" for name in ("int64", "int32", "int16", "int8", "uint8")}
+_TYPES |= {
+    getattr(torch, name): f"{name.upper()}_T"
+    for name in ("int64", "int32", "int16", "int8", "uint8")
+}
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _OPS = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX": "MAX"}
-_OPS_OF_BOOL = {"SUM": "MAX", "PRODUCT": "MIN", "MIN": "MIN", "MAX": "MAX"}  # of bytes that are 0 or 1
-_UNITS = {1: "BYTE", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}  # of what is only moved
+_OPS_OF_BOOL = {
+    "SUM": "MAX",
+    "PRODUCT": "MIN",
+    "MIN": "MIN",
+    "MAX": "MAX",
+}  # of bytes that are 0 or 1
+_UNITS = {
+    1: "BYTE",
+    2: "INT16_T",
+    4: "INT32_T",
+    8: "INT64_T",
+    16: "C_DOUBLE_COMPLEX",
+}  # of what is only moved
 
 _turn = threading.Lock()  # held over every call into MPI
-_abandoned: list[Any] = []  # requests that nobody waits for any more; they hold the memory that MPI writes to
+_abandoned: list[
+    Any
+] = []  # requests that nobody waits for any more; they hold the memory that MPI writes to
 _standing: set[MpiGroup] = set()  # not shut down
 
 
@@ -67,7 +83,9 @@ def register() -> str:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"dist.backend=mpi: needs mpi4py: {advice} ({reason})") from None
     if library.Query_thread() < library.THREAD_SERIALIZED:
-        raise ConfigError("dist.backend=mpi: this MPI library was built for one thread; use another, or gloo")
+        raise ConfigError(
+            "dist.backend=mpi: this MPI library was built for one thread; use another, or gloo"
+        )
     MPI = library
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     return NAME
@@ -78,10 +96,14 @@ def _create(options: Any, _: Any) -> MpiGroup:
     ranks = options.global_ranks_in_group  # none for the group of all
     if not ranks and world.size != size:
         there = f"MPI has {world.size} rank{'s' * (world.size > 1)}"
-        raise ConfigError(f"dist.backend=mpi: {there} and the run has {size}; start with mpirun -n {size}")
+        raise ConfigError(
+            f"dist.backend=mpi: {there} and the run has {size}; start with mpirun -n {size}"
+        )
     if not ranks and world.rank != rank:
         differ = f"this is rank {world.rank} of MPI and rank {rank} of the run"
-        raise ConfigError(f"dist.backend=mpi: {differ}; start with mpirun, and without RANK in the environment")
+        raise ConfigError(
+            f"dist.backend=mpi: {differ}; start with mpirun, and without RANK in the environment"
+        )
     options.store.set(str(rank), "")  # Create_group would wait for a late rank for ever
     options.store.wait([str(other) for other in range(size)], options.timeout)
     with _turn:
@@ -136,7 +158,9 @@ class _Work(dist.Work):
             if time.monotonic() - since > limit_s:
                 late = f"the other ranks did not join within {limit_s:g} s (dist.timeout_s)"
                 raise RunError(f"{self._name} over MPI: {late}")
-            if time.monotonic() - since < 1e-3:  # small messages need to be asked for at once; then others may work
+            if (
+                time.monotonic() - since < 1e-3
+            ):  # small messages need to be asked for at once; then others may work
                 os.sched_yield()
             else:
                 time.sleep(1e-4)
@@ -186,24 +210,39 @@ class MpiGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> _Work:
         start = partial(self._comm.Isend, dest=dst, tag=tag)
-        return self._work("send", [_Part(partial(start, _message(_wire(tensor)))) for tensor in tensors])
+        return self._work(
+            "send", [_Part(partial(start, _message(_wire(tensor)))) for tensor in tensors]
+        )
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> _Work:
         start = partial(self._comm.Irecv, source=src, tag=tag)
         return self._work("recv", [_moved(start, tensor) for tensor in tensors])
 
     def allreduce(self, tensors: Tensors, opts: Any) -> _Work:
-        return self._work("all_reduce", [self._reduced(self._comm.Iallreduce, tensor, opts) for tensor in tensors])
+        return self._work(
+            "all_reduce", [self._reduced(self._comm.Iallreduce, tensor, opts) for tensor in tensors]
+        )
 
     def reduce(self, tensors: Tensors, opts: Any) -> _Work:
-        start, is_here = partial(self._comm.Ireduce, root=opts.rootRank), self.rank() == opts.rootRank
-        return self._work("reduce", [self._reduced(start, tensor, opts, is_here) for tensor in tensors])
+        start, is_here = (
+            partial(self._comm.Ireduce, root=opts.rootRank),
+            self.rank() == opts.rootRank,
+        )
+        return self._work(
+            "reduce", [self._reduced(start, tensor, opts, is_here) for tensor in tensors]
+        )
 
-    def _reduced(self, start: Callable[..., Any], tensor: Tensor, opts: Any, is_here: bool = True) -> _Part:
+    def _reduced(
+        self, start: Callable[..., Any], tensor: Tensor, opts: Any, is_here: bool = True
+    ) -> _Part:
         wire, message, op = _to_reduce(tensor, opts)
         if not is_here:
             return _Part(partial(start, message, None, op))
-        return _Part(partial(start, MPI.IN_PLACE, message, op), [tensor], partial(self._finish, tensor, wire, opts))
+        return _Part(
+            partial(start, MPI.IN_PLACE, message, op),
+            [tensor],
+            partial(self._finish, tensor, wire, opts),
+        )
 
     def _finish(self, tensor: Tensor, wire: Tensor, opts: Any) -> None:
         if opts.reduceOp.op.name == "AVG":
@@ -211,16 +250,25 @@ class MpiGroup(dist.ProcessGroup):
         _write([tensor], wire)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> _Work:
-        return self._work("reduce_scatter", [self._shared(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
+        return self._work(
+            "reduce_scatter",
+            [self._shared(o, i, opts) for o, i in zip(outputs, inputs, strict=True)],
+        )
 
     def _shared(self, output: Tensor, inputs: Tensors, opts: Any) -> _Part:
         wire, (memory, kind), op = _to_reduce(_join(inputs), opts)
         own, counts = wire.new_empty(output.numel()), [tensor.numel() for tensor in inputs]
-        start = partial(self._comm.Ireduce_scatter, [memory, kind], [_message(own)[0], kind], counts, op)
+        start = partial(
+            self._comm.Ireduce_scatter, [memory, kind], [_message(own)[0], kind], counts, op
+        )
         return _Part(start, [output], partial(self._finish, output, own, opts))
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> _Work:
-        rows = [i.reshape(self.size(), o.numel()).unbind() for o, i in zip(outputs, inputs, strict=True)]
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any
+    ) -> _Work:
+        rows = [
+            i.reshape(self.size(), o.numel()).unbind() for o, i in zip(outputs, inputs, strict=True)
+        ]
         return self.reduce_scatter(outputs, rows, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> _Work:
@@ -228,9 +276,13 @@ class MpiGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> _Work:
         start = self._comm.Iallgather
-        return self._work("all_gather", [_gathered(start, o, i) for o, i in zip(outputs, inputs, strict=True)])
+        return self._work(
+            "all_gather", [_gathered(start, o, i) for o, i in zip(outputs, inputs, strict=True)]
+        )
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> _Work:
         return self.allgather([[output] for output in outputs], inputs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> _Work:
@@ -239,28 +291,40 @@ class MpiGroup(dist.ProcessGroup):
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> _Work:
         """Only the root has outputs."""
         start, outputs = partial(self._comm.Igather, root=opts.rootRank), outputs or [[]]
-        return self._work("gather", [_gathered(start, o, i) for o, i in zip(outputs, inputs, strict=True)])
+        return self._work(
+            "gather", [_gathered(start, o, i) for o, i in zip(outputs, inputs, strict=True)]
+        )
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> _Work:
         send = _message(_join(inputs[0])) if self.rank() == opts.rootRank else None
-        return self._work("scatter", [_moved(partial(self._comm.Iscatter, send, root=opts.rootRank), *outputs)])
+        return self._work(
+            "scatter", [_moved(partial(self._comm.Iscatter, send, root=opts.rootRank), *outputs)]
+        )
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
         wire = _join(inputs)
         joined = wire.new_empty(sum(output.numel() for output in outputs))
         (memory, kind), (own, _) = _message(wire), _message(joined)
-        counts, own_counts = ([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs))
+        counts, own_counts = (
+            [tensor.numel() for tensor in tensors] for tensors in (inputs, outputs)
+        )
         start = partial(self._comm.Ialltoallv, [memory, counts, kind], [own, own_counts, kind])
         return self._work("all_to_all", [_Part(start, outputs, partial(_write, outputs, joined))])
 
-    def all_to_all_single(self, output: Tensor, input: Tensor, of: list[int], to: list[int], opts: Any = None) -> _Work:
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, of: list[int], to: list[int], opts: Any = None
+    ) -> _Work:
         """Numbers of rows of each rank and to each rank; none given is as many for each."""
         outputs = output.split(of or [len(output) // self.size()] * self.size())
         return self.alltoall(outputs, input.split(to or [len(input) // self.size()] * self.size()))
 
     allreduce_coalesced = allreduce
     # what torch before 2.13 calls them
-    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+    _allgather_base, _reduce_scatter_base, alltoall_base = (
+        all_gather_single,
+        reduce_scatter_single,
+        all_to_all_single,
+    )
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -268,7 +332,9 @@ class MpiGroup(dist.ProcessGroup):
 def _wire(tensor: Tensor) -> Tensor:
     """The tensor itself where MPI can read and write its memory, else a copy."""
     if tensor.device.type != "cpu":
-        raise ConfigError(f"dist.backend=mpi: carries tensors on the CPU, and one is on {tensor.device}; use nccl")
+        raise ConfigError(
+            f"dist.backend=mpi: carries tensors on the CPU, and one is on {tensor.device}; use nccl"
+        )
     return tensor.detach().contiguous()
 
 
@@ -279,7 +345,9 @@ def _join(tensors: Tensors) -> Tensor:
 def _message(wire: Tensor, kind: str | None = None) -> tuple[Any, Any]:
     """(memory, MPI's type); the request holds the memory for as long as MPI uses it."""
     if wire.numel() >= 2**31:
-        raise ConfigError(f"dist.backend=mpi: a tensor of {wire.numel()} elements; MPI counts to 2**31 - 1; use gloo")
+        raise ConfigError(
+            f"dist.backend=mpi: a tensor of {wire.numel()} elements; MPI counts to 2**31 - 1; use gloo"
+        )
     return wire.view(-1).view(torch.uint8).numpy(), getattr(MPI, kind or _UNITS[wire.itemsize])
 
 
@@ -300,12 +368,16 @@ def _moved(start: Callable[..., Any], tensor: Tensor) -> _Part:
 def _gathered(start: Callable[..., Any], outputs: Tensors, tensor: Tensor) -> _Part:
     wire = _wire(tensor)
     joined = wire.new_empty(sum(output.numel() for output in outputs))
-    return _Part(partial(start, _message(wire), _message(joined)), outputs, partial(_write, outputs, joined))
+    return _Part(
+        partial(start, _message(wire), _message(joined)), outputs, partial(_write, outputs, joined)
+    )
 
 
 def _write(tensors: Tensors, wire: Tensor) -> None:
     """Into the tensors what stands in `wire` one after the other, unless it is their memory."""
     if len(tensors) == 1 and tensors[0].data_ptr() == wire.data_ptr():
         return
-    for tensor, part in zip(tensors, wire.view(-1).split([t.numel() for t in tensors]), strict=True):
+    for tensor, part in zip(
+        tensors, wire.view(-1).split([t.numel() for t in tensors]), strict=True
+    ):
         tensor.detach().copy_(part.view(tensor.shape))

@@ -16,7 +16,12 @@ from trainer.errors import RunError
 GRACE_S = 1.0
 START_S = 3.0  # so long a rank that was asked to stop waits for the others still: they may be about to come
 # SIGUSR2 is what submitit has SLURM send before the time limit.
-SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *[signal.SIGUSR2] * ("SUBMITIT_EXECUTOR" in os.environ)]
+SIGNALS = [
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    *[signal.SIGUSR2] * ("SUBMITIT_EXECUTOR" in os.environ),
+]
 PARENT = os.getppid()  # as early as can be: a launcher that dies later is missed
 REQUEUE = ("SIGUSR1", "SIGUSR2")
 
@@ -83,7 +88,9 @@ def check_start(patience_s: float = START_S) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT:
         raise RunError("the launcher has ended before the ranks had met; nothing was begun")
     if _early and _early[0] and _early[0].seconds > patience_s:
-        raise RunError(f"asked to stop ({_early[0].name}) before the ranks had met; nothing was begun")
+        raise RunError(
+            f"asked to stop ({_early[0].name}) before the ranks had met; nothing was begun"
+        )
 
 
 def let_go() -> bool:

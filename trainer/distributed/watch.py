@@ -26,7 +26,9 @@ from typing import Any, Protocol
 from trainer.distributed import watcher
 from trainer.distributed.signals import PARENT
 
-DUMP = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None  # SIGUSR1 asks to stop, SIGUSR2 is the task's
+DUMP = (
+    signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
+)  # SIGUSR1 asks to stop, SIGUSR2 is the task's
 
 
 class Phase(IntEnum):
@@ -96,11 +98,20 @@ def watched(timeout_s: float | None, group: Gathering) -> Iterator[Pulse]:
     pulse.at(Phase.START)
     faulthandler.register(DUMP, file=stack)
     world = group.world
-    facts = {"rank": world.rank, "place": _place(world), "pid": os.getpid(), "page": page, "stack": stack}
+    facts = {
+        "rank": world.rank,
+        "place": _place(world),
+        "pid": os.getpid(),
+        "page": page,
+        "stack": stack,
+    }
     facts["launcher"] = PARENT if "TORCHELASTIC_RUN_ID" in os.environ else None
     server = _server() if world.rank == 0 and world.world_size > 1 else None
     if server is not None:
-        facts |= {"address": (_own_address(world), server.getsockname()[1]), "token": secrets.token_hex(16)}
+        facts |= {
+            "address": (_own_address(world), server.getsockname()[1]),
+            "token": secrets.token_hex(16),
+        }
     process: subprocess.Popen[bytes] | None = None
     try:
         found = [json.loads(line) for line in group.gather_text(json.dumps(facts))]
@@ -108,8 +119,13 @@ def watched(timeout_s: float | None, group: Gathering) -> Iterator[Pulse]:
         if local[0]["rank"] == world.rank:
             is_one = len(local) == len(found)
             server = None if is_one else server
-            hub = {"address": None if is_one else found[0]["address"], "token": found[0].get("token", "")}
-            process = _start({**hub, "ranks": local, "timeout_s": timeout_s, "host": world.host}, server)
+            hub = {
+                "address": None if is_one else found[0]["address"],
+                "token": found[0].get("token", ""),
+            }
+            process = _start(
+                {**hub, "ranks": local, "timeout_s": timeout_s, "host": world.host}, server
+            )
         yield pulse
     finally:
         if process is not None:
@@ -122,13 +138,19 @@ def watched(timeout_s: float | None, group: Gathering) -> Iterator[Pulse]:
 
 
 def _start(settings: dict[str, Any], server: socket.socket | None) -> subprocess.Popen[bytes]:
-    more = {"dump": int(DUMP or 0), "parent": os.getpid(), "server": server.fileno() if server else None}
+    more = {
+        "dump": int(DUMP or 0),
+        "parent": os.getpid(),
+        "server": server.fileno() if server else None,
+    }
     # By its file: `-m` would load what the package loads. -S -E: no site-packages, 15 ms instead of 60.
     words = [sys.executable, "-S", "-E", watcher.__file__]
     pass_fds = [server.fileno()] if server else []
     process = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=pass_fds)  # noqa: S603
     assert process.stdin is not None
-    process.stdin.write(json.dumps({**settings, **more}).encode() + b"\n")  # an argument everyone may read
+    process.stdin.write(
+        json.dumps({**settings, **more}).encode() + b"\n"
+    )  # an argument everyone may read
     process.stdin.flush()
     if server is not None:
         server.close()

@@ -29,8 +29,20 @@ from typing import Any
 STEP, PHASE, SINCE, BUSY, TOTAL, STEPS, FIELDS = range(7)
 TEXT = 3000
 PHASES = (
-    *("start-up", "building data and model", "the data loader", "forward and backward", "gradient all-reduce"),
-    *("the update", "reading the losses", "evaluation", "saving a checkpoint", "the end of the run"),
+    *(
+        "start-up",
+        "building data and model",
+        "the data loader",
+        "forward and backward",
+        "gradient all-reduce",
+    ),
+    *(
+        "the update",
+        "reading the losses",
+        "evaluation",
+        "saving a checkpoint",
+        "the end of the run",
+    ),
 )
 REDUCE, SAVE = 4, 8
 PATIENCE = 5  # times the limit, before the first step and while saving
@@ -75,7 +87,10 @@ class Rank:
         kernel, parent = _kernel_state(self.pid)
         if kernel in ("", "Z", "X"):
             return None
-        if self._launcher not in (None, parent):  # a SIGUSR1 kills torchrun, which then tells nobody
+        if self._launcher not in (
+            None,
+            parent,
+        ):  # a SIGUSR1 kills torchrun, which then tells nobody
             os.kill(self.pid, signal.SIGTERM)
             self._launcher = None
         step, phase, since, _, total, steps = struct.unpack_from(f"{FIELDS}d", self._page)[:6]
@@ -152,14 +167,21 @@ class Hub:
         """The other nodes' ranks, as last told."""
         self._read()
         now = time.monotonic()
-        return [replace(s, seconds=s.seconds + now - at) for at, states in self._states.values() for s in states]
+        return [
+            replace(s, seconds=s.seconds + now - at)
+            for at, states in self._states.values()
+            for s in states
+        ]
 
     def end(self, limit_s: float = 4.0) -> dict[int, list[str]]:
         """The stacks that the other watchers send, asked once: they end their ranks when this process ends."""
         for line in self._lines:
             with contextlib.suppress(OSError):
                 line.sendall(b"end\n")
-        end, wanted = time.monotonic() + limit_s, sum(len(states) for _, states in self._states.values())
+        end, wanted = (
+            time.monotonic() + limit_s,
+            sum(len(states) for _, states in self._states.values()),
+        )
         while len(self._stacks) < wanted and time.monotonic() < end:
             self._read()
             time.sleep(0.02)
@@ -187,7 +209,10 @@ class Hub:
             if not secrets.compare_digest(message.pop("token"), self._token):
                 return
             if "states" in message:
-                self._states[line] = (time.monotonic(), [State(**state) for state in message["states"]])
+                self._states[line] = (
+                    time.monotonic(),
+                    [State(**state) for state in message["states"]],
+                )
             else:
                 self._stacks |= {int(rank): frames for rank, frames in message["stacks"].items()}
 
@@ -203,12 +228,18 @@ def _kernel_state(pid: int) -> tuple[str, int]:
 
 def _main_thread(dump: str) -> list[str]:
     """The last thread's frames: the main thread stands last."""
-    return [line.strip() for line in dump.strip().split("\n\n")[-1].splitlines() if line.startswith("  File ")]
+    return [
+        line.strip()
+        for line in dump.strip().split("\n\n")[-1].splitlines()
+        if line.startswith("  File ")
+    ]
 
 
 def _children(pid: int) -> list[int]:
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except OSError:
         return []
 
@@ -222,7 +253,9 @@ class Watch:
         self.woke = self.looked = time.monotonic()
         server, token = settings["server"], settings["token"]
         self.hub = Hub(socket.socket(fileno=server), token) if server is not None else None
-        self.link = Link(settings["address"], token) if server is None and settings["address"] else None
+        self.link = (
+            Link(settings["address"], token) if server is None and settings["address"] else None
+        )
 
     def look(self) -> bool:
         """True when the watch is over."""
@@ -251,37 +284,52 @@ class Watch:
         print("\n".join(lines), file=sys.stderr, flush=True)
         if directory := self.ranks[0].directory():
             with contextlib.suppress(OSError):
-                _write_exit(Path(directory), lines[0].removeprefix("error: "), min(s.step for s in states))
+                _write_exit(
+                    Path(directory), lines[0].removeprefix("error: "), min(s.step for s in states)
+                )
         self._kill()
 
     def _stacks(self) -> dict[int, list[str]]:
         return {rank.rank: rank.stack(self.dump) for rank in self.ranks}
 
     def _kill(self) -> None:
-        for pid in [pid for rank in self.ranks for pid in (*_children(rank.pid), rank.pid) if pid != os.getpid()]:
+        for pid in [
+            pid
+            for rank in self.ranks
+            for pid in (*_children(rank.pid), rank.pid)
+            if pid != os.getpid()
+        ]:
             with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)  # a stopped data worker would stay, and hold our output open
+                os.kill(
+                    pid, signal.SIGKILL
+                )  # a stopped data worker would stay, and hold our output open
 
     def warn(self, states: list[State]) -> None:
         """Say once of each rank that its own part of a step takes 3 times the median's, over 50 steps."""
         self.seen.append(states)
         alike = [past for past in self.seen if len(past) == len(states)]
-        before = next((past for past in alike if states[0].steps - past[0].steps <= 2 * OVER_STEPS), states)
+        before = next(
+            (past for past in alike if states[0].steps - past[0].steps <= 2 * OVER_STEPS), states
+        )
         while self.seen and self.seen[0] is not before:
             self.seen.popleft()
         pairs = list(zip(states, before, strict=True))
         if len(states) < 2 or min(now.steps - past.steps for now, past in pairs) < OVER_STEPS:
             return
         hosts = {s.rank: s.host for s in states}
-        each = {now.rank: (now.total - past.total) / (now.steps - past.steps) for now, past in pairs}
+        each = {
+            now.rank: (now.total - past.total) / (now.steps - past.steps) for now, past in pairs
+        }
         usual = statistics.median_low(each.values())
         for rank, seconds in each.items():
             if seconds > STRAGGLES * usual and rank not in self.told:
                 self.told.add(rank)
-                times = (
-                    f"{seconds * 1e3:.1f} ms a step over the last {OVER_STEPS} steps, the median is {usual * 1e3:.1f}"
+                times = f"{seconds * 1e3:.1f} ms a step over the last {OVER_STEPS} steps, the median is {usual * 1e3:.1f}"
+                print(
+                    f"warning: rank {rank} on {hosts[rank]} is a straggler: {times}",
+                    file=sys.stderr,
+                    flush=True,
                 )
-                print(f"warning: rank {rank} on {hosts[rank]} is a straggler: {times}", file=sys.stderr, flush=True)
 
 
 def report(states: Sequence[State], stacks: dict[int, list[str]], timeout_s: float) -> list[str]:
@@ -292,13 +340,21 @@ def report(states: Sequence[State], stacks: dict[int, list[str]], timeout_s: flo
     places: dict[str, list[int]] = {}
     for s in states:
         if s not in named:
-            what = PHASES[s.phase] if s.phase == REDUCE or s not in waiting else f"a collective in {PHASES[s.phase]}"
+            what = (
+                PHASES[s.phase]
+                if s.phase == REDUCE or s not in waiting
+                else f"a collective in {PHASES[s.phase]}"
+            )
             places.setdefault(f"{what} of step {s.step}", []).append(s.rank)
     parts += [f"{_ranks(ranks)} in {place}" for place, ranks in places.items()]
     lines = ["error: no progress: " + "; ".join(parts)]
     for s in named or states:
         frames = stacks.get(s.rank, [])
-        lines.append(f"rank {s.rank}, innermost call first:" if frames else f"rank {s.rank}: its stack cannot be had")
+        lines.append(
+            f"rank {s.rank}, innermost call first:"
+            if frames
+            else f"rank {s.rank}: its stack cannot be had"
+        )
         lines += [f"  {frame}" for frame in frames[:12]]
     return lines
 
@@ -314,13 +370,21 @@ def _describe(state: State) -> str:
 
 
 def _is_waiting(state: State, stack: Sequence[str]) -> bool:
-    is_in_ddp = any("torch/nn/parallel/distributed.py" in frame for frame in stack[:1])  # before its first forward
-    return state.phase == REDUCE or is_in_ddp or any("torch/distributed/" in frame for frame in stack[:3])
+    is_in_ddp = any(
+        "torch/nn/parallel/distributed.py" in frame for frame in stack[:1]
+    )  # before its first forward
+    return (
+        state.phase == REDUCE
+        or is_in_ddp
+        or any("torch/distributed/" in frame for frame in stack[:3])
+    )
 
 
 def _ranks(ranks: Iterable[int]) -> str:
     ranks = list(ranks)
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} wait{'s' * (len(ranks) == 1)}"
+    return (
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} wait{'s' * (len(ranks) == 1)}"
+    )
 
 
 def _write_exit(directory: Path, reason: str, step: int) -> None:
@@ -344,5 +408,7 @@ def main(settings: dict[str, Any]) -> None:
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the ranks
-    with open(0, "rb", buffering=0) as told:  # byte by byte: what follows the line stays where `select` sees it
+    with open(
+        0, "rb", buffering=0
+    ) as told:  # byte by byte: what follows the line stays where `select` sees it
         main(json.loads(told.readline()))

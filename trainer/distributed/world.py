@@ -38,7 +38,10 @@ class World:
 
     def with_devices(self, config: Strategy) -> World:
         """This rank with the devices that `strategy.device_ids` or `strategy.devices_per_rank` give it."""
-        count, each = torch.cuda.device_count() if torch.cuda.is_available() else 0, config.devices_per_rank
+        count, each = (
+            torch.cuda.device_count() if torch.cuda.is_available() else 0,
+            config.devices_per_rank,
+        )
         if not count:
             return replace(self, devices=(torch.device("cpu"),) * each)
         if config.name == "dp":
@@ -48,8 +51,14 @@ class World:
         else:
             numbers = list(range(self.local_rank * each, (self.local_rank + 1) * each))
         if max(numbers) >= count or min(numbers) < 0:
-            key = f"device_ids={config.device_ids}" if config.device_ids else f"devices_per_rank={each}"
-            raise ConfigError(f"strategy.{key}: rank {self.rank} has no GPU {max(numbers)}; torch sees {count}")
+            key = (
+                f"device_ids={config.device_ids}"
+                if config.device_ids
+                else f"devices_per_rank={each}"
+            )
+            raise ConfigError(
+                f"strategy.{key}: rank {self.rank} has no GPU {max(numbers)}; torch sees {count}"
+            )
         return replace(self, devices=tuple(torch.device("cuda", number) for number in numbers))
 
     @classmethod
@@ -65,7 +74,9 @@ class World:
         cores, given = usable_cores(), os.environ.get("SLURM_CPUS_PER_TASK", "")
         if self.launcher.name == "srun" and given.isdecimal():
             cores = int(given)
-        elif self.launcher.name not in ("srun", "mpirun") or cores * self.local_world_size > (os.cpu_count() or 1):
+        elif self.launcher.name not in ("srun", "mpirun") or cores * self.local_world_size > (
+            os.cpu_count() or 1
+        ):
             cores //= self.local_world_size  # else each rank is bound to cores of its own
         torch.set_num_threads(max(1, cores))
         return torch.get_num_threads()
@@ -73,7 +84,9 @@ class World:
 
 def usable_cores() -> int:
     """Those that this process may run on, and no more than its container's quota is worth."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     with suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cores = min(cores, max(1, round(int(quota) / int(period))))
@@ -84,5 +97,9 @@ def count_ranks(given: str) -> int:
     """`gpu`, `cpu` (cores), `auto` (GPUs where there are any, else cores) or a number."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if given == "gpu" and not gpus:
-        raise ConfigError("launch.nproc_per_node=gpu: torch sees no GPU here; give cpu, auto or a number")
-    return {"gpu": gpus, "cpu": usable_cores(), "auto": gpus or usable_cores()}.get(given) or int(given)
+        raise ConfigError(
+            "launch.nproc_per_node=gpu: torch sees no GPU here; give cpu, auto or a number"
+        )
+    return {"gpu": gpus, "cpu": usable_cores(), "auto": gpus or usable_cores()}.get(given) or int(
+        given
+    )

@@ -63,7 +63,9 @@ class Strategy(ABC):
         """Move, convert and wrap the model, and rehearse one micro-batch without leaving a trace in it."""
 
     @abstractmethod
-    def forward_backward(self, model: nn.Module, micro_batches: MicroBatches, loss: Loss) -> torch.Tensor:
+    def forward_backward(
+        self, model: nn.Module, micro_batches: MicroBatches, loss: Loss
+    ) -> torch.Tensor:
         """Gradients of one global batch from this rank's share; the sum over all of what the loss carries, (2,)."""
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
@@ -79,11 +81,18 @@ class Strategy(ABC):
         if not self.config.channels_last:
             return inputs
         last = torch.channels_last
-        return tree_map_only(torch.Tensor, lambda t: t.contiguous(memory_format=last) if t.dim() == 4 else t, inputs)
+        return tree_map_only(
+            torch.Tensor, lambda t: t.contiguous(memory_format=last) if t.dim() == 4 else t, inputs
+        )
 
     def keep_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Drop those that are not of these optimizers' parameters."""
-        kept = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        kept = {
+            id(p)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
         for parameter in self._parameters:
             if id(parameter) not in kept:
                 parameter.grad = None
@@ -93,7 +102,9 @@ class Strategy(ABC):
         return [buffer.clone() for buffer in self._running]
 
     @torch.no_grad()
-    def undo_running_statistics(self, before: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
+    def undo_running_statistics(
+        self, before: Sequence[torch.Tensor], found_inf: torch.Tensor
+    ) -> None:
         """Put the copies back where a step was skipped: what was not finite is in the statistics already."""
         for buffer, was in zip(self._running, before, strict=True):
             buffer.copy_(torch.where(found_inf.to(buffer.device) > 0, was, buffer))
@@ -109,7 +120,9 @@ class Strategy(ABC):
         """The global gradient norm, after scaling the gradients down to `max_norm`."""
         gradients = self.gradients()
         if self.precision.dtype in (torch.bfloat16, torch.float16):
-            gradients = [gradient.float() for gradient in gradients]  # their sum of squares would overflow
+            gradients = [
+                gradient.float() for gradient in gradients
+            ]  # their sum of squares would overflow
         norm = get_total_norm(gradients)
         clip_grads_with_norm_(self._parameters, max_norm, norm)
         return norm
@@ -117,9 +130,14 @@ class Strategy(ABC):
     def state_dict(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """Full state with the names of the unwrapped model. Every rank calls it; rank 0 has the tensors."""
         names = {parameter: name for name, parameter in self.module.named_parameters()}
-        return {"model": self.module.state_dict(), "optimizers": [_named(optimizer, names) for optimizer in optimizers]}
+        return {
+            "model": self.module.state_dict(),
+            "optimizers": [_named(optimizer, names) for optimizer in optimizers],
+        }
 
-    def load_state_dict(self, model: nn.Module, optimizers: Sequence[Optimizer], state: dict[str, Any]) -> None:
+    def load_state_dict(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], state: dict[str, Any]
+    ) -> None:
         """Raises CheckpointError, naming the first difference, for the state of another model or optimizer."""
         _check_model(self.module.state_dict(), state["model"])
         self.module.load_state_dict(state["model"])
@@ -178,7 +196,9 @@ class SingleDevice(Strategy):
             self._running = changed_buffers(self.module, before)
         return self.module
 
-    def forward_backward(self, model: nn.Module, micro_batches: MicroBatches, loss: Loss) -> torch.Tensor:
+    def forward_backward(
+        self, model: nn.Module, micro_batches: MicroBatches, loss: Loss
+    ) -> torch.Tensor:
         totals = None
         for inputs, targets in micro_batches:
             with self.precision.autocast():
@@ -230,7 +250,9 @@ def untouched(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 def changed_buffers(model: nn.Module, before: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """The floating buffers that are not as they were: running statistics, and not constants."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-    return [b for name, b in buffers.items() if name not in before or not torch.equal(b, before[name])]
+    return [
+        b for name, b in buffers.items() if name not in before or not torch.equal(b, before[name])
+    ]
 
 
 def _check_model(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
@@ -238,9 +260,15 @@ def _check_model(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) 
     for name, tensor in ours.items():
         if name not in saved:
             raise CheckpointError(f"the checkpoint is of another model: it has no {name}; {advice}")
-        if isinstance(tensor, torch.Tensor) and not is_lazy(tensor) and tensor.shape != saved[name].shape:
+        if (
+            isinstance(tensor, torch.Tensor)
+            and not is_lazy(tensor)
+            and tensor.shape != saved[name].shape
+        ):
             shapes = f"{tuple(saved[name].shape)} in it and {tuple(tensor.shape)} here"
-            raise CheckpointError(f"the checkpoint is of another model: {name} is {shapes}; {advice}")
+            raise CheckpointError(
+                f"the checkpoint is of another model: {name} is {shapes}; {advice}"
+            )
     for name in saved:
         if name not in ours:
             raise CheckpointError(
@@ -257,7 +285,10 @@ def remember_options(optimizer: Optimizer) -> None:
 def _named(optimizer: Optimizer, names: dict[Any, str]) -> dict[str, Any]:
     """An optimizer's state by parameter name: the order in which parameters were registered does not matter."""
     groups = [
-        {"names": [names[p] for p in group["params"]], "options": {k: v for k, v in group.items() if k != "params"}}
+        {
+            "names": [names[p] for p in group["params"]],
+            "options": {k: v for k, v in group.items() if k != "params"},
+        }
         for group in optimizer.param_groups
     ]
     state = {names[p]: dict(state) for p, state in optimizer.state.items()}
@@ -268,9 +299,13 @@ def _load_named(optimizer: Optimizer, names: dict[Any, str], saved: dict[str, An
     ours = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     name = type(optimizer).__name__
     if name != saved["class"]:
-        raise CheckpointError(f"the checkpoint is of another optimizer: {saved['class']} in it and {name} here")
+        raise CheckpointError(
+            f"the checkpoint is of another optimizer: {saved['class']} in it and {name} here"
+        )
     if ours != [group["names"] for group in saved["groups"]]:
-        raise CheckpointError(f"the checkpoint is of another optimizer: {name} groups other parameters here than there")
+        raise CheckpointError(
+            f"the checkpoint is of another optimizer: {name} groups other parameters here than there"
+        )
     order = [name for group in ours for name in group]
     groups, first = [], 0
     for group, old in zip(optimizer.param_groups, saved["groups"], strict=True):
@@ -280,5 +315,7 @@ def _load_named(optimizer: Optimizer, names: dict[Any, str], saved: dict[str, An
         last = first + len(group["params"])
         groups.append(options | {"params": list(range(first, last))})
         first = last
-    state = {number: saved["state"][name] for number, name in enumerate(order) if name in saved["state"]}
+    state = {
+        number: saved["state"][name] for number, name in enumerate(order) if name in saved["state"]
+    }
     optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -25,7 +25,9 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
     """
     for name, layer in model.named_modules():
         if isinstance(layer, _BatchNorm) and not isinstance(layer, (*PLAIN, nn.SyncBatchNorm)):
-            raise ConfigError(f"strategy.sync_batchnorm=true: {name} is a {type(layer).__name__}; use nn.BatchNorm2d")
+            raise ConfigError(
+                f"strategy.sync_batchnorm=true: {name} is a {type(layer).__name__}; use nn.BatchNorm2d"
+            )
     if device.type == "cuda":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for layer in model.modules():
@@ -53,11 +55,17 @@ class SyncBatchNorm(_BatchNorm):
         mean, total = sums[:-1] / sums[-1], sums[-1].detach()
         centred = values - mean.view(shape)
         variance = _Total.apply(centred.square().sum(dims)) / total
-        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+        if (
+            self.running_mean is not None
+            and self.running_var is not None
+            and self.num_batches_tracked is not None
+        ):
             self.num_batches_tracked.add_(1)
             share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
             self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), share)
-            self.running_var.lerp_((variance.detach() * total / (total - 1)).to(self.running_var.dtype), share)
+            self.running_var.lerp_(
+                (variance.detach() * total / (total - 1)).to(self.running_var.dtype), share
+            )
         normal = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             normal = normal * self.weight.view(shape) + self.bias.view(shape)

@@ -30,7 +30,9 @@ from trainer.strategy.base import (
 
 # torch 2.13 renames the switch: buffers are not broadcast before every forward.
 _SYNC_BUFFERS = (
-    "forward_sync_buffers" if "forward_sync_buffers" in inspect.signature(TorchDDP).parameters else "broadcast_buffers"
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(TorchDDP).parameters
+    else "broadcast_buffers"
 )
 
 
@@ -46,7 +48,11 @@ class DataParallel(SingleDevice):
 
     def wrap(self, model: nn.Module, rehearsal: MicroBatch, loss: Loss) -> nn.Module:
         module = super().wrap(model, rehearsal, loss)
-        return nn.DataParallel(module, list(self.world.devices)) if self.world.device.type == "cuda" else module
+        return (
+            nn.DataParallel(module, list(self.world.devices))
+            if self.world.device.type == "cuda"
+            else module
+        )
 
 
 class DistributedDataParallel(Strategy):
@@ -69,7 +75,11 @@ class DistributedDataParallel(Strategy):
             self._running = self._changed(before)
             self._check_reached()
         is_compressed = self.config.comm_hook in COMPRESSING
-        dtype = torch.float64 if is_compressed else torch.promote_types(self.precision.dtype, torch.float32)
+        dtype = (
+            torch.float64
+            if is_compressed
+            else torch.promote_types(self.precision.dtype, torch.float32)
+        )
         carrier = _Carrier(self.module, 2 + sum(b.numel() for b in self._running), dtype)
         self._ride = carrier.ride
         wrapped = TorchDDP(carrier, **self._switches())
@@ -86,7 +96,9 @@ class DistributedDataParallel(Strategy):
         self._last = reached[-1]
         return wrapped
 
-    def forward_backward(self, model: nn.Module, micro_batches: MicroBatches, loss: Loss) -> torch.Tensor:
+    def forward_backward(
+        self, model: nn.Module, micro_batches: MicroBatches, loss: Loss
+    ) -> torch.Tensor:
         last = len(micro_batches)
         for number, (inputs, targets) in enumerate(micro_batches, 1):
             with nullcontext() if number == last else model.no_sync():  # type: ignore[operator]
@@ -95,7 +107,10 @@ class DistributedDataParallel(Strategy):
                     total, carried = loss(outputs, targets)
                 if number == last and self._running:
                     carried = torch.cat([carried, *(b.detach().flatten() for b in self._running)])
-                roots = [self.precision.root(total, loss.scale), carried.to(ride.dtype)]  # the gradients to begin with
+                roots = [
+                    self.precision.root(total, loss.scale),
+                    carried.to(ride.dtype),
+                ]  # the gradients to begin with
                 torch.autograd.backward([total, ride[: len(carried)]], roots)
         self._check_reached()
         return self._unload()
@@ -106,16 +121,23 @@ class DistributedDataParallel(Strategy):
     def _check_reached(self) -> None:
         """Raise ConfigError naming a parameter that backward did not reach: DDP would wait for its gradient."""
         if not self.config.find_unused_parameters and any(p.grad is None for p in self._parameters):
-            name = next(n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None)
+            name = next(
+                n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None
+            )
             advice = "use it, set requires_grad=False, or give strategy.find_unused_parameters=true"
-            raise ConfigError(f"strategy=ddp: the loss does not depend on the parameter {name}; {advice}")
+            raise ConfigError(
+                f"strategy=ddp: the loss does not depend on the parameter {name}; {advice}"
+            )
 
     def _switches(self) -> dict[str, Any]:
         block = self.config
         switches: dict[str, Any] = {_SYNC_BUFFERS: False, "gradient_as_bucket_view": True}
         if self.world.device.type == "cuda" and block.devices_per_rank == 1:
             switches["device_ids"] = [self.world.device]
-        names = {"static_graph": block.static_graph, "find_unused_parameters": block.find_unused_parameters}
+        names = {
+            "static_graph": block.static_graph,
+            "find_unused_parameters": block.find_unused_parameters,
+        }
         return {**switches, **names, "bucket_cap_mb": block.bucket_mb}
 
     def _changed(self, before: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -135,7 +157,9 @@ class DistributedDataParallel(Strategy):
         totals = gradient[:2] * self.data_parallel_size
         if self._running:
             parts = gradient[2:].split([b.numel() for b in self._running])
-            torch._foreach_copy_(self._running, [p.view_as(b) for p, b in zip(parts, self._running, strict=True)])
+            torch._foreach_copy_(
+                self._running, [p.view_as(b) for p, b in zip(parts, self._running, strict=True)]
+            )
         self._ride.grad = None
         return totals
 
@@ -144,7 +168,9 @@ def _comm_hook(name: str) -> tuple[Any, Callable[..., Any]]:
     """(state, hook) for DDP. A float64 bucket holds what rides along, which no hook may compress: reduced as it is."""
     if name == "parameter_server":
         return None, _over_rank_0
-    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10) if name == "powersgd" else None
+    state = (
+        powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10) if name == "powersgd" else None
+    )
     hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
     compress = hooks.get(name, powerSGD_hook.powerSGD_hook)
 
@@ -185,4 +211,6 @@ class _Carrier(nn.Module):
         self.ride = nn.Parameter(torch.zeros(size, dtype=dtype, device=device))
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
-        return self.module(*args, **kwargs), self.ride * 1  # in the graph of the outputs, so never "unused"
+        return self.module(
+            *args, **kwargs
+        ), self.ride * 1  # in the graph of the outputs, so never "unused"
