@@ -28,7 +28,7 @@ def cost(ranks: int) -> float:
     """Microseconds a step of all that the loop does to be watched and stopped."""
     from trainer.distributed import watcher
     from trainer.distributed.signals import StopRequest
-    from trainer.distributed.watch import Phase, Pulse
+    from trainer.distributed.watch.heartbeat import Phase, Pulse
 
     page = os.memfd_create("bench")
     os.ftruncate(page, mmap.PAGESIZE)

@@ -32,16 +32,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer import (
-    ConfigError,
-    Random,
-    ResidentDataset,
-    Summary,
-    Trainer,
-    checkpoint,
-    load_config,
-    packing,
-)
+from trainer import ConfigError, Random, ResidentDataset, Summary, Trainer, load_config
+from trainer.checkpoints import packing
+from trainer.checkpoints import transaction as checkpoint
 from trainer.data.order import Order
 from trainer.tasks.cifar import Cifar
 

@@ -15,7 +15,8 @@ import numpy
 import pytest
 import torch
 
-from trainer import checkpoint, packing
+from trainer.checkpoints import packing
+from trainer.checkpoints import transaction as checkpoint
 from trainer.errors import CheckpointError
 
 CPU = torch.device("cpu")

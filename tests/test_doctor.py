@@ -24,8 +24,9 @@ from test_command_line import trainer
 from test_group import free_port
 
 import trainer as package
-from trainer import ConfigError, World, doctor, fingerprint, load_config
+from trainer import ConfigError, World, doctor, load_config
 from trainer.data.order import counted
+from trainer.record import fingerprint
 
 LIMIT_S = 2.0
 ROWS = ["backend", "disk", "open files", "shared memory", "threads", "versions", "code", "settings"]

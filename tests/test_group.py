@@ -13,7 +13,7 @@ from tiny import CONF
 
 from trainer import ConfigError, World, load_config
 from trainer.distributed.group import choose_backend, process_group
-from trainer.distributed.meet import check_init
+from trainer.distributed.rendezvous import check_init
 
 TINY = ["--config-dir", CONF, "task=tiny", "run.steps=3", "dist.timeout_s=20"]
 

@@ -19,8 +19,11 @@ import torch
 from test_cifar import FILES, KEY, SHA256, content, names, no_proxy, serving  # noqa: F401  # no_proxy is a fixture
 from torch import nn
 
-from trainer import CheckpointError, ConfigError, checkpoint, packing, rundir
-from trainer.checkpoints import main as list_checkpoints
+from trainer import CheckpointError, ConfigError
+from trainer.checkpoints import packing
+from trainer.checkpoints import transaction as checkpoint
+from trainer.checkpoints.__main__ import main as list_checkpoints
+from trainer.record import directory as rundir
 from trainer.tasks import download
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from torch.distributed.run import parse_args
 
-from trainer.config import load_config
+from trainer.config.compose import load_config
 
 TEXT = (Path(__file__).parent.parent / "scripts" / "kubernetes.yaml").read_text(encoding="utf-8")
 TRAINJOB, JOBSET, CLAIM = yaml.safe_load_all(TEXT)

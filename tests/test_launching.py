@@ -17,9 +17,11 @@ import torch
 from ranks import on_ranks
 from tiny import CONF, newest
 
-from trainer import ConfigError, World, load_config, packing, rundir
+from trainer import ConfigError, World, load_config
+from trainer.checkpoints import packing
 from trainer.distributed.launchers import expand_counts, expand_hosts, find_launcher
-from trainer.distributed.meet import meet
+from trainer.distributed.rendezvous import meet
+from trainer.record import directory as rundir
 
 TINY = ["--config-dir", CONF, "task=tiny", "run.name=a"]
 PATHS = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1] / "scripts")])

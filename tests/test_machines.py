@@ -15,7 +15,9 @@ from machines import ADDRESSES, Machines
 from test_launching import EVERY, PATHS, TINY, wait_for
 from tiny import CONF, fit_on, newest, relative_distance
 
-from trainer import audit, packing, rundir
+from trainer import audit
+from trainer.checkpoints import packing
+from trainer.record import directory as rundir
 
 LIMIT_S = 150  # for what takes a fifth of it on a machine that has nothing else to do
 ENVIRONMENT = {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}

@@ -12,8 +12,8 @@ from tiny import CONF
 from trainer import load_config
 from trainer.distributed.group import Group, process_group
 from trainer.distributed.world import World
+from trainer.engine.means import Means, Objective, count_rows, weigh
 from trainer.errors import ConfigError
-from trainer.means import Means, Objective, count_rows, weigh
 
 ALONE = Group(World(), dist.HashStore())
 STEPS = 7

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from trainer.distributed import mpi
 from trainer.errors import ConfigError, RunError
 from trainer.strategy.batchnorm import synchronize
-from trainer.strategy.data_parallel import _comm_hook
+from trainer.strategy.ddp import _comm_hook
 
 PYTHON = [
     sys.executable,

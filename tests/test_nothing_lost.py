@@ -17,9 +17,10 @@ import torch
 from ranks import on_ranks
 from tiny import CONF, fit, fit_on, newest
 
-from trainer import checkpoint, packing
+from trainer.checkpoints import packing
+from trainer.checkpoints import transaction as checkpoint
 from trainer.errors import CheckpointError, ConfigError, RunError
-from trainer.lease import Lease
+from trainer.record.lease import Lease
 
 RECIPE = ["task=tiny", "run.steps=30"]
 EVERY_3 = ["checkpoint.every_steps=3", "checkpoint.every_epochs=null"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import fit_on, relative_distance
 
-from trainer.means import Objective
+from trainer.engine.means import Objective
 
 FIFTY = ["experiment=parity"]
 TEXT = [

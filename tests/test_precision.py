@@ -6,7 +6,7 @@ from ranks import on_ranks
 from tiny import Tiny, fit_on, newest
 from torch import nn
 
-from trainer.precision import Precision
+from trainer.engine.precision import Precision
 
 MLP = ["task=tiny", "optim.lr=0.3", "run.steps=30", "log.every_steps=1"]
 HERE = torch.device("cpu")

@@ -11,7 +11,7 @@ from tiny import CONF, fit, fit_on, newest
 
 from trainer import ConfigError, load_config
 from trainer.__main__ import load_task
-from trainer.packing import unpack
+from trainer.checkpoints.packing import unpack
 
 # BatchNorm, dropout, weights and momentum: all the state there is. Stopped between log points 10 and 15.
 RICH = [

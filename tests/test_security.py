@@ -18,10 +18,10 @@ from tiny import CONF, fit, fit_on
 import trainer
 from trainer import ConfigError, load_config
 from trainer.__main__ import load_task
-from trainer.config import load_run_config, to_yaml
+from trainer.config.compose import load_run_config, to_yaml
+from trainer.config.targets import call_target, check_target
 from trainer.errors import visible
-from trainer.targets import call_target, check_target
-from trainer.writers import RankZeroWriter
+from trainer.record.writers import RankZeroWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -14,8 +14,10 @@ from ranks import on_ranks
 from tiny import CONF, Tiny
 from torch import nn
 
-from trainer import ResidentDataset, recording, verify
+from trainer import ResidentDataset
 from trainer.errors import ConfigError
+from trainer.verify import recording
+from trainer.verify.__main__ import __main__ as verify
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trainer import checkpoint, packing
-from trainer.config import Log
-from trainer.writers import open_writer
+from trainer.checkpoints import packing
+from trainer.checkpoints import transaction as checkpoint
+from trainer.config.schema import Log
+from trainer.record.writers import open_writer
 
 LOG = Log(every_steps=1, images=0, histograms_every_steps=None, profile_steps=None)
 KEEP: Any = SimpleNamespace(

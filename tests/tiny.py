@@ -12,8 +12,9 @@ from ranks import on_ranks
 from torch import nn
 from torch.utils.data import Dataset
 
-from trainer import ResidentDataset, Trainer, checkpoint, load_config
+from trainer import ResidentDataset, Trainer, load_config
 from trainer.__main__ import load_task
+from trainer.checkpoints import transaction as checkpoint
 
 CONF = str(Path(__file__).parent / "conf")
 

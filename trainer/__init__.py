@@ -6,24 +6,25 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import CheckpointError, ConfigError, RunError
 
 if TYPE_CHECKING:
-    from trainer.config import Config, load_config
-    from trainer.data.loaders import ResidentDataset
+    from trainer.config.compose import load_config
+    from trainer.config.schema import Config
+    from trainer.config.typed import limit
     from trainer.data.randomness import Random
+    from trainer.data.sources import ResidentDataset
     from trainer.distributed.world import World
     from trainer.task import Split
     from trainer.trainer import Summary, Trainer
-    from trainer.typed import limit
 
 _HOMES = {
-    "Config": "trainer.config",
+    "Config": "trainer.config.schema",
     "Random": "trainer.data.randomness",
-    "ResidentDataset": "trainer.data.loaders",
+    "ResidentDataset": "trainer.data.sources",
     "Split": "trainer.task",
     "Summary": "trainer.trainer",
     "Trainer": "trainer.trainer",
     "World": "trainer.distributed.world",
-    "limit": "trainer.typed",
-    "load_config": "trainer.config",
+    "limit": "trainer.config.typed",
+    "load_config": "trainer.config.compose",
 }
 
 __all__ = [

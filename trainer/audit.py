@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from trainer import checkpoint, rundir
-from trainer.__main__ import run
+from trainer.checkpoints import transaction as checkpoint
+from trainer.cli import run
 from trainer.data.ledger import expected
 from trainer.data.order import counted
 from trainer.errors import ConfigError, visible
+from trainer.record import directory as rundir
 
 HELP = """usage: python -m trainer.audit DIR
 

@@ -26,15 +26,17 @@ import torch
 import torch.distributed as dist
 
 import trainer
-from trainer import fingerprint, report
-from trainer.__main__ import WAIT_S, load_task, run, split_arguments
-from trainer.config import Config, load_config
+from trainer.cli import WAIT_S, load_task, run, split_arguments
+from trainer.config.compose import load_config
+from trainer.config.schema import Config
 from trainer.data.order import counted
 from trainer.distributed import mpi
 from trainer.distributed.group import Group, choose_backend, process_group
-from trainer.distributed.meet import check_init, meet, part
+from trainer.distributed.rendezvous import check_init, meet, part
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, visible
+from trainer.record import fingerprint
+from trainer.record import startup as report
 from trainer.strategy import check_strategy
 from trainer.task import Task
 

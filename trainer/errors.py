@@ -1,8 +1,8 @@
-"""Errors of one line each: what the user can mend, and what ended a run through no fault of its settings."""
+"""Errors of one line each: what the user can fix, and what ended a run despite correct settings."""
 
 
 class ConfigError(ValueError):
-    """A setting, or what it points at, cannot work. `python -m trainer` prints the line and exits with code 2."""
+    """A setting, or what it points at, cannot work. Commands print the line and exit with code 2."""
 
 
 class CheckpointError(ConfigError):
@@ -10,9 +10,14 @@ class CheckpointError(ConfigError):
 
 
 class RunError(RuntimeError):
-    """The run cannot go on: a full disk, a step that is not finite. `python -m trainer` prints it and exits with 1."""
+    """The run cannot continue: a full disk, a step that is not finite. Commands exit with code 1."""
 
 
 def visible(text: str) -> str:
-    """What a name brought along that a terminal would obey, or that turns its neighbours around, escaped."""
+    """`text` with control and bidirectional characters escaped, safe to print on a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an exception without line breaks."""
+    return " ".join(str(error).split())

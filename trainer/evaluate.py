@@ -6,10 +6,10 @@ import json
 import sys
 from collections.abc import Sequence
 
-from trainer.__main__ import load_task, run, run_directory
-from trainer.config import load_run_config
+from trainer.cli import load_task, run, run_directory
+from trainer.config.compose import load_run_config
 from trainer.errors import ConfigError, visible
-from trainer.rundir import strict
+from trainer.record.directory import strict
 
 HELP = """usage: python -m trainer.evaluate DIR [key=value ...] [--config-dir DIR]
 

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer import checkpoint, rundir
-from trainer.__main__ import load_task, run, run_directory
-from trainer.config import load_run_config
+from trainer.checkpoints import transaction as checkpoint
+from trainer.cli import load_task, run, run_directory
+from trainer.config.compose import load_run_config
 from trainer.data.order import BatchPlan
-from trainer.diagnosis import Example, examine
+from trainer.engine.diagnosis import Example, examine
 from trainer.errors import CheckpointError, ConfigError, visible
+from trainer.record import directory as rundir
 from trainer.strategy.batchnorm import has_batchnorm
 from trainer.trainer import STOPPED
 

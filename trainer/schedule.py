@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable
 from typing import Annotated
 
-from trainer.config import Config
-from trainer.typed import limit
+from trainer.config.schema import Config
+from trainer.config.typed import limit
 
 Factor = Callable[[int], float]
 Steps = Annotated[int, limit(min=0)]

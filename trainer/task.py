@@ -9,14 +9,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from trainer.config import Config
+from trainer.config.schema import Config
+from trainer.config.targets import call_target
+from trainer.config.typed import build
 from trainer.data.randomness import Random
 from trainer.distributed.world import World
+from trainer.engine.means import Values
 from trainer.errors import ConfigError
-from trainer.means import Values
 from trainer.strategy.base import MicroBatches
-from trainer.targets import call_target
-from trainer.typed import build
 
 Split = Literal["train", "eval"]
 FUSED = ("torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW")  # on CPU and CUDA

@@ -14,26 +14,28 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainer import fingerprint, report, rundir
-from trainer.config import Config
-from trainer.data.loaders import workers_named
+from trainer.config.schema import Config
+from trainer.config.targets import call_target, check_target
+from trainer.config.typed import suggest
 from trainer.data.order import check_batch
-from trainer.diagnosis import check_drift, name_bad_examples
+from trainer.data.sources import workers_named
 from trainer.distributed.group import Group, choose_backend, process_group
 from trainer.distributed.launchers import requeue
-from trainer.distributed.meet import check_init
+from trainer.distributed.rendezvous import check_init
 from trainer.distributed.signals import REQUEUE, StopRequest, stop_requests
-from trainer.distributed.watch import Phase, Pulse, watched
+from trainer.distributed.watch.heartbeat import Phase, Pulse, watched
 from trainer.distributed.world import World
+from trainer.engine.diagnosis import check_drift, name_bad_examples
+from trainer.engine.evaluation import Stopped, score
+from trainer.engine.means import Values
 from trainer.errors import ConfigError, RunError
-from trainer.means import Values
-from trainer.scoring import Stopped, score
-from trainer.session import Session, Share
+from trainer.record import directory as rundir
+from trainer.record import fingerprint
+from trainer.record import startup as report
+from trainer.run import Session, Share
 from trainer.strategy import check_strategy
 from trainer.strategy.base import MicroBatches
-from trainer.targets import call_target, check_target
 from trainer.task import FUSED, Task
-from trainer.typed import suggest
 
 STOPPED = 75  # EX_TEMPFAIL: ended by a signal after a published checkpoint; start it again
 

@@ -25,7 +25,7 @@ from faults.common import (
     without_strace,
     words_of,
 )
-from trainer import checkpoint
+from trainer.checkpoints import transaction as checkpoint
 
 # Calls that no file sees: to die there is to die between two others. Their number varies with the allocator.
 _UNSEEN = {

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
-from trainer import checkpoint, packing
+from trainer.checkpoints import packing
+from trainer.checkpoints import transaction as checkpoint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

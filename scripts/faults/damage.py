@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.common import Row, Shape, folder, random_of
-from trainer import checkpoint
+from trainer.checkpoints import transaction as checkpoint
 from trainer.errors import CheckpointError
 
 SHAPE, NEWEST, PAGE = Shape(2, 6000), 3, 4096

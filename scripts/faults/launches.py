@@ -28,7 +28,7 @@ from faults.common import (
 )
 from faults.runs import EVERY, LIMIT_S, PHASES, STEPS, Launched, _judge, _saving, _wait_for_phase
 from faults.task import MARKS
-from trainer import checkpoint
+from trainer.checkpoints import transaction as checkpoint
 
 STOPPED = 75
 

@@ -136,9 +136,9 @@ def _measure(place: Path, is_on: bool) -> dict[str, Any]:
 def timed(place: str, every: str) -> None:
     """In the process that is measured: what we time beside the run, torch.save, is taken off its seconds."""
     from trainer import load_config
-    from trainer.session import Session
+    from trainer.record.writers import RankZeroWriter
+    from trainer.run import Session
     from trainer.tasks.cifar import Cifar
-    from trainer.writers import RankZeroWriter
 
     told: dict[str, Any] = {"stalls": [], "saves": []}
     beside, cpu = [0.0], [0.0]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.common import Row, Shape, folder, random_of
-from trainer import checkpoint
+from trainer.checkpoints import transaction as checkpoint
 
 Tree = dict[str, Any]  # name -> bytes, or the Tree of a directory
 

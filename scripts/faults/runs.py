@@ -26,7 +26,8 @@ from faults.common import (
     words_of,
 )
 from faults.task import MARKS
-from trainer import audit, checkpoint
+from trainer import audit
+from trainer.checkpoints import transaction as checkpoint
 
 PHASES = ("start-up", "first step", "mid step", "evaluation", "during save", "at the end")
 LAYOUTS = {

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from trainer.data.order import BatchPlan, Order
-from trainer.means import Gathers
+from trainer.engine.means import Gathers
 
 CLOSE_EVERY = 4096  # steps whose indices are kept until then
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.config import Dist
+from trainer.config.schema import Dist
 from trainer.distributed import mpi
-from trainer.distributed.meet import meet, part
+from trainer.distributed.rendezvous import meet, part
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError
 

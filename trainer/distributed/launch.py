@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from trainer.config import Launch
+from trainer.config.schema import Launch
 from trainer.distributed.launchers import CODES, MARK, MASTER, RANKS
 from trainer.distributed.signals import check_start
 from trainer.distributed.world import count_ranks

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from trainer.config import is_port
+from trainer.config.rules import is_port
 from trainer.errors import ConfigError
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -260,7 +260,7 @@ def _address_of(node: str) -> str:
     if (scontrol := shutil.which("scontrol")) and re.fullmatch(r"[\w.-]+", node):
         said = subprocess.run(
             [scontrol, "show", "node", node], capture_output=True, text=True, timeout=10
-        )  # noqa: S603
+        )
         if found := re.search(r"NodeAddr=(\S+)", said.stdout):
             return found[1]
     raise ConfigError(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.config import Strategy
+from trainer.config.schema import Strategy
 from trainer.distributed.launchers import Launcher, find_launcher
 from trainer.errors import ConfigError
 

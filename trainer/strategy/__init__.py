@@ -1,11 +1,11 @@
 """Parallel strategies by name: a new one is a file, an entry here and a YAML in conf/strategy."""
 
-from trainer.config import Config
+from trainer.config.schema import Config
 from trainer.distributed.world import World
+from trainer.engine.precision import Precision
 from trainer.errors import ConfigError
-from trainer.precision import Precision
 from trainer.strategy.base import SingleDevice, Strategy
-from trainer.strategy.data_parallel import DataParallel, DistributedDataParallel
+from trainer.strategy.ddp import DataParallel, DistributedDataParallel
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "single": SingleDevice,

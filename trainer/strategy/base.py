@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from trainer.config import Config
+from trainer.config.schema import Config
 from trainer.distributed.world import World
+from trainer.engine.means import count_rows
+from trainer.engine.precision import Precision
 from trainer.errors import CheckpointError, ConfigError
-from trainer.means import count_rows
-from trainer.precision import Precision
 from trainer.strategy.batchnorm import synchronize
 
 MicroBatch = tuple[Any, Any]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainer.config import Dist
+from trainer.config.schema import Dist
 from trainer.distributed.signals import check_start
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError

@@ -23,8 +23,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.distributed import watcher
 from trainer.distributed.signals import PARENT
+from trainer.distributed.watch import watcher
 
 DUMP = (
     signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None

@@ -11,9 +11,9 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from trainer.distributed.group import Group
+from trainer.engine.means import count_rows, weigh
 from trainer.errors import RunError
-from trainer.means import count_rows, weigh
-from trainer.session import Session
+from trainer.run import Session
 from trainer.strategy.base import call, untouched
 from trainer.strategy.batchnorm import has_batchnorm
 

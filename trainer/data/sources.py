@@ -28,7 +28,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from trainer.config import Data
+from trainer.config.schema import Data
 from trainer.data.randomness import key_of, seed_example
 from trainer.errors import ConfigError, RunError
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer import checkpoint
-from trainer.__main__ import run
-from trainer.config import one_line
-from trainer.errors import CheckpointError, ConfigError, visible
+from trainer.checkpoints import transaction as checkpoint
+from trainer.cli import run
+from trainer.errors import CheckpointError, ConfigError, one_line, visible
 
 HELP = """usage: python -m trainer.checkpoints DIR [--export FILE.safetensors]
 
@@ -108,7 +107,7 @@ def _weights(loaded: checkpoint.Loaded) -> dict[str, Any]:
     """Tensors by name, each with memory of its own: safetensors knows no sharing."""
     import torch
 
-    from trainer.packing import unpack
+    from trainer.checkpoints.packing import unpack
 
     state: dict[str, Any] = unpack(loaded.files["model.pt"], torch.device("cpu"))
     averages = unpack(loaded.files["training.pt"], torch.device("cpu"))["ema"]

@@ -12,10 +12,10 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from trainer.data.randomness import seed_layers
-from trainer.distributed.watch import Phase
+from trainer.distributed.watch.heartbeat import Phase
+from trainer.engine.means import Means, count_rows, weigh
 from trainer.errors import ConfigError
-from trainer.means import Means, count_rows, weigh
-from trainer.session import Session
+from trainer.run import Session
 
 STOP_EVERY_S = 0.5
 

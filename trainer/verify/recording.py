@@ -16,13 +16,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from trainer import rundir
-from trainer.__main__ import load_task, run
-from trainer.config import load_config
-from trainer.data.loaders import open_loader
+from trainer.cli import load_task, run
+from trainer.config.compose import load_config
 from trainer.data.order import FixedSampler, Order
 from trainer.data.randomness import Random, seed_layers
-from trainer.means import count_rows, weigh
+from trainer.data.sources import open_loader
+from trainer.engine.means import count_rows, weigh
+from trainer.record import directory as rundir
 from trainer.strategy.base import call, untouched
 
 PROBED = 8  # examples that every rank looks at, the same on all

@@ -15,11 +15,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from trainer import checkpoint
-from trainer.config import Config, to_yaml
+from trainer.checkpoints import transaction as checkpoint
+from trainer.config.compose import to_yaml
+from trainer.config.schema import Config
 from trainer.distributed.launchers import Launcher
 from trainer.errors import CheckpointError, ConfigError, RunError
-from trainer.lease import NAME, Lease, check_free, last_facts
+from trainer.record.lease import NAME, Lease, check_free, last_facts
 
 # What belongs to the run and cannot change within it: the samples follow from these.
 FIXED = ("task.name", "run.seed", "data.global_batch")

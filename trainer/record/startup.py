@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from trainer import packing, rundir
-from trainer.config import Config
+from trainer.checkpoints import packing
+from trainer.config.schema import Config
 from trainer.data.order import BatchPlan, counted
 from trainer.distributed.world import World
+from trainer.record import directory as rundir
 
 RANK_COLUMNS = ("rank", "local_rank", "node", "host", "pid", "device")
 MOST_RANKS = 16

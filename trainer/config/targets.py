@@ -10,9 +10,8 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.config import one_line
-from trainer.errors import ConfigError
-from trainer.typed import check_value, suggest
+from trainer.config.typed import convert, suggest
+from trainer.errors import ConfigError, one_line
 
 ALLOWED_PACKAGES = ("torch.optim", "torch.nn", "trainer")
 _HOLDERS = (list, typing.Union, types.UnionType)
@@ -93,7 +92,7 @@ def check_target(
             near = suggest(name, parameters).replace("mean ", f"mean {key}.")
             raise ConfigError(f"{key}.{name} is not an argument of {spec['_target_']}{near}")
         if name in parameters:
-            check_value(_kind(parameters[name]), value, f"{key}.{name}")
+            convert(_kind(parameters[name]), value, f"{key}.{name}")
             usual = parameters[name].default
             if isinstance(usual, tuple) and isinstance(value, list) and len(value) != len(usual):
                 raise ConfigError(f"{key}.{name}={value}: must be {len(usual)} numbers")

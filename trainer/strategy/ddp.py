@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from trainer.config import COMPRESSING, Config
+from trainer.config.schema import Config
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
@@ -27,6 +26,7 @@ from trainer.strategy.base import (
     changed_buffers,
     untouched,
 )
+from trainer.strategy.hooks import COMPRESSING, open_hook
 
 # torch 2.13 renames the switch: buffers are not broadcast before every forward.
 _SYNC_BUFFERS = (
@@ -84,8 +84,8 @@ class DistributedDataParallel(Strategy):
         self._ride = carrier.ride
         wrapped = TorchDDP(carrier, **self._switches())
         if self.config.comm_hook != "none":
-            state, hook = _comm_hook(self.config.comm_hook)
-            wrapped.register_comm_hook(state, hook)
+            state, hook = open_hook(self.config.comm_hook)
+            wrapped.registeropen_hook(state, hook)
         # DDP orders its buckets anew after its first backward, which changes the bits of sums over 3 ranks and more.
         reached: list[torch.Tensor] = []
         hooks = [p.register_post_accumulate_grad_hook(reached.append) for p in self._parameters]
@@ -162,40 +162,6 @@ class DistributedDataParallel(Strategy):
             )
         self._ride.grad = None
         return totals
-
-
-def _comm_hook(name: str) -> tuple[Any, Callable[..., Any]]:
-    """(state, hook) for DDP. A float64 bucket holds what rides along, which no hook may compress: reduced as it is."""
-    if name == "parameter_server":
-        return None, _over_rank_0
-    state = (
-        powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10) if name == "powersgd" else None
-    )
-    hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-    compress = hooks.get(name, powerSGD_hook.powerSGD_hook)
-
-    def hook(state, bucket):  # DDP reads annotations and takes no text for a type
-        if bucket.buffer().dtype == torch.float64:
-            return default_hooks.allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
-        if name != "powersgd":
-            return compress(state, bucket)
-        # Its callbacks start reductions of their own, over gloo in threads that know no order: 3 of 3 runs with several
-        # buckets and SyncBN hung or died (torch 2.13). So the next bucket waits for them.
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(compress(state, bucket).wait())
-        return done
-
-    return state, hook
-
-
-def _over_rank_0(state, bucket):
-    """Rank 0 sums and sends the mean back, as a parameter server would; backward waits for it."""
-    gradient = bucket.buffer()
-    dist.reduce(gradient, 0)
-    dist.broadcast(gradient.div_(dist.get_world_size()), 0)
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(gradient)
-    return done
 
 
 class _Carrier(nn.Module):

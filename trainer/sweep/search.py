@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config import CONF, load_config, one_line
-from trainer.errors import ConfigError
+from trainer.config import CONF
+from trainer.config.compose import load_config
+from trainer.errors import ConfigError, one_line
 
 SWEEPER = "hydra/sweeper=optuna"
 _TARGETS = (

@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 
-from trainer import checkpoint, packing, rundir
-from trainer.config import Checkpoint, Log
+from trainer.checkpoints import packing
+from trainer.checkpoints import transaction as checkpoint
+from trainer.config.schema import Checkpoint, Log
 from trainer.errors import CheckpointError, RunError, visible
-from trainer.lease import Lease
+from trainer.record import directory as rundir
+from trainer.record.lease import Lease
 
 LINE_EVERY_S = 5.0
 BAR_EVERY_S = 0.2

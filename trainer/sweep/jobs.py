@@ -16,13 +16,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainer import rundir
-from trainer.config import Config, load_config
+from trainer.config.compose import load_config
+from trainer.config.schema import Config
 from trainer.distributed.signals import SIGNALS
 from trainer.errors import ConfigError, visible
-from trainer.lease import Lease, check_free
-from trainer.search import search
-from trainer.submit import is_known, open_executor, submit
+from trainer.record import directory as rundir
+from trainer.record.lease import Lease, check_free
+from trainer.sweep.search import search
+from trainer.sweep.submit import is_known, open_executor, submit
 
 STOPPED = 75
 
@@ -324,7 +325,7 @@ def _code_of(words: Sequence[str]) -> tuple[int, bool]:
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "trainer", *words], start_new_session=True
-        )  # noqa: S603
+        )
         for number in asked:  # before it was there
             process.send_signal(number)
         return process.wait(), bool(asked)

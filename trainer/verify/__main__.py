@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 
-from trainer.__main__ import load_task, run, split_arguments
-from trainer.config import COMPRESSING, Config, load_config
+from trainer.cli import load_task, run, split_arguments
+from trainer.config.compose import load_config
+from trainer.config.schema import Config
 from trainer.distributed.launchers import CODES
 from trainer.errors import ConfigError, RunError
+from trainer.strategy.hooks import COMPRESSING
 
 HELP = """usage: python -m trainer.verify task=<name> [layouts=ranks-2,ranks-3] [steps=10] [key=value ...]
        python -m trainer.verify --resume task=<name> [kills=3] [seed=0] ...
@@ -242,7 +244,7 @@ class Stage:
             if ranks > 1
             else []
         )
-        words = [sys.executable, *launcher, "-m", "trainer.recording", str(spec)]
+        words = [sys.executable, *launcher, "-m", "trainer.verify.recording", str(spec)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", CODES: str(self.folder / "codes")}
         return subprocess.run(words, capture_output=True, text=True, env=environment)  # noqa: S603  # our own words
 

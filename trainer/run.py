@@ -17,23 +17,27 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer import checkpoint, fingerprint, packing, report, rundir
+from trainer.checkpoints import packing
+from trainer.checkpoints import transaction as checkpoint
 from trainer.data.ledger import Ledger
-from trainer.data.loaders import ResidentLoader, check_dataset, index_device, open_loader
 from trainer.data.order import BatchPlan, EpochSampler, FixedSampler, ShardSampler, check_batch
 from trainer.data.randomness import Random, seed_layers
+from trainer.data.sources import ResidentLoader, check_dataset, index_device, open_loader
 from trainer.distributed.group import Group, choose_backend
 from trainer.distributed.signals import StopRequest
-from trainer.distributed.watch import Phase, Pulse
-from trainer.ema import Ema
+from trainer.distributed.watch.heartbeat import Phase, Pulse
+from trainer.engine.ema import Ema
+from trainer.engine.means import Means, Objective, OneStepLate, Values
 from trainer.errors import CheckpointError, ConfigError, RunError
-from trainer.means import Means, Objective, OneStepLate, Values
-from trainer.rundir import Restored
+from trainer.record import directory as rundir
+from trainer.record import fingerprint
+from trainer.record import startup as report
+from trainer.record.directory import Restored
+from trainer.record.writers import Writer, open_writer
 from trainer.schedule import rate_scale
 from trainer.strategy import Strategy, build_strategy
 from trainer.strategy.base import MicroBatch, remember_options
 from trainer.task import Split, Task
-from trainer.writers import Writer, open_writer
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""Checkpoints as transactions: what a run saves, verified and published whole."""

@@ -1,0 +1,176 @@
+"""Names, types and ranges of all settings. Their values are in conf/."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from trainer.config.typed import limit
+
+# The layout: where and how a run is computed, saved and shown. Every other setting is the run.
+LAYOUT = (
+    "checkpoint.",
+    "data.micro_batch",
+    "data.path",
+    "data.timeout_s",
+    "data.workers",
+    "dist.",
+    "eval.micro_batch",
+    "launch.",
+    "log.",
+    "run.dir",
+    "run.name",
+    "run.resume",
+    "strategy.bucket_mb",
+    "strategy.device_ids",
+    "strategy.devices_per_rank",
+    "strategy.find_unused_parameters",
+    "strategy.name",
+    "strategy.static_graph",
+)
+
+
+@dataclass
+class Run:
+    name: str | None
+    dir: str
+    seed: Annotated[int, limit(min=0, max=2**63 - 1)]
+    epochs: Annotated[int, limit(min=1)]
+    steps: Annotated[int | None, limit(min=1)]
+    resume: str | None
+    ema_decay: Annotated[float | None, limit(min=0, max=1)]
+    lr_scaling: Literal["none", "linear", "sqrt"]
+    lr_batch: Annotated[int | None, limit(min=1)]
+    compile: bool
+    clip_norm: Annotated[float | None, limit(above=0)]
+    on_bad_step: Literal["skip", "stop", "rollback"]
+
+
+@dataclass
+class Data:
+    global_batch: Annotated[int, limit(min=1)]
+    micro_batch: Annotated[int | None, limit(min=1)]
+    workers: Annotated[int, limit(min=0)]
+    timeout_s: Annotated[float, limit(min=0)]
+    path: Literal["auto", "resident", "streamed"]
+    on_error: Literal["raise", "skip"]
+
+
+@dataclass
+class Strategy:
+    name: str
+    precision: Literal["fp64", "fp32", "tf32", "amp_bf16", "amp_fp16", "bf16", "fp16"]
+    sync_batchnorm: bool
+    channels_last: bool
+    device_ids: list[Annotated[int, limit(min=0)]] | None
+    devices_per_rank: Annotated[int, limit(min=1)]
+    bucket_mb: Annotated[float, limit(above=0)]
+    static_graph: bool
+    find_unused_parameters: bool
+    comm_hook: Literal["none", "fp16", "bf16", "powersgd", "parameter_server"]
+
+
+@dataclass
+class Dist:
+    backend: Literal["auto", "nccl", "gloo", "mpi"]
+    init: Literal["env", "tcp", "file"]
+    address: str | None
+    path: str | None
+    timeout_s: Annotated[float, limit(above=0, max=10**6)]
+    hang_timeout_s: Annotated[float | None, limit(above=0, max=10**6)]
+    drift_every_steps: Annotated[int | None, limit(min=1)]
+
+
+@dataclass
+class Launch:
+    name: Literal["inline", "elastic", "spawn"]
+    nproc_per_node: str | None
+    max_restarts: Annotated[int, limit(min=0)]
+    on_failed_job: Literal["continue", "stop"]
+
+
+@dataclass
+class Checkpoint:
+    every_steps: Annotated[int | None, limit(min=1)]
+    every_epochs: Annotated[int | None, limit(min=1)]
+    keep_last: Annotated[int, limit(min=1)]
+    keep_best: Annotated[int, limit(min=0)]
+    background: bool
+    on_error: Literal["stop", "continue"]
+    best_metric: str | None
+    best_mode: Literal["min", "max"]
+
+    @property
+    def metric(self) -> str:
+        """The metric that decides which checkpoint is best, with its prefix."""
+        name = self.best_metric or "loss"
+        return name if name.startswith("eval/") else f"eval/{name}"
+
+
+@dataclass
+class Eval:
+    every_steps: Annotated[int | None, limit(min=1)]
+    every_epochs: Annotated[int | None, limit(min=1)]
+    micro_batch: Annotated[int | None, limit(min=1)]
+
+
+@dataclass
+class Log:
+    every_steps: Annotated[int, limit(min=1)]
+    images: Annotated[int, limit(min=0)]
+    histograms_every_steps: Annotated[int | None, limit(min=1)]
+    profile_steps: list[int] | None
+
+
+@dataclass
+class Task:
+    name: str
+    trainer: str
+    packages: list[str]
+    options: dict[str, Any]
+
+
+@dataclass
+class Config:
+    """All settings. `optim` and `schedule` are a `_target_` and its arguments; the rest is closed."""
+
+    run: Run
+    data: Data
+    strategy: Strategy
+    dist: Dist
+    launch: Launch
+    checkpoint: Checkpoint
+    eval: Eval
+    log: Log
+    task: Task
+    optim: dict[str, Any]
+    schedule: dict[str, Any]
+
+    @property
+    def packages(self) -> list[str]:
+        """Where a `_target_` may be defined besides torch and trainer."""
+        return [self.task.trainer.split(".")[0], *self.task.packages]
+
+    def flat(self) -> dict[str, Any]:
+        """Every value by its full name, `{"data.global_batch": 250, ...}`."""
+        return flatten(dataclasses.asdict(self))
+
+    def run_hash(self) -> str:
+        """A digest of the run: the same in any layout."""
+        run = {key: value for key, value in self.flat().items() if not key.startswith(LAYOUT)}
+        text = json.dumps(run, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,1 @@
+"""The update: objective, precision, means, moving averages, evaluation, diagnosis."""

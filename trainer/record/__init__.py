@@ -1,0 +1,1 @@
+"""What a run shows and writes: its directory, metrics, console and TensorBoard."""

@@ -1,0 +1,1 @@
+"""Sweeps: many runs from one command, each in processes of its own."""

@@ -1,0 +1,1 @@
+"""The proof: the user's task trained in several layouts, and compared."""
