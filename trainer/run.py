@@ -1,57 +1,134 @@
-"""What `fit` and `evaluate` stand on while they run: data, model, strategy, optimizers, record."""
+"""The run: what is open while `fit` works, and the decisions that all ranks make alike."""
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from trainer.checkpoints import packing
-from trainer.checkpoints import transaction as checkpoint
-from trainer.data.ledger import Ledger
-from trainer.data.order import BatchPlan, EpochSampler, FixedSampler, ShardSampler, check_batch
-from trainer.data.randomness import Random, seed_layers
-from trainer.data.sources import ResidentLoader, check_dataset, index_device, open_loader
-from trainer.distributed.group import Group, choose_backend
-from trainer.distributed.signals import StopRequest
-from trainer.distributed.watch.heartbeat import Phase, Pulse
-from trainer.engine.ema import Ema
-from trainer.engine.means import Means, Objective, OneStepLate, Values
-from trainer.errors import CheckpointError, ConfigError, RunError
-from trainer.record import directory as rundir
-from trainer.record import fingerprint
-from trainer.record import startup as report
-from trainer.record.directory import Restored
-from trainer.record.writers import Writer, open_writer
-from trainer.schedule import rate_scale
-from trainer.strategy import Strategy, build_strategy
-from trainer.strategy.base import MicroBatch, remember_options
-from trainer.task import Split, Task
+from trainer.checkpoints.manifest import Manifest
+from trainer.checkpoints.saver import Saver
+from trainer.checkpoints.state import MODEL, TRAINING, read_on_all_ranks
+from trainer.config.schema import Checkpoint, Eval, Log
+from trainer.config.typed import suggest
+from trainer.data.batches import Batches
+from trainer.distributed.launchers import requeue
+from trainer.distributed.signals import REQUEUE
+from trainer.distributed.watch.heartbeat import Phase
+from trainer.engine.diagnosis import check_drift, name_bad_examples
+from trainer.engine.engine import Engine
+from trainer.engine.outcome import OneStepLate, Outcome, StepReport
+from trainer.errors import ConfigError, RunError
+from trainer.record import fingerprint, resume, startup
+from trainer.record.directory import strict
+from trainer.record.opening import open_directory
+from trainer.setup import Setup, build_schedule, open_evaluator
+from trainer.task import Task
+
+STOPPED = 75  # EX_TEMPFAIL: ended by a signal after a published checkpoint; start it again
 
 
 @dataclass
-class Progress:
-    """What a run has reached beside its step; saved with it."""
+class Summary:
+    """The result of `fit`, alike on every rank."""
 
+    directory: Path
+    step: int
+    metrics: dict[str, float]
+    best: float | None
+    best_step: int | None
+    seconds: float
+    examples_per_s: float
+    flops_per_s: float
+    exit_code: int
+
+
+class RolledBack(Exception):
+    """All ranks agreed to go back to the newest checkpoint of the run in `directory`."""
+
+    def __init__(self, directory: Path, step: int):
+        super().__init__(f"going back to the newest checkpoint of {directory}")
+        self.directory = directory
+        self.step = step
+
+
+@dataclass
+class TrainState:
+    """Progress of a run, saved with every checkpoint. `step` counts global batches."""
+
+    step: int
+    run_id: str
+    sessions: list[list[int]]
     evaluated: int = -1
     metrics: dict[str, float] = field(default_factory=dict)
     best: float | None = None
     best_step: int | None = None
     best_of: str = ""
 
+    @classmethod
+    def begin(cls, world_size: int) -> TrainState:
+        return cls(0, secrets.token_hex(8), [[0, world_size]])
 
-class Stopwatch:
+    @classmethod
+    def resume(
+        cls, manifest: Manifest, progress: dict[str, Any], world_size: int, is_same_run: bool
+    ) -> TrainState:
+        """The state that a checkpoint holds; of another run it is only the step."""
+        sessions = [*manifest.sessions, [manifest.step, world_size]]
+        if not is_same_run:
+            return cls(manifest.step, secrets.token_hex(8), sessions)
+        return cls(manifest.step, manifest.run, sessions, **progress)
+
+    def advance(self) -> None:
+        self.step += 1
+
+    @contextmanager
+    def at(self, step: int) -> Iterator[None]:
+        """Another step while the block runs: it is looked at again."""
+        now = self.step
+        self.step = step
+        try:
+            yield
+        finally:
+            self.step = now
+
+    def recall(self, metrics: dict[str, float]) -> None:
+        """Take over an evaluation of this step that an earlier process recorded, if any."""
+        if metrics:
+            self.metrics = metrics
+            self.evaluated = self.step
+
+    def note(self, metrics: dict[str, float], metric: str, mode: str) -> bool:
+        """Keep an evaluation; is it the best so far by `metric`?"""
+        self.metrics = metrics
+        self.evaluated = self.step
+        best_of = f"{mode} {metric}"
+        if self.best_of != best_of:
+            self.best = None
+            self.best_step = None
+            self.best_of = best_of
+        value = metrics[metric]
+        sign = 1 if mode == "max" else -1
+        if math.isnan(value) or (self.best is not None and sign * value <= sign * self.best):
+            return False
+        self.best = value
+        self.best_step = self.step
+        return True
+
+    def progress(self) -> dict[str, Any]:
+        names = ("evaluated", "metrics", "best", "best_step", "best_of")
+        return {name: getattr(self, name) for name in names}
+
+
+class Clock:
     """Seconds that count as training: evaluating and saving do not."""
 
     def __init__(self) -> None:
@@ -67,387 +144,381 @@ class Stopwatch:
         self._paused += time.monotonic() - begun
 
 
-class Session:
-    """Built by every rank alike: first what may fail on one of them alone, then what needs all of them."""
+class Run:
+    """A run in training: batches, engine, evaluator, record, saver and state.
 
-    plan: BatchPlan
-    sampler: EpochSampler
-    ledger: Ledger
-    shard: ShardSampler
-    wrapped: nn.Module
-    schedule: Callable[[int], float]
-    verdict: list[torch.Tensor]
+    Methods that decide something decide it from values that are equal on all ranks.
+    """
 
-    def __init__(self, task: Task, group: Group, stop: StopRequest, pulse: Pulse):
-        self.task, self.group, self.stop, self.pulse = task, group, stop, pulse
-        self.config, self.world = task.config, task.world
-        self.threads = self.world.divide_threads()
-        self.strategy: Strategy = build_strategy(self.config, self.world)
-        self.precision = self.strategy.precision
-        self.ema: Ema | None = None
-        self.writer, self.directory = Writer(), Path()
-        self.datasets: dict[str, Any] = {}
-        self.loaders: dict[str, Any] = {}
-        self.optimizers: list[Optimizer] = []
-        self.means, self.verdicts = Means(), OneStepLate()
-        self.objectives: dict[str, Objective] = {}
-        self._elements: dict[str, int] = {}
-        self.metrics: dict[str, Any] = {}
-        self.progress, self.watch = Progress(), Stopwatch()
-        self.replaced: dict[str, int] = {}
-        self.run_id, self.sessions = secrets.token_hex(8), [[0, self.world.world_size]]
-        self.num_steps = self.num_skipped = 0
-        self.is_stopped = self.is_save_due = self.is_asked = False
+    def __init__(
+        self, task: Task, setup: Setup, origin: resume.Origin, rolled_back: Collection[int] = ()
+    ):
+        """Build what training needs, restored from `origin`, and open the run directory.
 
-    def build_training(self, origin: rundir.Origin) -> Restored:
-        """Everything up to the first step but the record, restored from `origin`."""
-        self.pulse.at(Phase.BUILD)
-        with self.group.agreed("building data and model"):
-            self._open_train()
-            self._open_eval()
-            self._build_model()
-        self.group.check_equal(fingerprint.of_built(self.datasets, self.task.model))
-        self._wrap()
-        return self._restore(origin)
-
-    def build_evaluation(self, origin: rundir.Origin) -> Restored:
-        with self.group.agreed("building data and model"):
-            self._open_eval()
-            self._build_model()
-        self.group.check_equal(fingerprint.of_built(self.datasets, self.task.model))
-        self.strategy.place(self.task.model)
-        self._begin_ema()
-        return self._restore(origin)
-
-    def prepare(self, batch: Any, indices: torch.Tensor, split: Split, epoch: int) -> MicroBatch:
-        """(inputs, targets) of a micro-batch: split, augmented, in the dtype of the weights."""
-        inputs, targets = self.task.split_batch(batch)
-        random = Random(self.config.run.seed, split, epoch, indices)
-        inputs, targets = self.task.augment(inputs, targets, random, split == "train")
-        return self.strategy.lay_out(self.precision.cast(inputs)), self.precision.cast(targets)
-
-    def objective(self, name: str, loss: Callable[[Any, Any], Values]) -> Objective:
-        """The one of this name, made when it is first asked for."""
-        if name not in self.objectives:
-            ranks, batch = self.strategy.data_parallel_size, self.config.data.global_batch
-            made = Objective(loss, self.means, batch, ranks, name, self.group.share_number)
-            made.elements = self._elements.get(name, 0)
-            self.objectives[name] = made
-        self.objectives[name].stop = self.is_asked
-        return self.objectives[name]
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """The model as it is evaluated: with the moving average of its weights where there is one."""
-        return self.ema.swapped() if self.ema else nullcontext()
-
-    def set_rates(self, factor: float) -> None:
-        factor *= self.rate_scale
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial"]["lr"] * factor
-
-    # Data and model ---------------------------------------------------------------------------------------------------
-
-    def _open_train(self) -> None:
-        config, device = self.config, self.world.device
-        data: Any = self.task.build_dataset("train")
-        self.datasets["train"] = data
-        num_examples = check_dataset(data, "train", config.data.path)
-        if config.data.global_batch > num_examples:
-            given = f"data.global_batch={config.data.global_batch}"
-            raise ConfigError(f"{given}: must be at most the {num_examples} training examples")
-        ranks, rank = self.strategy.data_parallel_size, self.strategy.data_parallel_rank
-        micro_batch = check_batch(config.data.global_batch, config.data.micro_batch, ranks)
-        self.plan = BatchPlan(num_examples, config.data.global_batch, micro_batch, ranks)
-        beside = index_device(data, config.data.path, device)
-        self.sampler = EpochSampler(self.plan, config.run.seed, rank, beside)
-        self.ledger = Ledger(self.plan, rank)
-        self.loaders["train"] = open_loader(
-            data, self.sampler, config.data, config.run.seed, "train", device
+        `rolled_back` are the steps that the run has gone back from. Raises CheckpointError for
+        the checkpoint of another model, optimizer or data set. A collective.
+        """
+        config = setup.config
+        ranks = setup.ranks
+        self.config = config
+        self.world = setup.world
+        self.saver = Saver(Path())
+        self.state = TrainState.begin(self.world.world_size)
+        self._task = task
+        self._datasets = setup.datasets
+        self._ranks = ranks
+        self._rolled_back = rolled_back
+        self._reports = OneStepLate()
+        self._num_skipped = 0
+        self._is_stopped = False
+        self._is_save_wanted = False
+        self._clock = Clock()
+        with ranks.group.agreed("planning the run"):
+            self.batches = Batches(
+                setup.datasets["train"],
+                config,
+                setup.mesh,
+                setup.prepare,
+                ranks.group,
+                ranks.heartbeat,
+            )
+            epochs = config.run.epochs * self.batches.steps_per_epoch
+            self.num_steps = config.run.steps or epochs
+            schedule = build_schedule(task, self.num_steps)
+        self.engine = Engine(
+            config,
+            task,
+            setup.strategy,
+            setup.precision,
+            schedule,
+            self.batches.of_step(0),
+            ranks,
+            self.wants_stop,
         )
-        self.num_steps = config.run.steps or config.run.epochs * self.plan.steps_per_epoch
-        self.rate_scale = rate_scale(config)
-        self.schedule = self.task.build_schedule(self.num_steps)
-        is_configured = type(self.task).build_schedule is Task.build_schedule
-        name = f"schedule ({config.schedule['_target_']})" if is_configured else "build_schedule"
-        try:
-            ends = [float(self.schedule(step)) for step in (0, self.num_steps - 1)]
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{name}: must give factor(step), a number: {error}") from None
-        if not all(map(math.isfinite, ends)):
-            raise ConfigError(f"{name}: gives the factors {ends}: must be finite")
+        self.evaluator = open_evaluator(task, setup, self.engine.ema, self.wants_stop)
+        manifest, skipped = self._restore(origin)
+        self._check_metrics()
+        opened = open_directory(config, self.world.launcher, ranks, origin, self.step, setup.model)
+        self.directory = opened.directory
+        self.record = opened.record
+        self.saver = opened.saver
+        self.state.recall(opened.evaluation)
+        self._first_step = self.state.step
+        self._began_s = self._clock.read()
+        self._logged = (self.state.step, self._began_s)
+        self._announce(setup, origin, manifest, [*opened.warnings, *skipped])
 
-    def _open_eval(self) -> None:
-        config, device = self.config, self.world.device
-        data = self.task.build_dataset("eval")
-        if data is None:
+    @property
+    def model(self) -> nn.Module:
+        return self.engine.model
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Write how it ended, where it failed, and close everything."""
+        if error is not None:
+            code = 2 if isinstance(error, ConfigError) else 1
+            reason = f"{type(error).__name__}: {error}"
+            self.record.exit(code, reason, {"step": self.state.step})
+        self.saver.close()
+        self.record.close()
+        self.batches.close()
+
+    def _announce(
+        self, setup: Setup, origin: resume.Origin, manifest: Manifest | None, lines: list[str]
+    ) -> None:
+        """Show what is about to run: ranks, layout, batch arithmetic, data, model, changes."""
+        config = self.config
+        strategy = setup.strategy
+        ranks = self._ranks.group.gather_text(startup.describe_rank(self.world))
+        self.record.table(startup.RANK_COLUMNS, startup.rank_rows(ranks))
+        self.record.say(startup.layout(config, self.world, setup.threads))
+        told = startup.arithmetic(config, self.batches.plan, self.num_steps)
+        told += [startup.describe_data(split, data) for split, data in self._datasets.items()]
+        told += [startup.describe_model(self.model), f"run directory: {self.directory}", *lines]
+        if config.run.resume == "auto" and manifest is None:
+            told.append("run.resume=auto found nothing to go on from: a fresh start")
+        if manifest is not None:
+            told += startup.resumed(config, manifest.config, self.step, self.num_steps)
+        told += strategy.list_remarks(is_resumed=manifest is not None)
+        for line in told:
+            self.record.say(line)
+        if not origin.is_resumed:
+            self.record.hyper_parameters(config.flat())
+        if config.log.images:
+            inputs, _ = next(iter(self.batches.of_step(self.step % self.num_steps)))
+            self.record.images(self.step, inputs)
+
+    # Decisions ----------------------------------------------------------------------------------
+
+    @property
+    def is_stopped(self) -> bool:
+        """Did the ranks agree to stop before the end?"""
+        return self._is_stopped
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_stopped or self.state.step >= self.num_steps
+
+    @property
+    def is_evaluation_owed(self) -> bool:
+        """Was the run stopped before an evaluation that is due?"""
+        return self.is_due(self.config.eval) and self.state.evaluated < self.state.step
+
+    def is_due(self, block: Log | Eval | Checkpoint) -> bool:
+        """Is it time for logging, evaluating or saving? Always at the end of the run."""
+        step = self.state.step
+        if step == 0 or step == self.num_steps:
+            return step > 0
+        if block.every_steps and step % block.every_steps == 0:
+            return True
+        epochs = getattr(block, "every_epochs", None)
+        return epochs is not None and step % (epochs * self.batches.steps_per_epoch) == 0
+
+    def wants_stop(self) -> bool:
+        """Does this rank ask all ranks to stop?"""
+        return bool(self._ranks.stop) or self.saver.has_failed
+
+    @property
+    def wants_save(self) -> bool:
+        """Is a checkpoint wanted that is not due?"""
+        return self._is_save_wanted
+
+    def request_save(self) -> Path:
+        """Have the state after this step published; where it will be."""
+        self._is_save_wanted = True
+        return self.saver.path_of(self.state.step + 1)
+
+    def react(self, outcome: Outcome) -> None:
+        """Decide on the outcome of the step before: on a GPU, this one is still being computed.
+
+        Raises ConfigError where train_step returned no outcome, RunError where
+        `run.on_bad_step` ends the run, RolledBack where it goes back.
+        """
+        self._ranks.heartbeat.end_step()
+        if not isinstance(outcome, Outcome):
+            given = f"train_step returned {type(outcome).__name__}"
+            raise ConfigError(f"{given}: end it with return self.update(batch)")
+        self._judge(self._reports.push(outcome), self.state.step - 1)
+
+    def _judge(self, report: StepReport | None, step: int) -> None:
+        if report is None:
             return
-        self.datasets["eval"] = data
-        ranks, rank = self.strategy.data_parallel_size, self.strategy.data_parallel_rank
-        default = check_batch(config.data.global_batch, config.data.micro_batch, ranks)
-        num_examples = check_dataset(data, "eval", config.data.path)
-        beside = index_device(data, config.data.path, device)
-        self.shard = ShardSampler(
-            num_examples, config.eval.micro_batch or default, rank, ranks, beside
-        )
-        self.loaders["eval"] = open_loader(
-            data, self.shard, config.data, config.run.seed, "eval", device
-        )
-        self.metrics = {
-            name: metric.to(device) for name, metric in self.task.build_metrics("eval").items()
-        }
+        if not report.has_weight:
+            why = "the weights of its examples sum to 0, so no weight was updated"
+            self.record.say(f"warning: step {step}: {why}")
+        elif report.is_skipped:
+            self._judge_skipped(step)
+        else:
+            self._num_skipped = 0
+        if report.is_stop_requested and self.state.step < self.num_steps:
+            self._is_stopped = True
 
-    def _build_model(self) -> None:
-        torch.manual_seed(self.config.run.seed)
-        model = self.task.build_model()
-        if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"build_model returned a {type(model).__name__}: must be a torch.nn.Module"
-            )
-        self.task.model = self.wrapped = model.train()
+    def _judge_skipped(self, step: int) -> None:
+        """Apply `run.on_bad_step` to a step that was not finite and changed nothing."""
+        policy = self.config.run.on_bad_step
+        precision = self.engine.precision
+        self._num_skipped += 1
+        if precision.is_scaled and self._num_skipped < precision.max_skipped:
+            why = "the scaled gradient is not finite, so the update was skipped"
+            self.record.say(f"warning: step {step}: {why}")
+            return
+        line = f"step {step}: {self._name_bad_examples(step)}"
+        if self._num_skipped == precision.max_skipped:
+            count = f"no finite gradient in {self._num_skipped} steps on end"
+            raise RunError(f"{line}; and {count}")
+        is_repeated = step in self._rolled_back
+        if policy == "stop" or is_repeated:
+            again = "again, so it is not chance; " if is_repeated else ""
+            advice = f"look at it with python -m trainer.replay {self.directory} step={step}"
+            raise RunError(f"{line}; {again}{advice}")
+        if policy == "rollback":
+            self.record.say(f"warning: {line}; going back to the newest checkpoint")
+            with self._ranks.group.agreed("going back to a checkpoint"):
+                self.saver.withdraw(step)
+            raise RolledBack(self.directory, step)
+        self.record.say(f"warning: {line}; the update was skipped")
 
-    def _wrap(self) -> None:
-        """Wrap the model around a rehearsed micro-batch, then build what needs its parameters."""
-        config, model = self.config, self.task.model
-        rehearsal = next(iter(self.share_of(0)))
-        torch.manual_seed(config.run.seed)  # lazy layers draw their weights in the rehearsal
-        self.wrapped = self.strategy.wrap(model, rehearsal, self.objective("loss", self.task.loss))
-        self.strategy.tell_gradients(self.pulse.reduce)
-        self.means.clear()
-        built = self.task.build_optimizer(model)
-        self.optimizers = built if isinstance(built, list) else [built]
-        if other := next(
-            (type(found).__name__ for found in self.optimizers if not isinstance(found, Optimizer)),
-            None,
-        ):
-            raise ConfigError(
-                f"build_optimizer returned a {other}: must be an optimizer, or a list of them"
-            )
-        for optimizer in self.optimizers:
-            remember_options(optimizer)
-        self._begin_ema()
+    def _name_bad_examples(self, step: int) -> str:
+        batch = self.batches.of_step(step - 1)
+        with self.state.at(step - 1):
+            return name_bad_examples(self.engine, self._task, batch, self._ranks.group)
 
-    def share_of(self, step: int) -> Share:
-        """This rank's micro-batches of any step, read in this process."""
-        epoch, start = divmod(step, self.plan.steps_per_epoch)
-        sampler = EpochSampler(
-            self.plan, self.config.run.seed, self.strategy.data_parallel_rank, self.sampler.device
-        )
-        sampler.set_epoch(epoch, start)
-        pieces = FixedSampler(list(islice(sampler, self.plan.accumulation)), epoch)
-        loader = self.loaders["train"]
-        if isinstance(loader, ResidentLoader):
-            return Share(self, epoch, list(loader.over(pieces)))
-        here, seed, data = (
-            replace(self.config.data, workers=0),
-            self.config.run.seed,
-            self.datasets["train"],
-        )
-        return Share(
-            self, epoch, list(open_loader(data, pieces, here, seed, "train", self.world.device))
-        )
+    # Record -------------------------------------------------------------------------------------
 
-    def _begin_ema(self) -> None:
-        if (decay := self.config.run.ema_decay) is not None:
-            self.ema = Ema(self.strategy.module, decay)
+    def scalars(self) -> dict[str, float]:
+        """Means since the last log, the rate, and the speed. A collective."""
+        self._ranks.heartbeat.enter(Phase.LOG)
+        self._warn_of_unreadable()
+        means = self.engine.means.read(self._ranks.group)
+        seconds = self._clock.read()
+        step, then = self._logged
+        self._logged = (self.state.step, seconds)
+        examples = (self.state.step - step) * self.config.data.global_batch
+        values = {f"train/{name}": mean for name, mean in means.items()}
+        values["optim/lr"] = float(self.engine.optimizers[0].param_groups[0]["lr"])
+        values["speed/examples_per_s"] = examples / max(seconds - then, 1e-9)
+        return values
 
-    # State ------------------------------------------------------------------------------------------------------------
+    def observe(self) -> None:
+        """Compare the ranks' state where that is due, and show progress."""
+        step = self.state.step
+        every = self.config.dist.drift_every_steps
+        if every and step % every == 0 and self.world.world_size > 1:
+            state = {
+                "model": self.engine.strategy.shards(),
+                "optimizers": self.engine.optimizer_states(),
+            }
+            check_drift(self._ranks.group, step, state)
+        self.record.progress(step, self.num_steps)
+        self.record.observe(step, self.model)
 
-    def save(self) -> Path:
-        """Publish the state after the task's step; one that is published already is left as it is. A collective."""
-        step, progress = self.task.step, self.progress
-        self.pulse.at(Phase.SAVE)
-        path, self.is_save_due = self.path_of(step), False
-        state = self.strategy.state_dict(self.wrapped, self.optimizers)
-        rows = self.means.reduced(self.group)
-        self.ledger.close(self.group)
-        self.gather_replaced()
-        parts = {
-            "model.pt": state["model"],
-            "training.pt": {
-                "optimizers": state["optimizers"],
-                "rows": rows,
-                "elements": {
-                    name: objective.elements for name, objective in self.objectives.items()
-                },
-                "precision": self.precision.state_dict(),
-                "ema": self.ema.state_dict() if self.ema else {},
-                "progress": asdict(progress),
-            },
-        }
-        metrics = progress.metrics if progress.evaluated == step else {}
-        facts = {
+    def _warn_of_unreadable(self) -> None:
+        for index in self.batches.gather_replaced():
+            why = "cannot be read: the next that can is taken instead"
+            self.record.say(f"warning: train example {index} {why}")
+
+    def evaluate(self) -> dict[str, float]:
+        """`{"eval/loss": ...}`; empty where the ranks agreed to stop meanwhile."""
+        with self._clock.paused():
+            metrics = self.evaluator.evaluate()
+        if metrics is None:
+            self._is_stopped = True
+        return metrics or {}
+
+    def note(self, metrics: dict[str, float]) -> None:
+        """Enter an evaluation in the record; the best so far is saved."""
+        if not metrics:
+            return
+        block = self.config.checkpoint
+        is_best = self.state.note(metrics, block.metric, block.best_mode)
+        self.record.scalars(self.state.step, metrics)
+        self.record.say(f"step {self.state.step:,}: {startup.metric_line(metrics)}")
+        if is_best and block.keep_best > 0:
+            self._is_save_wanted = True
+
+    def _check_metrics(self) -> None:
+        """Evaluate one micro-batch: a mistake in `metrics` shows now, not after an epoch."""
+        names = self.evaluator.rehearse()
+        best = self.config.checkpoint.metric
+        if names and best not in names:
+            near = suggest(best, names)
+            must = f"must be one of {', '.join(names)}{near}"
+            raise ConfigError(f"checkpoint.best_metric={best}: {must}")
+
+    # State --------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Publish the state; one that is published already is left as it is. A collective."""
+        with self._clock.paused():
+            self._judge(self._reports.flush(), self.state.step)  # before it is published
+            self._save()
+
+    def _save(self) -> None:
+        self._ranks.heartbeat.enter(Phase.SAVE)
+        self._is_save_wanted = False
+        group = self._ranks.group
+        state = self.state
+        model = self.engine.strategy.shards()
+        training = {**self.engine.state_dict(), "progress": state.progress()}
+        self.batches.ledger.close(group)
+        self._warn_of_unreadable()
+        facts = self._facts()
+        with group.agreed("saving a checkpoint"):
+            self.saver.settle()
+            if not self.saver.path_of(state.step).exists():
+                self.record.note(state.step, {"ledger": facts["ledger"]})
+                parts = {MODEL: model, TRAINING: training}
+                self.saver.save(state.step, parts, facts, state.best_step)
+
+    def _facts(self) -> dict[str, Any]:
+        """The manifest's, beside files and step."""
+        state = self.state
+        is_evaluated = state.evaluated == state.step
+        return {
             "config": self.config.flat(),
-            "data": fingerprint.of_data(self.datasets),
-            "run": self.run_id,
+            "data": fingerprint.of_data(self._datasets),
+            "run": state.run_id,
             "run_hash": self.config.run_hash(),
             "strategy": self.config.strategy.name,
             "world_size": self.world.world_size,
-            "sessions": self.sessions,
-            "ledger": self.ledger.chain,
-            "replaced": self.replaced,
-            "metrics": rundir.strict(metrics),
+            "sessions": state.sessions,
+            "ledger": self.batches.ledger.chain,
+            "replaced": self.batches.replaced,
+            "metrics": strict(state.metrics if is_evaluated else {}),
         }
-        with self.group.agreed("saving a checkpoint"):
-            self.writer.settle()
-            if not path.exists():
-                self.writer.save(step, parts, facts, progress.best_step)
-        return path
 
-    def settle(self) -> None:
-        """Wait until the last step is published. Raises RunError where it could not be. A collective."""
-        path = self.path_of(self.task.step)
-        with self.group.agreed("saving a checkpoint"):
-            self.writer.settle()
-            if self.world.rank == 0 and not path.exists():
-                raise RunError(
-                    f"{path}: could not be saved, so the run's last step is lost; make room and resume"
-                )
-
-    def withdraw(self, step: int) -> None:
-        """Move the checkpoints of `step` and later aside. A collective."""
-        with self.group.agreed("going back to a checkpoint"):
-            self.writer.settle()
-            for number, path in (
-                checkpoint.steps(self.directory / "checkpoints").items()
-                if self.world.rank == 0
-                else ()
-            ):
-                if number >= step:
-                    checkpoint.set_aside(path)
-
-    @property
-    def wants_stop(self) -> bool:
-        """Whether this rank was asked to stop, or cannot go on."""
-        return bool(self.stop) or self.writer.has_failed
-
-    def _restore(self, origin: rundir.Origin) -> Restored:
-        """Rank 0 reads and verifies, all ranks load the same bytes.
-
-        Raises CheckpointError for the checkpoint of another model, optimizer or data set.
-        """
-        found: checkpoint.Loaded | None = None
-        skipped: list[str] = []
-        with self.group.agreed("reading the checkpoint"):
-            if self.world.rank == 0:
-                found, skipped = rundir.read(origin)
-        facts = [found.manifest if found else None, skipped, origin.is_resumed]
-        restored = Restored(*json.loads(self.group.share_text(json.dumps(facts))))
+    def _restore(self, origin: resume.Origin) -> tuple[Manifest | None, list[str]]:
+        group = self._ranks.group
+        restored, skipped = read_on_all_ranks(group, lambda: resume.read(origin))
+        if restored is None:
+            return None, skipped
         manifest = restored.manifest
-        if manifest is None:
-            return restored
-        state = {}
-        for name in sorted(manifest["files"]):
-            data = self.group.share_bytes(found.files[name] if found else None)
-            state[name] = packing.unpack(data, torch.device("cpu"))
-        if absent := {"model.pt", "training.pt"} - state.keys():
-            raise CheckpointError(
-                f"{self.path_of(manifest['step']).name}: holds no {min(absent)}: not one of a run"
-            )
-        training = state["training.pt"]
-        if self.optimizers:
-            fingerprint.check_data(self.datasets, manifest["data"])
-            self.means.load(training["rows"])
-            self.ledger.step, self.ledger.chain = manifest["step"], manifest["ledger"]
-            self.replaced = dict(manifest["replaced"])
-            self._elements = training["elements"]
-            self.objectives.clear()
-            self.precision.load_state_dict(training["precision"])
-            if restored.is_resumed:
-                self.run_id = manifest["run"]
-                self.progress = Progress(**training["progress"])
-        loaded = {"model": state["model.pt"], "optimizers": training["optimizers"]}
-        self.strategy.load_state_dict(self.wrapped, self.optimizers, loaded)
-        if self.ema:
-            self.ema.load_state_dict(training["ema"])
-        self.task.step = manifest["step"]
-        self.sessions = [*manifest["sessions"], [manifest["step"], self.world.world_size]]
-        if self.optimizers and self.task.step > self.num_steps:
-            name = "run.epochs" if self.config.run.steps is None else "run.steps"
-            reached = f"the run to resume is at step {self.task.step:,} already, and it asks for {self.num_steps:,}"
-            raise ConfigError(
-                f"{name}={getattr(self.config.run, name[4:])}: {reached}; ask for more"
-            )
-        return restored
+        training = restored.training
+        fingerprint.check_data(self._datasets, manifest.data)
+        self.engine.load_state_dict(restored.model, training)
+        self.batches.restore(manifest.step, manifest.ledger or "", manifest.replaced)
+        progress = training["progress"]
+        size = self.world.world_size
+        is_same_run = group.share_text("yes" if origin.is_resumed else "") == "yes"
+        self.state = TrainState.resume(manifest, progress, size, is_same_run)
+        if self.state.step > self.num_steps:
+            run = self.config.run
+            asked = f"run.epochs={run.epochs}" if run.steps is None else f"run.steps={run.steps}"
+            reached = f"the run to resume is at step {self.state.step:,} already"
+            wanted = f"it asks for {self.num_steps:,}; ask for more"
+            raise ConfigError(f"{asked}: {reached}, and {wanted}")
+        return manifest, skipped
 
-    def gather_replaced(self) -> None:
-        """Bring together, from all ranks, which training examples could not be read; say those that are new."""
-        if self.config.data.on_error != "skip":
-            return
-        told = self.group.gather_text(json.dumps(getattr(self.loaders["train"], "replaced", {})))
-        found = {place: other for line in told for place, other in json.loads(line).items()}
-        known, unreadable = (
-            {place.split("/")[1] for place in places} for places in (self.replaced, found)
+    def finish(self) -> Summary:
+        """Publish the last state, write how the run ended, and sum it up. A collective."""
+        self._ranks.heartbeat.enter(Phase.END)
+        group = self._ranks.group
+        state = self.state
+        stop = self._ranks.stop
+        self._judge(self._reports.flush(), state.step)
+        if self._is_stopped:
+            self.record.progress(state.step, state.step)
+        self._save()  # where it is not there yet: after a stop, or with nothing left to do
+        with group.agreed("saving a checkpoint"):
+            self.saver.settle(state.step)
+        summary = self._sum_up()
+        again = startup.resume_command(self.world, self.directory)
+        steps = state.step - self._first_step
+        block = self.config.checkpoint
+        for line in startup.ending(summary, self.num_steps, steps, block.metric, stop.name, again):
+            self.record.say(line)
+        facts = {"step": state.step, "metrics": state.metrics, "best": state.best}
+        self.record.exit(summary.exit_code, "stopped" if self._is_stopped else "done", facts)
+        # SIGTERM is also scancel's, and then nobody wants a requeue; SLURM requeues a preempted job
+        is_asked = self._is_stopped and group.max(stop.name in REQUEUE)[0]
+        if is_asked and self.world.rank == 0 and (line := requeue()):
+            self.record.say(line)
+        return summary
+
+    def _sum_up(self) -> Summary:
+        state = self.state
+        seconds = self._clock.read() - self._began_s
+        examples = (state.step - self._first_step) * self.config.data.global_batch
+        speed = examples / max(seconds, 1e-9)
+        return Summary(
+            directory=self.directory,
+            step=state.step,
+            metrics=state.metrics,
+            best=state.best,
+            best_step=state.best_step,
+            seconds=seconds,
+            examples_per_s=speed,
+            flops_per_s=speed * self.engine.strategy.flops,
+            exit_code=STOPPED if self._is_stopped else 0,
         )
-        for index in sorted(unreadable - known, key=int):
-            self.writer.say(
-                f"warning: train example {index} cannot be read: the next that can is taken instead"
-            )
-        self.replaced |= found
-        if (count := len(known | unreadable)) > (most := max(10, self.plan.num_examples // 100)):
-            raise RunError(
-                f"data.on_error=skip: {count} train examples cannot be read; at most {most} may"
-            )
-
-    def path_of(self, step: int) -> Path:
-        return self.directory / "checkpoints" / f"step-{step:08d}"
-
-    # Record -----------------------------------------------------------------------------------------------------------
-
-    def open_record(self, origin: rundir.Origin, restored: Restored) -> None:
-        """Make the run directory or take the resumed one, open the writer, and say what is about to run."""
-        step = self.task.step
-        directory, recorded, room = "", "{}", list[str]()
-        with self.group.agreed("making the run directory"):
-            if self.world.rank == 0:
-                path, lease = rundir.create(self.config, origin, step, self.world.launcher)
-                directory, recorded = str(path), json.dumps(rundir.recorded(path, step))
-                block = self.config.checkpoint
-                room = report.lack_of_room(path, self.task.model, block.keep_last + block.keep_best)
-                settings = (self.config.log, self.config.checkpoint, lease)
-                self.writer = open_writer(0, path, step, restored.is_resumed, *settings)
-        self.directory = Path(self.group.share_text(directory))
-        self.pulse.tell(str(self.directory.absolute()))
-        if metrics := json.loads(self.group.share_text(recorded)):
-            self.progress.metrics, self.progress.evaluated = metrics, step
-        ranks = self.group.gather_text(report.describe_rank(self.world))
-        self.writer.table(report.RANK_COLUMNS, report.rank_rows(ranks))
-        backend = choose_backend(self.config.dist, self.world)
-        lines = [report.layout(self.config, self.world, backend, self.threads)]
-        lines += report.arithmetic(self.config, self.plan, self.num_steps)
-        lines += [report.describe_data(split, data) for split, data in self.datasets.items()]
-        lines += [
-            report.describe_model(self.task.model),
-            f"run directory: {self.directory}",
-            *room,
-            *restored.skipped,
-        ]
-        if self.config.run.resume == "auto" and restored.manifest is None:
-            lines.append("run.resume=auto found nothing to go on from: a fresh start")
-        if restored.manifest is not None:
-            lines += report.resumed(self.config, restored.manifest, step, self.num_steps)
-        if not restored.is_resumed:
-            self.writer.hyper_parameters(self.config.flat())
-        for line in lines:
-            self.writer.say(line)
-
-
-class Share:
-    """This rank's micro-batches of one step, prepared one by one as they are taken."""
-
-    def __init__(self, session: Session, epoch: int, batches: list[tuple[Any, torch.Tensor]]):
-        self.session, self.epoch, self.batches = session, epoch, batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        session = self.session
-        first = session.strategy.data_parallel_rank * len(self.batches)
-        for number, (batch, indices) in enumerate(self.batches, first):
-            if number > first:  # the loop has said so of the first
-                session.pulse.at(Phase.COMPUTE)
-            prepared = session.prepare(batch, indices, "train", self.epoch)
-            session.writer.images(prepared[0])
-            seed_layers(session.config.run.seed, session.task.step, number, session.world.device)
-            yield prepared

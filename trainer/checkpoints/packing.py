@@ -1,4 +1,4 @@
-"""What a checkpoint's files hold: tensors and plain values, in torch's format and without pickled objects."""
+"""Files of tensors and plain values, in torch's format and without pickled objects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.errors import CheckpointError
 
 
 def packed(parts: Mapping[str, Any]) -> Iterator[tuple[str, memoryview]]:
-    """(name, content) of each part, made when it is asked for: a state's parts need not be in memory together.
+    """(name, content) of each part, made on demand: the bytes of one are in memory at a time.
 
     Raises CheckpointError for what could not be loaded again.
     """
@@ -30,9 +30,8 @@ def unpack(data: bytes, device: torch.device) -> Any:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             entries = archive.infolist()
-        if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(
-            e.file_size for e in entries
-        ) > len(data):
+        is_stored = all(e.compress_type == zipfile.ZIP_STORED for e in entries)
+        if not is_stored or sum(e.file_size for e in entries) > len(data):
             raise ValueError(
                 "compressed or overlapping entries"
             )  # a small file would fill the memory
@@ -94,10 +93,12 @@ def _check_plain(part: Any, name: str) -> None:
 
 
 def _check_loaded(tree: Any, most: int) -> None:
-    """Refuse what we would not have saved. A list that holds itself, or the same one many times, has no end."""
-    pending, seen = [tree], 0
+    """Refuse what `packed` would not write. A list that holds itself has no end."""
+    pending = [tree]
+    seen = 0
     while pending:
-        part, seen = pending.pop(), seen + 1
+        part = pending.pop()
+        seen += 1
         if seen > most:
             raise ValueError("a value that holds itself")
         if isinstance(part, Mapping):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from trainer.data.order import BatchPlan, Order
-from trainer.engine.means import Gathers
+from trainer.distributed.group import Group
 
 CLOSE_EVERY = 4096  # steps whose indices are kept until then
 
@@ -21,24 +21,30 @@ class Ledger:
     """`note` each step as its batches are taken; `close` when the chain is wanted. Every rank does both."""
 
     def __init__(self, plan: BatchPlan, rank: int):
-        self.step, self.chain = 0, ""
+        self.step = 0
+        self.chain = ""
         self._start = plan.micro_batches(rank)[0][0]
         self._pending: list[Sequence[torch.Tensor]] = []
 
-    def note(self, indices: Sequence[torch.Tensor], ranks: Gathers) -> None:
+    def restore(self, step: int, chain: str) -> None:
+        """Continue after `step`, whose chain a checkpoint holds."""
+        self.step = step
+        self.chain = chain
+
+    def note(self, indices: Sequence[torch.Tensor], group: Group) -> None:
         """This rank's example indices of the next step, a tensor for each micro-batch."""
         self._pending.append(indices)
         if len(self._pending) == CLOSE_EVERY:
-            self.close(ranks)
+            self.close(group)
 
-    def close(self, ranks: Gathers) -> None:
+    def close(self, group: Group) -> None:
         """Enter the steps noted so far. A collective."""
         if not self._pending:
             return
         table = torch.cat([part for step in self._pending for part in step]).view(
             len(self._pending), -1
         )
-        parts = ranks.gather(digests(table, self._start))
+        parts = group.gather(digests(table, self._start))
         for digest in sum(part.cpu() for part in parts).tolist():  # type: ignore[union-attr]
             self.chain = extend(self.chain, self.step, digest)
             self.step += 1

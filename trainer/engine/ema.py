@@ -12,9 +12,10 @@ from trainer.errors import CheckpointError
 
 
 class Ema:
-    """After each step, average = decay x average + (1 - decay) x weight; begun at the first weights.
+    """After each step: average = decay x average + (1 - decay) x weight, from the first weights.
 
-    Parameters are averaged, buffers are the model's. Every rank makes the same average of the same weights.
+    Parameters are averaged, buffers are the model's. Every rank makes the same average of the
+    same weights.
     """
 
     def __init__(self, model: nn.Module, decay: float):

@@ -1,98 +1,149 @@
-"""Evaluation: every example of the eval split counts exactly once, whatever the layout."""
+"""Evaluation: every example of the eval split counts exactly once, in any layout."""
 
 from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from trainer.data.randomness import seed_layers
+from trainer.data.batches import EvalBatches, count_rows
+from trainer.distributed.ranks import Ranks
 from trainer.distributed.watch.heartbeat import Phase
-from trainer.engine.means import Means, count_rows, weigh
+from trainer.engine.ema import Ema
+from trainer.engine.means import Means, Values, weigh
+from trainer.engine.precision import Precision
 from trainer.errors import ConfigError
-from trainer.run import Session
+from trainer.strategy.base import Strategy
 
-STOP_EVERY_S = 0.5
-
-
-class Stopped(Exception):
-    """All ranks agreed, within an evaluation, to stop."""
+ASK_EVERY_S = 0.5  # how often the ranks agree on whether to stop
 
 
-def score(session: Session, limit: int | None = None) -> dict[str, float]:
-    """`{"eval/loss": ...}`, alike on every rank; what pads a shard is cut off before it is counted.
+class Hooks(Protocol):
+    """The methods of a task that evaluation calls."""
 
-    With `limit`, so many micro-batches only, and the names of the metrics are compared over the ranks. A collective.
-    Raises Stopped where a rank was asked to stop.
-    """
-    means, task, every, begun = Means(), session.task, 1, time.monotonic()
-    if "eval" not in session.loaders:
-        return {}
-    task.model.eval()
-    batches = zip(islice(session.loaders["eval"], limit), session.shard.rows, strict=False)
-    with session.group.agreed("trying metrics") if limit is not None else nullcontext():
-        for number, ((batch, indices), rows) in enumerate(batches, 1):
-            session.pulse.at(Phase.EVALUATE)
-            inputs, targets = session.prepare(batch, indices, "eval", 0)
-            seed_layers(session.config.run.seed, -1, number, session.world.device)
-            _count(session, means, session.strategy.forward(session.wrapped, inputs), targets, rows)
-            if number % every == 0 and limit is None:
-                asked, seconds = session.group.max(
-                    float(session.wants_stop), time.monotonic() - begun
-                )
-                if asked:
-                    raise Stopped
-                every = max(1, int(number * STOP_EVERY_S / max(seconds, 1e-9)))
-    task.model.train()
-    if limit is not None:
-        _check_names(session, means.names())
-    values = means.read(session.group)
-    for name, metric in session.metrics.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a rank that had no row to update it with
-            values[name] = metric.compute().item()
-        metric.reset()
-    return {
-        f"eval/{name}": float(value)
-        for name, value in (values | task.summarize(dict(values))).items()
-    }
+    def loss(self, outputs: Any, targets: Any) -> Values: ...
+    def metrics(self, outputs: Any, targets: Any) -> dict[str, Values]: ...
+    def summarize(self, means: dict[str, float]) -> dict[str, float]: ...
 
 
-def _count(session: Session, means: Means, outputs: Any, targets: Any, rows: int) -> None:
-    with session.precision.autocast():
-        returned = session.task.metrics(outputs, targets)
-        if "loss" in returned:
-            raise ConfigError(
-                "metrics returned a value called loss: the loss is there already; choose another name"
+class Evaluator:
+    """Evaluates a model over all ranks, as often as asked."""
+
+    def __init__(
+        self,
+        hooks: Hooks,
+        batches: EvalBatches | None,
+        metrics: Mapping[str, Any],
+        strategy: Strategy,
+        precision: Precision,
+        ema: Ema | None,
+        ranks: Ranks,
+        wants_stop: Callable[[], bool],
+    ):
+        """`metrics` are torchmetrics by name; without `batches` there is nothing to evaluate."""
+        self._hooks = hooks
+        self._batches = batches
+        self._metrics = metrics
+        self._strategy = strategy
+        self._precision = precision
+        self._ema = ema
+        self._group = ranks.group
+        self._heartbeat = ranks.heartbeat
+        self._wants_stop = wants_stop
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float] | None:
+        """`{"eval/loss": ...}`, alike on every rank; None where a rank was asked to stop.
+
+        Padding is cut off before anything is counted. A collective.
+        """
+        if self._batches is None:
+            return {}
+        means = Means()
+        every = 1
+        begun = time.monotonic()
+        with self._averaged():
+            for number, (inputs, targets, rows) in enumerate(self._batches, 1):
+                self._heartbeat.enter(Phase.EVALUATE)
+                self._count(means, self._strategy.forward(inputs), targets, rows)
+                if number % every == 0:
+                    asked, seconds = self._agree(begun)
+                    if asked:
+                        self._strategy.module.train()
+                        return None
+                    every = max(1, int(number * ASK_EVERY_S / max(seconds, 1e-9)))
+        return self._finish(means)
+
+    @torch.no_grad()
+    def rehearse(self) -> list[str]:
+        """Evaluate one micro-batch; the names of the metrics. A collective.
+
+        Raises ConfigError where they differ between ranks.
+        """
+        if self._batches is None:
+            return []
+        means = Means()
+        with self._averaged(), self._group.agreed("trying metrics"):
+            for inputs, targets, rows in islice(self._batches, 1):
+                self._heartbeat.enter(Phase.EVALUATE)
+                self._count(means, self._strategy.forward(inputs), targets, rows)
+        self._check_names(means.names())
+        return list(self._finish(means))
+
+    def _averaged(self) -> Any:
+        self._strategy.module.eval()
+        return self._ema.swapped() if self._ema else nullcontext()
+
+    def _agree(self, begun: float) -> tuple[float, float]:
+        asked, seconds = self._group.max(float(self._wants_stop()), time.monotonic() - begun)
+        return asked, seconds
+
+    def _finish(self, means: Means) -> dict[str, float]:
+        self._strategy.module.train()
+        values = means.read(self._group)
+        for name, metric in self._metrics.items():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a rank that had no row to update it with
+                values[name] = metric.compute().item()
+            metric.reset()
+        values |= self._hooks.summarize(dict(values))
+        return {f"eval/{name}": float(value) for name, value in values.items()}
+
+    def _count(self, means: Means, outputs: Any, targets: Any, rows: int) -> None:
+        with self._precision.autocast():
+            returned = dict(self._hooks.metrics(outputs, targets))
+            if "loss" in returned:
+                why = "the loss is there already; choose another name"
+                raise ConfigError(f"metrics returned a value called loss: {why}")
+            returned["loss"] = self._hooks.loss(outputs, targets)
+        for name, value in returned.items():
+            values, weights = weigh(name, value, count_rows(targets, outputs))
+            means.add(name, values[:rows], None if weights is None else weights[:rows])
+        assert self._batches is not None
+        if self._metrics and (rows or self._batches.is_padding):
+            real_outputs, real_targets = tree_map_only(
+                torch.Tensor, lambda t: t[:rows] if t.dim() else t, (outputs, targets)
             )
-        returned["loss"] = session.task.loss(outputs, targets)
-    for name, value in returned.items():
-        values, weights = weigh(name, value, count_rows(targets, outputs))
-        means.add(name, values[:rows], None if weights is None else weights[:rows])
-    if session.metrics and (rows or not any(session.shard.rows)):
-        real = tree_map_only(torch.Tensor, lambda t: t[:rows] if t.dim() else t, (outputs, targets))
-        _feed(session, real[0], real[1], rows)
+            self._feed(real_outputs, real_targets, rows)
 
+    def _feed(self, outputs: Any, targets: Any, rows: int) -> None:
+        """A rank of padding alone feeds no rows, so that metrics have the right shapes to gather."""
+        for metric in self._metrics.values():
+            try:
+                metric.update(outputs, targets)
+            except (RuntimeError, ValueError):
+                if rows:
+                    raise
 
-def _feed(session: Session, outputs: Any, targets: Any, rows: int) -> None:
-    """A rank without a row feeds none, so that metrics which keep rows have the right shapes to gather."""
-    for metric in session.metrics.values():
-        try:
-            metric.update(outputs, targets)
-        except (RuntimeError, ValueError):
-            if rows:
-                raise
-
-
-def _check_names(session: Session, names: list[str]) -> None:
-    lines = session.group.gather_text(", ".join(names))
-    for rank, line in enumerate(lines):
-        if line != lines[0]:
-            raise ConfigError(
-                f"metrics returned {lines[0]} on rank 0 and {line} on rank {rank}: must be the same"
-            )
+    def _check_names(self, names: list[str]) -> None:
+        lines = self._group.gather_text(", ".join(names))
+        for rank, line in enumerate(lines):
+            if line != lines[0]:
+                other = f"{lines[0]} on rank 0 and {line} on rank {rank}"
+                raise ConfigError(f"metrics returned {other}: must be the same")

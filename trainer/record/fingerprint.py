@@ -1,4 +1,4 @@
-"""What must be alike on all ranks, and is compared before the first step; of the data, also with the run resumed."""
+"""Fingerprints: the facts that must be equal on all ranks, and in a resumed run."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from torch.nn.parameter import is_lazy
 
 import trainer
 from trainer.config import PACKAGE
+from trainer.config.schema import Config
 from trainer.errors import CheckpointError
-from trainer.task import Task
 
-OF_RANK_0 = ("run.dir", "run.name", "run.resume")  # where files lie is rank 0's alone to know
+OF_RANK_0 = ("run.dir", "run.name", "run.resume")  # only rank 0 knows where files are
 
 
-def of_start(task: Task) -> dict[str, Any]:
-    """The configuration, the versions, the code of Lockstep and of the task, and the default dtype."""
-    facts = {key: value for key, value in task.config.flat().items() if key not in OF_RANK_0}
-    facts |= {"torch's version": torch.__version__, "Lockstep's version": trainer.__version__}
+def of_start(config: Config, task: type) -> dict[str, Any]:
+    """Configuration, versions, the default dtype, and the code of Lockstep and of the task."""
+    facts = {key: value for key, value in config.flat().items() if key not in OF_RANK_0}
+    facts["torch's version"] = torch.__version__
+    facts["Lockstep's version"] = trainer.__version__
     facts["the default dtype"] = str(torch.get_default_dtype())
     facts["the code of trainer"] = _package_digest()
-    for base in type(task).__mro__:
-        if not base.__module__.startswith(("trainer.", "builtins")) or base.__module__.startswith(
-            "trainer.tasks."
-        ):
-            facts[f"the code of {base.__module__}"] = _module_digest(base)
+    for base in task.__mro__:
+        module = base.__module__
+        is_ours = module.startswith(("trainer.", "builtins"))
+        if not is_ours or module.startswith("trainer.tasks."):
+            facts[f"the code of {module}"] = _module_digest(base)
     return facts
 
 

@@ -45,8 +45,8 @@ class Lease:
     def check(self) -> None:
         """Raises CheckpointError if another process has taken the directory over."""
         try:
-            found, ours = self.path.lstat(), os.fstat(self._descriptor)
-            if _identity(found) == _identity(ours) and self._read() == self._held:
+            is_ours = _identity(self.path.lstat()) == _identity(os.fstat(self._descriptor))
+            if is_ours and self._read() == self._held:
                 return
         except FileNotFoundError:
             pass

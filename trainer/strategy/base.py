@@ -1,33 +1,42 @@
-"""What a parallel strategy does, and the plainest one: a single device."""
+"""The face of a parallel strategy, and what all strategies share."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from trainer.config.schema import Config
+from trainer.config.schema import Strategy as Settings
+from trainer.data.batches import MicroBatch, count_rows
 from trainer.distributed.world import World
-from trainer.engine.means import count_rows
-from trainer.engine.precision import Precision
 from trainer.errors import CheckpointError, ConfigError
 from trainer.strategy.batchnorm import synchronize
+from trainer.strategy.mesh import Mesh
 
-MicroBatch = tuple[Any, Any]
+
+class Precision(Protocol):
+    """The arithmetic of a run, as strategies use it."""
+
+    dtype: torch.dtype
+
+    def autocast(self) -> AbstractContextManager: ...
+    def cast(self, tree: Any) -> Any: ...
+    def root(self, total: torch.Tensor, factor: float) -> torch.Tensor: ...
 
 
-class Loss(Protocol):
-    """(outputs, targets) -> (a sum whose gradient is wanted, times `scale`; what rides with the gradients)."""
+class Objective(Protocol):
+    """(outputs, targets) -> (a sum whose gradient is wanted, times `scale`; what rides along)."""
 
     @property
     def scale(self) -> float: ...
@@ -35,182 +44,200 @@ class Loss(Protocol):
 
 
 class MicroBatches(Protocol):
-    """One rank's share of a global batch. Each is augmented, and dropout seeded for it, as it is taken: run it then."""
+    """This rank's rows of a global batch, as `LocalBatch` gives them."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[MicroBatch]: ...
 
 
+class LocalParameter(NamedTuple):
+    """The part of a trainable parameter that this rank holds; `copies` ranks hold the same part."""
+
+    name: str
+    parameter: nn.Parameter
+    tensor: torch.Tensor
+    copies: int
+
+
 class Strategy(ABC):
-    """How one model is trained over the ranks. `module` is the user's model, whatever wraps it."""
+    """One model trained over the ranks. `module` is the user's model, whatever wraps it.
 
-    module: nn.Module
-    flops = 0.0  # of one example, forward and backward
+    `flops` counts the floating-point operations of one example, forward and backward.
+    """
 
-    def __init__(self, config: Config, world: World, precision: Precision):
-        self.config, self.world, self.precision = config.strategy, world, precision
-        self._is_compiled = config.run.compile
-        self.data_parallel_rank, self.data_parallel_size = world.rank, world.world_size
-        self._parameters: list[nn.Parameter] = []
-        self._running: list[torch.Tensor] = []
+    takes_device_ids = False
+    takes_comm_hook = False
 
     @classmethod
-    def check(cls, config: Config, world: World) -> None:  # most have nothing to refuse
+    def check(cls, config: Config, world: World) -> None:
         """Refuse, by ConfigError and before any group exists, what cannot work."""
+        block = config.strategy
+        if block.device_ids is not None and not cls.takes_device_ids:
+            why = "is for strategy=dp; other strategies take what CUDA_VISIBLE_DEVICES shows"
+            raise ConfigError(f"strategy.device_ids: {why}")
+        if block.comm_hook != "none" and not cls.takes_comm_hook:
+            why = f"strategy={block.name} reduces no gradients; use ddp"
+            raise ConfigError(f"strategy.comm_hook={block.comm_hook}: {why}")
+
+    @classmethod
+    def find_devices(cls, config: Settings, world: World) -> tuple[torch.device, ...]:
+        """The devices of this rank: GPUs in the order of the local ranks, else the CPU.
+
+        Raises ConfigError for a GPU that is not there.
+        """
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        each = config.devices_per_rank
+        if not count:
+            return (torch.device("cpu"),) * each
+        numbers = cls.gpu_numbers(config, world, count)
+        if max(numbers) >= count or min(numbers) < 0:
+            ids = config.device_ids
+            key = f"device_ids={ids}" if ids else f"devices_per_rank={each}"
+            why = f"rank {world.rank} has no GPU {max(numbers)}; torch sees {count}"
+            raise ConfigError(f"strategy.{key}: {why}")
+        return tuple(torch.device("cuda", number) for number in numbers)
+
+    @classmethod
+    def gpu_numbers(cls, config: Settings, world: World, count: int) -> Sequence[int]:
+        """The numbers of this rank's GPUs, of `count` that torch sees."""
+        each = config.devices_per_rank
+        if each == 1:
+            return [world.local_rank % count]  # ranks may share a GPU
+        return range(world.local_rank * each, (world.local_rank + 1) * each)
+
+    @classmethod
+    def build(
+        cls, config: Config, world: World, precision: Precision, model: nn.Module
+    ) -> Strategy:
+        """The strategy around a model; a subclass may choose a simpler one."""
+        return cls(config, world, precision, model)
+
+    def __init__(self, config: Config, world: World, precision: Precision, model: nn.Module):
+        """Move and convert the model: all that evaluation needs."""
+        self.config = config.strategy
+        self.world = world
+        self.precision = precision
+        self.mesh = Mesh.replicated(world)
+        self.flops = 0.0
+        self._is_compiled = config.run.compile
+        self._running: list[torch.Tensor] = []
+        self.module = model.to(dtype=precision.dtype)
+        if self.config.devices_per_rank == 1:  # else the model has placed its parts itself
+            self.module.to(world.device)
+        if self.config.channels_last:
+            self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if self.config.sync_batchnorm and self.mesh.data_size > 1:
+            self.module = synchronize(self.module, world.device)
+        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        if not self._parameters:
+            raise ConfigError("build_model returned a model without trainable parameters")
 
     @abstractmethod
-    def wrap(self, model: nn.Module, rehearsal: MicroBatch, loss: Loss) -> nn.Module:
-        """Move, convert and wrap the model, and rehearse one micro-batch without leaving a trace in it."""
+    def prepare(self, batch: MicroBatch, objective: Objective) -> None:
+        """Rehearse one micro-batch and wrap the model for training; nothing in it changes."""
 
     @abstractmethod
-    def forward_backward(
-        self, model: nn.Module, micro_batches: MicroBatches, loss: Loss
-    ) -> torch.Tensor:
-        """Gradients of one global batch from this rank's share; the sum over all of what the loss carries, (2,)."""
+    def forward_backward(self, batch: MicroBatches, objective: Objective) -> torch.Tensor:
+        """Compute the gradients of a global batch from this rank's rows.
 
-    def forward(self, model: nn.Module, inputs: Any) -> Any:
+        Returns the sum over all ranks of what the objective carries, (2,).
+        """
+
+    def forward(self, inputs: Any) -> Any:
         """Outputs for evaluation; every rank calls it equally often."""
         with self.precision.autocast():
             return call(self.module, inputs)
 
-    def tell_gradients(self, hook: Callable[[Any], None]) -> None:
-        """Have `hook` called when this rank's last gradient is there and waiting for the others' begins."""
+    def reduce(self, norm: torch.Tensor) -> torch.Tensor:
+        """The gradient norm of the whole model from that of the local gradients."""
+        return norm  # every rank holds whole, reduced gradients
 
-    def lay_out(self, inputs: Any) -> Any:
-        """Images in the memory format of the model."""
-        if not self.config.channels_last:
-            return inputs
-        last = torch.channels_last
-        return tree_map_only(
-            torch.Tensor, lambda t: t.contiguous(memory_format=last) if t.dim() == 4 else t, inputs
-        )
+    def on_gradients(self, hook: Callable[[Any], None]) -> None:
+        """Have `hook` called when this rank's last gradient is ready to be reduced."""
 
-    def keep_gradients(self, optimizers: Sequence[Optimizer]) -> None:
-        """Drop those that are not of these optimizers' parameters."""
-        kept = {
-            id(p)
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
+    def list_remarks(self, is_resumed: bool) -> list[str]:
+        """Lines that the start of a run shows of this strategy."""
+        return []
+
+    def local_parameters(self) -> list[LocalParameter]:
+        """The trainable parameters, as this rank holds them."""
+        size = self.mesh.data_size
+        named = self.module.named_parameters()
+        return [LocalParameter(name, p, p, size) for name, p in named if p.requires_grad]
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def drop_gradients(self, kept: Iterable[nn.Parameter] = ()) -> None:
+        """Free all gradients but those of `kept`."""
+        ids = {id(parameter) for parameter in kept}
         for parameter in self._parameters:
-            if id(parameter) not in kept:
+            if id(parameter) not in ids:
                 parameter.grad = None
+
+    def shards(self) -> dict[str, torch.Tensor]:
+        """The model's tensors that this rank writes, with the names of the unwrapped model."""
+        return self.module.state_dict()
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load the tensors of a whole model.
+
+        Raises CheckpointError, naming the first difference, for the state of another model.
+        """
+        _check_model(self.module.state_dict(), state)
+        self.module.load_state_dict(state)
 
     def running_statistics(self) -> list[torch.Tensor]:
         """Copies of the buffers that a forward pass changes."""
         return [buffer.clone() for buffer in self._running]
 
     @torch.no_grad()
-    def undo_running_statistics(
-        self, before: Sequence[torch.Tensor], found_inf: torch.Tensor
-    ) -> None:
-        """Put the copies back where a step was skipped: what was not finite is in the statistics already."""
+    def restore_statistics(self, before: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
+        """Put the copies back where a step was skipped: its numbers are in the statistics."""
         for buffer, was in zip(self._running, before, strict=True):
             buffer.copy_(torch.where(found_inf.to(buffer.device) > 0, was, buffer))
 
-    def gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self._parameters if p.grad is not None]
-
-    def drop_gradients(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def clip(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """The global gradient norm, after scaling the gradients down to `max_norm`."""
-        gradients = self.gradients()
-        if self.precision.dtype in (torch.bfloat16, torch.float16):
-            gradients = [
-                gradient.float() for gradient in gradients
-            ]  # their sum of squares would overflow
-        norm = get_total_norm(gradients)
-        clip_grads_with_norm_(self._parameters, max_norm, norm)
-        return norm
-
-    def state_dict(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        """Full state with the names of the unwrapped model. Every rank calls it; rank 0 has the tensors."""
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        return {
-            "model": self.module.state_dict(),
-            "optimizers": [_named(optimizer, names) for optimizer in optimizers],
-        }
-
-    def load_state_dict(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], state: dict[str, Any]
-    ) -> None:
-        """Raises CheckpointError, naming the first difference, for the state of another model or optimizer."""
-        _check_model(self.module.state_dict(), state["model"])
-        self.module.load_state_dict(state["model"])
-        if optimizers and len(state["optimizers"]) != len(optimizers):
-            raise CheckpointError(
-                f"the checkpoint holds {len(state['optimizers'])} optimizers, the task builds {len(optimizers)}"
-            )
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=False):
-            _load_named(optimizer, names, saved)
-
-    def place(self, model: nn.Module) -> None:
-        """Move and convert the model: all that evaluation needs."""
-        self.module = model.to(dtype=self.precision.dtype)
-        if self.config.devices_per_rank == 1:  # else the model has placed its parts itself
-            self.module.to(self.world.device)
-        if self.config.channels_last:
-            self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if self.config.sync_batchnorm and self.data_parallel_size > 1:
-            self.module = synchronize(self.module, self.world.device)
-        self._note_parameters()
-        if not self._parameters:
-            raise ConfigError("build_model returned a model without trainable parameters")
-
-    def rehearse(self, micro_batch: MicroBatch, loss: Loss) -> None:
-        """Forward and backward on the bare module: lazy layers make their weights, operations are counted."""
-        inputs, targets = micro_batch
+    def _rehearse(self, batch: MicroBatch, objective: Objective) -> None:
+        """Run the bare module once: lazy layers make their weights, operations are counted."""
+        inputs, targets = batch
         with _FlopCounter() as counter:
             with self.precision.autocast():
-                total, _ = loss(call(self.module, inputs), targets)
+                total, _ = objective(call(self.module, inputs), targets)
             total.backward()
         self.flops = counter.total / count_rows(targets, inputs)
-        self._note_parameters()
+        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         if self._is_compiled:
-            # Not Module.compile: it leaves modules of torch itself, such as nn.Sequential, as they are. Names stay.
+            # Module.compile would leave modules of torch itself, such as nn.Sequential, as they are
             self.module.forward = torch.compile(self.module.forward)
 
-    def _note_parameters(self) -> None:
-        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+
+def find_strategy(name: str) -> type[Strategy]:
+    """The class of trainer/strategy/<name>.py. Raises ConfigError where there is none."""
+    module = f"trainer.strategy.{name}"
+    if not name.isidentifier() or find_spec(module) is None:
+        raise ConfigError(f"strategy.name={name}: there is no trainer/strategy/{name}.py")
+    found = getattr(import_module(module), "STRATEGY", None)
+    if found is None:
+        raise ConfigError(f"strategy.name={name}: is no strategy; choose one with strategy=<name>")
+    return found
 
 
-class SingleDevice(Strategy):
-    """One process, one device."""
+def convert(precision: Precision, is_channels_last: bool, inputs: Any, targets: Any) -> MicroBatch:
+    """A micro-batch in the dtype of the weights, images in the memory format of the model."""
+    inputs = precision.cast(inputs)
+    if is_channels_last:
+        inputs = tree_map_only(torch.Tensor, _channels_last, inputs)
+    return inputs, precision.cast(targets)
 
-    @classmethod
-    def check(cls, config: Config, world: World) -> None:
-        if world.world_size > 1:
-            raise ConfigError(
-                f"strategy=single: works on 1 rank, and {world.world_size} were started; use strategy=ddp"
-            )
 
-    def wrap(self, model: nn.Module, rehearsal: MicroBatch, loss: Loss) -> nn.Module:
-        self.place(model)
-        with untouched(self.module) as before:
-            self.rehearse(rehearsal, loss)
-            self._running = changed_buffers(self.module, before)
-        return self.module
-
-    def forward_backward(
-        self, model: nn.Module, micro_batches: MicroBatches, loss: Loss
-    ) -> torch.Tensor:
-        totals = None
-        for inputs, targets in micro_batches:
-            with self.precision.autocast():
-                total, carried = loss(call(model, inputs), targets)
-            total.backward(self.precision.root(total, loss.scale))
-            totals = carried if totals is None else totals + carried
-        assert totals is not None
-        return totals
+def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() != 4:
+        return tensor
+    return tensor.contiguous(memory_format=torch.channels_last)
 
 
 class _FlopCounter(TorchDispatchMode):
-    """torch's formulas by operation. FlopCounterMode itself would import torch._dynamo: 0.7 s more at every start."""
+    """torch's formulas by operation. FlopCounterMode imports torch._dynamo: 0.7 s at every start."""
 
     total = 0.0
 
@@ -222,12 +249,13 @@ class _FlopCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func._overloadpacket in flop_registry:
-            self.total += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+            formula = flop_registry[func._overloadpacket]
+            self.total += formula(*args, **kwargs, out_val=out)
         return out
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """`model(inputs)` for a tensor, `model(*inputs)` for a tuple or list, `model(**inputs)` for a dict."""
+    """`model(inputs)` for a tensor, `model(*inputs)` for a tuple, `model(**inputs)` for a dict."""
     if isinstance(inputs, (tuple, list)):
         return model(*inputs)
     return model(**inputs) if isinstance(inputs, dict) else model(inputs)
@@ -235,8 +263,11 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Run a block, then put the model's buffers back and drop its gradients. Yields the buffers as they were."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers() if not is_lazy(buffer)}
+    """Run a block, then restore the model's buffers and drop its gradients.
+
+    Yields the buffers as they were before.
+    """
+    before = {name: b.clone() for name, b in model.named_buffers() if not is_lazy(b)}
     try:
         yield before
     finally:
@@ -249,73 +280,24 @@ def untouched(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 def changed_buffers(model: nn.Module, before: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """The floating buffers that are not as they were: running statistics, and not constants."""
-    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-    return [
-        b for name, b in buffers.items() if name not in before or not torch.equal(b, before[name])
-    ]
+    found = []
+    for name, buffer in model.named_buffers():
+        is_same = name in before and torch.equal(buffer, before[name])
+        if buffer.is_floating_point() and not is_same:
+            found.append(buffer)
+    return found
 
 
-def _check_model(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
+def _check_model(ours: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
+    wrong = "the checkpoint is of another model"
     advice = "resume with the task and model it was trained with"
     for name, tensor in ours.items():
         if name not in saved:
-            raise CheckpointError(f"the checkpoint is of another model: it has no {name}; {advice}")
-        if (
-            isinstance(tensor, torch.Tensor)
-            and not is_lazy(tensor)
-            and tensor.shape != saved[name].shape
-        ):
+            raise CheckpointError(f"{wrong}: it has no {name}; {advice}")
+        is_made = isinstance(tensor, torch.Tensor) and not is_lazy(tensor)
+        if is_made and tensor.shape != saved[name].shape:
             shapes = f"{tuple(saved[name].shape)} in it and {tuple(tensor.shape)} here"
-            raise CheckpointError(
-                f"the checkpoint is of another model: {name} is {shapes}; {advice}"
-            )
+            raise CheckpointError(f"{wrong}: {name} is {shapes}; {advice}")
     for name in saved:
         if name not in ours:
-            raise CheckpointError(
-                f"the checkpoint is of another model: {name} is not in the model built here; {advice}"
-            )
-
-
-def remember_options(optimizer: Optimizer) -> None:
-    """Note each group's options as built, so that a resume can tell what the config changed from what training did."""
-    for group in optimizer.param_groups:
-        group["initial"] = {key: value for key, value in group.items() if key != "params"}
-
-
-def _named(optimizer: Optimizer, names: dict[Any, str]) -> dict[str, Any]:
-    """An optimizer's state by parameter name: the order in which parameters were registered does not matter."""
-    groups = [
-        {
-            "names": [names[p] for p in group["params"]],
-            "options": {k: v for k, v in group.items() if k != "params"},
-        }
-        for group in optimizer.param_groups
-    ]
-    state = {names[p]: dict(state) for p, state in optimizer.state.items()}
-    return {"class": type(optimizer).__name__, "state": state, "groups": groups}
-
-
-def _load_named(optimizer: Optimizer, names: dict[Any, str], saved: dict[str, Any]) -> None:
-    ours = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-    name = type(optimizer).__name__
-    if name != saved["class"]:
-        raise CheckpointError(
-            f"the checkpoint is of another optimizer: {saved['class']} in it and {name} here"
-        )
-    if ours != [group["names"] for group in saved["groups"]]:
-        raise CheckpointError(
-            f"the checkpoint is of another optimizer: {name} groups other parameters here than there"
-        )
-    order = [name for group in ours for name in group]
-    groups, first = [], 0
-    for group, old in zip(optimizer.param_groups, saved["groups"], strict=True):
-        was, now = old["options"]["initial"], group["initial"]
-        kept = {k: v for k, v in old["options"].items() if k in now and was.get(k) == now[k]}
-        options = {k: v for k, v in group.items() if k != "params"} | kept
-        last = first + len(group["params"])
-        groups.append(options | {"params": list(range(first, last))})
-        first = last
-    state = {
-        number: saved["state"][name] for number, name in enumerate(order) if name in saved["state"]
-    }
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+            raise CheckpointError(f"{wrong}: {name} is not in the model built here; {advice}")

@@ -7,40 +7,46 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 COMPRESSING = ("fp16", "bf16", "powersgd")  # the hooks that send other numbers than the gradients
 
 
 def open_hook(name: str) -> tuple[Any, Callable[..., Any]]:
-    """(state, hook) for DDP. A float64 bucket holds what rides along, which no hook may compress: reduced as it is."""
+    """(state, hook) for DDP's register_comm_hook.
+
+    A float64 bucket holds what rides along, which no hook may compress: it is all-reduced.
+    """
     if name == "parameter_server":
-        return None, _over_rank_0
-    state = (
-        powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10) if name == "powersgd" else None
-    )
+        return None, _reduce_on_rank_0
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    state = None
+    if name == "powersgd":
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
     hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
     compress = hooks.get(name, powerSGD_hook.powerSGD_hook)
 
-    def hook(state, bucket):  # DDP reads annotations and takes no text for a type
+    def hook(state, bucket):  # DDP reads annotations, and takes no string for a type
         if bucket.buffer().dtype == torch.float64:
             return default_hooks.allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
         if name != "powersgd":
             return compress(state, bucket)
-        # Its callbacks start reductions of their own, over gloo in threads that know no order: 3 of 3 runs with several
-        # buckets and SyncBN hung or died (torch 2.13). So the next bucket waits for them.
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(compress(state, bucket).wait())
-        return done
+        # Its callbacks start reductions of their own, over gloo in threads without an order:
+        # 3 of 3 runs with several buckets and SyncBN hung or died (torch 2.13). So wait here.
+        return _completed(compress(state, bucket).wait())
 
     return state, hook
 
 
-def _over_rank_0(state, bucket):
+def _reduce_on_rank_0(state, bucket):
     """Rank 0 sums and sends the mean back, as a parameter server would; backward waits for it."""
     gradient = bucket.buffer()
     dist.reduce(gradient, 0)
     dist.broadcast(gradient.div_(dist.get_world_size()), 0)
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(gradient)
-    return done
+    return _completed(gradient)
+
+
+def _completed(gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(gradient)
+    return future

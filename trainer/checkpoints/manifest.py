@@ -1,0 +1,131 @@
+"""The manifest of a checkpoint: its files with their digests, and the facts of its run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from trainer.checkpoints.files import read_file
+from trainer.config.typed import build, convert, limit
+from trainer.errors import CheckpointError, ConfigError
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+MOST_BYTES = 2**26
+STEP_NAME = re.compile(r"step-(\d{8,})")
+_PLACE = re.compile(r"\d{1,18}/(\d{1,18})")  # <epoch>/<index>
+_COUNT = Annotated[int, limit(min=1)]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The facts of a run that a checkpoint holds. `sessions` are [first step, ranks] pairs.
+
+    `replaced` maps "<epoch>/<index>" of an example that could not be read to the one taken.
+    """
+
+    step: int
+    run: str
+    strategy: str
+    world_size: _COUNT
+    ledger: str | None
+    sessions: list[list[int]]
+    replaced: dict[str, int]
+    data: dict[str, Any]
+    config: dict[str, Any]
+    metrics: dict[str, Any]
+    files: dict[str, Any]
+
+    @classmethod
+    def of_run(cls, raw: Mapping[str, Any], path: Path) -> Manifest:
+        """Raises CheckpointError for a manifest that lacks a fact of a run, or forges one."""
+        try:
+            facts = {field.name: raw[field.name] for field in fields(cls)}
+            if facts["ledger"] == "":  # of no step
+                facts["ledger"] = None
+            manifest = build(cls, facts)
+            lengths = {split: _length(found) for split, found in manifest.data.items()}
+            is_sound = manifest._is_sound(lengths["train"])
+        except (ConfigError, KeyError, TypeError):
+            is_sound = False
+        if not is_sound:
+            raise CheckpointError(f"{path}: its manifest is not that of a run")
+        return manifest
+
+    def _is_sound(self, num_examples: int) -> bool:
+        batch = convert(_COUNT, self.config["data.global_batch"], "")
+        convert(Annotated[int, limit(min=0)], self.config["run.seed"], "")
+        are_pairs = all(len(session) == 2 for session in self.sessions)
+        places = self.replaced.items()
+        return (
+            batch <= num_examples and are_pairs and all(_is_place(*p, num_examples) for p in places)
+        )
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(entry["bytes"] for entry in self.files.values())
+
+
+def _length(facts: Any) -> int:
+    return convert(_COUNT, facts["length"], "")
+
+
+def _is_place(place: str, index: Any, num_examples: int) -> bool:
+    match = _PLACE.fullmatch(place)
+    is_index = type(index) is int and 0 <= index < num_examples
+    return match is not None and int(match[1]) < num_examples and is_index
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the checkpoint at `path`, its form and digest checked, no file's bytes.
+
+    Raises CheckpointError.
+    """
+    place = path / MANIFEST
+    try:
+        text = read_file(place, MOST_BYTES)[1]
+        manifest = json.loads(text, object_pairs_hook=_refuse_repeated)
+        is_well_formed = _is_well_formed(manifest)
+        number = STEP_NAME.fullmatch(path.resolve().name)
+    except OSError as error:
+        raise CheckpointError(f"{place}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise CheckpointError(f"{place}: cannot be read as a manifest") from None
+    if manifest.get("format") != FORMAT:
+        given = f"format {manifest.get('format')}, this version reads {FORMAT}"
+        raise CheckpointError(f"{path}: {given}")
+    if not is_well_formed or not number or manifest.get("step") != int(number[1]):
+        raise CheckpointError(f"{place}: does not belong to this checkpoint")
+    if manifest.pop("sha256", None) != digest(manifest):
+        why = "its SHA-256 is not the one in it, so it has changed"
+        raise CheckpointError(f"{place}: {why}")
+    return manifest
+
+
+def _is_well_formed(manifest: Any) -> bool:
+    for name, entry in manifest["files"].items():
+        is_name = Path(name).name == name != ".." and name.isprintable()
+        is_entry = type(entry["bytes"]) is int and isinstance(entry["sha256"], str)
+        if not is_name or not is_entry:
+            return False
+    values = manifest.get("metrics", {}).values()
+    are_numbers = all(type(value) in (int, float, type(None)) for value in values)
+    return are_numbers and all(isinstance(manifest.get(k, {}), dict) for k in ("config", "data"))
+
+
+def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def digest(manifest: Mapping[str, Any]) -> str:
+    """The SHA-256 of a manifest without its own."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,225 @@
+"""The engine: one model in training. It knows no files and no rank numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from trainer.config.schema import Config
+from trainer.distributed.ranks import Ranks
+from trainer.distributed.watch.heartbeat import Phase
+from trainer.engine.ema import Ema
+from trainer.engine.means import Means, Values
+from trainer.engine.objective import Objective
+from trainer.engine.optimizers import (
+    check_count,
+    check_optimizers,
+    load_named_state,
+    named_state,
+    remember_options,
+    step_unless,
+)
+from trainer.engine.outcome import Outcome
+from trainer.engine.precision import Precision
+from trainer.schedule import Factor, rate_scale
+from trainer.strategy.base import MicroBatches, Strategy
+
+Loss = Callable[[Any, Any], Values]
+
+
+class Hooks(Protocol):
+    """The methods of a task that the engine calls."""
+
+    def loss(self, outputs: Any, targets: Any) -> Values: ...
+    def build_optimizer(self, model: nn.Module) -> Optimizer | list[Optimizer]: ...
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Reduced gradients in `parameter.grad`, of the mean over the global batch, not clipped."""
+
+    totals: torch.Tensor  # (2,): weight of the batch, stop requests, summed over the ranks
+    found_inf: torch.Tensor  # (): 1 where one is not finite
+    statistics: Sequence[torch.Tensor]  # running statistics before the forward pass
+
+
+class Engine:
+    """Updates a model: objective, strategy, precision, optimizers, means, moving average."""
+
+    def __init__(
+        self,
+        config: Config,
+        hooks: Hooks,
+        strategy: Strategy,
+        precision: Precision,
+        schedule: Factor,
+        batch: MicroBatches,
+        ranks: Ranks,
+        wants_stop: Callable[[], bool],
+    ):
+        """Rehearse the first micro-batch of `batch` and build what needs the parameters.
+
+        `wants_stop` says whether this rank asks all ranks to stop.
+        """
+        self.strategy = strategy
+        self.precision = precision
+        self.means = Means()
+        self._global_batch = config.data.global_batch
+        self._clip_norm = config.run.clip_norm
+        self._group = ranks.group
+        self._heartbeat = ranks.heartbeat
+        self._wants_stop = wants_stop
+        self._schedule = schedule
+        self._rate_scale = rate_scale(config)
+        self._objectives: dict[str, Objective] = {}
+        rehearsal = next(iter(batch))
+        torch.manual_seed(config.run.seed)  # lazy layers draw their weights in the rehearsal
+        strategy.prepare(rehearsal, self._objective("loss").of(hooks.loss))
+        strategy.on_gradients(ranks.heartbeat.reduce_begun)
+        self.means.clear()
+        self.optimizers = check_optimizers(hooks.build_optimizer(strategy.module))
+        for optimizer in self.optimizers:
+            remember_options(optimizer)
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        self._rates = [(group, group["initial"]["lr"]) for group in groups]
+        self._parameters = [local.parameter for local in strategy.local_parameters()]
+        self.ema = open_ema(config, strategy)
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model, whatever wraps it."""
+        return self.strategy.module
+
+    def update(
+        self,
+        batch: MicroBatches,
+        loss: Loss,
+        optimizers: Sequence[Optimizer] | None = None,
+        name: str = "loss",
+    ) -> Outcome:
+        """Make one step on the mean of `loss` over the global batch, logged as `train/<name>`.
+
+        Where a gradient is not finite, on all ranks alike, neither weights nor state change.
+        """
+        return self.step(self.backward(batch, loss, optimizers, name), optimizers)
+
+    def backward(
+        self,
+        batch: MicroBatches,
+        loss: Loss,
+        optimizers: Sequence[Optimizer] | None = None,
+        name: str = "loss",
+    ) -> Gradients:
+        """The first half of an update: the gradients, before clipping.
+
+        Only parameters of `optimizers` (all by default) keep one.
+        """
+        strategy = self.strategy
+        objective = self._objective(name)
+        statistics = strategy.running_statistics()
+        totals = strategy.forward_backward(batch, objective.of(loss))
+        self._heartbeat.enter(Phase.UPDATE)
+        if optimizers is not None:
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            strategy.drop_gradients([p for group in groups for p in group["params"]])
+        gradients = strategy.gradients()
+        found_inf = self.precision.unscale(gradients, objective.factor(totals))
+        return Gradients(totals, found_inf, statistics)
+
+    def step(self, gradients: Gradients, optimizers: Sequence[Optimizer] | None = None) -> Outcome:
+        """The second half of an update: clip, step, free the gradients."""
+        found_inf = gradients.found_inf
+        if self._clip_norm is not None:
+            self._clip(self._clip_norm)
+        for optimizer in optimizers or self.optimizers:
+            step_unless(optimizer, found_inf)
+        self.precision.update_scale(found_inf)
+        if gradients.statistics:
+            self.strategy.restore_statistics(gradients.statistics, found_inf)
+        self.strategy.drop_gradients()
+        return Outcome(((gradients.totals, found_inf),))
+
+    def _clip(self, max_norm: float) -> None:
+        """Scale the gradients down to the global norm `max_norm`."""
+        gradients = self.strategy.gradients()
+        if self.precision.dtype in (torch.bfloat16, torch.float16):
+            gradients = [g.float() for g in gradients]  # their sum of squares would overflow
+        norm = self.strategy.reduce(get_total_norm(gradients))
+        clip_grads_with_norm_(self._parameters, max_norm, norm)
+
+    def _objective(self, name: str) -> Objective:
+        if name not in self._objectives:
+            self._objectives[name] = self._new_objective(name, 0)
+        return self._objectives[name]
+
+    def _new_objective(self, name: str, elements: int) -> Objective:
+        return Objective(
+            name,
+            self.means,
+            self._global_batch,
+            self.strategy.mesh.data_size,
+            elements,
+            self._group.share_number,
+            self._wants_stop,
+        )
+
+    def set_rate(self, step: int) -> None:
+        """Set every group's rate for the update made at 0-based `step`."""
+        factor = self._schedule(step) * self._rate_scale
+        for group, initial in self._rates:
+            group["lr"] = initial * factor
+
+    def end_step(self) -> None:
+        """Close the step's row of means, and advance the moving average of the weights."""
+        self.means.end_row()
+        if self.ema is not None:
+            self.ema.update()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The model as it is evaluated: with the moving average of its weights, if any."""
+        return self.ema.swapped() if self.ema else nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training needs but the model's own tensors. A collective."""
+        return {
+            "optimizers": self.optimizer_states(),
+            "rows": self.means.reduced(self._group),
+            "elements": {name: found.elements for name, found in self._objectives.items()},
+            "precision": self.precision.state_dict(),
+            "ema": self.ema.state_dict() if self.ema else {},
+        }
+
+    def optimizer_states(self) -> list[dict[str, Any]]:
+        names = self._names()
+        return [named_state(optimizer, names) for optimizer in self.optimizers]
+
+    def load_state_dict(self, model: dict[str, torch.Tensor], training: dict[str, Any]) -> None:
+        """Raises CheckpointError for the state of another model or optimizer."""
+        self.means.load(training["rows"])
+        elements = training["elements"]
+        self._objectives = {name: self._new_objective(name, n) for name, n in elements.items()}
+        self.precision.load_state_dict(training["precision"])
+        self.strategy.load(model)
+        check_count(self.optimizers, training["optimizers"])
+        names = self._names()
+        for optimizer, saved in zip(self.optimizers, training["optimizers"], strict=True):
+            load_named_state(optimizer, names, saved)
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        self._rates = [(group, group["initial"]["lr"]) for group in groups]
+        if self.ema:
+            self.ema.load_state_dict(training["ema"])
+
+    def _names(self) -> dict[Any, str]:
+        return {parameter: name for name, parameter in self.model.named_parameters()}
+
+
+def open_ema(config: Config, strategy: Strategy) -> Ema | None:
+    decay = config.run.ema_decay
+    return None if decay is None else Ema(strategy.module, decay)

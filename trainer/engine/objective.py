@@ -1,0 +1,104 @@
+"""The objective: a task's loss as a strategy calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trainer.data.batches import count_rows
+from trainer.engine.means import Means, Values, weigh
+from trainer.errors import ConfigError
+
+
+class Objective:
+    """(outputs, targets) -> (sum(values x weights), what rides with the gradients).
+
+    Backward runs on that sum x `scale` = ranks / nominal, where nominal = global batch x
+    elements per example is a constant of the run. The second result is (weight of the
+    micro-batch, 1 if this rank was asked to stop); its sum over the global batch turns the
+    gradients into those of the mean: times nominal / weight.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        means: Means,
+        global_batch: int,
+        ranks: int,
+        elements: int = 0,
+        agree: Callable[[int], int] = int,
+        wants_stop: Callable[[], bool] = bool,
+    ):
+        """`agree` gives rank 0's number on every rank; called once, with elements per example."""
+        self.elements = elements
+        self.is_weighted: bool | None = None
+        self.scale = ranks / (global_batch * elements) if elements else 0.0
+        self._name = name
+        self._means = means
+        self._global_batch = global_batch
+        self._ranks = ranks
+        self._agree = agree
+        self._wants_stop = wants_stop
+        self._carried: dict[tuple[float, bool], torch.Tensor] = {}
+
+    def of(self, loss: Callable[[Any, Any], Values]) -> BoundObjective:
+        """This objective with the loss function of one update."""
+        return BoundObjective(self, loss)
+
+    def weighed(self, returned: Values, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values, weights = weigh(self._name, returned, rows)
+        if weights is None:
+            count = values.numel()
+            total = values.sum()
+            self._check_constant(count // rows, False)
+            self._means.count(self._name, total.detach(), count)
+            return total, self._carry(total, count)
+        total = (values * weights).sum()
+        weight = weights.sum()
+        self._check_constant(values.numel() // rows, True)
+        self._means.count(self._name, total.detach(), weight)
+        stop = self._carry(total, 0)[1]
+        return total, torch.stack([weight.to(total.dtype), stop])
+
+    def factor(self, totals: torch.Tensor) -> torch.Tensor | None:
+        """The factor on the reduced gradients, None for 1; `totals` are the summed carries."""
+        return self._global_batch * self.elements / totals[0] if self.is_weighted else None
+
+    def _check_constant(self, elements: int, is_weighted: bool) -> None:
+        if self.is_weighted is not is_weighted:
+            if self.is_weighted is not None:
+                advice = "return (values, weights) always, or never"
+                line = f"{self._name} returned weights in one step and none in another"
+                raise ConfigError(f"{line}: {advice}")
+            self.is_weighted = is_weighted
+        if not self.elements:
+            self.elements = self._agree(max(1, elements))
+            self.scale = self._ranks / (self._global_batch * self.elements)
+        if not is_weighted and self.elements != elements:
+            was = f"{elements} values per example after {self.elements}"
+            advice = "return (values, weights), so that each value counts alike"
+            raise ConfigError(f"{self._name} returned {was}: {advice}")
+
+    def _carry(self, total: torch.Tensor, weight: int) -> torch.Tensor:
+        key = (weight, self._wants_stop())
+        if key not in self._carried:  # made once: a GPU would wait for the copy
+            self._carried[key] = torch.tensor(key, dtype=total.dtype, device=total.device)
+        return self._carried[key]
+
+
+class BoundObjective:
+    """An Objective with a loss function: what `strategy.forward_backward` takes."""
+
+    def __init__(self, objective: Objective, loss: Callable[[Any, Any], Values]):
+        self._objective = objective
+        self._loss = loss
+
+    @property
+    def scale(self) -> float:
+        return self._objective.scale
+
+    def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = count_rows(targets, outputs)
+        return self._objective.weighed(self._loss(outputs, targets), rows)

@@ -1,0 +1,94 @@
+"""The console: lines, tables, and progress as a bar on a terminal or a line now and then."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.errors import visible
+from trainer.record.record import Sink
+
+LINE_EVERY_S = 5.0
+BAR_EVERY_S = 0.2
+
+
+class Console(Sink):
+    """Rank 0's terminal, or the file that its output goes to."""
+
+    def __init__(self, step: int):
+        """`step` is where this process begins."""
+        from rich.console import Console as Terminal
+
+        self._terminal = Terminal(width=None if sys.stdout.isatty() else 120, highlight=False)
+        self._every_s = BAR_EVERY_S if self._terminal.is_terminal else LINE_EVERY_S
+        self._bar: Any = None
+        self._bar_task: Any = None
+        self._loss = math.nan
+        self._rate = math.nan
+        self._speed = math.nan
+        self._first_step = step
+        self._began = time.monotonic()
+        self._last = self._began
+
+    def say(self, text: str) -> None:
+        self._terminal.print(visible(text), markup=False, soft_wrap=True)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*columns, box=None, header_style="bold")
+        for row in rows:
+            table.add_row(*(Text(visible(cell)) for cell in row))  # in a Text, brackets are text
+        self._terminal.print(table)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._loss = values.get("train/loss", self._loss)
+        self._rate = values.get("optim/lr", self._rate)
+        self._speed = values.get("speed/examples_per_s", self._speed)
+
+    def progress(self, step: int, num_steps: int) -> None:
+        now = time.monotonic()
+        if now - self._last < self._every_s and step < num_steps:
+            return
+        self._last = now
+        per_step = (now - self._began) / max(1, step - self._first_step)
+        left = _clock(per_step * (num_steps - step))
+        shown = f"loss {_short(self._loss)}  lr {_short(self._rate)}"
+        shown += f"  {_short(self._speed, 0)} examples/s  {left} left"
+        if not self._terminal.is_terminal:
+            self.say(f"step {step:,}/{num_steps:,}  {shown}")
+            return
+        if self._bar is None:
+            self._open_bar(num_steps)
+        self._bar.update(self._bar_task, completed=step, shown=shown)
+        self._bar.refresh()
+        if step == num_steps:
+            self.close()
+
+    def _open_bar(self, num_steps: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        label = TextColumn("{task.fields[shown]}")
+        columns = (TextColumn("step"), BarColumn(None), MofNCompleteColumn(), label)
+        self._bar = Progress(*columns, console=self._terminal, auto_refresh=False, transient=True)
+        self._bar_task = self._bar.add_task("train", total=num_steps, shown="")
+        self._bar.start()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = None
+
+
+def _short(value: float, digits: int = 4) -> str:
+    return "-" if math.isnan(value) else f"{value:,.{digits}f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,73 @@
+"""The record on disk: metrics.jsonl while a run goes on, exit.json when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoints.disk import Disk
+from trainer.errors import CheckpointError
+from trainer.record.directory import (
+    EXIT,
+    METRICS,
+    open_plain,
+    read_entries,
+    replace_file,
+    strict,
+    write_exit,
+)
+from trainer.record.lease import Lease
+from trainer.record.record import Sink
+
+
+class RecordFiles(Sink):
+    """metrics.jsonl and exit.json; what an earlier process wrote beyond `step` is dropped."""
+
+    def __init__(
+        self, directory: Path, step: int, disk: Disk, lease: Lease, say: Callable[[str], None]
+    ):
+        self._directory = directory
+        self._disk = disk
+        self._lease = lease
+        self._say = say
+        path = directory / METRICS
+        _drop_beyond(path, step)
+        self._file = open(path, "a", encoding="utf-8", opener=open_plain)  # noqa: SIM115
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self.note(step, strict(values))
+
+    def note(self, step: int, facts: Mapping[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps({"step": step, **facts}) + "\n")
+            self._file.flush()  # what could not be written stays in the buffer for the next time
+        except OSError as error:
+            self._disk.report(error, "writing metrics.jsonl")
+
+    def flush(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def exit(self, code: int, reason: str, facts: Mapping[str, Any]) -> None:
+        try:
+            self._lease.check()
+            write_exit(self._directory, code, reason, **facts)
+        except CheckpointError:
+            return  # the directory is another process's now
+        except OSError as error:
+            self._say(f"warning: {self._directory / EXIT}: {error.strerror}")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk, which was reported
+            self._file.close()
+        self._lease.release()
+
+
+def _drop_beyond(path: Path, step: int) -> None:
+    """Drop entries after `step`, and a last line that was cut off."""
+    if path.exists():
+        kept = [f"{line}\n" for line, entry in read_entries(path) if entry["step"] <= step]
+        replace_file(path, "".join(kept))

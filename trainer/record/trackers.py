@@ -1,0 +1,116 @@
+"""Trackers: where curves are shown. TensorBoard is always there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.checkpoints.disk import Disk
+from trainer.config.schema import Log
+from trainer.record.record import Sink
+
+REOPEN_S = 5.0  # after TensorBoard's files could not be written
+
+
+class TensorBoard(Sink):
+    """Curves, hyperparameters, images, histograms of the weights, and profiles."""
+
+    def __init__(self, directory: Path, step: int, is_resumed: bool, config: Log, disk: Disk):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = str(directory / "tensorboard")
+        self._disk = disk
+        self._num_images = config.images
+        self._histograms = config.histograms_every_steps
+        self._profiled = config.profile_steps or [0, 0]
+        self._profiler: Any = None
+        self._open = partial(SummaryWriter, self._folder)
+        self._board: Any = self._open(purge_step=step + 1 if is_resumed else None)
+        self._reopen_at = 0.0
+        self._on_thread_error = threading.excepthook
+        threading.excepthook = self._hide_thread_error
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        summary = Summary(value=points)  # one event for all
+        self._draw(lambda board: board._get_file_writer().add_summary(summary, step))
+
+    def hyper_parameters(self, values: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        kinds = (bool, int, float, str)
+        plain = {k: v if isinstance(v, kinds) else str(v) for k, v in values.items()}
+        for summary in hparams(plain, {}):
+            self._draw(partial(_add_summary, summary))
+
+    def images(self, step: int, inputs: Any) -> None:
+        is_batch = isinstance(inputs, torch.Tensor) and inputs.dim() == 4
+        if not is_batch or inputs.shape[1] not in (1, 3):
+            return
+        shown = inputs[: self._num_images].detach().float()
+        low = shown.amin((1, 2, 3), keepdim=True)
+        high = shown.amax((1, 2, 3), keepdim=True)
+        shown = (shown - low) / (high - low).clamp_min(1e-12)
+        self._draw(lambda board: board.add_images("train/images", shown, step))
+
+    def observe(self, step: int, model: torch.nn.Module) -> None:
+        if self._histograms and step % self._histograms == 0:
+            for name, parameter in model.named_parameters():
+                weights = (f"weights/{name}", parameter.detach().float(), step)
+                self._draw(partial(_add_histogram, weights))
+        if step == self._profiled[0]:
+            trace = torch.profiler.tensorboard_trace_handler(self._folder)
+            self._profiler = torch.profiler.profile(on_trace_ready=trace)
+            self._profiler.start()
+        elif step == self._profiled[1]:
+            self._stop_profiler()
+
+    def flush(self) -> None:
+        self._draw(lambda board: board.flush())
+
+    def close(self) -> None:
+        self._stop_profiler()
+        with contextlib.suppress(OSError):  # a full disk, which was reported
+            if self._board is not None:
+                self._board.close()
+        threading.excepthook = self._on_thread_error
+
+    def _stop_profiler(self) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+        self._profiler = None
+
+    def _draw(self, draw: Callable[[Any], None]) -> None:
+        """TensorBoard's thread ends with its first error; seconds later another is opened."""
+        try:
+            if self._board is None and time.monotonic() > self._reopen_at:
+                self._board = self._open()
+            if self._board is not None:
+                draw(self._board)
+        except OSError as error:
+            self._board = None
+            self._reopen_at = time.monotonic() + REOPEN_S
+            self._disk.report(error, "writing TensorBoard's events")
+
+    def _hide_thread_error(self, error: threading.ExceptHookArgs) -> None:
+        """TensorBoard's thread fails where `_draw` does, which reports it: no traceback."""
+        is_boards = type(error.thread).__module__.startswith("tensorboard.")
+        if not (isinstance(error.exc_value, OSError) and is_boards):
+            self._on_thread_error(error)
+
+
+def _add_summary(summary: Any, board: Any) -> None:
+    board._get_file_writer().add_summary(summary)
+
+
+def _add_histogram(weights: tuple[str, torch.Tensor, int], board: Any) -> None:
+    board.add_histogram(*weights)

@@ -1,0 +1,49 @@
+"""torch's DataParallel: one process cuts each micro-batch over its GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from trainer.config.schema import Config
+from trainer.config.schema import Strategy as Settings
+from trainer.data.batches import MicroBatch
+from trainer.distributed.world import World
+from trainer.errors import ConfigError
+from trainer.strategy.base import Objective
+from trainer.strategy.single import SingleDevice
+
+
+class DataParallel(SingleDevice):
+    """One process over several GPUs; without a GPU it is a single device."""
+
+    takes_device_ids = True
+
+    @classmethod
+    def check(cls, config: Config, world: World) -> None:
+        block = config.strategy
+        if block.sync_batchnorm or block.devices_per_rank > 1:
+            count = f"devices_per_rank={block.devices_per_rank}"
+            name = "sync_batchnorm=true" if block.sync_batchnorm else count
+            raise ConfigError(f"strategy.{name}: torch's DataParallel cannot; use strategy=ddp")
+        if world.world_size > 1:
+            started = f"is one process over the GPUs, and {world.world_size} were started"
+            raise ConfigError(f"strategy=dp: {started}; use ddp")
+        super(SingleDevice, cls).check(config, world)
+
+    @classmethod
+    def gpu_numbers(cls, config: Settings, world: World, count: int) -> Sequence[int]:
+        return config.device_ids or range(count)
+
+    def prepare(self, batch: MicroBatch, objective: Objective) -> None:
+        super().prepare(batch, objective)
+        if self.world.device.type == "cuda":
+            self._wrapped = nn.DataParallel(self.module, list(self.world.devices))
+
+    def list_remarks(self, is_resumed: bool) -> list[str]:
+        is_plain = self.world.device.type == "cpu"
+        return ["without a GPU dp is one plain process"] if is_plain else []
+
+
+STRATEGY = DataParallel

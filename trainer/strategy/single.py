@@ -1,0 +1,53 @@
+"""One process, one device."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from trainer.config.schema import Config
+from trainer.data.batches import MicroBatch
+from trainer.distributed.world import World
+from trainer.errors import ConfigError
+from trainer.strategy.base import (
+    MicroBatches,
+    Objective,
+    Precision,
+    Strategy,
+    call,
+    changed_buffers,
+    untouched,
+)
+
+
+class SingleDevice(Strategy):
+    """One process, one device: gradients are added up in place, and nothing is reduced."""
+
+    def __init__(self, config: Config, world: World, precision: Precision, model: nn.Module):
+        super().__init__(config, world, precision, model)
+        self._wrapped: nn.Module = self.module
+
+    @classmethod
+    def check(cls, config: Config, world: World) -> None:
+        if world.world_size > 1:
+            started = f"works on 1 rank, and {world.world_size} were started"
+            raise ConfigError(f"strategy=single: {started}; use strategy=ddp")
+        super().check(config, world)
+
+    def prepare(self, batch: MicroBatch, objective: Objective) -> None:
+        with untouched(self.module) as before:
+            self._rehearse(batch, objective)
+            self._running = changed_buffers(self.module, before)
+
+    def forward_backward(self, batch: MicroBatches, objective: Objective) -> torch.Tensor:
+        totals = None
+        for inputs, targets in batch:
+            with self.precision.autocast():
+                total, carried = objective(call(self._wrapped, inputs), targets)
+            total.backward(self.precision.root(total, objective.scale))
+            totals = carried if totals is None else totals + carried
+        assert totals is not None
+        return totals
+
+
+STRATEGY = SingleDevice
