@@ -25,7 +25,7 @@ from trainer.data.randomness import Random, seed_layers
 from trainer.data.sources import ResidentLoader, check_dataset, index_device, open_loader
 from trainer.distributed.group import Group, choose_backend
 from trainer.distributed.signals import StopRequest
-from trainer.distributed.watch.heartbeat import Phase, Pulse
+from trainer.distributed.watch.heartbeat import Heartbeat, Phase
 from trainer.engine.ema import Ema
 from trainer.engine.means import Means, Objective, OneStepLate, Values
 from trainer.errors import CheckpointError, ConfigError, RunError
@@ -78,8 +78,8 @@ class Session:
     schedule: Callable[[int], float]
     verdict: list[torch.Tensor]
 
-    def __init__(self, task: Task, group: Group, stop: StopRequest, pulse: Pulse):
-        self.task, self.group, self.stop, self.pulse = task, group, stop, pulse
+    def __init__(self, task: Task, group: Group, stop: StopRequest, heartbeat: Heartbeat):
+        self.task, self.group, self.stop, self.heartbeat = task, group, stop, heartbeat
         self.config, self.world = task.config, task.world
         self.threads = self.world.divide_threads()
         self.strategy: Strategy = build_strategy(self.config, self.world)
@@ -101,7 +101,7 @@ class Session:
 
     def build_training(self, origin: rundir.Origin) -> Restored:
         """Everything up to the first step but the record, restored from `origin`."""
-        self.pulse.at(Phase.BUILD)
+        self.heartbeat.enter(Phase.BUILD)
         with self.group.agreed("building data and model"):
             self._open_train()
             self._open_eval()
@@ -212,7 +212,7 @@ class Session:
         rehearsal = next(iter(self.share_of(0)))
         torch.manual_seed(config.run.seed)  # lazy layers draw their weights in the rehearsal
         self.wrapped = self.strategy.wrap(model, rehearsal, self.objective("loss", self.task.loss))
-        self.strategy.tell_gradients(self.pulse.reduce)
+        self.strategy.tell_gradients(self.heartbeat.reduce_begun)
         self.means.clear()
         built = self.task.build_optimizer(model)
         self.optimizers = built if isinstance(built, list) else [built]
@@ -256,7 +256,7 @@ class Session:
     def save(self) -> Path:
         """Publish the state after the task's step; one that is published already is left as it is. A collective."""
         step, progress = self.task.step, self.progress
-        self.pulse.at(Phase.SAVE)
+        self.heartbeat.enter(Phase.SAVE)
         path, self.is_save_due = self.path_of(step), False
         state = self.strategy.state_dict(self.wrapped, self.optimizers)
         rows = self.means.reduced(self.group)
@@ -407,7 +407,7 @@ class Session:
                 settings = (self.config.log, self.config.checkpoint, lease)
                 self.writer = open_writer(0, path, step, restored.is_resumed, *settings)
         self.directory = Path(self.group.share_text(directory))
-        self.pulse.tell(str(self.directory.absolute()))
+        self.heartbeat.set_directory(str(self.directory.absolute()))
         if metrics := json.loads(self.group.share_text(recorded)):
             self.progress.metrics, self.progress.evaluated = metrics, step
         ranks = self.group.gather_text(report.describe_rank(self.world))
@@ -446,7 +446,7 @@ class Share:
         first = session.strategy.data_parallel_rank * len(self.batches)
         for number, (batch, indices) in enumerate(self.batches, first):
             if number > first:  # the loop has said so of the first
-                session.pulse.at(Phase.COMPUTE)
+                session.heartbeat.enter(Phase.COMPUTE)
             prepared = session.prepare(batch, indices, "train", self.epoch)
             session.writer.images(prepared[0])
             seed_layers(session.config.run.seed, session.task.step, number, session.world.device)

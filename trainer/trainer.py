@@ -23,7 +23,7 @@ from trainer.distributed.group import Group, choose_backend, process_group
 from trainer.distributed.launchers import requeue
 from trainer.distributed.rendezvous import check_init
 from trainer.distributed.signals import REQUEUE, StopRequest, stop_requests
-from trainer.distributed.watch.heartbeat import Phase, Pulse, watched
+from trainer.distributed.watch.heartbeat import Heartbeat, Phase, watched
 from trainer.distributed.world import World
 from trainer.engine.diagnosis import check_drift, name_bad_examples
 from trainer.engine.evaluation import Stopped, score
@@ -94,7 +94,7 @@ class Trainer(Task):
         objective = now.objective(name, loss or self.loss)
         statistics = now.strategy.running_statistics()
         totals = now.strategy.forward_backward(now.wrapped, micro_batches, objective)
-        now.pulse.at(Phase.UPDATE)
+        now.heartbeat.enter(Phase.UPDATE)
         if optimizers is not None:
             now.strategy.keep_gradients(optimizers)
         gradients, factor = now.strategy.gradients(), objective.factor(totals)
@@ -174,17 +174,19 @@ class Trainer(Task):
     # The loop ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _ranks(self) -> Iterator[tuple[Group, StopRequest, Pulse]]:
+    def _ranks(self) -> Iterator[tuple[Group, StopRequest, Heartbeat]]:
         block = self.config.dist
         with (
             stop_requests() as stop,
             process_group(block, self.world, fingerprint.of_start(self)) as group,
-            watched(block.hang_timeout_s, group) as pulse,
+            watched(block.hang_timeout_s, group) as heartbeat,
         ):
-            yield group, stop, pulse
+            yield group, stop, heartbeat
 
-    def _fit(self, origin: rundir.Origin, group: Group, stop: StopRequest, pulse: Pulse) -> Summary:
-        now = self._session = Session(self, group, stop, pulse)
+    def _fit(
+        self, origin: rundir.Origin, group: Group, stop: StopRequest, heartbeat: Heartbeat
+    ) -> Summary:
+        now = self._session = Session(self, group, stop, heartbeat)
         try:
             with group.peers_named(), workers_named():
                 restored = now.build_training(origin)
@@ -213,13 +215,13 @@ class Trainer(Task):
                 for _ in range(start, now.plan.steps_per_epoch):
                     now.set_rates(now.schedule(self.step))
                     now.verdict, now.is_asked = [], now.wants_stop
-                    now.pulse.begin(self.step)
+                    now.heartbeat.begin_step(self.step)
                     share = list(islice(batches, now.plan.accumulation))
                     now.ledger.note([indices for _, indices in share], now.group)
-                    now.pulse.at(Phase.COMPUTE)
+                    now.heartbeat.enter(Phase.COMPUTE)
                     self.train_step(Share(now, epoch, share))
                     self.step += 1
-                    now.pulse.end()
+                    now.heartbeat.end_step()
                     if self._at_boundary():
                         break
         except Stopped:
@@ -297,7 +299,7 @@ class Trainer(Task):
 
     def _log(self) -> None:
         now, (step, then) = self._now, self._logged
-        now.pulse.at(Phase.LOG)
+        now.heartbeat.enter(Phase.LOG)
         now.gather_replaced()
         means, seconds = now.means.read(now.group), now.watch.read()
         speed = (self.step - step) * self.config.data.global_batch / max(seconds - then, 1e-9)
@@ -308,7 +310,7 @@ class Trainer(Task):
 
     def _finish(self) -> Summary:
         now, progress = self._now, self._now.progress
-        now.pulse.at(Phase.END)
+        now.heartbeat.enter(Phase.END)
         self._judge(now.verdicts.flush(), self.step)
         if now.is_stopped:
             now.writer.progress(self.step, self.step)

@@ -37,7 +37,7 @@ def score(session: Session, limit: int | None = None) -> dict[str, float]:
     batches = zip(islice(session.loaders["eval"], limit), session.shard.rows, strict=False)
     with session.group.agreed("trying metrics") if limit is not None else nullcontext():
         for number, ((batch, indices), rows) in enumerate(batches, 1):
-            session.pulse.at(Phase.EVALUATE)
+            session.heartbeat.enter(Phase.EVALUATE)
             inputs, targets = session.prepare(batch, indices, "eval", 0)
             seed_layers(session.config.run.seed, -1, number, session.world.device)
             _count(session, means, session.strategy.forward(session.wrapped, inputs), targets, rows)
