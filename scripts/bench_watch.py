@@ -1,9 +1,9 @@
-"""What being watched costs a step: the pulses and the look at the stop flag, beside the step they are part of.
+"""The cost of being watched: the heartbeat and the look at the stop flag, beside a whole step.
 
     python scripts/bench_watch.py [--steps N]
 
-One table: microseconds of what the loop does for it in a step, the median step of bench_step.py's tiny model
-on one rank and on two, the share of it, and the CPU time that the watcher itself takes.
+One table: microseconds that the loop spends on it in a step, the median step of bench_step.py's
+tiny model on one rank and on two, the share of it, and the watcher's own CPU time.
 """
 
 from __future__ import annotations
@@ -26,24 +26,26 @@ CALLS, ROUNDS = 20_000, 15
 
 def cost(ranks: int) -> float:
     """Microseconds a step of all that the loop does to be watched and stopped."""
-    from trainer.distributed import watcher
     from trainer.distributed.signals import StopRequest
-    from trainer.distributed.watch.heartbeat import Phase, Pulse
+    from trainer.distributed.watch import watcher
+    from trainer.distributed.watch.heartbeat import Heartbeat, Phase
 
     page = os.memfd_create("bench")
     os.ftruncate(page, mmap.PAGESIZE)
     stop, rounds = StopRequest(), []
-    pulse = Pulse(memoryview(mmap.mmap(page, mmap.PAGESIZE))[: watcher.FIELDS * 8].cast("d"))
+    heartbeat = Heartbeat(
+        memoryview(mmap.mmap(page, mmap.PAGESIZE))[: watcher.FIELDS * 8].cast("d")
+    )
     for _ in range(ROUNDS):
         began = time.perf_counter()
         for step in range(CALLS):
             bool(stop)
-            pulse.begin(step)
-            pulse.at(Phase.COMPUTE)
+            heartbeat.begin_step(step)
+            heartbeat.enter(Phase.COMPUTE)
             if ranks > 1:
-                pulse.reduce(None)
-            pulse.at(Phase.UPDATE)
-            pulse.end()
+                heartbeat.reduce_begun(None)
+            heartbeat.enter(Phase.UPDATE)
+            heartbeat.end_step()
         rounds.append((time.perf_counter() - began) / CALLS * 1e6)
     return statistics.median(rounds)
 
@@ -129,7 +131,8 @@ def main() -> None:
         )
         us = cost(ranks)
         print(
-            f"{ranks:>5}  {us:>15.2f}  {told['step_us']:>14.0f}  {us / told['step_us']:>5.2%}  {told['watcher']:>20.2%}"
+            f"{ranks:>5}  {us:>15.2f}  {told['step_us']:>14.0f}  {us / told['step_us']:>5.2%}"
+            f"  {told['watcher']:>20.2%}"
         )
 
 

@@ -182,9 +182,9 @@ class LateStart(Sticks):
     )
 
 
-def test_rank_of_another_node_is_named_by_node_0(tmp_path):
-    """Two nodes as far as Lockstep can tell: a watcher each, and a line between them."""
-    words, port = [*STICKS, "task.options.how=stop", "task.options.at=8"], str(free_port())
+def start_two_nodes(folder, *words):
+    """Rank 0 and rank 1, on two nodes as far as Lockstep can tell: a watcher each."""
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     nodes = []
     for rank in ("0", "1"):
         place = {
@@ -193,12 +193,39 @@ def test_rank_of_another_node_is_named_by_node_0(tmp_path):
             "GROUP_RANK": rank,
             "GROUP_WORLD_SIZE": "2",
         }
-        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        nodes.append(start(tmp_path, *words, RANK=rank, WORLD_SIZE="2", **place, **master))
+        nodes.append(start(folder, *words, RANK=rank, WORLD_SIZE="2", **place, **master))
+    return nodes
+
+
+def test_each_node_names_its_own_ranks(tmp_path):
+    nodes = start_two_nodes(tmp_path, *STICKS, "task.options.how=stop", "task.options.at=8")
     ends = [ended(node) for node in nodes]
     print(*ends, sep="\n")
-    assert all(code for code, _, _ in ends) and "error: no progress" not in ends[1][2]
-    (line,) = [line for line in ends[0][2].splitlines() if line.startswith("error: no progress")]
-    assert f"rank 1 (process {nodes[1].pid} on " in line and "stopped by a signal" in line
-    assert line.endswith("; rank 0 waits in gradient all-reduce of step 8")
-    assert "watched.py" in ends[0][2].split("rank 1, innermost call first:")[1]
+    assert all(code for code, _, _ in ends) and "no progress" not in ends[0][2]
+    assert "error: another rank has ended or does not answer" in ends[0][2]
+    (line,) = [line for line in ends[1][2].splitlines() if line.startswith("error: no progress")]
+    assert re.fullmatch(
+        rf"error: no progress: rank 1 \(process {nodes[1].pid} on \S+\) has been in"
+        r" forward and backward for [23] s, at step 8, stopped by a signal",
+        line,
+    )
+    assert "watched.py" in ends[1][2].split("rank 1, innermost call first:")[1]
+
+
+@pytest.mark.slow
+def test_node_whose_ranks_all_wait_for_a_lost_node_ends_them(tmp_path):
+    nodes = start_two_nodes(tmp_path, *STICKS, "task.options.how=stop", "task.options.at=8")
+    (other,) = wait_for(lambda: children_of(nodes[1].pid))
+    try:
+        os.kill(other, signal.SIGSTOP)
+        code, _, err = ended(nodes[0])
+    finally:
+        os.kill(other, signal.SIGKILL)
+        nodes[1].kill()
+    ended(nodes[1])
+    assert (
+        code
+        and "error: no progress: every rank of this node waits for a rank of another node" in (err)
+    )
+    reason = json.loads((tmp_path / "runs/sticks/a/exit.json").read_text())["reason"]
+    assert reason.endswith("or of its own; rank 0 waits in gradient all-reduce of step 8"), reason

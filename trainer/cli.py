@@ -90,7 +90,7 @@ def _patience() -> float:
         return 0.0
     return (
         SOON_S
-        if getattr(sys.modules.get("trainer.distributed.rendezvous"), "has_begun", False)
+        if getattr(sys.modules.get("trainer.distributed.rendezvous"), "num_meetings", 0)
         else WAIT_S
     )
 

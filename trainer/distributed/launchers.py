@@ -1,4 +1,7 @@
-"""Who started this process: torchrun, srun or mpirun, each by its own variables, told in torchrun's. Without torch."""
+"""The launcher of this process (torchrun, srun or mpirun), described in torchrun's variables.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ import socket
 import subprocess
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,35 +22,22 @@ from trainer.errors import ConfigError
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 MARK = "LOCKSTEP_LAUNCH"  # set for the ranks that `launch=elastic` and `launch=spawn` start
-CODES = "LOCKSTEP_CODES"  # for the same: a file to which each rank adds its exit code; torchrun's engine flattens them
-# Open MPI; MPICH and Intel MPI; MVAPICH: rank, size, local rank, local size
-_MPI = (
-    *(
-        (
-            "OMPI_COMM_WORLD_RANK",
-            "OMPI_COMM_WORLD_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_RANK",
-            "OMPI_COMM_WORLD_LOCAL_SIZE",
-        ),
-    ),
-    *(("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),),
-    *(
-        (
-            "MV2_COMM_WORLD_RANK",
-            "MV2_COMM_WORLD_SIZE",
-            "MV2_COMM_WORLD_LOCAL_RANK",
-            "MV2_COMM_WORLD_LOCAL_SIZE",
-        ),
-    ),
-)
+# For the same ranks: a file to which each adds its exit code, which torchrun's engine flattens.
+CODES = "LOCKSTEP_CODES"
+_OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+_MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]  # and Intel MPI
+_MVAPICH = [f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 _PORTS = range(20000, 32000)  # below those that systems hand out by themselves
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """`variables` are torchrun's, as far as known; `job` is the same for all attempts of one launch, None by hand;
-    `attempt` counts how often the launcher has started it anew, `requeues` how often SLURM has of those; `starters`
-    are torchrun's processes, that of this host, and those of all ranks once they have met."""
+    """`variables` are torchrun's, as far as known.
+
+    `job` is the same for all attempts of one launch, None by hand; `attempt` counts how often the
+    launcher has started it again, `requeues` how many of these were SLURM's; `starters` name
+    torchrun's agents, that of this host, and those of all ranks once they have met.
+    """
 
     name: str
     variables: Mapping[str, str]
@@ -60,7 +49,8 @@ class Launcher:
     def place(self) -> tuple[int, int, int, int, int, int]:
         """(rank, local rank, node rank, world size, local world size, nodes), as `World` has them.
 
-        Raises ConfigError for a variable that is missing beside another, no whole number, or out of range.
+        Raises ConfigError for a variable that is missing beside another, no whole number, or out
+        of range.
         """
         given = self.variables
         if "RANK" not in given and "WORLD_SIZE" not in given:
@@ -75,99 +65,76 @@ class Launcher:
 
     @property
     def master(self) -> tuple[str, int]:
-        """(host, port) where rank 0's store is. Raises ConfigError for what is missing or no port."""
+        """(host, port) of rank 0's store. Raises ConfigError where one is missing or no port."""
         for name in MASTER:
             if not self.variables.get(name):
-                advice = {
-                    "mpirun": "with mpirun over several nodes, mpirun -x MASTER_ADDR=<host of rank 0>"
-                }
-                start = advice.get(self.name, "start with torchrun, or set it to rank 0's")
-                raise ConfigError(
-                    f"{name} is not set, but WORLD_SIZE={self.variables.get('WORLD_SIZE')}: {start}"
-                )
-        host, port = (self.variables[name] for name in MASTER)
+                start = "start with torchrun, or set it to rank 0's"
+                if self.name == "mpirun":
+                    start = "with mpirun over several nodes, mpirun -x MASTER_ADDR=<host of rank 0>"
+                size = self.variables.get("WORLD_SIZE")
+                raise ConfigError(f"{name} is not set, but WORLD_SIZE={size}: {start}")
+        port = self.variables["MASTER_PORT"]
         if not is_port(port):
-            raise ConfigError(
-                f"MASTER_PORT={port}: must be a port from 1 to 65535, and the same on every rank"
-            )
-        return host, int(port)
+            must = "must be a port from 1 to 65535, and the same on every rank"
+            raise ConfigError(f"MASTER_PORT={port}: {must}")
+        return self.variables["MASTER_ADDR"], int(port)
 
 
 def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher:
-    """RANK and WORLD_SIZE win (torchrun, or by hand), then mpirun, then srun; else this process is alone."""
+    """RANK and WORLD_SIZE win (torchrun, or by hand), then mpirun, then srun; else it is alone."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return _by_variables(environment)
-    names = next(
-        (names for names in _MPI if names[0] in environment and names[1] in environment), None
-    )
-    is_step = (
-        "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment
-    )  # not the batch script itself
-    is_hydra = (
-        "MPI_LOCALNRANKS" in environment
-    )  # MPICH's and Intel's mpirun, which start their processes by srun
-    if names is not None and (
-        is_hydra or not (is_step and names[0] == "PMI_RANK")
-    ):  # srun sets PMI's too
-        return _by_mpirun(environment, names)
-    return _by_srun(environment) if is_step else Launcher("python", {})
+    has_step = "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment  # no batch script
+    for names in (_OPEN_MPI, _MPICH, _MVAPICH):
+        # srun sets PMI's too; the mpirun of MPICH and Intel MPI starts its processes by srun
+        is_srun = has_step and names == _MPICH and "MPI_LOCALNRANKS" not in environment
+        if names[0] in environment and names[1] in environment and not is_srun:
+            return _by_mpirun(environment, names)
+    return _by_srun(environment) if has_step else Launcher("python", {})
 
 
 def _by_variables(environment: Mapping[str, str]) -> Launcher:
     variables = {name: environment[name] for name in (*RANKS, *MASTER) if name in environment}
     if "TORCHELASTIC_RUN_ID" not in environment:
         return Launcher("hand", variables)
-    run, name = environment["TORCHELASTIC_RUN_ID"], environment.get(MARK, "torchrun")
+    job = f"torchrun:{environment['TORCHELASTIC_RUN_ID']}"
+    if "SLURM_JOB_ID" in environment:
+        job = f"slurm:{environment['SLURM_JOB_ID']}"
     requeues = _count(environment, "SLURM_RESTART_COUNT")  # a requeue starts torchrun anew
     attempt = _count(environment, "TORCHELASTIC_RESTART_COUNT") + requeues
-    job = (
-        f"slurm:{environment['SLURM_JOB_ID']}"
-        if "SLURM_JOB_ID" in environment
-        else f"torchrun:{run}"
-    )
-    return Launcher(name, variables, job, attempt, requeues, (_starter(),))
+    name = environment.get(MARK, "torchrun")
+    return Launcher(name, variables, job, attempt, requeues, _name_agent(environment))
 
 
-def _starter() -> str:
-    """torchrun's process: the nearest above that was not told of a launch itself, as a wrapper script is."""
-    process, began = str(os.getppid()), ""
-    with suppress(OSError, IndexError):
-        while b"TORCHELASTIC_RUN_ID=" in Path("/proc", process, "environ").read_bytes():
-            process = _stat(process)[1]
-        began = _stat(process)[
-            19
-        ]  # a process id comes again; with the time of its start it does not
-    return f"{zlib.crc32(f'{socket.gethostname()}:{process}:{began}'.encode()):08x}"
+def _name_agent(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """A name for torchrun's agent: its log directory, made for one launch and kept over restarts.
+
+    The run id is no name: several launches may have the same. Empty with --log-dir=/dev/null.
+    """
+    error_file = Path(environment.get("TORCHELASTIC_ERROR_FILE", ""))
+    directory = error_file.parts[:-3]  # <directory>/attempt_<number>/<local rank>/error.json
+    name = f"{socket.gethostname()}:{'/'.join(directory)}"
+    return (f"{zlib.crc32(name.encode()):08x}",) if directory else ()
 
 
-def _stat(process: str) -> list[str]:
-    return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()
-
-
-def _by_mpirun(environment: Mapping[str, str], names: tuple[str, ...]) -> Launcher:
-    found = dict(
-        zip(
-            ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-            map(environment.get, names),
-            strict=True,
-        )
-    )
-    variables = {name: value for name, value in found.items() if value is not None}
+def _by_mpirun(environment: Mapping[str, str], names: list[str]) -> Launcher:
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    variables = {
+        own: environment[name] for own, name in zip(ours, names, strict=True) if name in environment
+    }
     job = environment.get("PMIX_NAMESPACE") or environment.get("PMI_JOBID") or ""
-    if variables.get("LOCAL_WORLD_SIZE", variables["WORLD_SIZE"]) == variables["WORLD_SIZE"]:
-        variables |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": _port_of(f"mpi:{job or os.getppid()}"),
-        }
+    size = variables["WORLD_SIZE"]
+    if variables.get("LOCAL_WORLD_SIZE", size) == size:
+        variables["MASTER_ADDR"] = "127.0.0.1"
+        key = job or str(os.getppid())
     else:
-        variables["MASTER_PORT"] = _port_of(
-            f"mpi:{job.split('@')[0] or environment.get('MASTER_ADDR')}"
-        )
+        key = job.split("@")[0] or environment.get("MASTER_ADDR", "None")
+    variables["MASTER_PORT"] = _port_of(f"mpi:{key}")
     return Launcher("mpirun", variables | _given_master(environment))
 
 
 def _by_srun(environment: Mapping[str, str]) -> Launcher:
-    step = f"{environment['SLURM_JOB_ID']}.{environment['SLURM_STEP_ID']}"
+    job = f"slurm:{environment['SLURM_JOB_ID']}"
     node = _count(environment, "SLURM_NODEID")
     tasks = expand_counts(
         environment.get("SLURM_STEP_TASKS_PER_NODE") or environment["SLURM_TASKS_PER_NODE"]
@@ -180,22 +147,20 @@ def _by_srun(environment: Mapping[str, str]) -> Launcher:
         "GROUP_RANK": str(node),
         "GROUP_WORLD_SIZE": str(len(tasks)),
     }
-    given = _given_master(environment)
-    if "MASTER_ADDR" not in given and variables["WORLD_SIZE"] != "1":
+    master = _given_master(environment)
+    if "MASTER_ADDR" not in master and variables["WORLD_SIZE"] != "1":
         nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
-        given["MASTER_ADDR"] = _address_of(expand_hosts(nodes)[0])
-    reserved = environment.get("SLURM_STEP_RESV_PORTS", "")  # srun --resv-ports
-    given.setdefault("MASTER_PORT", re.split("[-,]", reserved)[0] or _port_of(f"slurm:{step}"))
-    job, requeues = (
-        f"slurm:{environment['SLURM_JOB_ID']}",
-        _count(environment, "SLURM_RESTART_COUNT"),
-    )
-    return Launcher("srun", variables | given, job, requeues, requeues)
+        master["MASTER_ADDR"] = _address_of(expand_hosts(nodes)[0])
+    reserved = re.split("[-,]", environment.get("SLURM_STEP_RESV_PORTS", ""))  # srun --resv-ports
+    port = reserved[0] or _port_of(f"{job}.{environment['SLURM_STEP_ID']}")
+    requeues = _count(environment, "SLURM_RESTART_COUNT")
+    return Launcher("srun", variables | {"MASTER_PORT": port} | master, job, requeues, requeues)
 
 
 def requeue(environment: Mapping[str, str] = os.environ) -> str:
-    """Have SLURM end this job now and start it again; what came of it, in a line. Empty where there is no job."""
-    job, scontrol = environment.get("SLURM_JOB_ID", ""), shutil.which("scontrol")
+    """Have SLURM end this job and start it again; the outcome in a line, empty without a job."""
+    job = environment.get("SLURM_JOB_ID", "")
+    scontrol = shutil.which("scontrol")
     if not job:
         return ""
     if not re.fullmatch(r"\d+", job) or scontrol is None:
@@ -205,67 +170,61 @@ def requeue(environment: Mapping[str, str] = os.environ) -> str:
         done = subprocess.run(words, capture_output=True, text=True, timeout=60)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"SLURM job {job} not requeued: {error}"
-    return f"SLURM job {job} " + (
-        f"not requeued: {done.stderr.strip()}" if done.returncode else "is requeued"
-    )
+    if done.returncode:
+        return f"SLURM job {job} not requeued: {done.stderr.strip()}"
+    return f"SLURM job {job} is requeued"
 
 
 def expand_hosts(text: str) -> list[str]:
-    """SLURM's compressed list: `gpu-a[03-07,12],login1` names seven hosts; several brackets in a name multiply.
+    """Expand SLURM's list: `gpu-a[03-07,12],login1` is seven hosts; several brackets multiply.
 
-    Raises ConfigError for what is no such list.
+    Raises ConfigError for a string that is no such list.
     """
     hosts: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         names = [""]
         for fixed, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
-            names = [
-                name + piece
-                for name in names
-                for piece in ([fixed] if fixed else _numbers(ranges, text))
-            ]
+            pieces = [fixed] if fixed else _expand_numbers(ranges, text)
+            names = [name + piece for name in names for piece in pieces]
         hosts += names
     if not hosts:
         raise ConfigError(f"SLURM_STEP_NODELIST={text}: must be a list of hosts, as in n[1-3,7]")
     return hosts
 
 
-def _numbers(ranges: str, text: str) -> list[str]:
-    found = []
+def _expand_numbers(ranges: str, text: str) -> list[str]:
+    numbers: list[str] = []
     for part in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
-            raise ConfigError(
-                f"SLURM_STEP_NODELIST={text}: [{ranges}] must be numbers and ranges, as in [03-07,12]"
-            )
+            must = f"[{ranges}] must be numbers and ranges, as in [03-07,12]"
+            raise ConfigError(f"SLURM_STEP_NODELIST={text}: {must}")
         first, last = match[1], match[2] or match[1]
-        found += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
-    return found
+        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+    return numbers
 
 
 def expand_counts(text: str) -> list[int]:
-    """SLURM's tasks per node: `2(x3),1` is 2, 2, 2, 1."""
+    """Expand SLURM's tasks per node: `2(x3),1` is 2, 2, 2, 1."""
     parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(count) for count, times in parts for _ in range(int(times or 1))]
 
 
 @cache
 def _address_of(node: str) -> str:
-    """The node's name where it is a host's, else the address that SLURM has for it."""
+    """The node's name where it is a host's, else SLURM's address of it."""
     try:
         socket.getaddrinfo(node, None)
         return node
     except OSError:
         pass
     if (scontrol := shutil.which("scontrol")) and re.fullmatch(r"[\w.-]+", node):
-        said = subprocess.run(
-            [scontrol, "show", "node", node], capture_output=True, text=True, timeout=10
-        )
-        if found := re.search(r"NodeAddr=(\S+)", said.stdout):
+        words = [scontrol, "show", "node", node]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=10)  # noqa: S603
+        if found := re.search(r"NodeAddr=(\S+)", done.stdout):
             return found[1]
-    raise ConfigError(
-        f"the node {node} of rank 0 has no address here; set MASTER_ADDR to one that all nodes reach"
-    )
+    advice = "set MASTER_ADDR to one that all nodes reach"
+    raise ConfigError(f"the node {node} of rank 0 has no address here; {advice}")
 
 
 def _given_master(environment: Mapping[str, str]) -> dict[str, str]:
@@ -273,29 +232,22 @@ def _given_master(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _whole(
-    environment: Mapping[str, str],
-    name: str,
-    low: int,
-    high: int | None,
-    default: int | None = None,
+    variables: Mapping[str, str], name: str, low: int, high: int | None, default: int | None = None
 ) -> int:
-    given = environment.get(name)
-    if given is None:
-        if default is None:
-            raise ConfigError(
-                f"{name} is not set, though its kin is: torchrun sets RANK and WORLD_SIZE together; by hand, set both"
-            )
+    given = variables.get(name)
+    if given is None and default is not None:
         return default
+    if given is None:
+        advice = "torchrun sets RANK and WORLD_SIZE together; by hand, set both"
+        raise ConfigError(f"{name} is not set, though its kin is: {advice}")
     if not given.isdecimal() or int(given) < low or (high is not None and int(given) > high):
-        raise ConfigError(
-            f"{name}={given}: must be a whole number of at least {low}"
-            + ("" if high is None else f" and at most {high}")
-        )
+        limit = "" if high is None else f" and at most {high}"
+        raise ConfigError(f"{name}={given}: must be a whole number of at least {low}{limit}")
     return int(given)
 
 
 def _port_of(text: str) -> str:
-    """The same port on every rank; another for every job."""
+    """A port that is the same on every rank, and another for every job."""
     return str(_PORTS[zlib.crc32(text.encode()) % len(_PORTS)])
 
 

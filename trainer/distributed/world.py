@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from trainer.config.schema import Strategy
 from trainer.distributed.launchers import Launcher, find_launcher
 from trainer.errors import ConfigError
 
@@ -36,30 +35,9 @@ class World:
         """Where batches go; the first of this rank's devices."""
         return self.devices[0]
 
-    def with_devices(self, config: Strategy) -> World:
-        """This rank with the devices that `strategy.device_ids` or `strategy.devices_per_rank` give it."""
-        count, each = (
-            torch.cuda.device_count() if torch.cuda.is_available() else 0,
-            config.devices_per_rank,
-        )
-        if not count:
-            return replace(self, devices=(torch.device("cpu"),) * each)
-        if config.name == "dp":
-            numbers = config.device_ids or list(range(count))
-        elif each == 1:
-            numbers = [self.local_rank % count]  # ranks may share a GPU
-        else:
-            numbers = list(range(self.local_rank * each, (self.local_rank + 1) * each))
-        if max(numbers) >= count or min(numbers) < 0:
-            key = (
-                f"device_ids={config.device_ids}"
-                if config.device_ids
-                else f"devices_per_rank={each}"
-            )
-            raise ConfigError(
-                f"strategy.{key}: rank {self.rank} has no GPU {max(numbers)}; torch sees {count}"
-            )
-        return replace(self, devices=tuple(torch.device("cuda", number) for number in numbers))
+    def with_devices(self, devices: tuple[torch.device, ...]) -> World:
+        """This rank with the devices that its strategy found."""
+        return replace(self, devices=devices)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:

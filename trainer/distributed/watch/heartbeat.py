@@ -1,81 +1,74 @@
-"""What a rank tells its watcher: a page of shared memory with the step, the phase and since when. Without torch.
+"""A rank's heartbeat: its step, its phase and since when, in shared memory. Imports no torch.
 
-The watcher (watcher.py) is a process and not a thread: a thread stands still with its process, and waits for a GIL
-that is never given back.
+The watcher (watcher.py) that reads it is a process and not a thread: a thread is stopped together
+with its process, and waits for a GIL that a hung C call never releases.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import mmap
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from enum import IntEnum
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.distributed.signals import PARENT
 from trainer.distributed.watch import watcher
+from trainer.distributed.watch.watcher import Phase
 
-DUMP = (
-    signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
-)  # SIGUSR1 asks to stop, SIGUSR2 is the task's
-
-
-class Phase(IntEnum):
-    """What a rank is at; the names are in watcher.PHASES."""
-
-    START, BUILD, DATA, COMPUTE, REDUCE, UPDATE, LOG, EVALUATE, SAVE, END = range(10)
+# The signal for a stack: SIGUSR1 asks to stop, and SIGUSR2 is the task's.
+DUMP = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 
 
-class Pulse:
-    """Written by the rank, at some 0.2 us a call; read by nobody where there is no watcher."""
+class Heartbeat:
+    """Written by the rank, in some 0.2 us a call; without a watcher nobody reads it."""
 
-    def __init__(self, page: Any, text: Any = None):
-        self._page, self._text, self._began = page, text, 0.0
+    def __init__(self, page: Any, path: Any = None):
+        self._page = page
+        self._path = path
+        self._began = 0.0
 
-    def at(self, phase: Phase) -> None:
+    def enter(self, phase: Phase) -> None:
+        """Note that a phase begins."""
         page = self._page
         page[watcher.PHASE] = phase
         page[watcher.SINCE] = time.monotonic()
 
-    def begin(self, step: int) -> None:
-        """A step begins: its first phase is the data."""
-        self._began = now = time.monotonic()
+    def begin_step(self, step: int) -> None:
+        """Note that a step begins, with its data."""
+        self._began = time.monotonic()
         page = self._page
         page[watcher.STEP] = step
         page[watcher.PHASE] = Phase.DATA
-        page[watcher.SINCE] = now
+        page[watcher.SINCE] = self._began
 
-    def reduce(self, *_: Any) -> None:
-        """This rank's gradients are there: what follows is waiting for the others'."""
+    def reduce_begun(self, *_: Any) -> None:
+        """Note that this rank's gradients are there, and that it waits for the other ranks'."""
         now = time.monotonic()
         page = self._page
         page[watcher.PHASE] = Phase.REDUCE
         page[watcher.SINCE] = now
         page[watcher.BUSY] = now - self._began
 
-    def end(self) -> None:
-        """The step is done."""
+    def end_step(self) -> None:
+        """Note that the step is done."""
         page = self._page
         page[watcher.TOTAL] += page[watcher.BUSY]
         page[watcher.STEPS] += 1
         page[watcher.STEP] += 1
 
-    def tell(self, directory: str) -> None:
-        """Where exit.json lies, for a watcher that has to write it."""
-        if self._text is not None:
-            data = directory.encode()[: watcher.TEXT - 1] + b"\0"
-            self._text[: len(data)] = data
+    def set_directory(self, directory: str) -> None:
+        """Note where the watcher writes exit.json."""
+        if self._path is not None:
+            data = directory.encode()[: watcher.MAX_PATH - 1] + b"\0"
+            self._path[: len(data)] = data
 
 
 class Gathering(Protocol):
@@ -85,98 +78,73 @@ class Gathering(Protocol):
 
 
 @contextmanager
-def watched(timeout_s: float | None, group: Gathering) -> Iterator[Pulse]:
-    """A watcher per node while the block runs, started by its first rank. Linux only; elsewhere nobody watches."""
+def watched(timeout_s: float | None, group: Gathering) -> Iterator[Heartbeat]:
+    """Watch the ranks while the block runs: each node's first rank starts a watcher (Linux only)."""
     if timeout_s is None or DUMP is None or not hasattr(os, "memfd_create"):
-        yield Pulse([0.0] * watcher.FIELDS)
+        yield Heartbeat([0.0] * watcher.FIELDS)
         return
-    page, stack = os.memfd_create("lockstep-pulse"), os.memfd_create("lockstep-stack")
+    page = os.memfd_create("lockstep-heartbeat")
+    stack = os.memfd_create("lockstep-stack")
     os.ftruncate(page, mmap.PAGESIZE)
-    memory = mmap.mmap(page, mmap.PAGESIZE)
-    view = memoryview(memory)
-    pulse = Pulse(view[: watcher.FIELDS * 8].cast("d"), view[watcher.FIELDS * 8 :])
-    pulse.at(Phase.START)
+    view = memoryview(mmap.mmap(page, mmap.PAGESIZE))
+    heartbeat = Heartbeat(view[: watcher.FIELDS * 8].cast("d"), view[watcher.FIELDS * 8 :])
+    heartbeat.enter(Phase.START)
     faulthandler.register(DUMP, file=stack)
-    world = group.world
-    facts = {
-        "rank": world.rank,
-        "place": _place(world),
-        "pid": os.getpid(),
-        "page": page,
-        "stack": stack,
-    }
-    facts["launcher"] = PARENT if "TORCHELASTIC_RUN_ID" in os.environ else None
-    server = _server() if world.rank == 0 and world.world_size > 1 else None
-    if server is not None:
-        facts |= {
-            "address": (_own_address(world), server.getsockname()[1]),
-            "token": secrets.token_hex(16),
-        }
     process: subprocess.Popen[bytes] | None = None
     try:
-        found = [json.loads(line) for line in group.gather_text(json.dumps(facts))]
-        local = [other for other in found if other["place"] == facts["place"]]
-        if local[0]["rank"] == world.rank:
-            is_one = len(local) == len(found)
-            server = None if is_one else server
-            hub = {
-                "address": None if is_one else found[0]["address"],
-                "token": found[0].get("token", ""),
+        ranks = _gather_ranks(group, page, stack)
+        local = [facts for facts in ranks if facts["node"] == _node(group.world)]
+        if local[0]["rank"] == group.world.rank:
+            settings = {
+                "ranks": local,
+                "is_only_node": local == ranks,
+                "host": group.world.host,
+                "timeout_s": timeout_s,
+                "dump": int(DUMP),
+                "parent": os.getpid(),
             }
-            process = _start(
-                {**hub, "ranks": local, "timeout_s": timeout_s, "host": world.host}, server
-            )
-        yield pulse
+            process = _start(settings)
+        yield heartbeat
     finally:
         if process is not None:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 process.communicate(b"\n")
-        with contextlib.suppress(ValueError, BufferError):
-            faulthandler.unregister(DUMP)
+        faulthandler.unregister(DUMP)
         os.close(page)
         os.close(stack)
 
 
-def _start(settings: dict[str, Any], server: socket.socket | None) -> subprocess.Popen[bytes]:
-    more = {
-        "dump": int(DUMP or 0),
-        "parent": os.getpid(),
-        "server": server.fileno() if server else None,
+def _gather_ranks(group: Gathering, page: int, stack: int) -> list[dict[str, Any]]:
+    """The facts that a watcher needs of each rank."""
+    facts = {
+        "rank": group.world.rank,
+        "node": _node(group.world),
+        "pid": os.getpid(),
+        "page": page,
+        "stack": stack,
+        "launcher": PARENT if "TORCHELASTIC_RUN_ID" in os.environ else None,
     }
-    # By its file: `-m` would load what the package loads. -S -E: no site-packages, 15 ms instead of 60.
+    return [json.loads(line) for line in group.gather_text(json.dumps(facts))]
+
+
+def _node(world: Any) -> str:
+    """Name the place where a process id has one meaning.
+
+    node_rank alone is a guess when ranks are started by hand, and containers number their own
+    processes.
+    """
+    parts = [str(world.node_rank), world.host]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts += [str(Path("/proc/self/ns", kind).readlink()) for kind in ("pid", "net")]
+    return " ".join(parts)
+
+
+def _start(settings: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """Start a watcher by its file (`-m` loads the package); -S -E make it 15 ms instead of 60."""
     words = [sys.executable, "-S", "-E", watcher.__file__]
-    pass_fds = [server.fileno()] if server else []
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=pass_fds)  # noqa: S603
+    process = subprocess.Popen(words, stdin=subprocess.PIPE)  # noqa: S603
     assert process.stdin is not None
-    process.stdin.write(
-        json.dumps({**settings, **more}).encode() + b"\n"
-    )  # an argument everyone may read
+    process.stdin.write(json.dumps(settings).encode() + b"\n")
     process.stdin.flush()
-    if server is not None:
-        server.close()
     return process
-
-
-def _place(world: Any) -> str:
-    """Where a process id means the same: node_rank is a guess by hand, and a container has ids of its own."""
-    found = [str(world.node_rank), world.host]
-    with contextlib.suppress(OSError):
-        found += [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
-        found += [str(Path("/proc/self/ns", kind).readlink()) for kind in ("pid", "net")]
-    return " ".join(found)
-
-
-def _server() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
-
-
-def _own_address(world: Any) -> str:
-    """Where the other nodes reach this one: the address on the way to the master, or the master's if that is here."""
-    master = world.launcher.variables.get("MASTER_ADDR") or world.host
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 9))
-        if not (own := probe.getsockname()[0]).startswith("127."):
-            return own
-    return master

@@ -1,111 +1,137 @@
-"""The watcher of one node: a process of its own that names the rank which makes no progress, and ends the group.
+"""The watcher of one node: a process that names a hung rank of this node and ends the node's ranks.
 
-Run by its file, so that nothing but the standard library is loaded. It reads what the ranks write into shared memory
-(watch.py), and the state that the kernel gives them. The watchers of the other nodes tell that of node 0, which speaks
-for all; one that has lost it speaks for its own node.
+Run by its file, so that only the standard library is loaded. It reads the heartbeats that the ranks
+write into shared memory (heartbeat.py) and the state that the kernel reports for each. Watchers of
+different nodes do not talk to each other: each judges and ends its own ranks.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
-import secrets
 import select
 import signal
-import socket
 import statistics
 import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-# The page: float64 fields, then a text of at most TEXT bytes.
+# The page: float64 fields, then a path of at most MAX_PATH bytes.
 STEP, PHASE, SINCE, BUSY, TOTAL, STEPS, FIELDS = range(7)
-TEXT = 3000
+MAX_PATH = 3000
 PHASES = (
-    *(
-        "start-up",
-        "building data and model",
-        "the data loader",
-        "forward and backward",
-        "gradient all-reduce",
-    ),
-    *(
-        "the update",
-        "reading the losses",
-        "evaluation",
-        "saving a checkpoint",
-        "the end of the run",
-    ),
+    "start-up",
+    "building data and model",
+    "the data loader",
+    "forward and backward",
+    "gradient all-reduce",
+    "the update",
+    "reading the losses",
+    "evaluation",
+    "saving a checkpoint",
+    "the end of the run",
 )
-REDUCE, SAVE = 4, 8
+
 PATIENCE = 5  # times the limit, before the first step and while saving
+OTHER_NODES_FIRST = 1.5  # times the limit, where all ranks of this node wait
 POLL_S = 0.25
-STRAGGLES, OVER_STEPS = 3.0, 50
-STOPPED = ("T", "t")  # of the kernel's states: by a signal, by a debugger
-ASLEEP_S = 2.0  # between two looks: then this process was stopped, or the machine slept, and the ranks were with it
+ASLEEP_S = 2.0  # between two looks: this process or the machine slept, and the ranks with it
+STOPPED = ("T", "t")  # the kernel's states: stopped by a signal, by a debugger
+STRAGGLER = 3.0  # times the median
+STRAGGLER_STEPS = 50
+
+
+class Phase(IntEnum):
+    """A rank's occupation; PHASES has the words."""
+
+    START, BUILD, DATA, COMPUTE, REDUCE, UPDATE, LOG, EVALUATE, SAVE, END = range(10)
 
 
 @dataclass(frozen=True)
 class State:
-    """One rank at one moment."""
+    """One rank at one moment: `seconds` in its phase, `total` seconds of own work in `steps` steps."""
 
     rank: int
-    host: str
     pid: int
+    parent: int
     step: int
     phase: int
     seconds: float
     total: float
     steps: int
     is_stopped: bool
-    frozen: list[int]  # its child processes that are stopped
+    stopped_children: list[int]
 
     @property
-    def limit(self) -> int:
-        return PATIENCE if not self.steps or self.phase == SAVE else 1
+    def patience(self) -> int:
+        return PATIENCE if not self.steps or self.phase == Phase.SAVE else 1
+
+    def is_waiting(self, stack: Sequence[str]) -> bool:
+        """True in a collective, which ends when other ranks call it too."""
+        if self.is_stopped:
+            return False
+        is_building_ddp = any("torch/nn/parallel/distributed.py" in frame for frame in stack[:1])
+        is_in_collective = any("torch/distributed/" in frame for frame in stack[:3])
+        return self.phase == Phase.REDUCE or is_building_ddp or is_in_collective
+
+    def describe(self, host: str) -> str:
+        children = ", ".join(map(str, self.stopped_children))
+        return (
+            f"rank {self.rank} (process {self.pid} on {host}) has been in"
+            f" {PHASES[self.phase]} for {self.seconds:.0f} s, at step {self.step}"
+            + (", stopped by a signal" if self.is_stopped else "")
+            + (f"; its child process {children} is stopped" if children else "")
+        )
 
 
 class Rank:
-    """Its page and its stack, reached through the file descriptors that it holds open."""
+    """A rank's page and stack, reached through the file descriptors that it holds open."""
 
-    def __init__(self, facts: dict[str, Any], host: str):
-        self.rank, self.pid, self.host = facts["rank"], facts["pid"], host
-        self._launcher: int | None = facts["launcher"]
+    def __init__(self, facts: Mapping[str, Any]):
+        self.rank: int = facts["rank"]
+        self.pid: int = facts["pid"]
+        self.launcher: int | None = facts["launcher"]
         self._stack = Path(f"/proc/{self.pid}/fd/{facts['stack']}")
         with open(f"/proc/{self.pid}/fd/{facts['page']}", "rb") as file:
             self._page = mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
 
-    def state(self) -> State | None:
-        """None once the process is gone."""
+    def read(self) -> State | None:
+        """The rank's state; None once the process is gone."""
         kernel, parent = _kernel_state(self.pid)
         if kernel in ("", "Z", "X"):
             return None
-        if self._launcher not in (
-            None,
-            parent,
-        ):  # a SIGUSR1 kills torchrun, which then tells nobody
-            os.kill(self.pid, signal.SIGTERM)
-            self._launcher = None
-        step, phase, since, _, total, steps = struct.unpack_from(f"{FIELDS}d", self._page)[:6]
-        seconds = time.monotonic() - since
+        fields = struct.unpack_from(f"{FIELDS}d", self._page)
+        seconds = time.monotonic() - fields[SINCE]
         children = _children(self.pid) if seconds > 1 else []
-        frozen = [child for child in children if _kernel_state(child)[0] in STOPPED]
-        place, counted = (self.rank, self.host, self.pid), (total, int(steps))
-        return State(*place, int(step), int(phase), seconds, *counted, kernel in STOPPED, frozen)
+        return State(
+            rank=self.rank,
+            pid=self.pid,
+            parent=parent,
+            step=int(fields[STEP]),
+            phase=int(fields[PHASE]),
+            seconds=seconds,
+            total=fields[TOTAL],
+            steps=int(fields[STEPS]),
+            is_stopped=kernel in STOPPED,
+            stopped_children=[pid for pid in children if _kernel_state(pid)[0] in STOPPED],
+        )
 
     def directory(self) -> str:
-        return self._page[FIELDS * 8 : FIELDS * 8 + TEXT].split(b"\0")[0].decode(errors="replace")
+        """The run directory; empty before there is one."""
+        path = self._page[FIELDS * 8 : FIELDS * 8 + MAX_PATH]
+        return path.split(b"\0")[0].decode(errors="replace")
 
     def stack(self, dump: int, limit_s: float = 2.0) -> list[str]:
-        """Its Python stack, innermost first, as faulthandler writes it; a stopped process is let go on for it."""
-        with contextlib.suppress(OSError):
+        """The main thread's frames, innermost first; a stopped process is continued for it."""
+        with suppress(OSError):
             size = self._stack.stat().st_size
             os.kill(self.pid, dump)
             os.kill(self.pid, signal.SIGCONT)
@@ -113,112 +139,137 @@ class Rank:
             while self._stack.stat().st_size == size and time.monotonic() < end:
                 time.sleep(0.02)
             time.sleep(0.05)
-            return _main_thread(self._stack.read_text(errors="replace")[size:])
+            threads = self._stack.read_text(errors="replace")[size:].strip().split("\n\n")
+            lines = threads[-1].splitlines()  # faulthandler writes the main thread last
+            return [line.strip() for line in lines if line.startswith("  File ")]
         return []
 
-
-class Link:
-    """A watcher's line to that of node 0, one JSON object a line."""
-
-    def __init__(self, address: Sequence[Any], token: str):
-        self._token, self.is_over = token, False
-        self._socket: socket.socket | None = None
-        with contextlib.suppress(OSError):
-            self._socket = socket.create_connection((address[0], address[1]), timeout=5)
-            self._socket.settimeout(5)
-
-    def tell(self, states: Sequence[State]) -> bool:
-        """Whether node 0 still listens; `is_over` says that it has ended the group."""
-        self.send({"states": [vars(state) for state in states]})
-        with contextlib.suppress(OSError):
-            while self._socket is not None and select.select([self._socket], [], [], 0)[0]:
-                if not self._socket.recv(4096):
-                    self._socket = None
-                    break
-                self.is_over = True  # the only thing that node 0 says
-        return self._socket is not None
-
-    def wait(self, limit_s: float = 10.0) -> None:
-        """Until node 0 has spoken for all: it closes the line then."""
-        with contextlib.suppress(OSError):
-            if self._socket is not None:
-                self._socket.settimeout(limit_s)
-                while self._socket.recv(4096):
-                    pass
-
-    def send(self, message: dict[str, Any]) -> None:
-        if self._socket is not None:
-            try:
-                self._socket.sendall(json.dumps({"token": self._token, **message}).encode() + b"\n")
-            except OSError:
-                self._socket = None
+    def kill(self) -> None:
+        """Kill the process and its children: a stopped data worker would hold its output open."""
+        for pid in (*_children(self.pid), self.pid):
+            if pid != os.getpid():
+                _send(pid, signal.SIGKILL)
 
 
-class Hub:
-    """Node 0's end of the lines."""
+class Stragglers:
+    """Finds ranks whose own work in a step takes 3 times the median, over 50 steps; once each."""
 
-    def __init__(self, server: socket.socket, token: str):
-        self._server, self._token = server, token
-        self._lines: dict[socket.socket, bytes] = {}
-        self._states: dict[socket.socket, tuple[float, list[State]]] = {}
-        self._stacks: dict[int, list[str]] = {}
+    def __init__(self, host: str):
+        self._host = host
+        self._past: deque[list[State]] = deque(maxlen=600)
+        self._named: set[int] = set()
 
-    def states(self) -> list[State]:
-        """The other nodes' ranks, as last told."""
-        self._read()
-        now = time.monotonic()
-        return [
-            replace(s, seconds=s.seconds + now - at)
-            for at, states in self._states.values()
-            for s in states
-        ]
-
-    def end(self, limit_s: float = 4.0) -> dict[int, list[str]]:
-        """The stacks that the other watchers send, asked once: they end their ranks when this process ends."""
-        for line in self._lines:
-            with contextlib.suppress(OSError):
-                line.sendall(b"end\n")
-        end, wanted = (
-            time.monotonic() + limit_s,
-            sum(len(states) for _, states in self._states.values()),
-        )
-        while len(self._stacks) < wanted and time.monotonic() < end:
-            self._read()
-            time.sleep(0.02)
-        return self._stacks
-
-    def _read(self) -> None:
-        for line in select.select([self._server, *self._lines], [], [], 0)[0]:
-            if line is self._server:
-                self._lines[self._server.accept()[0]] = b""
-            else:
-                data = b""
-                with contextlib.suppress(OSError):
-                    data = line.recv(65536)
-                *whole, self._lines[line] = (self._lines[line] + data).split(b"\n")
-                for text in whole:
-                    self._take(line, text)
-                if not data or len(self._lines[line]) > 2**20:  # gone: its launcher knows
-                    line.close()
-                    del self._lines[line]
-                    self._states.pop(line, None)
-
-    def _take(self, line: socket.socket, text: bytes) -> None:
-        with contextlib.suppress(Exception):  # whatever a stranger sends
-            message = json.loads(text)
-            if not secrets.compare_digest(message.pop("token"), self._token):
-                return
-            if "states" in message:
-                self._states[line] = (
-                    time.monotonic(),
-                    [State(**state) for state in message["states"]],
+    def find(self, states: list[State]) -> list[str]:
+        """A line for each new straggler among the ranks of this node."""
+        self._past.append(states)
+        while states[0].steps - self._past[0][0].steps > 2 * STRAGGLER_STEPS:
+            self._past.popleft()
+        pairs = list(zip(states, self._past[0], strict=True))
+        if len(states) < 2 or min(s.steps - past.steps for s, past in pairs) < STRAGGLER_STEPS:
+            return []
+        means = {s.rank: (s.total - past.total) / (s.steps - past.steps) for s, past in pairs}
+        median = statistics.median_low(means.values())
+        lines = []
+        for rank, mean in means.items():
+            if mean > STRAGGLER * median and rank not in self._named:
+                self._named.add(rank)
+                lines.append(
+                    f"warning: rank {rank} on {self._host} is a straggler: {mean * 1e3:.1f} ms a"
+                    f" step over the last {STRAGGLER_STEPS} steps, the median is"
+                    f" {median * 1e3:.1f}"
                 )
-            else:
-                self._stacks |= {int(rank): frames for rank, frames in message["stacks"].items()}
+        return lines
+
+
+class Watcher:
+    """Looks at this node's ranks, several times within the limit."""
+
+    def __init__(self, settings: Mapping[str, Any]):
+        self._timeout_s: float = settings["timeout_s"]
+        self._dump: int = settings["dump"]
+        self._host: str = settings["host"]
+        self._is_only_node: bool = settings["is_only_node"]
+        self._ranks = [Rank(facts) for facts in settings["ranks"]]
+        self._stragglers = Stragglers(self._host)
+        self._orphans: set[int] = set()
+        self._looked = time.monotonic()
+        self._woke = self._looked
+        self._next_report = 0.0
+
+    def look(self) -> bool:
+        """True when the watch is over: a rank has ended, or all have been ended."""
+        now = time.monotonic()
+        if now - self._looked > ASLEEP_S:
+            self._woke = now
+        self._looked = now
+        states = [state for rank in self._ranks if (state := rank.read())]
+        if len(states) < len(self._ranks):
+            return True  # its launcher knows
+        self._end_orphans(states)
+        states = [replace(s, seconds=min(s.seconds, now - self._woke)) for s in states]
+        overdue = max(s.seconds / s.patience for s in states) / self._timeout_s
+        if overdue > 1 and now > self._next_report:
+            return self._judge(states, overdue)
+        for line in self._stragglers.find(states):
+            print(line, file=sys.stderr, flush=True)
+        return False
+
+    def _end_orphans(self, states: Sequence[State]) -> None:
+        """Ask ranks to stop whose torchrun is gone: a SIGUSR1 kills it before it can tell them."""
+        for rank, state in zip(self._ranks, states, strict=True):
+            is_orphan = rank.launcher is not None and state.parent != rank.launcher
+            if is_orphan and rank.rank not in self._orphans:
+                self._orphans.add(rank.rank)
+                _send(rank.pid, signal.SIGTERM)
+
+    def _judge(self, states: Sequence[State], overdue: float) -> bool:
+        """Report and end the ranks; later where they all wait and another node may own the hung one."""
+        stacks = {rank.rank: rank.stack(self._dump) for rank in self._ranks}
+        waiting = [s for s in states if s.is_waiting(stacks[s.rank])]
+        hung = [s for s in states if s not in waiting and s.seconds > self._timeout_s / 2]
+        if not hung and not self._is_only_node and overdue < OTHER_NODES_FIRST:
+            self._next_report = time.monotonic() + self._timeout_s * (OTHER_NODES_FIRST - 1)
+            return False
+        line = "no progress: " + "; ".join([*self._name(hung), *self._place(states, waiting, hung)])
+        print(f"error: {line}", file=sys.stderr)
+        for s in hung or states:
+            frames = stacks[s.rank][:12]
+            title = ", innermost call first:" if frames else ": its stack cannot be had"
+            print(f"rank {s.rank}{title}", *frames, sep="\n  ", file=sys.stderr, flush=True)
+        if directory := self._ranks[0].directory():
+            with suppress(OSError):
+                _write_exit(Path(directory), line, min(s.step for s in states))
+        for rank in self._ranks:
+            rank.kill()
+        return True
+
+    def _name(self, hung: Sequence[State]) -> list[str]:
+        if not hung and self._is_only_node:
+            return ["every rank waits for another"]
+        if not hung:
+            return ["every rank of this node waits for a rank of another node or of its own"]
+        return [s.describe(self._host) for s in hung]
+
+    def _place(
+        self, states: Sequence[State], waiting: Sequence[State], hung: Sequence[State]
+    ) -> list[str]:
+        """The collectives that the ranks not hung are blocked in."""
+        places: dict[str, list[str]] = {}
+        for s in states:
+            if s not in hung:
+                is_unnamed = s in waiting and s.phase != Phase.REDUCE
+                place = f"{'a collective in ' * is_unnamed}{PHASES[s.phase]} of step {s.step}"
+                places.setdefault(place, []).append(str(s.rank))
+        return [
+            f"rank {ranks[0]} waits in {place}"
+            if len(ranks) == 1
+            else f"ranks {', '.join(ranks)} wait in {place}"
+            for place, ranks in places.items()
+        ]
 
 
 def _kernel_state(pid: int) -> tuple[str, int]:
-    """(R, S, D, T (stopped), t (traced), Z; empty where there is no such process; its parent's process id)."""
+    """The kernel's state (R, S, D, Z, T: stopped, t: traced) and the parent; ("", 0) if gone."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
         return state, int(parent)
@@ -226,165 +277,16 @@ def _kernel_state(pid: int) -> tuple[str, int]:
         return "", 0
 
 
-def _main_thread(dump: str) -> list[str]:
-    """The last thread's frames: the main thread stands last."""
-    return [
-        line.strip()
-        for line in dump.strip().split("\n\n")[-1].splitlines()
-        if line.startswith("  File ")
-    ]
-
-
 def _children(pid: int) -> list[int]:
     try:
-        return [
-            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        ]
+        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
     except OSError:
         return []
 
 
-class Watch:
-    def __init__(self, settings: dict[str, Any]):
-        self.timeout_s, self.dump = settings["timeout_s"], settings["dump"]
-        self.ranks = [Rank(facts, settings["host"]) for facts in settings["ranks"]]
-        self.seen: deque[list[State]] = deque(maxlen=600)
-        self.told: set[int] = set()
-        self.woke = self.looked = time.monotonic()
-        server, token = settings["server"], settings["token"]
-        self.hub = Hub(socket.socket(fileno=server), token) if server is not None else None
-        self.link = (
-            Link(settings["address"], token) if server is None and settings["address"] else None
-        )
-
-    def look(self) -> bool:
-        """True when the watch is over."""
-        now = time.monotonic()
-        self.woke, self.looked = now if now - self.looked > ASLEEP_S else self.woke, now
-        here = [state for rank in self.ranks if (state := rank.state())]
-        if len(here) < len(self.ranks):
-            return True  # a rank has died: its launcher knows
-        if self.link is not None and self.link.tell(here):
-            if self.link.is_over:
-                self.link.send({"stacks": self._stacks()})
-                self.link.wait()
-                self._kill()
-            return self.link.is_over
-        states = sorted([*here, *(self.hub.states() if self.hub else [])], key=lambda s: s.rank)
-        states = [replace(state, seconds=min(state.seconds, now - self.woke)) for state in states]
-        if any(s.seconds > self.timeout_s * s.limit for s in states):
-            self.end(states)
-            return True
-        self.warn(states)
-        return False
-
-    def end(self, states: Sequence[State]) -> None:
-        stacks = self._stacks() | (self.hub.end() if self.hub else {})
-        lines = report(states, stacks, self.timeout_s)
-        print("\n".join(lines), file=sys.stderr, flush=True)
-        if directory := self.ranks[0].directory():
-            with contextlib.suppress(OSError):
-                _write_exit(
-                    Path(directory), lines[0].removeprefix("error: "), min(s.step for s in states)
-                )
-        self._kill()
-
-    def _stacks(self) -> dict[int, list[str]]:
-        return {rank.rank: rank.stack(self.dump) for rank in self.ranks}
-
-    def _kill(self) -> None:
-        for pid in [
-            pid
-            for rank in self.ranks
-            for pid in (*_children(rank.pid), rank.pid)
-            if pid != os.getpid()
-        ]:
-            with contextlib.suppress(OSError):
-                os.kill(
-                    pid, signal.SIGKILL
-                )  # a stopped data worker would stay, and hold our output open
-
-    def warn(self, states: list[State]) -> None:
-        """Say once of each rank that its own part of a step takes 3 times the median's, over 50 steps."""
-        self.seen.append(states)
-        alike = [past for past in self.seen if len(past) == len(states)]
-        before = next(
-            (past for past in alike if states[0].steps - past[0].steps <= 2 * OVER_STEPS), states
-        )
-        while self.seen and self.seen[0] is not before:
-            self.seen.popleft()
-        pairs = list(zip(states, before, strict=True))
-        if len(states) < 2 or min(now.steps - past.steps for now, past in pairs) < OVER_STEPS:
-            return
-        hosts = {s.rank: s.host for s in states}
-        each = {
-            now.rank: (now.total - past.total) / (now.steps - past.steps) for now, past in pairs
-        }
-        usual = statistics.median_low(each.values())
-        for rank, seconds in each.items():
-            if seconds > STRAGGLES * usual and rank not in self.told:
-                self.told.add(rank)
-                times = f"{seconds * 1e3:.1f} ms a step over the last {OVER_STEPS} steps, the median is {usual * 1e3:.1f}"
-                print(
-                    f"warning: rank {rank} on {hosts[rank]} is a straggler: {times}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-
-
-def report(states: Sequence[State], stacks: dict[int, list[str]], timeout_s: float) -> list[str]:
-    """One line that names who makes no progress and what the others wait in; then the stacks of those named."""
-    waiting = [s for s in states if not s.is_stopped and _is_waiting(s, stacks.get(s.rank, []))]
-    named = [s for s in states if s not in waiting and s.seconds > timeout_s / 2]
-    parts = [_describe(s) for s in named] or ["every rank waits for another"]
-    places: dict[str, list[int]] = {}
-    for s in states:
-        if s not in named:
-            what = (
-                PHASES[s.phase]
-                if s.phase == REDUCE or s not in waiting
-                else f"a collective in {PHASES[s.phase]}"
-            )
-            places.setdefault(f"{what} of step {s.step}", []).append(s.rank)
-    parts += [f"{_ranks(ranks)} in {place}" for place, ranks in places.items()]
-    lines = ["error: no progress: " + "; ".join(parts)]
-    for s in named or states:
-        frames = stacks.get(s.rank, [])
-        lines.append(
-            f"rank {s.rank}, innermost call first:"
-            if frames
-            else f"rank {s.rank}: its stack cannot be had"
-        )
-        lines += [f"  {frame}" for frame in frames[:12]]
-    return lines
-
-
-def _describe(state: State) -> str:
-    who = f"rank {state.rank} (process {state.pid} on {state.host})"
-    frozen = ", ".join(map(str, state.frozen))
-    return (
-        f"{who} has been in {PHASES[state.phase]} for {state.seconds:.0f} s, at step {state.step}"
-        + (", stopped by a signal" if state.is_stopped else "")
-        + (f"; its child process {frozen} is stopped" if frozen else "")
-    )
-
-
-def _is_waiting(state: State, stack: Sequence[str]) -> bool:
-    is_in_ddp = any(
-        "torch/nn/parallel/distributed.py" in frame for frame in stack[:1]
-    )  # before its first forward
-    return (
-        state.phase == REDUCE
-        or is_in_ddp
-        or any("torch/distributed/" in frame for frame in stack[:3])
-    )
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    ranks = list(ranks)
-    return (
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} wait{'s' * (len(ranks) == 1)}"
-    )
+def _send(pid: int, number: int) -> None:
+    with suppress(OSError):
+        os.kill(pid, number)
 
 
 def _write_exit(directory: Path, reason: str, step: int) -> None:
@@ -395,20 +297,21 @@ def _write_exit(directory: Path, reason: str, step: int) -> None:
     os.replace(staged, directory / "exit.json")
 
 
-def main(settings: dict[str, Any]) -> None:
-    try:
-        watch = Watch(settings)
-    except OSError:
-        return  # a rank is gone already
-    while os.getppid() == settings["parent"] and not watch.look():
-        if select.select([0], [], [], min(POLL_S, watch.timeout_s / 10))[0]:
-            return  # our rank is done
+def main() -> None:
+    """Watch until the rank that started this process ends, or writes a second line."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # they are for the ranks
+    with open(0, "rb", buffering=0) as lines:  # unbuffered: `select` sees what follows the line
+        settings = json.loads(lines.readline())
+        try:
+            watcher = Watcher(settings)
+        except OSError:
+            return  # a rank is gone already
+        interval_s = min(POLL_S, settings["timeout_s"] / 10)
+        while os.getppid() == settings["parent"] and not watcher.look():
+            if select.select([lines], [], [], interval_s)[0]:
+                return
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # meant for the ranks
-    with open(
-        0, "rb", buffering=0
-    ) as told:  # byte by byte: what follows the line stays where `select` sees it
-        main(json.loads(told.readline()))
+    main()
