@@ -16,7 +16,7 @@ from trainer.config.targets import check_name, check_target
 from trainer.distributed.launchers import MARK, find_launcher
 from trainer.distributed.signals import catch_early
 from trainer.errors import ConfigError, visible
-from trainer.record.directory import locate
+from trainer.record.resume import locate
 
 SWEEP = ("-m", "--multirun")
 QUESTIONS = ("-c", "--cfg", "-i", "--info", "--hydra-help")
