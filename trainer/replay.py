@@ -1,139 +1,158 @@
-"""`python -m trainer.replay DIR step=N`: one step of a run again, on one process, example by example."""
+"""`python -m trainer.replay DIR step=N`: one step of a run again, example by example."""
 
 from __future__ import annotations
 
 import math
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoints import transaction as checkpoint
+from trainer.checkpoints import transaction
+from trainer.checkpoints.manifest import MANIFEST, Manifest
 from trainer.cli import load_task, run, run_directory
 from trainer.config.compose import load_run_config
+from trainer.config.schema import Config
 from trainer.data.order import BatchPlan
 from trainer.engine.diagnosis import Example, examine
 from trainer.errors import CheckpointError, ConfigError, visible
-from trainer.record import directory as rundir
+from trainer.record.directory import METRICS, read_entries
+from trainer.record.resume import FIXED
+from trainer.run import STOPPED
 from trainer.strategy.batchnorm import has_batchnorm
-from trainer.trainer import STOPPED
 
 HELP = """usage: python -m trainer.replay DIR step=N [key=value ...] [--config-dir DIR]
 
-DIR is a run directory. Goes from the newest checkpoint before step N (or from the start) to step N on one process, in
-micro-batches of the run's size, and shows the loss of each example of that step: those that are not finite, or whose
-gradient is not, and the largest. Writes nothing. Exit codes: 0 the step is finite, 1 it is not, 2 it is not there."""
+DIR is a run directory. Goes from the newest checkpoint before step N (or from the start) to
+step N on one process, in micro-batches of the run's size, and shows the loss of each example of
+that step: those that are not finite, or whose gradient is not, and the largest. Writes nothing.
+Exit codes: 0 the step is finite, 1 it is not, 2 it is not there."""
 SHOWN = 5
+ADVICE = "give one run directory and one step: python -m trainer.replay DIR step=N"
 
 
 class Replayed(Exception):
-    """The step was reached and told."""
+    """The step was reached and examined."""
+
+    def __init__(self, examples: list[Example], has_batchnorm: bool):
+        super().__init__()
+        self.examples = examples
+        self.has_batchnorm = has_batchnorm
 
 
 def main(arguments: Sequence[str]) -> int:
     if "-h" in arguments or "--help" in arguments:
         print(HELP)
         return 0
-    advice = "give one run directory and one step: python -m trainer.replay DIR step=N"
-    place, words, config_dirs = run_directory(arguments, advice)
+    place, words, config_dirs = run_directory(arguments, ADVICE)
     wanted = [word.removeprefix("step=") for word in words if word.startswith("step=")]
     if len(wanted) != 1 or not wanted[0].isdecimal() or int(wanted[0]) < 1:
-        raise ConfigError(advice)
-    directory, step = Path(place), int(wanted[0])
-    if (directory / checkpoint.MANIFEST).is_file():
-        raise ConfigError(f"{directory}: is one checkpoint; {advice}")
+        raise ConfigError(ADVICE)
+    directory = Path(place)
+    step = int(wanted[0])
+    if (directory / MANIFEST).is_file():
+        raise ConfigError(f"{directory}: is one checkpoint; {ADVICE}")
     overrides = [word for word in words if not word.startswith("step=")]
     config = load_run_config(str(directory), overrides, config_dirs)
-    ours, theirs = config.flat(), load_run_config(str(directory), [], config_dirs).flat()
-    if fixed := next((key for key in rundir.FIXED if ours[key] != theirs[key]), None):
-        raise ConfigError(
-            f"{fixed}={ours[fixed]}: the run has {theirs[fixed]}, and its steps have other samples else"
-        )
-    config.run.resume = _newest_before(directory, step)
-    config.run.name, config.strategy.name, config.strategy.comm_hook = "replay", "single", "none"
-    config.data.micro_batch = _micro_batch(directory, config)
+    _check_fixed(config, load_run_config(str(directory), [], config_dirs))
     with tempfile.TemporaryDirectory() as scratch:
-        config.run.dir = scratch
-        task = _stopping_at(load_task(config), step)(config)
+        config = _on_one_process(config, directory, step, scratch)
         try:
-            task.fit()
-        except Replayed:
-            if has_batchnorm(task.model):
-                print(
-                    "BatchNorm took its running statistics for this, so these are not the losses of training"
-                )
-            return _tell(task.examples, step, directory)
+            _stopping_at(load_task(config), step)(config).fit()
+        except Replayed as found:
+            if found.has_batchnorm:
+                how = "BatchNorm took its running statistics for this"
+                print(f"{how}, so these are not the losses of training")
+            return _show(found.examples, step, directory)
     return STOPPED
 
 
-def _newest_before(directory: Path, step: int) -> str | None:
-    """The newest valid checkpoint before the step."""
-    for number, path in reversed(checkpoint.steps(directory / "checkpoints").items()):
+def _check_fixed(config: Config, saved: Config) -> None:
+    ours = config.flat()
+    theirs = saved.flat()
+    for key in FIXED:
+        if ours[key] != theirs[key]:
+            had = f"the run has {theirs[key]}, and its steps have other samples else"
+            raise ConfigError(f"{key}={ours[key]}: {had}")
+
+
+def _on_one_process(config: Config, directory: Path, step: int, scratch: str) -> Config:
+    """The run's configuration from the checkpoint before a step, on one process."""
+    resume = _find_newest_before(directory, step)
+    micro_batch = _find_micro_batch(directory, config)
+    return replace(
+        config,
+        run=replace(config.run, resume=resume, name="replay", dir=scratch),
+        strategy=replace(config.strategy, name="single", comm_hook="none"),
+        data=replace(config.data, micro_batch=micro_batch),
+    )
+
+
+def _find_newest_before(directory: Path, step: int) -> str | None:
+    """The newest valid checkpoint before a step."""
+    for number, path in reversed(transaction.steps(directory / "checkpoints").items()):
         try:
-            if number < step and checkpoint.load(path):
+            if number < step and transaction.load(path):
                 return str(path)
         except CheckpointError as error:
             print(visible(f"skipped {path.name}: {error}"))
     return None
 
 
-def _micro_batch(directory: Path, config: Any) -> int:
-    """The size of the run's micro-batches as it was last laid out: what dropout draws depends on it, and BatchNorm.
+def _find_micro_batch(directory: Path, config: Config) -> int:
+    """The size of the run's micro-batches in its last layout: dropout and BatchNorm depend on it.
 
-    Under SyncBN the ranks' shares are one. Says where the run's pieces cannot be had on one process.
+    Under SyncBN the ranks' shares are one. Prints where one process cannot cut the same pieces.
     """
-    manifest = checkpoint.newest_manifest(directory / "checkpoints")
-    if manifest:
-        checkpoint.check_run(manifest, directory)
-    ranks, batch = manifest["world_size"] if manifest else 1, config.data.global_batch
-    was = BatchPlan(batch, batch, min(config.data.micro_batch or batch, -(-batch // ranks)), ranks)
+    raw = transaction.newest_manifest(directory / "checkpoints")
+    ranks = Manifest.of_run(raw, directory).world_size if raw else 1
+    batch = config.data.global_batch
+    largest = -(-batch // ranks)
+    was = BatchPlan(batch, batch, min(config.data.micro_batch or batch, largest), ranks)
     joined = 1 if config.strategy.sync_batchnorm else ranks
     micro_batch = -(-batch // (joined * was.accumulation))
     ours = BatchPlan(batch, batch, micro_batch, 1).micro_batches(0)
     theirs = [piece for rank in range(ranks) for piece in was.micro_batches(rank)]
     if ours != theirs and not (joined < ranks and was.accumulation == 1):
-        print(
-            "its micro-batches were cut otherwise than one process can: with dropout or BatchNorm losses will differ"
-        )
+        how = "its micro-batches were cut otherwise than one process can"
+        print(f"{how}: with dropout or BatchNorm losses will differ")
     return micro_batch
 
 
 def _stopping_at(base: type, step: int) -> Any:
     class Replay(base):
-        examples: list[Example]
-
         def build_schedule(self, num_steps: int) -> Any:
             if step > num_steps:
                 raise ConfigError(f"step={step}: the run has only {num_steps:,} steps")
             return super().build_schedule(num_steps)
 
-        def train_step(self, micro_batches: Any) -> None:
+        def train_step(self, batch: Any) -> Any:
             if self.step == step - 1:
-                self.examples = examine(self._now, self.step)
-                raise Replayed
-            super().train_step(micro_batches)
+                examples = examine(self._run.engine, self, batch)
+                raise Replayed(examples, has_batchnorm(self.model))
+            return super().train_step(batch)
 
     return Replay
 
 
-def _tell(examples: Sequence[Example], step: int, directory: Path) -> int:
-    bad = [e for e in examples if not (e.is_finite and e.has_finite_gradient)]
+def _show(examples: Sequence[Example], step: int, directory: Path) -> int:
+    bad = [e for e in examples if e.is_bad]
     mean = sum(e.loss for e in examples) / len(examples)
-    print(
-        f"step {step:,}: {len(examples):,} examples, mean loss {mean:.6g}{_logged(directory, step)}"
-    )
+    count = f"{len(examples):,} examples, mean loss {mean:.6g}"
+    print(f"step {step:,}: {count}{_recorded_loss(directory, step)}")
     for e in bad:
-        print(
-            f"example {e.index}: loss {e.loss:.6g}, {'its gradient' if e.is_finite else 'it'} is not finite"
-        )
-    finite = sorted((e for e in examples if math.isfinite(e.loss)), key=lambda e: -e.loss)[:SHOWN]
-    print("largest losses: " + ", ".join(f"{e.loss:.6g} (example {e.index})" for e in finite))
+        what = "its gradient" if e.is_finite else "it"
+        print(f"example {e.index}: loss {e.loss:.6g}, {what} is not finite")
+    finite = sorted((e for e in examples if math.isfinite(e.loss)), key=lambda e: -e.loss)
+    largest = [f"{e.loss:.6g} (example {e.index})" for e in finite[:SHOWN]]
+    print("largest losses: " + ", ".join(largest))
     return int(bool(bad))
 
 
-def _logged(directory: Path, step: int) -> str:
-    """What metrics.jsonl has for the step; with log.every_steps above 1 a mean over several."""
-    for _, entry in rundir.entries(directory / rundir.METRICS):
+def _recorded_loss(directory: Path, step: int) -> str:
+    """The loss in metrics.jsonl for a step; with log.every_steps above 1, a mean over several."""
+    for _, entry in read_entries(directory / METRICS):
         if entry["step"] == step and entry.get("train/loss") is not None:
             return f"; metrics.jsonl has {entry['train/loss']:.6g} up to that step"
     return ""
