@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import secrets
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,10 +14,9 @@ from torch import nn
 
 from trainer.checkpoints.manifest import Manifest
 from trainer.checkpoints.saver import Saver
-from trainer.checkpoints.state import MODEL, TRAINING, read_on_all_ranks
+from trainer.checkpoints.state import MODEL, TRAINING, TrainState, read_on_all_ranks
 from trainer.config.schema import Checkpoint, Eval, Log
 from trainer.config.typed import suggest
-from trainer.data.batches import Batches
 from trainer.distributed.launchers import requeue
 from trainer.distributed.signals import REQUEUE
 from trainer.distributed.watch.heartbeat import Phase
@@ -30,7 +27,7 @@ from trainer.errors import ConfigError, RunError
 from trainer.record import fingerprint, resume, startup
 from trainer.record.directory import strict
 from trainer.record.opening import open_directory
-from trainer.setup import Setup, build_schedule, open_evaluator
+from trainer.setup import Setup, build_schedule
 from trainer.task import Task
 
 STOPPED = 75  # EX_TEMPFAIL: ended by a signal after a published checkpoint; start it again
@@ -60,74 +57,6 @@ class RolledBack(Exception):
         self.step = step
 
 
-@dataclass
-class TrainState:
-    """Progress of a run, saved with every checkpoint. `step` counts global batches."""
-
-    step: int
-    run_id: str
-    sessions: list[list[int]]
-    evaluated: int = -1
-    metrics: dict[str, float] = field(default_factory=dict)
-    best: float | None = None
-    best_step: int | None = None
-    best_of: str = ""
-
-    @classmethod
-    def begin(cls, world_size: int) -> TrainState:
-        return cls(0, secrets.token_hex(8), [[0, world_size]])
-
-    @classmethod
-    def resume(
-        cls, manifest: Manifest, progress: dict[str, Any], world_size: int, is_same_run: bool
-    ) -> TrainState:
-        """The state that a checkpoint holds; of another run it is only the step."""
-        sessions = [*manifest.sessions, [manifest.step, world_size]]
-        if not is_same_run:
-            return cls(manifest.step, secrets.token_hex(8), sessions)
-        return cls(manifest.step, manifest.run, sessions, **progress)
-
-    def advance(self) -> None:
-        self.step += 1
-
-    @contextmanager
-    def at(self, step: int) -> Iterator[None]:
-        """Another step while the block runs: it is looked at again."""
-        now = self.step
-        self.step = step
-        try:
-            yield
-        finally:
-            self.step = now
-
-    def recall(self, metrics: dict[str, float]) -> None:
-        """Take over an evaluation of this step that an earlier process recorded, if any."""
-        if metrics:
-            self.metrics = metrics
-            self.evaluated = self.step
-
-    def note(self, metrics: dict[str, float], metric: str, mode: str) -> bool:
-        """Keep an evaluation; is it the best so far by `metric`?"""
-        self.metrics = metrics
-        self.evaluated = self.step
-        best_of = f"{mode} {metric}"
-        if self.best_of != best_of:
-            self.best = None
-            self.best_step = None
-            self.best_of = best_of
-        value = metrics[metric]
-        sign = 1 if mode == "max" else -1
-        if math.isnan(value) or (self.best is not None and sign * value <= sign * self.best):
-            return False
-        self.best = value
-        self.best_step = self.step
-        return True
-
-    def progress(self) -> dict[str, Any]:
-        names = ("evaluated", "metrics", "best", "best_step", "best_of")
-        return {name: getattr(self, name) for name in names}
-
-
 class Clock:
     """Seconds that count as training: evaluating and saving do not."""
 
@@ -148,6 +77,8 @@ class Run:
     """A run in training: batches, engine, evaluator, record, saver and state.
 
     Methods that decide something decide it from values that are equal on all ranks.
+    `is_stopped` says that the ranks agreed to stop before the end, `wants_save` that a
+    checkpoint is wanted which is not due.
     """
 
     def __init__(
@@ -158,55 +89,38 @@ class Run:
         `rolled_back` are the steps that the run has gone back from. Raises CheckpointError for
         the checkpoint of another model, optimizer or data set. A collective.
         """
-        config = setup.config
-        ranks = setup.ranks
-        self.config = config
+        self.config = setup.config
         self.world = setup.world
+        self.is_stopped = False
+        self.wants_save = False
         self.saver = Saver(Path())
         self.state = TrainState.begin(self.world.world_size)
-        self._task = task
-        self._datasets = setup.datasets
-        self._ranks = ranks
+        self._setup = setup
+        self._ranks = setup.parts.ranks
         self._rolled_back = rolled_back
         self._reports = OneStepLate()
         self._num_skipped = 0
-        self._is_stopped = False
-        self._is_save_wanted = False
         self._clock = Clock()
-        with ranks.group.agreed("planning the run"):
-            self.batches = Batches(
-                setup.datasets["train"],
-                config,
-                setup.mesh,
-                setup.prepare,
-                ranks.group,
-                ranks.heartbeat,
-            )
-            epochs = config.run.epochs * self.batches.steps_per_epoch
-            self.num_steps = config.run.steps or epochs
+        with self._ranks.group.agreed("planning the run"):
+            self.batches = setup.open_batches()
+            epochs = self.config.run.epochs * self.batches.steps_per_epoch
+            self.num_steps = self.config.run.steps or epochs
             schedule = build_schedule(task, self.num_steps)
-        self.engine = Engine(
-            config,
-            task,
-            setup.strategy,
-            setup.precision,
-            schedule,
-            self.batches.of_step(0),
-            ranks,
-            self.wants_stop,
-        )
-        self.evaluator = open_evaluator(task, setup, self.engine.ema, self.wants_stop)
+        self.engine = Engine(setup.parts, schedule, self.batches.of_step(0), self.wants_stop)
+        self.evaluator = setup.open_evaluator(self.engine.ema, self.wants_stop)
         manifest, skipped = self._restore(origin)
         self._check_metrics()
-        opened = open_directory(config, self.world.launcher, ranks, origin, self.step, setup.model)
+        launcher = self.world.launcher
+        place = (self.config, launcher, self._ranks, origin, self.step, setup.model)
+        opened = open_directory(*place)
         self.directory = opened.directory
         self.record = opened.record
         self.saver = opened.saver
         self.state.recall(opened.evaluation)
-        self._first_step = self.state.step
+        self._first_step = self.step
         self._began_s = self._clock.read()
-        self._logged = (self.state.step, self._began_s)
-        self._announce(setup, origin, manifest, [*opened.warnings, *skipped])
+        self._logged = (self.step, self._began_s)
+        self._announce(origin, manifest, [*opened.warnings, *skipped])
 
     @property
     def model(self) -> nn.Module:
@@ -234,23 +148,21 @@ class Run:
         self.record.close()
         self.batches.close()
 
-    def _announce(
-        self, setup: Setup, origin: resume.Origin, manifest: Manifest | None, lines: list[str]
-    ) -> None:
+    def _announce(self, origin: resume.Origin, manifest: Manifest | None, lines: list[str]) -> None:
         """Show what is about to run: ranks, layout, batch arithmetic, data, model, changes."""
         config = self.config
-        strategy = setup.strategy
+        setup = self._setup
         ranks = self._ranks.group.gather_text(startup.describe_rank(self.world))
         self.record.table(startup.RANK_COLUMNS, startup.rank_rows(ranks))
         self.record.say(startup.layout(config, self.world, setup.threads))
         told = startup.arithmetic(config, self.batches.plan, self.num_steps)
-        told += [startup.describe_data(split, data) for split, data in self._datasets.items()]
+        told += [startup.describe_data(split, data) for split, data in setup.datasets.items()]
         told += [startup.describe_model(self.model), f"run directory: {self.directory}", *lines]
         if config.run.resume == "auto" and manifest is None:
             told.append("run.resume=auto found nothing to go on from: a fresh start")
         if manifest is not None:
             told += startup.resumed(config, manifest.config, self.step, self.num_steps)
-        told += strategy.list_remarks(is_resumed=manifest is not None)
+        told += setup.parts.strategy.list_remarks(is_resumed=manifest is not None)
         for line in told:
             self.record.say(line)
         if not origin.is_resumed:
@@ -262,13 +174,8 @@ class Run:
     # Decisions ----------------------------------------------------------------------------------
 
     @property
-    def is_stopped(self) -> bool:
-        """Did the ranks agree to stop before the end?"""
-        return self._is_stopped
-
-    @property
     def is_over(self) -> bool:
-        return self._is_stopped or self.state.step >= self.num_steps
+        return self.is_stopped or self.state.step >= self.num_steps
 
     @property
     def is_evaluation_owed(self) -> bool:
@@ -289,14 +196,9 @@ class Run:
         """Does this rank ask all ranks to stop?"""
         return bool(self._ranks.stop) or self.saver.has_failed
 
-    @property
-    def wants_save(self) -> bool:
-        """Is a checkpoint wanted that is not due?"""
-        return self._is_save_wanted
-
     def request_save(self) -> Path:
         """Have the state after this step published; where it will be."""
-        self._is_save_wanted = True
+        self.wants_save = True
         return self.saver.path_of(self.state.step + 1)
 
     def react(self, outcome: Outcome) -> None:
@@ -322,7 +224,7 @@ class Run:
         else:
             self._num_skipped = 0
         if report.is_stop_requested and self.state.step < self.num_steps:
-            self._is_stopped = True
+            self.is_stopped = True
 
     def _judge_skipped(self, step: int) -> None:
         """Apply `run.on_bad_step` to a step that was not finite and changed nothing."""
@@ -352,7 +254,7 @@ class Run:
     def _name_bad_examples(self, step: int) -> str:
         batch = self.batches.of_step(step - 1)
         with self.state.at(step - 1):
-            return name_bad_examples(self.engine, self._task, batch, self._ranks.group)
+            return name_bad_examples(self.engine, self._setup.parts.hooks, batch, self._ranks.group)
 
     # Record -------------------------------------------------------------------------------------
 
@@ -393,7 +295,7 @@ class Run:
         with self._clock.paused():
             metrics = self.evaluator.evaluate()
         if metrics is None:
-            self._is_stopped = True
+            self.is_stopped = True
         return metrics or {}
 
     def note(self, metrics: dict[str, float]) -> None:
@@ -405,7 +307,7 @@ class Run:
         self.record.scalars(self.state.step, metrics)
         self.record.say(f"step {self.state.step:,}: {startup.metric_line(metrics)}")
         if is_best and block.keep_best > 0:
-            self._is_save_wanted = True
+            self.wants_save = True
 
     def _check_metrics(self) -> None:
         """Evaluate one micro-batch: a mistake in `metrics` shows now, not after an epoch."""
@@ -426,7 +328,7 @@ class Run:
 
     def _save(self) -> None:
         self._ranks.heartbeat.enter(Phase.SAVE)
-        self._is_save_wanted = False
+        self.wants_save = False
         group = self._ranks.group
         state = self.state
         model = self.engine.strategy.shards()
@@ -447,7 +349,7 @@ class Run:
         is_evaluated = state.evaluated == state.step
         return {
             "config": self.config.flat(),
-            "data": fingerprint.of_data(self._datasets),
+            "data": fingerprint.of_data(self._setup.datasets),
             "run": state.run_id,
             "run_hash": self.config.run_hash(),
             "strategy": self.config.strategy.name,
@@ -465,7 +367,7 @@ class Run:
             return None, skipped
         manifest = restored.manifest
         training = restored.training
-        fingerprint.check_data(self._datasets, manifest.data)
+        fingerprint.check_data(self._setup.datasets, manifest.data)
         self.engine.load_state_dict(restored.model, training)
         self.batches.restore(manifest.step, manifest.ledger or "", manifest.replaced)
         progress = training["progress"]
@@ -487,7 +389,7 @@ class Run:
         state = self.state
         stop = self._ranks.stop
         self._judge(self._reports.flush(), state.step)
-        if self._is_stopped:
+        if self.is_stopped:
             self.record.progress(state.step, state.step)
         self._save()  # where it is not there yet: after a stop, or with nothing left to do
         with group.agreed("saving a checkpoint"):
@@ -499,9 +401,9 @@ class Run:
         for line in startup.ending(summary, self.num_steps, steps, block.metric, stop.name, again):
             self.record.say(line)
         facts = {"step": state.step, "metrics": state.metrics, "best": state.best}
-        self.record.exit(summary.exit_code, "stopped" if self._is_stopped else "done", facts)
+        self.record.exit(summary.exit_code, "stopped" if self.is_stopped else "done", facts)
         # SIGTERM is also scancel's, and then nobody wants a requeue; SLURM requeues a preempted job
-        is_asked = self._is_stopped and group.max(stop.name in REQUEUE)[0]
+        is_asked = self.is_stopped and group.max(stop.name in REQUEUE)[0]
         if is_asked and self.world.rank == 0 and (line := requeue()):
             self.record.say(line)
         return summary
@@ -520,5 +422,5 @@ class Run:
             seconds=seconds,
             examples_per_s=speed,
             flops_per_s=speed * self.engine.strategy.flops,
-            exit_code=STOPPED if self._is_stopped else 0,
+            exit_code=STOPPED if self.is_stopped else 0,
         )

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from trainer.config.schema import Config
 from trainer.config.targets import call_target, check_target
-from trainer.data.batches import EvalBatches, Preparation
+from trainer.data.batches import Batches, EvalBatches, Preparation
 from trainer.data.order import check_batch
 from trainer.data.sources import check_dataset, workers_named
 from trainer.distributed.group import Group, choose_backend
@@ -26,6 +26,7 @@ from trainer.distributed.watch.heartbeat import Phase
 from trainer.distributed.world import World
 from trainer.engine.ema import Ema
 from trainer.engine.evaluation import Evaluator
+from trainer.engine.parts import Parts
 from trainer.engine.precision import Precision
 from trainer.errors import ConfigError
 from trainer.record import fingerprint, resume
@@ -104,28 +105,28 @@ class Setup:
 
     def __init__(self, task: Task, ranks: Ranks, splits: Sequence[Split]):
         """Raises ConfigError for what a task's methods return wrongly. A collective."""
-        self.config = task.config
-        self.world = task.world
-        self.ranks = ranks
-        self.threads = self.world.divide_threads()
-        self.precision = Precision(self.config.strategy.precision, self.world.device)
-        self.mesh = Mesh.replicated(self.world)
-        to_model = partial(convert, self.precision, self.config.strategy.channels_last)
-        seed = self.config.run.seed
-        self.prepare = Preparation(task, to_model, seed, self.world.device)
+        config = task.config
+        world = task.world
+        precision = Precision(config.strategy.precision, world.device)
+        to_model = partial(convert, precision, config.strategy.channels_last)
+        self.config = config
+        self.world = world
+        self.threads = world.divide_threads()
         self.datasets: dict[str, Any] = {}
-        self.metrics: dict[str, Any] = {}
-        self.eval_batches: EvalBatches | None = None
+        self._metrics: dict[str, Any] = {}
+        self._mesh = Mesh.replicated(world)
+        self._prepare = Preparation(task, to_model, config.run.seed, world.device)
         ranks.heartbeat.enter(Phase.BUILD)
         with ranks.group.agreed("building data and model"):
             for split in splits:
                 self._open_data(task, split)
-            self.strategy = self._build_model(task)
+            strategy = _build_model(task, precision)
+        self.parts = Parts(config, task, strategy, precision, ranks)
         ranks.group.check_equal(fingerprint.of_built(self.datasets, self.model))
 
     @property
     def model(self) -> nn.Module:
-        return self.strategy.module
+        return self.parts.strategy.module
 
     def _open_data(self, task: Task, split: Split) -> None:
         data: Any = task.build_dataset(split)
@@ -134,33 +135,31 @@ class Setup:
         check_dataset(data, split, self.config.data.path)
         self.datasets[split] = data
         if split == "eval":
-            self.eval_batches = EvalBatches(data, self.config, self.mesh, self.prepare)
-            built = task.build_metrics(split)
-            self.metrics = {name: metric.to(self.world.device) for name, metric in built.items()}
+            metrics = task.build_metrics(split)
+            device = self.world.device
+            self._metrics = {name: metric.to(device) for name, metric in metrics.items()}
 
-    def _build_model(self, task: Task) -> Strategy:
-        torch.manual_seed(self.config.run.seed)
-        model = task.build_model()
-        if not isinstance(model, nn.Module):
-            given = f"a {type(model).__name__}"
-            raise ConfigError(f"build_model returned {given}: must be a torch.nn.Module")
-        kind = find_strategy(self.config.strategy.name)
-        return kind.build(self.config, self.world, self.precision, model.train())
+    def open_batches(self) -> Batches:
+        ranks = self.parts.ranks
+        data = self.datasets["train"]
+        place = (self._mesh, self._prepare, ranks.group, ranks.heartbeat)
+        return Batches(data, self.config, *place)
+
+    def open_evaluator(self, ema: Ema | None, wants_stop: Callable[[], bool]) -> Evaluator:
+        batches: EvalBatches | None = None
+        if (data := self.datasets.get("eval")) is not None:
+            batches = EvalBatches(data, self.config, self._mesh, self._prepare)
+        return Evaluator(self.parts, batches, self._metrics, ema, wants_stop)
 
 
-def open_evaluator(
-    task: Task, setup: Setup, ema: Ema | None, wants_stop: Callable[[], bool]
-) -> Evaluator:
-    return Evaluator(
-        task,
-        setup.eval_batches,
-        setup.metrics,
-        setup.strategy,
-        setup.precision,
-        ema,
-        setup.ranks,
-        wants_stop,
-    )
+def _build_model(task: Task, precision: Precision) -> Strategy:
+    torch.manual_seed(task.config.run.seed)
+    model = task.build_model()
+    if not isinstance(model, nn.Module):
+        given = f"a {type(model).__name__}"
+        raise ConfigError(f"build_model returned {given}: must be a torch.nn.Module")
+    kind = find_strategy(task.config.strategy.name)
+    return kind.build(task.config, task.world, precision, model.train())
 
 
 def build_schedule(task: Task, num_steps: int) -> Factor:

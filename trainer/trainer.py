@@ -29,7 +29,6 @@ from trainer.setup import (
     check_training,
     failures_named,
     gather_starters,
-    open_evaluator,
     try_optimizer,
 )
 from trainer.task import Task
@@ -145,14 +144,12 @@ class Trainer(Task):
             with failures_named(ranks.group):
                 setup = Setup(self, ranks, ("eval",))
                 self._run = setup
-                ema = open_ema(self.config, setup.strategy)
+                ema = open_ema(self.config, setup.parts.strategy)
                 restored, skipped = read_on_all_ranks(ranks.group, lambda: resume.read(origin))
                 if restored:
-                    setup.strategy.load(restored.model)
-                    if ema:
-                        ema.load_state_dict(restored.training["ema"])
+                    restored.load(setup.parts.strategy, ema)
                     self._run = Finished(setup.model, restored.manifest.step, fitted)
-                metrics = open_evaluator(self, setup, ema, lambda: bool(ranks.stop)).evaluate()
+                metrics = setup.open_evaluator(ema, lambda: bool(ranks.stop)).evaluate()
         if self.world.rank == 0:
             for line in skipped:
                 print(visible(line), file=sys.stderr)

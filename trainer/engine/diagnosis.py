@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_map_only
 
 from trainer.data.batches import LocalBatch, count_rows
 from trainer.distributed.group import Group
-from trainer.engine.engine import Engine, Hooks
+from trainer.engine.engine import Engine
 from trainer.engine.means import weigh
+from trainer.engine.parts import Hooks
 from trainer.errors import RunError
 from trainer.strategy.base import call, untouched
 from trainer.strategy.batchnorm import has_batchnorm

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from trainer.config.schema import Config
-from trainer.distributed.ranks import Ranks
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.engine.ema import Ema
 from trainer.engine.means import Means, Values
@@ -27,18 +26,11 @@ from trainer.engine.optimizers import (
     step_unless,
 )
 from trainer.engine.outcome import Outcome
-from trainer.engine.precision import Precision
+from trainer.engine.parts import Parts
 from trainer.schedule import Factor, rate_scale
 from trainer.strategy.base import MicroBatches, Strategy
 
 Loss = Callable[[Any, Any], Values]
-
-
-class Hooks(Protocol):
-    """The methods of a task that the engine calls."""
-
-    def loss(self, outputs: Any, targets: Any) -> Values: ...
-    def build_optimizer(self, model: nn.Module) -> Optimizer | list[Optimizer]: ...
 
 
 @dataclass(frozen=True)
@@ -54,41 +46,34 @@ class Engine:
     """Updates a model: objective, strategy, precision, optimizers, means, moving average."""
 
     def __init__(
-        self,
-        config: Config,
-        hooks: Hooks,
-        strategy: Strategy,
-        precision: Precision,
-        schedule: Factor,
-        batch: MicroBatches,
-        ranks: Ranks,
-        wants_stop: Callable[[], bool],
+        self, parts: Parts, schedule: Factor, batch: MicroBatches, wants_stop: Callable[[], bool]
     ):
         """Rehearse the first micro-batch of `batch` and build what needs the parameters.
 
         `wants_stop` says whether this rank asks all ranks to stop.
         """
+        config = parts.config
+        strategy = parts.strategy
         self.strategy = strategy
-        self.precision = precision
+        self.precision = parts.precision
         self.means = Means()
         self._global_batch = config.data.global_batch
         self._clip_norm = config.run.clip_norm
-        self._group = ranks.group
-        self._heartbeat = ranks.heartbeat
+        self._group = parts.ranks.group
+        self._heartbeat = parts.ranks.heartbeat
         self._wants_stop = wants_stop
         self._schedule = schedule
         self._rate_scale = rate_scale(config)
         self._objectives: dict[str, Objective] = {}
         rehearsal = next(iter(batch))
         torch.manual_seed(config.run.seed)  # lazy layers draw their weights in the rehearsal
-        strategy.prepare(rehearsal, self._objective("loss").of(hooks.loss))
-        strategy.on_gradients(ranks.heartbeat.reduce_begun)
+        strategy.prepare(rehearsal, self._objective("loss").of(parts.hooks.loss))
+        strategy.on_gradients(self._heartbeat.reduce_begun)
         self.means.clear()
-        self.optimizers = check_optimizers(hooks.build_optimizer(strategy.module))
+        self.optimizers = check_optimizers(parts.hooks.build_optimizer(strategy.module))
         for optimizer in self.optimizers:
             remember_options(optimizer)
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        self._rates = [(group, group["initial"]["lr"]) for group in groups]
+        self._groups = self._list_groups()
         self._parameters = [local.parameter for local in strategy.local_parameters()]
         self.ema = open_ema(config, strategy)
 
@@ -173,7 +158,7 @@ class Engine:
     def set_rate(self, step: int) -> None:
         """Set every group's rate for the update made at 0-based `step`."""
         factor = self._schedule(step) * self._rate_scale
-        for group, initial in self._rates:
+        for group, initial in self._groups:
             group["lr"] = initial * factor
 
     def end_step(self) -> None:
@@ -211,10 +196,14 @@ class Engine:
         names = self._names()
         for optimizer, saved in zip(self.optimizers, training["optimizers"], strict=True):
             load_named_state(optimizer, names, saved)
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        self._rates = [(group, group["initial"]["lr"]) for group in groups]
+        self._groups = self._list_groups()
         if self.ema:
             self.ema.load_state_dict(training["ema"])
+
+    def _list_groups(self) -> list[tuple[dict[str, Any], float]]:
+        """Every parameter group, and the rate that it was built with."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return [(group, group["initial"]["lr"]) for group in groups]
 
     def _names(self) -> dict[Any, str]:
         return {parameter: name for name, parameter in self.model.named_parameters()}

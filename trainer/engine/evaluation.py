@@ -7,29 +7,19 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from trainer.data.batches import EvalBatches, count_rows
-from trainer.distributed.ranks import Ranks
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.engine.ema import Ema
-from trainer.engine.means import Means, Values, weigh
-from trainer.engine.precision import Precision
+from trainer.engine.means import Means, weigh
+from trainer.engine.parts import Parts
 from trainer.errors import ConfigError
-from trainer.strategy.base import Strategy
 
 ASK_EVERY_S = 0.5  # how often the ranks agree on whether to stop
-
-
-class Hooks(Protocol):
-    """The methods of a task that evaluation calls."""
-
-    def loss(self, outputs: Any, targets: Any) -> Values: ...
-    def metrics(self, outputs: Any, targets: Any) -> dict[str, Values]: ...
-    def summarize(self, means: dict[str, float]) -> dict[str, float]: ...
 
 
 class Evaluator:
@@ -37,24 +27,21 @@ class Evaluator:
 
     def __init__(
         self,
-        hooks: Hooks,
+        parts: Parts,
         batches: EvalBatches | None,
         metrics: Mapping[str, Any],
-        strategy: Strategy,
-        precision: Precision,
         ema: Ema | None,
-        ranks: Ranks,
         wants_stop: Callable[[], bool],
     ):
         """`metrics` are torchmetrics by name; without `batches` there is nothing to evaluate."""
-        self._hooks = hooks
+        self._hooks = parts.hooks
+        self._strategy = parts.strategy
+        self._precision = parts.precision
+        self._group = parts.ranks.group
+        self._heartbeat = parts.ranks.heartbeat
         self._batches = batches
         self._metrics = metrics
-        self._strategy = strategy
-        self._precision = precision
         self._ema = ema
-        self._group = ranks.group
-        self._heartbeat = ranks.heartbeat
         self._wants_stop = wants_stop
 
     @torch.no_grad()

@@ -1,0 +1,35 @@
+"""The parts that training and evaluation share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.config.schema import Config
+from trainer.distributed.ranks import Ranks
+from trainer.engine.means import Values
+from trainer.engine.precision import Precision
+from trainer.strategy.base import Strategy
+
+
+class Hooks(Protocol):
+    """The methods of a task that compute."""
+
+    def loss(self, outputs: Any, targets: Any) -> Values: ...
+    def metrics(self, outputs: Any, targets: Any) -> dict[str, Values]: ...
+    def summarize(self, means: dict[str, float]) -> dict[str, float]: ...
+    def build_optimizer(self, model: nn.Module) -> Optimizer | list[Optimizer]: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A task and its model on all ranks."""
+
+    config: Config
+    hooks: Hooks
+    strategy: Strategy
+    precision: Precision
+    ranks: Ranks
