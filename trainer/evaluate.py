@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 
 from trainer.cli import load_task, run, run_directory
 from trainer.config.compose import load_run_config
-from trainer.errors import ConfigError, visible
+from trainer.errors import ConfigError
 from trainer.record.directory import strict
 
 HELP = """usage: python -m trainer.evaluate DIR [key=value ...] [--config-dir DIR]
@@ -30,8 +29,6 @@ def main(arguments: Sequence[str]) -> int:
             f"task {config.task.name} has no evaluation data: build_dataset('eval') returned None"
         )
     if task.world.rank == 0:
-        for line in task.skipped:
-            print(visible(line), file=sys.stderr)
         print(json.dumps({"step": task.step, **strict(metrics)}))
     return 0
 
