@@ -31,10 +31,12 @@ USER_FILES = SCRIPTS / "compared"  # the tasks points and gan, and their config
 LIMIT_S = 180
 EQUAL = "equal"
 
-# What stands for each task's name in a command: its smallest useful settings.
+# What stands for each task's name in a command: its smallest useful settings. The rates of cifar
+# are for its full width and batch; a net this small collapses under them to a constant loss.
 SETTINGS = {
     "cifar": (
         "task=cifar task.options.data=bundled task.options.widths=[16,32,32] data.global_batch=96"
+        " task.options.bias_lr=0.002 task.options.head_lr=0.02 optim.lr=0.05"
         " run.steps=20 eval.micro_batch=250 log.every_steps=1"
     ),
     "text": (
@@ -98,10 +100,9 @@ CASES = [
     trains("streamed", f"cifar {FP32} data.path=streamed data.workers=2", ranks=2),
     trains("clipping", f"cifar {FP32} run.clip_norm=0.5 optim=sgd schedule=one_cycle optim.lr=0.1"),
     trains("syncbn", f"cifar {FP32} strategy.sync_batchnorm=true", ranks=2),
-    trains("syncbn amp_bf16", "cifar strategy=ddp_syncbn_amp strategy.precision=amp_bf16", ranks=2),
+    trains("amp_bf16", "cifar strategy.precision=amp_bf16"),
     trains("amp_fp16", "points strategy.precision=amp_fp16"),
     trains("powersgd", f"cifar {FP32} strategy.comm_hook=powersgd", ranks=2),
-    trains("fp16 hook", f"text {FP32} strategy.comm_hook=fp16", ranks=2),
     trains("parameter server", f"text {FP32} strategy.comm_hook=parameter_server", ranks=3),
     trains("gan on 1 rank", f"gan {FP32} data.micro_batch=8"),
     trains("gan on 2 ranks", f"gan {FP64} run.clip_norm=1.0", ranks=2),
@@ -256,7 +257,16 @@ def read_result(folder: Path, codes: list[int], printed: list[str]) -> Result:
         weights[key] = torch.load(newest / "model.pt", weights_only=True)
         training[key] = torch.load(newest / "training.pt", weights_only=True)
     problem = "" if metrics else "it left no run"
+    for key, entries in metrics.items():
+        if has_stalled(entries):
+            problem = f"{key}: the loss is constant, so a comparison of it shows nothing"
     return Result(problem, codes, printed, metrics, weights, training)
+
+
+def has_stalled(entries: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last three losses are the same."""
+    losses = [entry["train/loss"] for entry in entries if "train/loss" in entry]
+    return len(set(losses[-3:])) == 1
 
 
 def without_speed(entry: dict[str, Any]) -> dict[str, Any]:
