@@ -1,9 +1,15 @@
-"""Microseconds per step around one tiny model, and seconds from process start to the first step, side by side.
+"""Microseconds per step around one tiny model, and seconds from process start to the first step.
 
-    python scripts/bench_step.py [--rounds 5] [--steps 2000] [--json FILE]
+    python scripts/bench_step.py [--rounds 5] [--steps 2000] [--only NAME ...] [--beside DIR]
 
-Contestants take turns, each in a process of its own, on one rank and on two; medians and ratios to the bare loop.
+Contestants take turns, each in a process of its own, on one rank and on two; the table has medians
+over the rounds and ratios to the bare loop, which reads its batches through a DataLoader.
 Lightning, Fabric and Accelerate take part where they are installed: pip install -e '.[bench]'.
+
+On one rank Lockstep is also compared with the bare step: forward, loss, backward, fused SGD and
+zero_grad on one batch that stays in memory. Blocks of both alternate in one process.
+
+`--beside DIR` adds the Lockstep of another checkout, to compare two commits in the same rounds.
 """
 
 from __future__ import annotations
@@ -19,9 +25,11 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 BATCH, EXAMPLES, WIDTH, WARM, LOG_EVERY = 32, 32_000, 128, 200, 50
+ROOT = Path(__file__).resolve().parent.parent
 NEEDS = {
     "bare": "torch",
     "lockstep": "trainer",
@@ -29,31 +37,73 @@ NEEDS = {
     "fabric": "lightning",
     "accelerate": "accelerate",
 }
+BESIDE = "lockstep of DIR"
+MEASURES = ("us_per_step", "first_step_s")
 
 
 class Stopwatch:
-    """Called once per step: notes the first, and how long blocks of LOG_EVERY steps take after the warm-up.
+    """Called once per step: notes the first, and the time of blocks of LOG_EVERY steps after WARM.
 
-    Of the blocks the median counts: each holds one log, and what else the machine does is in few of them.
+    The median of the blocks counts: each holds one log, and other load falls into few of them.
+    `between` runs after each block, and its time counts to none.
     """
 
-    def __init__(self, steps: int):
-        self.steps, self.count = steps, 0
-        self.marks: list[float] = []
+    def __init__(self, steps: int, between: Callable[[], None] = lambda: None):
+        self.steps = steps
+        self.between = between
+        self.count = 0
+        self.blocks: list[float] = []
+        self.began = 0.0
 
     def __call__(self) -> None:
         self.count += 1
         if self.count == 1:
             self.first = time.time() - float(os.environ["BENCH_BEGUN"])
         if self.count >= WARM and self.count % LOG_EVERY == 0:
-            self.marks.append(time.perf_counter())
+            if self.count > WARM:
+                self.blocks.append(time.perf_counter() - self.began)
+            self.between()
+            self.began = time.perf_counter()
 
-    def told(self) -> dict[str, float]:
-        blocks = [after - before for before, after in itertools.pairwise(self.marks)]
-        return {
-            "first_step_s": self.first,
-            "us_per_step": 1e6 * statistics.median(blocks) / LOG_EVERY,
-        }
+    def result(self) -> dict[str, float]:
+        us_per_step = 1e6 * statistics.median(self.blocks) / LOG_EVERY
+        return {"first_step_s": self.first, "us_per_step": us_per_step}
+
+
+class BareStep:
+    """The bare step on tensors in memory, a block of LOG_EVERY at each call."""
+
+    def __init__(self) -> None:
+        self.blocks: list[float] = []
+        self.run_block: Callable[[], None] | None = None
+
+    def __call__(self) -> None:
+        if self.run_block is None:  # not before the first step, whose time is measured too
+            self.run_block = self.build()
+            self.run_block()
+        began = time.perf_counter()
+        self.run_block()
+        self.blocks.append(time.perf_counter() - began)
+
+    def build(self) -> Callable[[], None]:
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        model, data, _ = parts()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+        inputs, targets = data[:BATCH]
+
+        def run_block() -> None:
+            for _ in range(LOG_EVERY):
+                loss = cross_entropy(model(inputs), targets)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return run_block
+
+    def result(self) -> dict[str, float]:
+        return {"bare_step_us": 1e6 * statistics.median(self.blocks) / LOG_EVERY}
 
 
 def parts():
@@ -80,12 +130,12 @@ def bare(steps: int, ranks: int) -> dict[str, float]:
     loader = DataLoader(
         data, BATCH // ranks, shuffle=sampler is None, sampler=sampler, drop_last=True
     )
-    told = _loop(loader, model, optimizer, torch.Tensor.backward, steps, sampler)
+    result = _loop(loader, model, optimizer, torch.Tensor.backward, steps, sampler)
     if ranks > 1:
         del model
         dist.barrier()
         dist.destroy_process_group()
-    return told
+    return result
 
 
 def lockstep(steps: int, ranks: int) -> dict[str, float]:
@@ -93,7 +143,8 @@ def lockstep(steps: int, ranks: int) -> dict[str, float]:
 
     from trainer import Trainer, load_config
 
-    watch = Stopwatch(steps)
+    bare_step = BareStep()
+    watch = Stopwatch(steps, bare_step) if ranks == 1 else Stopwatch(steps)
 
     class Tiny(Trainer):
         def build_model(self):
@@ -105,29 +156,17 @@ def lockstep(steps: int, ranks: int) -> dict[str, float]:
         def loss(self, outputs, targets):
             return cross_entropy(outputs, targets, reduction="none")
 
-        def train_step(self, micro_batches):
-            super().train_step(micro_batches)
+        def train_step(self, batch):
+            outcome = super().train_step(batch)
             watch()
+            return outcome
 
     with tempfile.TemporaryDirectory() as folder:
-        wanted = [
-            f"run.dir={folder}",
-            f"run.steps={WARM + steps}",
-            f"data.global_batch={BATCH}",
-            "optim.lr=0.01",
-        ]
-        Tiny(
-            load_config(
-                [
-                    "task=cifar",
-                    "optim=sgd",
-                    "strategy.precision=fp32",
-                    f"log.every_steps={LOG_EVERY}",
-                    *wanted,
-                ]
-            )
-        ).fit()
-    return watch.told()
+        overrides = ["task=cifar", "optim=sgd", "optim.lr=0.01", "strategy.precision=fp32"]
+        overrides += [f"run.dir={folder}", f"run.steps={WARM + steps}"]
+        overrides += [f"data.global_batch={BATCH}", f"log.every_steps={LOG_EVERY}"]
+        Tiny(load_config(overrides)).fit()
+    return {**watch.result(), **(bare_step.result() if ranks == 1 else {})}
 
 
 def lightning(steps: int, ranks: int) -> dict[str, float]:
@@ -173,7 +212,7 @@ def lightning(steps: int, ranks: int) -> dict[str, float]:
             **quiet,
         )
         loop.fit(Module(), DataLoader(data, BATCH // ranks, shuffle=True, drop_last=True))
-    return watch.told()
+    return watch.result()
 
 
 def fabric(steps: int, ranks: int) -> dict[str, float]:
@@ -216,22 +255,21 @@ def _loop(loader, model, optimizer, backward, steps: int, sampler=None) -> dict[
                 loss.item()
             watch()
             if watch.count == WARM + steps:
-                return watch.told()
+                return watch.result()
     raise AssertionError("unreachable")
 
 
-def measure(name: str, ranks: int, steps: int) -> dict[str, float]:
-    words = [__file__, "--as", name, "--ranks", str(ranks), "--steps", str(steps)]
+def measure(name: str, ranks: int, steps: int, beside: Path | None) -> dict[str, float]:
+    """What one contestant prints, in processes of its own."""
+    is_beside = name == BESIDE and beside is not None
+    checkout = beside.resolve() if is_beside else ROOT
+    contestant = "lockstep" if is_beside else name
+    words = [__file__, "--as", contestant, "--ranks", str(ranks), "--steps", str(steps)]
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    root = str(Path(__file__).resolve().parent.parent)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": root,
-        "BENCH_BEGUN": str(time.time()),
-    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
+    environment["BENCH_BEGUN"] = str(time.time())
     done = subprocess.run([*launcher, *words], capture_output=True, text=True, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"first_step_s"')]
     if not lines:
@@ -239,30 +277,71 @@ def measure(name: str, ranks: int, steps: int) -> dict[str, float]:
     return json.loads(lines[0])
 
 
-def compare(rounds: int, steps: int) -> list[dict]:
-    names = [name for name, package in NEEDS.items() if importlib.util.find_spec(package)]
+def compare(names: list[str], rounds: int, steps: int, beside: Path | None) -> list[dict]:
+    """Rows of medians, one for each contestant and number of ranks, printed as they come."""
     rows = []
     for ranks in (1, 2):
-        taken = [{name: measure(name, ranks, steps) for name in names} for _ in range(rounds)]
-        for name in names:
-            row = {"ranks": ranks, "name": name}
-            for key in ("us_per_step", "first_step_s"):
-                row[key] = statistics.median(turn[name][key] for turn in taken)
-                row[f"{key} ratio"] = statistics.median(
-                    turn[name][key] / turn["bare"][key] for turn in taken
-                )
-            rows.append(row)
-            print(
-                "{ranks} ranks  {name:<11} {us_per_step:7.0f} us/step  x{us_per_step ratio:.2f}   ".format(
-                    **row
-                ),
-                end="",
-            )
-            print(
-                "first step after {first_step_s:.2f} s  x{first_step_s ratio:.2f}".format(**row),
-                flush=True,
-            )
+        turns = []
+        for number in range(rounds):
+            order = names if number % 2 == 0 else names[::-1]
+            turns.append({name: measure(name, ranks, steps, beside) for name in order})
+        added = {name: summarize(name, ranks, turns) for name in names}
+        for row in added.values():
+            print_row(row)
+        for row in added.values():
+            if "bare_step_us" in row:
+                print_overhead(row)
+        if BESIDE in added:
+            print_ratio(added["lockstep"], added[BESIDE])
+        rows += added.values()
     return rows
+
+
+def summarize(name: str, ranks: int, turns: list[dict]) -> dict:
+    """Medians over the rounds, and the medians of each round's ratio to the bare loop."""
+    row = {"ranks": ranks, "name": name}
+    for key in MEASURES:
+        row[key] = statistics.median(turn[name][key] for turn in turns)
+        ratios = [turn[name][key] / turn["bare"][key] for turn in turns]
+        row[f"{key} ratio"] = statistics.median(ratios)
+    if "bare_step_us" in turns[0][name]:
+        row["bare_step_us"] = statistics.median(turn[name]["bare_step_us"] for turn in turns)
+    return row
+
+
+def print_row(row: dict) -> None:
+    step = "{us_per_step:7.0f} us/step  x{us_per_step ratio:.2f}".format(**row)
+    start = "first step after {first_step_s:.2f} s  x{first_step_s ratio:.2f}".format(**row)
+    print(f"{row['ranks']} ranks  {row['name']:<15} {step}   {start}", flush=True)
+
+
+def print_overhead(row: dict) -> None:
+    """The part of a step that is not the bare step, and the start as a ratio of the bare loop's."""
+    bare = row["bare_step_us"]
+    overhead = row["us_per_step"] - bare
+    share = f"{overhead:.0f} of {bare:.0f} us, {overhead / bare:.0%}".replace("%", " %")
+    start = f"start to first step: {row['first_step_s ratio']:.2f} times bare"
+    print(f"{row['name']}: overhead over the bare step: {share}; {start}", flush=True)
+
+
+def print_ratio(ours: dict, other: dict) -> None:
+    """Ratios of the medians of two checkouts' rounds."""
+    step, start = (ours[key] / other[key] for key in MEASURES)
+    print(f"lockstep / {BESIDE}: step x{step:.3f}, start to first step x{start:.3f}", flush=True)
+
+
+def run_contestant(name: str, steps: int, ranks: int) -> None:
+    """Measure in this process and print the result on rank 0."""
+    warnings.filterwarnings("ignore")
+    if name == "lockstep":
+        import trainer
+
+        imported = Path(trainer.__file__).resolve().parent.parent
+        if str(imported) != os.environ["PYTHONPATH"]:
+            raise SystemExit(f"imports trainer from {imported}, not from PYTHONPATH")
+    result = globals()[name](steps, ranks)
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(result), flush=True)
 
 
 def main() -> None:
@@ -271,17 +350,22 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="+", choices=NEEDS, default=[*NEEDS], metavar="NAME")
+    parser.add_argument("--beside", type=Path, metavar="DIR", help="another checkout of Lockstep")
+    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--as", dest="name", choices=NEEDS, help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, default=1, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.name:
-        warnings.filterwarnings("ignore")
-        told = globals()[given.name](given.steps, given.ranks)
-        if os.environ.get("RANK", "0") == "0":
-            print(json.dumps(told), flush=True)
+        run_contestant(given.name, given.steps, given.ranks)
         return
-    rows = compare(given.rounds, given.steps)
+    if given.beside is not None and not (given.beside / "trainer").is_dir():
+        parser.error(f"--beside {given.beside}: no checkout of Lockstep")
+    wanted = {"bare", *given.only, *(["lockstep"] if given.beside else [])}
+    names = [n for n, package in NEEDS.items() if n in wanted and importlib.util.find_spec(package)]
+    if given.beside:
+        names.append(BESIDE)
+    rows = compare(names, given.rounds, given.steps, given.beside)
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1) + "\n")
 
