@@ -16,8 +16,9 @@ from torch import nn
 
 from trainer import ResidentDataset
 from trainer.errors import ConfigError
+from trainer.verify import __main__ as verify
 from trainer.verify import recording
-from trainer.verify.__main__ import __main__ as verify
+from trainer.verify.stage import last_words
 
 
 @pytest.fixture
@@ -182,7 +183,7 @@ RuntimeError: other
     ],
 )
 def test_ranks_that_fail_are_told_by_the_error_and_its_place(said, told):
-    assert verify.last_words(said) == told
+    assert last_words(said) == told
 
 
 @pytest.mark.parametrize(
@@ -234,9 +235,9 @@ class TwoLosses(Tiny):
     def other(self, outputs, targets):
         return outputs.square().mean(1) * self.world.world_size
 
-    def train_step(self, micro_batches):
-        self.update(micro_batches, name="first")
-        self.update(micro_batches, self.other, name="second")
+    def train_step(self, batch):
+        first = self.update(batch, name="first")
+        return first + self.update(batch, self.other, name="second")
 
 
 def test_losses_of_a_step_of_its_own_are_compared_too(prove):
@@ -244,6 +245,23 @@ def test_losses_of_a_step_of_its_own_are_compared_too(prove):
     assert (
         code == 1 and "one rank, fp64: reference: " in said and "ranks-2, fp64: DIFFERENT" in said
     )
+
+
+class OwnNames(Tiny):
+    """Names that a recorder might want, and an `update` of the task's own."""
+
+    notes = 2.0
+
+    def update(self, batch, *arguments, **named):
+        self._is_stepping = self._kill = "the task's"
+        return super().update(batch, self.doubled, *arguments, **named)
+
+    def doubled(self, outputs, targets):
+        return self.loss(outputs, targets) * self.notes
+
+
+def test_names_of_the_task_stay_its_own(prove):
+    assert prove(OwnNames, "layouts=ranks-2")[0] == 0
 
 
 class OneInput(Tiny):

@@ -181,6 +181,11 @@ class Batches:
         wanted = list(islice(sampler, self.plan.accumulation))
         return self._local(self.read(FixedSampler(wanted, epoch)), step, epoch)
 
+    def of_examples(self, indices: torch.Tensor) -> LocalBatch:
+        """Given examples as one micro-batch, read in this process and as of epoch 0."""
+        pieces = self.read(FixedSampler([indices.to(self._device)]))
+        return LocalBatch(self._prepare, self._heartbeat, pieces, 0, 0, 0)
+
     def read(self, sampler: FixedSampler) -> list[Piece]:
         """Given examples, read in this process."""
         loader = self._loaders[0]

@@ -1,0 +1,145 @@
+"""Comparison: distances between the evidence of two layouts, and the findings from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from trainer.verify.evidence import Evidence, Tensors
+from trainer.verify.reasons import explain
+from trainer.verify.stage import FP64
+
+REFERENCE = "reference"
+AGREES = "agrees"
+SAME_BITS = "same bits"
+ROUNDING = "rounding"
+DIFFERENT = "DIFFERENT"
+PROVES_NOTHING = "PROVES NOTHING"
+Distances = dict[str, float]
+# (losses and metrics, gradients and weights): relative. Below fp64 tensors are shown, not judged.
+TOLERANCE = {FP64: (1e-8, 1e-6), "fp32": (1e-3, 1.0), "tf32": (1e-2, 1.0)}
+COARSE = (1e-1, 1.0)
+STILL = 1e-9  # weights that moved by less have learned nothing
+FLAT = 1e-6  # nor has a loss that changed by less, relative to its largest value
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table; `worst` is the largest distance of each group."""
+
+    layout: str
+    precision: str
+    result: str
+    worst: Distances = field(default_factory=dict)
+    where: str = ""
+    reason: str = ""
+
+    @property
+    def is_bad(self) -> bool:
+        return self.result in (DIFFERENT, PROVES_NOTHING)
+
+
+def judge_reference(layout: str, precision: str, evidence: Evidence) -> Finding:
+    """Did the run that others are compared with learn anything? Else agreement proves nothing."""
+    curves: dict[str, list[float]] = {}
+    for (_, name), value in evidence.losses.items():
+        if value is not None:
+            curves.setdefault(name, []).append(value)
+    losses = max(curves.values(), key=_spread, default=[])
+    notes = evidence.ranks[0]
+    moved = max(_distances(notes.first_weights, notes.last_weights).values(), default=0.0)
+    largest = max(map(abs, losses), default=1.0)
+    if moved > STILL and _spread(losses) > FLAT * largest:
+        curve = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+        return Finding(layout, precision, REFERENCE, reason=curve)
+    why = "nothing was learned; raise steps or optim.lr"
+    return Finding(layout, precision, PROVES_NOTHING, reason=why)
+
+
+def _spread(curve: Sequence[float]) -> float:
+    return max(curve, default=0.0) - min(curve, default=0.0)
+
+
+def compare(layout: str, precision: str, reference: Evidence, other: Evidence) -> Finding:
+    """Agreement, or the first difference with its likely reason."""
+    scalars, tensors = TOLERANCE.get(precision, COARSE)
+    limits = {
+        "examples": 0.0,
+        "gradients": tensors,
+        "losses": scalars,
+        "weights": tensors,
+        "metrics": scalars,
+    }
+    groups = _measure(reference, other)
+    worst = {group: max(distances.values(), default=0.0) for group, distances in groups.items()}
+    for group, limit in limits.items():
+        distances = groups[group]
+        name = next((name for name in distances if not distances[name] <= limit), None)
+        if name is not None:
+            is_tensor = group in ("gradients", "weights")
+            where = f"first: {name} ({group})" if is_tensor else f"first: {name}"
+            reason = explain(reference, other, group, name)
+            return Finding(layout, precision, DIFFERENT, worst, where, reason)
+    return Finding(layout, precision, AGREES, worst)
+
+
+def _measure(reference: Evidence, other: Evidence) -> dict[str, Distances]:
+    """The distances by group and name."""
+    first = reference.ranks[0]
+    last = other.ranks[0]
+    examples = other.examples
+    losses = other.losses
+    metrics = other.metrics
+    return {
+        "examples": {
+            f"examples of step {step}": float(indices != examples.get(step))
+            for step, indices in reference.examples.items()
+        },
+        "gradients": _distances(first.gradients, last.gradients),
+        "losses": {
+            f"{name} of step {step}": _distance(value, losses.get((step, name)))
+            for (step, name), value in reference.losses.items()
+        },
+        "weights": {
+            **_distances(first.last_weights, last.last_weights),
+            **_distances_of_ranks(other),
+        },
+        "metrics": {
+            name: _distance(value, metrics.get(name)) for name, value in reference.metrics.items()
+        },
+    }
+
+
+def _distance(one: float | None, other: float | None) -> float:
+    if one is None or other is None:
+        return 0.0 if one is other else float("inf")
+    return abs(one - other) / max(abs(one), 1e-12)
+
+
+def _distances(reference: Mapping[str, torch.Tensor], other: Tensors) -> Distances:
+    """norm(a - b) / norm(a) for each tensor, in fp64.
+
+    A tensor below a millionth of the norm of all is measured against that: the gradient of a
+    bias before BatchNorm is rounding and nothing else.
+    """
+    total = sum(float(tensor.double().square().sum()) for tensor in reference.values()) ** 0.5
+    distances = {}
+    for name, tensor in reference.items():
+        missing = torch.full((), float("inf"))
+        difference = tensor.double() - other.get(name, missing).double()
+        norm = float(tensor.double().norm())
+        distances[name] = float(difference.norm()) / max(norm, 1e-6 * total, 1e-300)
+    return distances
+
+
+def _distances_of_ranks(evidence: Evidence) -> Distances:
+    """Infinite for each weight that is not the same on all ranks."""
+    first = evidence.ranks[0].last_weights
+    return {
+        f"{name} on rank {rank} and on rank 0": float("inf")
+        for rank, notes in enumerate(evidence.ranks[1:], 1)
+        for name, tensor in notes.last_weights.items()
+        if not torch.equal(tensor, first[name])
+    }

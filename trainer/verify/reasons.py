@@ -1,0 +1,101 @@
+"""Reasons: the likely cause of a difference, from what every rank saw of the same examples."""
+
+from __future__ import annotations
+
+import torch
+
+from trainer.verify.evidence import Evidence, Probe, Tensors
+
+
+def explain(reference: Evidence, other: Evidence, group: str, where: str) -> str:
+    """The likely reason, from the probes of all ranks and from the first difference."""
+    return (
+        _explain_data(reference, other)
+        or _explain_augmentation(reference, other)
+        or _explain_functions(reference, other)
+        or _explain_place(group, where)
+        or _explain_layers(other.probes[0])
+    )
+
+
+def rounding(reference: Evidence) -> str:
+    """The reason why a precision below fp64 differs where fp64 agrees."""
+    probe = reference.probes[0]
+    amplifiers = ["max-pooling (its argmax flips)"] if probe.has_max_pooling else []
+    amplifiers += [f"{name} (near zero gradients)" for name in probe.optimizers if "Adam" in name]
+    amplified = f", which is amplified by {' and '.join(amplifiers)}" if amplifiers else ""
+    return f"fp64 agrees, so this is rounding{amplified}"
+
+
+def _explain_data(reference: Evidence, other: Evidence) -> str:
+    named = [("one rank", probe) for probe in reference.probes]
+    named += [(f"rank {rank}", probe) for rank, probe in enumerate(other.probes)]
+    first = reference.probes[0]
+    if any(probe.indices != first.indices for _, probe in named):
+        return "the data sets have other lengths: build_dataset must not depend on the rank"
+    for name, probe in named:
+        for index, one, two in zip(first.indices, first.digests, probe.digests, strict=True):
+            if not _is_close(one, two):
+                depends = "the data set, or augment, depends on the rank"
+                why = f"{depends} or draws from a source that is not seeded"
+                return f"example {index} is another on {name}: {why}"
+    return ""
+
+
+def _explain_augmentation(reference: Evidence, other: Evidence) -> str:
+    digests = other.digests
+    for place, digest in reference.digests.items():
+        if place in digests and not _is_close(digest, digests[place]):
+            epoch, index = place.split("/")
+            why = "augment draws from what is not its Random argument"
+            return f"example {index} of epoch {epoch} is another: {why}"
+    return ""
+
+
+def _explain_functions(reference: Evidence, other: Evidence) -> str:
+    first, *rest = other.probes
+    if any(not _are_close(p.first, p.second) for p in [*reference.probes, first, *rest]):
+        why = "they draw random numbers that are not seeded"
+        return f"model or loss gave two results for one batch and seed: {why}"
+    if any(not _are_close(first.first, p.first) for p in [reference.probes[0], *rest]):
+        why = "they depend on the rank"
+        return f"model or loss give another result on another rank for the same batch: {why}"
+    return ""
+
+
+def _explain_place(group: str, where: str) -> str:
+    if group == "metrics":
+        why = "metrics, summarize or the eval data depend on rank or batch size"
+        return f"training agrees and evaluation does not: {why}"
+    if group in ("losses", "weights") and not where.endswith(" of step 1"):
+        why = "optimizer, schedule or train_step depend on the layout"
+        return f"the first gradients agree, so the update does not: {why}"
+    return ""
+
+
+def _explain_layers(probe: Probe) -> str:
+    if probe.has_batchnorm:
+        why = "normalises over the rows of a micro-batch, whose number the layout changes"
+        advice = "use strategy.sync_batchnorm=true, and no accumulation"
+        return f"plain BatchNorm {why}; {advice}"
+    if probe.mixes["outputs"]:
+        why = "what it gives for an example depends on the others"
+        return f"the model mixes the rows of a micro-batch: {why}"
+    if probe.mixes["values"]:
+        why = "its value for an example depends on the others"
+        return f"the loss mixes the rows of a micro-batch: {why}"
+    if probe.num_dropouts or probe.draws:
+        advice = "give data.micro_batch=<m> so that all layouts have micro-batches of one size"
+        return f"dropout draws depend on the size of the micro-batch; {advice}"
+    state = "state that the model keeps outside of its buffers"
+    return f"not known: look at custom autograd functions, and at {state}"
+
+
+def _is_close(one: float, other: float) -> bool:
+    return abs(one - other) <= 1e-5 * (1 + abs(one))
+
+
+def _are_close(one: Tensors, other: Tensors) -> bool:
+    return all(
+        torch.allclose(one[name], other[name], rtol=1e-3, atol=1e-6, equal_nan=True) for name in one
+    )

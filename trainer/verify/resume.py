@@ -1,0 +1,86 @@
+"""Resume: a run that is killed at random steps and started again, compared with one that is not."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import replace
+
+import torch
+
+from trainer.errors import ConfigError, RunError
+from trainer.verify.comparison import (
+    AGREES,
+    DIFFERENT,
+    PROVES_NOTHING,
+    SAME_BITS,
+    Finding,
+    compare,
+    judge_reference,
+)
+from trainer.verify.evidence import Evidence
+from trainer.verify.stage import FP64, Stage
+
+LEAST_STEPS = 5  # one is saved after the second, so that a kill in the fourth leaves something
+RANKS = 2  # of the undisturbed run, and of those that are killed
+SAVES = ["checkpoint.every_steps=2", "checkpoint.every_epochs=null", "checkpoint.background=false"]
+LOST = "state kept outside of model, optimizer and step, or random numbers that are not seeded"
+
+
+def prove_resume(stage: Stage, kills: int, seed: int) -> list[Finding]:
+    """Kill a run at random steps and resume it: on as many ranks to the bit, on others nearly."""
+    if stage.steps < LEAST_STEPS:
+        needs = f"--resume needs at least {LEAST_STEPS}, to kill after a save"
+        raise ConfigError(f"steps={stage.steps}: {needs}")
+    chance = random.Random(seed)  # noqa: S311  # no secret
+    findings = []
+    for precision in stage.precisions:
+        whole = stage.train("undisturbed", RANKS, SAVES, [precision])[precision]
+        findings.append(judge_reference(f"undisturbed, {RANKS} ranks", precision, whole))
+        sizes = [RANKS] * kills + ([1, 3] if precision == FP64 else [])
+        for number, ranks in enumerate(sizes):
+            step = chance.randrange(LEAST_STEPS - 2, stage.steps)
+            killed = chance.randrange(RANKS)
+            layout = f"rank {killed} killed in step {step + 1}, resumed on {ranks}"
+            print(f"{layout} ...", file=sys.stderr, flush=True)
+            name = f"killed-{number}"
+            if not stage.train_and_kill(name, RANKS, SAVES, precision, step, killed):
+                raise RunError(f"{layout}: the run ended before it was killed")
+            overrides = [*SAVES, "run.resume=auto"]
+            resumed = stage.train(name, ranks, overrides, [precision])[precision]
+            findings.append(_compare(layout, precision, whole, resumed, ranks == RANKS))
+    return findings
+
+
+def _compare(
+    layout: str, precision: str, whole: Evidence, resumed: Evidence, is_exact: bool
+) -> Finding:
+    """Compare the steps that the second process made, and the state at the end."""
+    steps = resumed.steps
+    if len(steps) == len(whole.steps):
+        why = "it began anew: there was no checkpoint"
+        return Finding(layout, precision, PROVES_NOTHING, reason=why)
+    reference = whole.of_steps(steps)
+    finding = compare(layout, precision, reference, resumed.of_steps(steps))
+    if finding.result == DIFFERENT:  # the probe of its ranks was made with other weights
+        return replace(finding, reason=LOST)
+    if not is_exact or finding.result != AGREES:
+        return finding
+    name = _find_other_bits(reference, resumed)
+    if name is None:
+        return replace(finding, result=SAME_BITS)
+    where = f"first: {name}"
+    return replace(finding, result=DIFFERENT, where=where, reason=f"not to the bit: {LOST}")
+
+
+def _find_other_bits(reference: Evidence, other: Evidence) -> str | None:
+    """The first loss or weight that is not equal to the bit."""
+    losses = other.losses
+    for (step, name), value in reference.losses.items():
+        if losses.get((step, name)) != value:
+            return f"{name} of step {step}"
+    weights = other.ranks[0].last_weights
+    for name, tensor in reference.ranks[0].last_weights.items():
+        if not torch.equal(tensor, weights[name]):
+            return name
+    return None

@@ -1,0 +1,159 @@
+"""The stage: layouts run as real processes, and the evidence that they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import trainer
+from trainer.config.schema import Config
+from trainer.distributed.launchers import CODES
+from trainer.errors import ConfigError, RunError
+from trainer.strategy.hooks import COMPRESSING
+from trainer.verify.evidence import Evidence, Notes
+
+FP64 = "fp64"
+_FRAME = re.compile(r'  File "([^"]+)", line (\d+), in (.+)')
+_PACKAGE = str(Path(trainer.__file__).parent)
+
+
+class Stage:
+    """A folder in which layouts are run, and the precisions that they are run in."""
+
+    def __init__(
+        self,
+        folder: Path,
+        overrides: Sequence[str],
+        config_dirs: Sequence[str],
+        config: Config,
+        steps: int,
+    ):
+        self.steps = steps
+        is_compressed = config.strategy.comm_hook in COMPRESSING  # such hooks take float32 alone
+        self.precisions = {
+            FP64: ["strategy.comm_hook=none"] if is_compressed else [],
+            config.strategy.precision: [],
+        }
+        self._folder = folder
+        self._config_dirs = [str(Path(each).resolve()) for each in config_dirs]
+        self._overrides = [
+            *overrides,
+            f"run.steps={steps}",
+            "log.every_steps=1",
+            f"run.dir={folder / 'runs'}",
+            "run.compile=false",
+        ]
+
+    def train(
+        self, name: str, ranks: int, overrides: Sequence[str], precisions: Collection[str]
+    ) -> dict[str, Evidence]:
+        """Train on `ranks` real processes; the evidence by precision.
+
+        Raises ConfigError or RunError with their last words where they fail.
+        """
+        plan = self._write_plan(name, overrides, precisions, None)
+        self._check(name, self.launch(plan, ranks))
+        evidence = {}
+        for precision in precisions:
+            run = _run_name(name, precision)
+            files = [self._folder / f"{run}-{rank}.pt" for rank in range(ranks)]
+            evidence[precision] = Evidence([Notes.load(file) for file in files])
+        return evidence
+
+    def train_and_kill(
+        self,
+        name: str,
+        ranks: int,
+        overrides: Sequence[str],
+        precision: str,
+        step: int,
+        rank: int,
+    ) -> bool:
+        """Train, and kill a rank when it is about to train at 0-based `step`; was it killed?"""
+        plan = self._write_plan(name, overrides, [precision], (step, rank))
+        done = self.launch(plan, ranks)
+        if done.returncode == -signal.SIGKILL or "SIGKILL" in done.stderr:
+            return True
+        self._check(name, done)
+        return False
+
+    def launch(self, plan: Path, ranks: int) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable]
+        if ranks > 1:
+            words += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        words += ["-m", "trainer.verify.recording", str(plan)]
+        more = {"OMP_NUM_THREADS": "1", CODES: str(self._folder / "codes")}
+        environment = {**os.environ, **more}
+        return subprocess.run(words, capture_output=True, text=True, env=environment)  # noqa: S603
+
+    def _write_plan(
+        self,
+        name: str,
+        overrides: Sequence[str],
+        precisions: Collection[str],
+        kill: tuple[int, int] | None,
+    ) -> Path:
+        runs = []
+        for precision in precisions:
+            run = _run_name(name, precision)
+            own = [f"run.name={run}", f"strategy.precision={precision}"]
+            runs.append((run, [*self._overrides, *own, *self.precisions[precision], *overrides]))
+        plan = {
+            "out": str(self._folder),
+            "config_dirs": self._config_dirs,
+            "runs": runs,
+            "kill": kill,
+        }
+        path = self._folder / f"{name}.json"
+        path.write_text(json.dumps(plan), encoding="utf-8")
+        return path
+
+    def _check(self, name: str, done: subprocess.CompletedProcess[str]) -> None:
+        if not done.returncode:
+            return
+        codes = self._folder / "codes"  # torchrun makes 1 of every exit code
+        is_refused = codes.exists() and "2" in codes.read_text().split()
+        error = ConfigError if is_refused else RunError
+        raise error(f"{name}: {last_words(done.stderr)}")
+
+
+def _run_name(name: str, precision: str) -> str:
+    return f"{name}-{precision}"
+
+
+def last_words(stderr: str) -> str:
+    """The error line of ranks that failed, else the first exception and its place in the task."""
+    lines = stderr.splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if errors and not errors[0].startswith("another rank "):
+        return errors[0]
+    return _find_exception(lines) or (errors or lines[-1:] or ["failed"])[0]
+
+
+def _find_exception(lines: Sequence[str]) -> str | None:
+    """The first exception, with its last frame outside of this package and of libraries."""
+    frames: list[re.Match[str]] | None = None
+    for line in lines:
+        if line.startswith("Traceback "):
+            frames = []
+            continue
+        if frames is None:
+            continue
+        frame = _FRAME.match(line)
+        if frame:
+            frames.append(frame)
+        elif frames and not line.startswith(" "):
+            outside = [frame for frame in frames if not _is_library(frame[1])]
+            path, number, function = (outside or frames)[-1].groups()
+            return f"{line} ({path}:{number}, in {function})"
+    return None
+
+
+def _is_library(path: str) -> bool:
+    return path.startswith((_PACKAGE, "<")) or "/site-packages/" in path

@@ -1,0 +1,43 @@
+"""The table of findings, as `trainer.verify` prints it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from trainer.verify.comparison import Finding
+
+GROUPS = ("examples", "losses", "gradients", "weights", "metrics")
+
+
+def show(findings: Sequence[Finding], steps: int) -> None:
+    """Print the table, the reasons below it, and the result."""
+    table = Table("layout", "precision", *GROUPS, "verdict", box=None, header_style="bold")
+    for finding in findings:
+        cells = [_cell(finding, group) for group in GROUPS]
+        table.add_row(finding.layout, finding.precision, *cells, finding.result)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    caption = f"{steps} steps; largest relative difference to the reference"
+    console.print(caption, table, sep="\n")
+    for finding in findings:
+        if finding.reason or finding.where:
+            about = f"{finding.layout}, {finding.precision}: {finding.result}"
+            why = "; ".join(part for part in (finding.where, finding.reason) if part)
+            console.print(f"{about}: {why}", markup=False, soft_wrap=True)
+    num_bad = sum(finding.is_bad for finding in findings)
+    if num_bad:
+        console.print(f"NOT proved: {num_bad} of {len(findings)}")
+    else:
+        console.print("proved: what is learned did not change")
+
+
+def _cell(finding: Finding, group: str) -> str:
+    if not finding.worst:
+        return ""
+    value = finding.worst[group]
+    if group == "examples":
+        return "other" if value else "same"
+    return "0" if value == 0 else f"{value:.0e}"
