@@ -132,8 +132,10 @@ def test_what_can_be_told_without_torch_is_told_without_it():
     code = """if True:
         import sys
         import trainer, trainer.checkpoints
-        from trainer.__main__ import _check_soon
-        _check_soon(trainer.config.load_config(["task=cifar"]))
+        from trainer import load_config
+        from trainer.distributed.launchers import find_launcher
+        from trainer.record.gate import check_soon
+        check_soon(load_config(["task=cifar"]), find_launcher())
         print("torch" in sys.modules)"""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True

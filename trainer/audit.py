@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoints import transaction as checkpoint
+from trainer.checkpoints.manifest import Manifest
 from trainer.cli import run
 from trainer.data.ledger import expected
 from trainer.data.order import counted
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     manifest = checkpoint.newest_manifest(directory / "checkpoints")
     if manifest is None:
         raise ConfigError(f"{directory}: has no checkpoint to audit; give a run directory")
-    checkpoint.check_run(manifest, directory)
+    Manifest.of_run(manifest, directory)
     kept = {**_recorded(directory), manifest["step"]: manifest["ledger"]}
     return _compare(manifest, kept)
 
@@ -92,7 +93,7 @@ def _recorded(directory: Path) -> dict[int, str]:
     """The chain at each save, as metrics.jsonl has it."""
     return {
         e["step"]: e["ledger"]
-        for _, e in rundir.entries(directory / rundir.METRICS)
+        for _, e in rundir.read_entries(directory / rundir.METRICS)
         if "ledger" in e
     }
 

@@ -37,7 +37,7 @@ from trainer.distributed.world import World
 from trainer.errors import ConfigError, visible
 from trainer.record import fingerprint
 from trainer.record import startup as report
-from trainer.strategy import check_strategy
+from trainer.setup import check_layout
 from trainer.task import Task
 
 HELP = """usage: python -m trainer.doctor [key=value ...] [--config-dir DIR] [--json]
@@ -118,7 +118,7 @@ def _task(overrides: Sequence[str], config_dirs: Sequence[str]) -> Task:
         )
     task: Task = load_task(config)(config)
     check_init(config.dist, task.world)
-    check_strategy(config, task.world)
+    check_layout(config, task.world)
     if choose_backend(config.dist, task.world) == "mpi":
         mpi.register()  # in this thread, which is also the one that ends MPI
     return task
@@ -264,7 +264,10 @@ def _judged(check: str, is_good: bool, found: str, advice: str) -> Check:
 
 def _facts(task: Task) -> dict[str, Any]:
     world, config, code = task.world, task.config, "the code of "
-    backend, start = choose_backend(config.dist, world), fingerprint.of_start(task)
+    backend, start = (
+        choose_backend(config.dist, world),
+        fingerprint.of_start(task.config, type(task)),
+    )
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,

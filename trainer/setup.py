@@ -30,6 +30,7 @@ from trainer.engine.parts import Parts
 from trainer.engine.precision import Precision
 from trainer.errors import ConfigError
 from trainer.record import fingerprint, resume
+from trainer.record.gate import check_soon
 from trainer.schedule import Factor
 from trainer.strategy.base import Strategy, convert, find_strategy
 from trainer.strategy.mesh import Mesh
@@ -51,10 +52,7 @@ def check_training(config: Config, world: World) -> resume.Origin:
     """The first gate of `fit`; where the run lives and what it continues from, on rank 0."""
     check_layout(config, world)
     check_target(config.optim, "optim", config.packages, Optimizer)
-    check_target(config.schedule, "schedule", config.packages)
-    if world.rank:  # the disk is rank 0's: another node need not see it
-        return resume.Origin()
-    return resume.locate(config, world.launcher)
+    return check_soon(config, world.launcher)
 
 
 def try_optimizer(config: Config) -> None:

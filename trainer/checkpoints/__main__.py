@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoints import transaction as checkpoint
+from trainer.checkpoints.manifest import Manifest
 from trainer.cli import run
 from trainer.errors import CheckpointError, ConfigError, one_line, visible
 
@@ -57,7 +58,7 @@ def _list(found: Sequence[Path]) -> int:
     for path in found:
         try:
             manifest = checkpoint.load(path).manifest
-            checkpoint.check_run(manifest, path)
+            Manifest.of_run(manifest, path)
         except CheckpointError as error:
             table.add_row(
                 path.name.removeprefix("step-").lstrip("0"), Text(f"INVALID {visible(str(error))}")

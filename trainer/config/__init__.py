@@ -3,6 +3,6 @@
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent
-# A wheel has conf/ and tasks/ inside the package, a checkout beside it. Never the working directory.
+# A wheel has conf/ and tasks/ inside the package, a checkout beside it; never the working folder.
 HOME = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent
 CONF = HOME / "conf"

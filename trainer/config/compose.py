@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import itertools
-import typing
+import os
+import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException, HydraException
+from omegaconf import OmegaConf, open_dict
+from omegaconf.basecontainer import BaseContainer
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
 from trainer.config import CONF
-from trainer.config.guard import check_override, pure_resolvers
+from trainer.config.guard import check_override
 from trainer.config.rules import check
 from trainer.config.schema import Config, flatten
 from trainer.config.typed import show, suggest
 from trainer.errors import ConfigError, one_line
 
-# The sweep syntax that lists its values; glob(*) and interval(0,1) do not.
-_LISTED = ("SIMPLE_CHOICE_SWEEP", "CHOICE_SWEEP", "RANGE_SWEEP")
+# What several values of a setting may be: glob(*) is never one.
+SWEPT = ("SIMPLE_CHOICE_SWEEP", "CHOICE_SWEEP", "RANGE_SWEEP")
+SEARCHED = (*SWEPT, "INTERVAL_SWEEP")
+# Resolvers that see the configuration alone.
+_RESOLVERS = ("oc.create", "oc.decode", "oc.select", "oc.dict.keys", "oc.dict.values")
 Options = Mapping[str, Mapping[str, list[Path]]]  # group -> option -> its files
 
 
@@ -32,7 +47,8 @@ def load_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Co
     place = given.get("run.resume", "auto")
     if "task" not in given and place not in ("auto", "null", ""):
         return load_run_config(place, overrides, config_dirs, prefix="run.resume=")
-    return check(_compose("config", overrides, config_dirs), _find_options(()))
+    parsed = parse(overrides)
+    return _override(_compose("config", parsed, config_dirs), parsed, find_options(config_dirs))
 
 
 def load_run_config(
@@ -43,32 +59,52 @@ def load_run_config(
     Overrides are single values or whole groups. `run.resume` is `place`; errors about the
     directory begin with `prefix`.
     """
-    from omegaconf import OmegaConf
-
-    options = _find_options(config_dirs)
+    options = find_options(config_dirs)
     saved = _read_saved(place, prefix)
-    for override in parse(overrides):
-        key = override.key_or_group
-        value = override.value()
-        if key in ("task", "experiment"):
-            why = "the run directory has a task already; give single values"
-            raise ConfigError(f"{key}={value}: {why}")
-        if key in options:
-            _check_choice(key, value, options)
-            saved[key] = _compose(f"{key}/{value}", [], config_dirs)[key]
-            continue
-        known = flatten(typing.cast(dict, OmegaConf.to_container(saved)))
-        with _explained(f"{key} is not a setting{suggest(key, known)}", is_whole=True):
-            OmegaConf.update(saved, key, value, force_add=override.is_add())
     saved.run.resume = place
-    with _explained(f"{place}/config.yaml"), pure_resolvers():
-        return check(OmegaConf.to_container(saved, resolve=True), _find_options(()))
+    parsed = [override for override in parse(overrides) if override.key_or_group != "run.resume"]
+    for group, choice in _choose(parsed, options).items():
+        if group in ("task", "experiment"):
+            why = "the run directory has a task already; give single values"
+            raise ConfigError(f"{group}={choice}: {why}")
+        saved[group] = _compose(f"{group}/{choice}", [], config_dirs)[group]
+    return _override(saved, parsed, options, prefix=f"{place}/config.yaml: ")
+
+
+def _override(config: Any, parsed: Sequence[Any], options: Options, prefix: str = "") -> Config:
+    """The Config of composed or saved settings and the values that replace some of them."""
+    for override in parsed:
+        if override.key_or_group not in options:
+            _apply(override, config, options)
+    with _explained(prefix):
+        plain = OmegaConf.to_container(config, resolve=True)
+    return check(plain, find_options())
+
+
+def _apply(override: Any, config: Any, options: Options) -> None:
+    """Set, add or delete one value of `config`."""
+    key = override.key_or_group
+    value = override.value()
+    parent, _, name = key.rpartition(".")
+    block = OmegaConf.select(config, parent) if parent else config
+    is_known = OmegaConf.is_list(block) or (OmegaConf.is_dict(block) and name in block)
+    is_new = override.is_add() or override.is_force_add()
+    if not is_known and not is_new:
+        known: Any = OmegaConf.to_container(config)
+        raise ConfigError(f"{key} is not a setting{suggest(key, [*flatten(known), *options])}")
+    previous = OmegaConf.select(config, key, throw_on_resolution_failure=False)
+    if override.is_add() and previous is not None and not isinstance(value, (dict, list)):
+        raise ConfigError(f"{override.input_line}: {key} is there already; leave out the '+'")
+    if override.is_delete():
+        with open_dict(config):
+            del block[name]
+        return
+    with _explained(line=f"{key} is a group of settings: give {key}.<name>=<value>"):
+        OmegaConf.update(config, key, value, force_add=is_new)
 
 
 def _read_saved(place: str, prefix: str) -> Any:
     """The config.yaml of the run directory that `place` is or lies in."""
-    from omegaconf import OmegaConf
-
     home = Path(place)
     if (home / "manifest.json").is_file():
         home = home.resolve().parent.parent
@@ -76,11 +112,10 @@ def _read_saved(place: str, prefix: str) -> Any:
         advice = "give a run directory, or one of its checkpoints"
         raise ConfigError(f"{prefix}{place}: has no config.yaml; {advice}")
     wrong = f"{prefix}{place}: its config.yaml is not that of a run"
-    with _explained(wrong):
+    with _explained(f"{wrong}: "):
         saved: Any = OmegaConf.create((home / "config.yaml").read_text(encoding="utf-8"))
         groups = [field.name for field in dataclasses.fields(Config)]
-        is_dict = OmegaConf.is_dict(saved)
-        if not is_dict or not all(OmegaConf.is_dict(saved.get(group)) for group in groups):
+        if not all(OmegaConf.is_dict(block) for block in (saved, *map(saved.get, groups))):
             raise ConfigError(f"{wrong}: it has not all groups of settings")
         OmegaConf.set_struct(saved, True)
         saved.run.name = None  # a run lives where its directory is now
@@ -88,29 +123,37 @@ def _read_saved(place: str, prefix: str) -> Any:
 
 
 @contextmanager
-def _explained(line: str, is_whole: bool = False) -> Iterator[None]:
-    """Raise ConfigError `<line>: <message>`, or `line` alone, for what YAML or OmegaConf refuse."""
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
+def _explained(prefix: str = "", line: str = "") -> Iterator[None]:
+    """Raise ConfigError for what YAML, OmegaConf or Hydra refuse: `line`, or what they say.
 
+    Within it no interpolation looks at the machine: config.yaml would hold what it reads.
+    """
+    known = BaseContainer._resolvers
+    BaseContainer._resolvers = {name: known[name] for name in _RESOLVERS}
     try:
         yield
-    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        raise ConfigError(line if is_whole else f"{line}: {one_line(error)}") from None
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException, HydraException) as error:
+        message = one_line(error).split(" Config search path")[0]
+        if key := getattr(error, "full_key", None):
+            message = f"{key}: {str(error).splitlines()[0]}"
+        if isinstance(error, (YAMLError, UnicodeDecodeError)):
+            message = f"a file in it cannot be read: {message}"
+        if "@task." in message:
+            message += "; is the first line of the task's file '# @package _global_'?"
+        if resolver := re.search(r"Unsupported interpolation type (\S+)", message):
+            allowed = f"must be one of {', '.join(_RESOLVERS)}, or a plain ${{key}}"
+            message = f"${{{resolver[1]}:...}}: {allowed}; let the task read what it needs"
+        raise ConfigError(line or f"{prefix}{message}") from None
+    finally:
+        BaseContainer._resolvers = known
 
 
 def to_yaml(config: Config) -> str:
-    from omegaconf import OmegaConf
-
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
-def list_choices(config_dirs: Sequence[str] = ()) -> dict[str, list[str]]:
-    """The options of every config group, `{"task": ["cifar", "text"], ...}`."""
-    return {group: sorted(options) for group, options in _find_options(config_dirs).items()}
-
-
-def _find_options(config_dirs: Sequence[str]) -> dict[str, dict[str, list[Path]]]:
+def find_options(config_dirs: Sequence[str] = ()) -> dict[str, dict[str, list[Path]]]:
+    """The options of every config group and their files, `{"task": {"cifar": [...]}, ...}`."""
     options: dict[str, dict[str, list[Path]]] = {}
     for root in [CONF, *map(Path, config_dirs)]:
         for file in sorted(root.glob("*/[!_]*.yaml")):
@@ -120,144 +163,87 @@ def _find_options(config_dirs: Sequence[str]) -> dict[str, dict[str, list[Path]]
     return options
 
 
-def parse(overrides: Sequence[str], is_sweep: bool = False) -> list[Any]:
-    """Hydra's Override objects. Raises ConfigError for words that are no `key=value`."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
+def parse(overrides: Sequence[str], sweeps: Sequence[str] = ()) -> list[Any]:
+    """Hydra's Override objects; `sweeps` are the kinds of several values that may be given.
 
+    Raises ConfigError for words that are no `key=value`.
+    """
+    parser = OverridesParser.create()
+    parsed: list[Any] = []
     for text in overrides:
         check_override(text)
         is_pair = "=" in text or text.startswith("~")
         if not is_pair or text.startswith(("=", "hydra.", "hydra/")):
             near = suggest(text, ["--help", "--config-dir"])
             raise ConfigError(f"{text!r} is not a setting: write key=value{near}")
-    parser = OverridesParser.create()
-    parsed = []
-    for text in overrides:
-        try:
-            override = parser.parse_override(text)
-        except HydraException:
-            advice = "cannot be read as key=value; quote special characters: key=\"'a,b'\""
-            raise ConfigError(f"{text}: {advice}") from None
-        is_listed = override.value_type is not None and override.value_type.name in _LISTED
-        if override.is_sweep_override() and not (is_sweep and is_listed):
+        advice = "cannot be read as key=value; quote special characters: key=\"'a,b'\""
+        with _explained(line=f"{text}: {advice}"):
+            override: Any = parser.parse_override(text)
+        if override.is_sweep_override() and override.value_type.name not in sweeps:
             advice = "several values need -m, as a,b or range(1,4); a list is written [a,b]"
             raise ConfigError(f"{text}: {advice}")
         parsed.append(override)
     return parsed
 
 
-def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
-    """The overrides of each job of a sweep."""
-    choices = []
-    for override in parse(overrides, is_sweep=True):
-        values = [override.input_line]
-        if override.is_sweep_override():
-            key = override.get_key_element()
-            listed = [f"{key}={value}" for value in override.sweep_string_iterator()]
-            values = listed or values
-        choices.append(values)
-    return [list(job) for job in itertools.product(*choices)]
-
-
-def _check_choice(group: str, choice: Any, options: Options) -> None:
-    known = options[group]
-    if not isinstance(choice, str) or choice not in known:
-        near = suggest(choice, known) if isinstance(choice, str) else ""
-        if group == "task" and isinstance(choice, str):
-            near = near or "; one of yours needs --config-dir"
-        raise ConfigError(f"{group}={show(choice)}: must be one of {', '.join(known)}{near}")
-    if len(known[choice]) > 1:
-        both = " and ".join(map(str, known[choice]))
-        raise ConfigError(f"{group}={choice} stands twice, in {both}; rename yours")
-
-
-def _compose(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> dict[str, Any]:
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
+def _compose(name: str, parsed: Sequence[Any], config_dirs: Sequence[str]) -> Any:
+    """Hydra's composition of a file, and of the options of groups that are chosen in `parsed`."""
     for folder in config_dirs:
         if not folder or not Path(folder).is_dir():
             raise ConfigError(f"--config-dir {folder}: no such directory")
-    options = _find_options(config_dirs)
-    parsed = parse(overrides)
-    groups = _check_groups(parsed, options)
-    where = f"--config-dir {' '.join(config_dirs)}" if config_dirs else str(CONF)
-    search = search_path(config_dirs)
-    GlobalHydra.instance().clear()
-    opened = initialize_config_dir(str(CONF), version_base="1.3", job_name="trainer")
-    with opened, pure_resolvers("now", "hydra"):
-        try:
-            composed = compose(name, [*overrides, *search])
-            with pure_resolvers():  # Hydra's own node, which we drop, needs those two
-                return typing.cast(dict, OmegaConf.to_container(composed, resolve=True))
-        except (YAMLError, UnicodeDecodeError) as error:
-            line = f"{where}: a file in it cannot be read: {one_line(error)}"
-            raise ConfigError(line) from None
-        except (HydraException, OmegaConfBaseException) as error:
-            if "You must specify 'task'" in str(error):
-                names = ", ".join(options["task"])
-                line = f"task is not chosen: give task=<name>, one of {names}"
-                raise ConfigError(line) from None
-            _name_unknown(parsed, options, where, lambda: compose(name, [*groups, *search]))
-            key = getattr(error, "full_key", None)  # of an interpolation
-            line = f"{key}: {str(error).splitlines()[0]}" if key else one_line(error)
-            raise ConfigError(line) from None
-
-
-def search_path(config_dirs: Sequence[str]) -> list[str]:
-    """The override that has Hydra look into the folders of `--config-dir` too."""
+    options = find_options(config_dirs)
+    _choose(parsed, options)
+    words = [override.input_line for override in parsed if override.key_or_group in options]
     folders = ",".join(repr(f"file://{Path(folder).resolve()}") for folder in config_dirs)
-    return [f"hydra.searchpath=[{folders}]"] if config_dirs else []
+    words.append(f"hydra.searchpath=[{folders}]")
+    where = f"--config-dir {' '.join(config_dirs)}" if config_dirs else str(CONF)
+    GlobalHydra.instance().clear()
+    with _explained(f"{where}: "), hydra.initialize_config_dir(str(CONF), "trainer", "1.3"):
+        try:
+            return hydra.compose(name, words)
+        except ConfigCompositionException as error:
+            if "You must specify 'task'" not in str(error):
+                raise
+    raise ConfigError(f"task is not chosen: give task=<name>, one of {', '.join(options['task'])}")
 
 
-def _check_groups(parsed: Sequence[Any], options: Options) -> list[str]:
-    """The overrides that choose an option of a group, each checked."""
-    chosen: dict[str, Any] = {}
-    groups = []
+def _choose(parsed: Sequence[Any], options: Options) -> dict[str, str]:
+    """The option of each group that is given, checked."""
+    chosen: dict[str, str] = {}
     for override in parsed:
         group = override.key_or_group
-        if group not in options:
+        choice = override.value()
+        if group not in options or override.is_delete():
             continue
-        groups.append(override.input_line.lstrip("+"))
-        value = override.value()
         if override.is_add():
             advice = f"{group} is there already; leave out the '+'"
             raise ConfigError(f"{override.input_line}: {advice}")
-        if override.is_delete():
-            continue
-        _check_choice(group, value, options)
-        if chosen.setdefault(group, value) != value:
+        files = options[group].get(choice if isinstance(choice, str) else "", [])
+        if not files:
+            hint = "; one of yours needs --config-dir" if group == "task" else ""
+            near = suggest(str(choice), options[group]) or hint
+            listed = ", ".join(options[group])
+            raise ConfigError(f"{group}={show(choice)}: must be one of {listed}{near}")
+        if len(files) > 1:
+            both = " and ".join(map(str, files))
+            raise ConfigError(f"{group}={choice} stands twice, in {both}; rename yours")
+        if chosen.setdefault(group, choice) != choice:
             before = f"{group}={chosen[group]} was given before; give one"
-            raise ConfigError(f"{group}={value}: {before}")
-    return groups
+            raise ConfigError(f"{group}={choice}: {before}")
+    return chosen
 
 
-def _name_unknown(parsed: Sequence[Any], options: Options, where: str, compose_base: Any) -> None:
-    """Raise for the first override whose key does not exist: Hydra advises to add it with `+`."""
-    from hydra.errors import HydraException
-    from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+def answer(overrides: Sequence[str], flags: Sequence[str]) -> None:
+    """Print what Hydra's `--cfg` and `--info` ask for. Runs nothing.
 
+    Raises ConfigError for what Hydra would answer with its usage.
+    """
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come through as they are
+    sys.argv = [sys.argv[0], *overrides, *flags]  # argparse wants the overrides together
     try:
-        base = compose_base()
-    except (HydraException, OmegaConfBaseException) as error:
-        hint = "; is the first line of the task's file '# @package _global_'?"
-        hint = hint if "@task." in str(error) else ""
-        line = one_line(error).split(" Config search path")[0]
-        raise ConfigError(f"{where}: {line}{hint}") from None
-    known = [*flatten(typing.cast(dict, OmegaConf.to_container(base))), *options]
-    for override in parsed:
-        key = override.key_or_group
-        value = OmegaConf.select(base, key, default=known)
-        exists = value is not known
-        if override.is_add() and exists:
-            raise ConfigError(f"{override.input_line}: {key} is there already; leave out the '+'")
-        if isinstance(value, DictConfig) and key not in options:
-            raise ConfigError(f"{key} is a group of settings: give {key}.<name>=<value>")
-        if not override.is_add() and key not in options and not exists:
-            raise ConfigError(f"{key} is not a setting{suggest(key, known)}")
+        parser.parse_known_args(sys.argv[1:])
+        hydra.main(str(CONF), "config", "1.3")(lambda _: None)()
+    except (argparse.ArgumentError, HydraException, ValueError) as error:
+        raise ConfigError(one_line(error).removeprefix("argument ")) from None

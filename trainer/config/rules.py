@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ from trainer.config.guard import check_no_secret
 from trainer.config.schema import Config, Dist, Launch
 from trainer.config.typed import build, convert, show
 from trainer.errors import ConfigError
+
+Problems = Iterator[tuple[str, str]]  # a key, and why it cannot have its value
 
 
 def check(plain: Any, choices: Mapping[str, Iterable[str]]) -> Config:
@@ -22,71 +24,63 @@ def check(plain: Any, choices: Mapping[str, Iterable[str]]) -> Config:
         raise ConfigError(f"task.name is missing: {where}")
     check_no_secret(plain)
     config = build(Config, plain)
-    _check_run(config)
-    _check_launch(config.launch)
-    _check_dist(config.dist)
-    if (name := config.strategy.name) not in choices["strategy"]:
-        allowed = ", ".join(choices["strategy"])
-        raise ConfigError(f"strategy.name={name}: must be one of {allowed}")
+    for key, problem in _find_problems(config, choices["strategy"]):
+        value = config.flat()[key]
+        given = " is missing" if value is None else f"={show(value)}"
+        raise ConfigError(f"{key}{given}: {problem}")
     for group in ("optim", "schedule"):
         _check_spec(group, getattr(config, group), choices[group])
     return config
 
 
-def _check_run(config: Config) -> None:
-    data = config.data
+def _find_problems(config: Config, strategies: Iterable[str]) -> Problems:
     run = config.run
-    if data.micro_batch is not None and data.micro_batch > data.global_batch:
-        most = f"data.global_batch={data.global_batch}"
-        raise ConfigError(f"data.micro_batch={data.micro_batch}: must be at most {most}")
+    whole = config.data.global_batch
+    if config.data.micro_batch is not None and config.data.micro_batch > whole:
+        yield "data.micro_batch", f"must be at most data.global_batch={whole}"
     if run.lr_scaling == "none" and run.lr_batch is not None:
-        raise ConfigError("run.lr_scaling=none: takes no run.lr_batch")
+        yield "run.lr_scaling", "takes no run.lr_batch"
     if run.lr_scaling != "none" and run.lr_batch is None:
-        needs = "give run.lr_batch=<the global batch that optim.lr was chosen for>"
-        raise ConfigError(f"run.lr_scaling={run.lr_scaling}: {needs}")
+        yield "run.lr_scaling", "give run.lr_batch=<the global batch that optim.lr was chosen for>"
     steps = config.log.profile_steps
     if steps is not None and (len(steps) != 2 or not 0 < steps[0] < steps[1]):
-        allowed = "must be [<step to begin after>, <last step>], as in [10,20]"
-        raise ConfigError(f"log.profile_steps={steps}: {allowed}")
+        yield "log.profile_steps", "must be [<step to begin after>, <last step>], as in [10,20]"
     for key, name in (("run.name", run.name), ("task.name", config.task.name)):
         if name is not None and not _is_folder_name(name):
-            allowed = "must be one folder name, without '/' and not starting with '.'"
-            raise ConfigError(f"{key}={show(name)}: {allowed}")
+            yield key, "must be one folder name, without '/' and not starting with '.'"
+    if config.strategy.name not in strategies:
+        yield "strategy.name", f"must be one of {', '.join(strategies)}"
+    yield from _find_launch_problems(config.launch)
+    yield from _find_dist_problems(config.dist)
 
 
 def _is_folder_name(name: str) -> bool:
     return Path(name).name == name and not name.startswith(".") and 0 < len(name) < 200
 
 
-def _check_launch(block: Launch) -> None:
-    given = block.nproc_per_node
-    is_count = given is not None and given.isdecimal() and int(given) > 0
-    if given not in (None, "gpu", "cpu", "auto") and not is_count:
-        allowed = "must be gpu, cpu, auto or a whole number of at least 1"
-        raise ConfigError(f"launch.nproc_per_node={given}: {allowed}")
-    if block.name == "inline" and (given is not None or block.max_restarts):
-        restarts = f"max_restarts={block.max_restarts}"
-        key = restarts if given is None else f"nproc_per_node={given}"
-        advice = "needs launch=elastic or launch=spawn; torchrun has flags of its own for it"
-        raise ConfigError(f"launch.{key}: {advice}")
+def _find_launch_problems(block: Launch) -> Problems:
+    ranks = block.nproc_per_node
+    is_count = ranks is not None and ranks.isdecimal() and int(ranks) > 0
+    if ranks not in (None, "gpu", "cpu", "auto") and not is_count:
+        yield "launch.nproc_per_node", "must be gpu, cpu, auto or a whole number of at least 1"
+    if block.name == "inline" and (ranks is not None or block.max_restarts):
+        key = "launch.max_restarts" if ranks is None else "launch.nproc_per_node"
+        yield key, "needs launch=elastic or launch=spawn; torchrun has flags of its own for it"
     if block.name == "spawn" and block.max_restarts:
-        why = "launch=spawn starts nothing anew; use elastic"
-        raise ConfigError(f"launch.max_restarts={block.max_restarts}: {why}")
+        yield "launch.max_restarts", "launch=spawn starts nothing anew; use elastic"
 
 
-def _check_dist(block: Dist) -> None:
-    for name, method in (("address", "tcp"), ("path", "file")):
-        value = getattr(block, name)
-        if block.init == method and not value:
-            advice = f"dist.init={method} needs it on every rank; see conf/dist/auto.yaml"
-            raise ConfigError(f"dist.{name} is missing: {advice}")
-        if block.init != method and value:
-            why = f"is for dist.init={method}, and dist.init is {block.init}"
-            raise ConfigError(f"dist.{name}={value}: {why}")
+def _find_dist_problems(block: Dist) -> Problems:
+    init = block.init
+    for key, method in (("address", "tcp"), ("path", "file")):
+        value = getattr(block, key)
+        if init == method and not value:
+            yield f"dist.{key}", f"dist.init={init} needs it on every rank; see conf/dist/auto.yaml"
+        if init != method and value:
+            yield f"dist.{key}", f"is for dist.init={method}, and dist.init is {init}"
     host, _, port = (block.address or "localhost:1").rpartition(":")
     if not host or not is_port(port):
-        allowed = "must be <host>:<port>, port from 1 to 65535"
-        raise ConfigError(f"dist.address={block.address}: {allowed}")
+        yield "dist.address", "must be <host>:<port>, port from 1 to 65535"
 
 
 def is_port(text: str) -> bool:

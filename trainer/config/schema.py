@@ -12,26 +12,13 @@ from typing import Annotated, Any, Literal
 from trainer.config.typed import limit
 
 # The layout: where and how a run is computed, saved and shown. Every other setting is the run.
-LAYOUT = (
-    "checkpoint.",
-    "data.micro_batch",
-    "data.path",
-    "data.timeout_s",
-    "data.workers",
-    "dist.",
-    "eval.micro_batch",
-    "launch.",
-    "log.",
-    "run.dir",
-    "run.name",
-    "run.resume",
-    "strategy.bucket_mb",
-    "strategy.device_ids",
-    "strategy.devices_per_rank",
-    "strategy.find_unused_parameters",
-    "strategy.name",
-    "strategy.static_graph",
-)
+_LAYOUT = """
+    checkpoint. dist. launch. log. eval.micro_batch run.dir run.name run.resume
+    data.micro_batch data.path data.timeout_s data.workers
+    strategy.name strategy.device_ids strategy.devices_per_rank
+    strategy.bucket_mb strategy.static_graph strategy.find_unused_parameters
+"""
+LAYOUT = tuple(_LAYOUT.split())
 
 
 @dataclass
@@ -136,7 +123,7 @@ class Task:
 
 @dataclass
 class Config:
-    """All settings. `optim` and `schedule` are a `_target_` and its arguments; the rest is closed."""
+    """All settings; `optim` and `schedule` are a `_target_` and its arguments."""
 
     run: Run
     data: Data
@@ -169,8 +156,6 @@ class Config:
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
+        is_group = isinstance(value, Mapping) and value
+        flat |= flatten(value, f"{prefix}{key}.") if is_group else {f"{prefix}{key}": value}
     return flat

@@ -14,131 +14,126 @@ from trainer.config.typed import convert, suggest
 from trainer.errors import ConfigError, one_line
 
 ALLOWED_PACKAGES = ("torch.optim", "torch.nn", "trainer")
-_HOLDERS = (list, typing.Union, types.UnionType)
+Spec = Mapping[str, Any]  # a `_target_` and its arguments
 
 
 def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
     """The object a config names, `torch.optim.SGD`.
 
-    Raises ConfigError unless the name, and the module that defines what it names, lie under an allowed package.
+    Raises ConfigError unless the name, and the module that defines what it names, lie under an
+    allowed package.
     """
     allowed = check_name(name, key, packages)
-    module, _, attribute = name.rpartition(".")
+    home, _, attribute = name.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        module = importlib.import_module(home)
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        is_ours = f"{module}.".startswith(f"{missing}.")
-        advice = (
-            "start where it can be imported from"
-            if is_ours
-            else f"which {module} imports; install it"
-        )
-        raise ConfigError(
-            f"{key}={name}: no module named {missing}{'; ' if is_ours else ', '}{advice}"
-        ) from None
-    except AttributeError:
-        names = [n for n in vars(importlib.import_module(module)) if not n.startswith("_")]
-        raise ConfigError(
-            f"{key}={name}: {module} has no {attribute}{suggest(attribute, names)}"
-        ) from None
-    home = getattr(found, "__module__", None) or ""
-    if not callable(found) or not any(f"{home}.".startswith(f"{package}.") for package in allowed):
-        raise ConfigError(
-            f"{key}={name}: must be a class or function defined under {', '.join(allowed)}"
-        )
-    return found
-
-
-def check_name(name: str, key: str, packages: Sequence[str] = ()) -> tuple[str, ...]:
-    """The packages that it may lie under. Raises ConfigError where it does not; nothing is imported."""
-    allowed = tuple(dict.fromkeys((*ALLOWED_PACKAGES, *packages)))
-    if not any(name.startswith(f"{package}.") for package in allowed):
-        raise ConfigError(
-            f"{key}={name}: must lie under {', '.join(allowed)}; task.packages=[<package>] adds one"
-        )
-    if (head := name.split(".")[0]) in sys.stdlib_module_names:
-        raise ConfigError(
-            f"{key}={name}: must not be of Python's own library, {head}; write a class or function"
-        )
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise ConfigError(f"{key}={name}: must be <module>.<name>")
-    return allowed
-
-
-def check_target(
-    spec: Mapping[str, Any], key: str, packages: Sequence[str], kind: type | None = None
-) -> Any:
-    """The object `spec["_target_"]` names: a subclass of `kind`, else what takes `num_steps` first, as schedules do.
-
-    Without this any function of an allowed package could be called from a config, `trainer.checkpoint.sweep` as well.
-    Raises ConfigError also for an argument in `spec` that it does not take.
-    """
-    target = resolve(spec["_target_"], f"{key}._target_", packages)
-    if kind is not None and not (isinstance(target, type) and issubclass(target, kind)):
-        raise ConfigError(
-            f"{key}._target_={spec['_target_']}: must be a subclass of {kind.__module__}.{kind.__name__}"
-        )
-    try:
-        parameters = inspect.signature(target).parameters
-    except ValueError:
-        parameters = {}  # type: ignore[assignment]
-    if kind is None and next(iter(parameters), None) != "num_steps":
-        advice = "as in def mine(num_steps, warmup_steps=0)"
-        raise ConfigError(f"{key}._target_={spec['_target_']}: must take num_steps first, {advice}")
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    for name, value in spec.items():
-        if name != "_target_" and name not in parameters and not open_ended:
-            near = suggest(name, parameters).replace("mean ", f"mean {key}.")
-            raise ConfigError(f"{key}.{name} is not an argument of {spec['_target_']}{near}")
-        if name in parameters:
-            convert(_kind(parameters[name]), value, f"{key}.{name}")
-            usual = parameters[name].default
-            if isinstance(usual, tuple) and isinstance(value, list) and len(value) != len(usual):
-                raise ConfigError(f"{key}.{name}={value}: must be {len(usual)} numbers")
-    try:
-        inspect.signature(target).bind(
-            None, **{name: value for name, value in spec.items() if name != "_target_"}
-        )
-    except TypeError as error:
-        raise ConfigError(f"{key} ({spec['_target_']}): {error}") from None
+        advice = f", which {home} imports; install it"
+        if f"{home}.".startswith(f"{missing}."):
+            advice = "; start where it can be imported from"
+        raise ConfigError(f"{key}={name}: no module named {missing}{advice}") from None
+    if not hasattr(module, attribute):
+        near = suggest(attribute, [known for known in vars(module) if not known.startswith("_")])
+        raise ConfigError(f"{key}={name}: {home} has no {attribute}{near}")
+    target = getattr(module, attribute)
+    origin = getattr(target, "__module__", None) or ""
+    if not callable(target) or not _lies_under(origin, allowed):
+        listed = ", ".join(allowed)
+        raise ConfigError(f"{key}={name}: must be a class or function defined under {listed}")
     return target
 
 
-def _kind(parameter: inspect.Parameter) -> Any:
-    """What an argument must be, where the signature tells of a switch, a number or a list of numbers; else Any."""
+def check_name(name: str, key: str, packages: Sequence[str] = ()) -> tuple[str, ...]:
+    """The packages it may lie under. Imports nothing.
+
+    Raises ConfigError where it lies elsewhere.
+    """
+    allowed = tuple(dict.fromkeys((*ALLOWED_PACKAGES, *packages)))
+    parts = name.split(".")
+    problem = ""
+    if not _lies_under(name.rpartition(".")[0], allowed):
+        problem = f"lie under {', '.join(allowed)}; task.packages=[<package>] adds one"
+    elif parts[0] in sys.stdlib_module_names:
+        problem = f"not be of Python's own library, {parts[0]}; write a class or function"
+    elif not all(part.isidentifier() for part in parts):
+        problem = "be <module>.<name>"
+    if problem:
+        raise ConfigError(f"{key}={name}: must {problem}")
+    return allowed
+
+
+def _lies_under(name: str, packages: Sequence[str]) -> bool:
+    return any(f"{name}.".startswith(f"{package}.") for package in packages)
+
+
+def check_target(spec: Spec, key: str, packages: Sequence[str], kind: type | None = None) -> Any:
+    """The object `spec["_target_"]` names, checked together with its arguments.
+
+    It must be a subclass of `kind`; without one it must take `num_steps` first, as schedules do.
+    Otherwise a config could call any function of an allowed package. Raises ConfigError also for
+    arguments that are missing, unknown or of a wrong type.
+    """
+    name = spec["_target_"]
+    target = resolve(name, f"{key}._target_", packages)
+    try:
+        signature = inspect.signature(target)
+    except ValueError:  # of a builtin
+        signature = inspect.Signature()
+    if kind is None and next(iter(signature.parameters), None) != "num_steps":
+        advice = "as in def mine(num_steps, warmup_steps=0)"
+        raise ConfigError(f"{key}._target_={name}: must take num_steps first, {advice}")
+    if kind is not None and not (isinstance(target, type) and issubclass(target, kind)):
+        allowed = f"{kind.__module__}.{kind.__name__}"
+        raise ConfigError(f"{key}._target_={name}: must be a subclass of {allowed}")
+    arguments = {argument: value for argument, value in spec.items() if argument != "_target_"}
+    for argument, value in arguments.items():
+        if argument in signature.parameters:
+            _check_argument(signature.parameters[argument], value, f"{key}.{argument}")
+    try:
+        signature.bind(None, **arguments)
+    except TypeError as error:
+        line = f"{key} ({name}): {error}"
+        if unknown := [a for a in arguments if a not in signature.parameters]:
+            near = suggest(unknown[0], signature.parameters).replace("mean ", f"mean {key}.")
+            line = f"{key}.{unknown[0]} is not an argument of {name}{near}"
+        raise ConfigError(line) from None
+    return target
+
+
+def _check_argument(parameter: inspect.Parameter, value: Any, key: str) -> None:
+    """Compare with the annotation, or the default, where it is a switch, a number or numbers."""
     default = parameter.default
+    kind: Any = {bool: bool, int: float, float: float}.get(type(default), Any)
     if _is_plain(parameter.annotation):
-        return parameter.annotation
-    if isinstance(default, tuple) and {type(part) for part in default} == {float}:
-        return list[float]
-    return {bool: bool, int: float, float: float}.get(type(default), Any)
+        kind = parameter.annotation
+    elif isinstance(default, tuple) and {type(part) for part in default} == {float}:
+        kind = list[float]
+    convert(kind, value, key)
+    if isinstance(default, tuple) and isinstance(value, list) and len(value) != len(default):
+        raise ConfigError(f"{key}={value}: must be {len(default)} numbers")
 
 
 def _is_plain(kind: Any) -> bool:
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    """True for bool, int and float, also where limited, optional or in a list."""
+    origin = typing.get_origin(kind)
+    parts = [part for part in typing.get_args(kind) if part is not type(None)]
     if origin is typing.Annotated:
         return isinstance(parts[1], Mapping) and _is_plain(parts[0])  # limit(...)
-    parts = tuple(part for part in parts if part is not type(None))
-    return kind in (bool, int, float) or (
-        origin in _HOLDERS and len(parts) == 1 and _is_plain(parts[0])
-    )
+    if origin in (list, typing.Union, types.UnionType):
+        return len(parts) == 1 and _is_plain(parts[0])
+    return kind in (bool, int, float)
 
 
 def call_target(
-    spec: Mapping[str, Any],
-    key: str,
-    packages: Sequence[str],
-    kind: type | None,
-    first: Any,
-    **extra: Any,
+    spec: Spec, key: str, packages: Sequence[str], kind: type | None, first: Any, **extra: Any
 ) -> Any:
-    """Call `spec["_target_"]` with its arguments, and with those of `extra` that it knows and `spec` does not give."""
+    """Call `spec["_target_"]` with `first`, its arguments, and those of `extra` that it takes."""
     target = check_target(spec, key, packages, kind)
     known = inspect.signature(target).parameters
-    given = {name: value for name, value in spec.items() if name != "_target_"}
-    arguments = {name: value for name, value in extra.items() if name in known} | given
+    arguments = {name: value for name, value in extra.items() if name in known} | {**spec}
+    del arguments["_target_"]
     try:
         return target(first, **arguments)
-    except Exception as error:  # whatever a constructor says of its arguments
+    except Exception as error:  # a constructor says what is wrong with its arguments
         raise ConfigError(f"{key} ({spec['_target_']}): {one_line(error)}") from None

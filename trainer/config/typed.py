@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 from trainer.errors import ConfigError
 
 T = TypeVar("T")
+Limits = Mapping[str, Any]
+_NO_LIMITS: Limits = {}
 _NAMES: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -58,12 +60,11 @@ def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
     return cls(**arguments)
 
 
-def convert(kind: Any, value: Any, key: str, limits: Mapping[str, Any] | None = None) -> Any:
+def convert(kind: Any, value: Any, key: str, limits: Limits = _NO_LIMITS) -> Any:
     """`value` as the annotation `kind` wants it.
 
     Raises ConfigError, beginning with `key`, for a value that kind and limits do not allow.
     """
-    limits = limits or {}
     origin = typing.get_origin(kind)
     choices = typing.get_args(kind)
     if origin is Annotated:
@@ -79,34 +80,24 @@ def convert(kind: Any, value: Any, key: str, limits: Mapping[str, Any] | None = 
         return [convert(choices[0], entry, f"{key}[{i}]") for i, entry in enumerate(value)]
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return build(typing.cast(type, kind), value, f"{key}.")
-    if not _fits(kind, value, key) or not _is_inside(value, limits):
+    if not _fits(kind, value, key, limits):
         raise ConfigError(f"{key}={show(value)}: must be {_describe(kind, limits)}")
     return float(value) if kind is float else value
 
 
-def _fits(kind: Any, value: Any, key: str) -> bool:
+def _fits(kind: Any, value: Any, key: str, limits: Limits) -> bool:
     origin = typing.get_origin(kind)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is Any:
-        return True
     if origin is Literal:
-        choices = typing.get_args(kind)
-        return any(value == c and type(value) is type(c) for c in choices)
-    if kind is float:
-        return is_number and math.isfinite(value)
-    if kind is int:
-        return is_number and isinstance(value, int)
-    if kind is str:
-        return isinstance(value, str) and (value != "" or key.startswith("task.options."))
-    return isinstance(value, origin or kind)
-
-
-def _is_inside(value: Any, limits: Mapping[str, Any]) -> bool:
-    if not isinstance(value, (int, float)):
-        return True
-    low = limits.get("min", -math.inf)
-    high = limits.get("max", math.inf)
-    return low <= value <= high and value > limits.get("above", -math.inf)
+        return any(value == c and type(value) is type(c) for c in typing.get_args(kind))
+    if kind in (int, float):
+        if not isinstance(value, (int, kind)) or isinstance(value, bool):
+            return False
+        is_finite = -math.inf < value < math.inf
+        is_inside = limits.get("min", value) <= value <= limits.get("max", value)
+        return is_finite and is_inside and value > limits.get("above", -math.inf)
+    if kind is str and value == "":
+        return key.startswith("task.options.")
+    return kind is Any or isinstance(value, origin or kind)
 
 
 def show(value: Any) -> str:
@@ -116,8 +107,7 @@ def show(value: Any) -> str:
     return str(value) or "''"
 
 
-def _describe(kind: Any, limits: Mapping[str, Any] | None = None) -> str:
-    limits = limits or {}
+def _describe(kind: Any, limits: Limits = _NO_LIMITS) -> str:
     origin = typing.get_origin(kind)
     choices = typing.get_args(kind)
     if origin is Annotated:

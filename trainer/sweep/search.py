@@ -1,124 +1,131 @@
-"""`-m ... hydra/sweeper=optuna`: Optuna chooses the jobs of a sweep, through Hydra's plugin (the extra `optuna`)."""
+"""`-m ... hydra/sweeper=optuna`: Optuna chooses the jobs of a sweep (the extra `optuna`).
+
+The study is kept in the sweep's folder, so that the same command resumes it. Each trial's sampler
+is seeded by the study's seed and the trial's number: a trial's values follow from those and from
+the results of the trials before, however often the search is interrupted.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config import CONF
-from trainer.config.compose import load_config
-from trainer.errors import ConfigError, one_line
+import yaml
+
+from trainer.config.compose import SEARCHED, load_config, parse
+from trainer.config.typed import build
+from trainer.errors import ConfigError, visible
+from trainer.record.lease import check_free
+from trainer.sweep.jobs import Job, Sweep
+from trainer.sweep.study import Settings, Study, list_points, read_space
 
 SWEEPER = "hydra/sweeper=optuna"
-_TARGETS = (
-    "hydra_plugins.hydra_optuna_sweeper.",
-    "hydra._internal.core_plugins.",
-    "optuna.samplers.",
-)
-_QUIET = ("hydra/job_logging=disabled", "hydra/hydra_logging=disabled")
+JOURNAL = "study.journal"
+_KEY = "hydra.sweeper."
+_SAMPLER = "hydra/sweeper/sampler="
+_DEFAULTS: dict[str, Any] = {"n_trials": 20, "n_jobs": 1, "sampler": "tpe", "sampler.seed": None}
+_DEFAULTS |= {"direction": None, "study_name": None, "storage": None}
+# Settings of Hydra that a file may not bring into a search; the last two were its old plugin's.
+_REFUSED = ("callbacks", "job_logging", "hydra_logging", "launcher", "sweeper")
+_OLD_PLUGIN = "hydra_optuna_sweeper"
+_OLD_FILE = "optimization_results.yaml"
+_OLD = "Hydra's Optuna plugin, which Lockstep no longer uses"
+_OLD_ADVICE = f"names {_OLD}; take it out and give {SWEEPER} on the command line"
 
 
-def search(
-    steering: Sequence[str],
-    overrides: Sequence[str],
-    config_dirs: Sequence[str],
-    name: str,
-    run_job: Callable[[int, str, list[str]], float],
-) -> int:
-    """Ask Optuna for the overrides of job after job; `run_job(number, sweep, overrides)` gives the value to minimise.
+def search(steering: Sequence[str], overrides: Sequence[str], config_dirs: Sequence[str]) -> int:
+    """Run the jobs that Optuna asks for, one after another; the exit code.
 
-    `steering` are the `hydra...` words, `overrides` the others, swept ones as `optim.lr=interval(0.01,0.1)`.
-    Raises ConfigError for a fixed setting that cannot be, and for a file that would have Hydra build something else.
+    `steering` are the `hydra...` words, `overrides` the others, swept ones as
+    `optim.lr=interval(0.01,0.1)`. Raises ConfigError for settings that cannot be.
     """
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
+    _check_files(config_dirs)
+    parsed = parse(overrides, SEARCHED)
+    config = load_config([o.input_line for o in parsed if not o.is_sweep_override()], config_dirs)
+    settings = read_settings(steering, config.checkpoint.best_mode)
+    space = read_space([override for override in parsed if override.is_sweep_override()])
+    points = list_points(space) if settings.sampler == "grid" else []
+    command = [word for word in steering if not word.startswith(f"{_KEY}n_trials=")]
+    digest = hashlib.sha256(json.dumps([*command, *overrides]).encode()).hexdigest()[:8]
+    name = config.run.name or digest
+    _check_place(Path(config.run.dir) / "sweeps" / name, settings)
+    sweep = Sweep(name, config)
+    study = Study(sweep.place / JOURNAL, settings, digest, space, points)
+    for number in range(study.num_trials):
+        trial = study.open_trial(number)
+        swept = {key: f"{key}={value}" for key, value in trial.params.items()}
+        words = [swept.get(o.get_key_element(), o.input_line) for o in parsed]
+        job = _open_job(sweep, number + 1, list(swept.values()), words, config_dirs)
+        if trial.value is not None:
+            job.settle(0 if math.isfinite(trial.value) else 1)
+        if job.state == "failed" and trial.value is not None:
+            print(f"job {job.number} failed before: {job.label}", flush=True)
+        else:
+            sweep.run(job, f"job {job.number}")
+        if sweep.is_stopped:
+            break
+        if trial.value is None:
+            study.tell(number, job.value)
+    sweep.record()
+    return sweep.end()
 
-    fixed = _fixed(overrides)
-    config = load_config(fixed, config_dirs)
-    name = config.run.name or name
-    place = Path(config.run.dir) / "sweeps" / name
-    if config.checkpoint.best_mode == "max":
-        steering = ["hydra.sweeper.direction=maximize", *steering]
-    folders = ",".join(repr(f"file://{Path(folder).resolve()}") for folder in config_dirs)
-    paths = [f"hydra.searchpath=[{folders}]"] if config_dirs else []
-    _check_built([*steering, *fixed, *paths, *_QUIET])
 
-    def job(config: Any) -> float:
-        told = HydraConfig.get()
-        return run_job(int(told.job.num) + 1, name, list(told.overrides.task))
-
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    sys.argv = [
-        sys.argv[0],
-        "-m",
-        *overrides,
-        *steering,
-        *paths,
-        *_QUIET,
-        f"hydra.sweep.dir='{place}'",
-    ]
+def _open_job(
+    sweep: Sweep, number: int, swept: list[str], words: list[str], config_dirs: Sequence[str]
+) -> Job:
+    """The job of a trial; where its settings contradict each other it will fail and say so."""
     try:
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(f"{SWEEPER}: {one_line(error)[:300]}") from None
-    return 0
+        config = load_config(words, config_dirs)
+    except ConfigError:
+        config = sweep.config
+    job = Job.of(number, swept, words, config, config_dirs, sweep.name)
+    sweep.add(job)
+    return job
 
 
-def _fixed(overrides: Sequence[str]) -> list[str]:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise ConfigError(f"{one_line(error)[:200]}") from None
-    return [str(override.input_line) for override in parsed if not override.is_sweep_override()]
-
-
-def _check_built(words: Sequence[str]) -> None:
-    """Hydra builds what its own node names; a file of --config-dir may have written there."""
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(CONF), version_base="1.3", job_name="trainer"):
-            node: Any = OmegaConf.to_container(
-                compose("config", list(words), return_hydra_config=True).hydra
-            )
-    except HydraException as error:
-        advice = (
-            "; is it installed? pip install 'lockstep-trainer[optuna]'"
-            if "optuna" in str(error)
-            else ""
-        )
-        raise ConfigError(f"{SWEEPER}: {one_line(error)[:200]}{advice}") from None
-    finally:
-        GlobalHydra.instance().clear()
-    built = [*_targets(node["sweeper"]), *_targets(node["launcher"])]
-    if bad := [name for name in built if not name.startswith(_TARGETS)]:
-        raise ConfigError(
-            f"hydra: a configuration has {bad[0]} built: must lie under {', '.join(_TARGETS)}"
-        )
-    logs = [node[name] for name in ("job_logging", "hydra_logging")]
-    if node["callbacks"] or any(
-        set(log) - {"version", "root", "disable_existing_loggers"} for log in logs
-    ):
-        raise ConfigError(
-            "hydra: a configuration sets hydra.callbacks or hydra's logging; take it out"
-        )
+def read_settings(steering: Sequence[str], best_mode: str) -> Settings:
+    """The `hydra.sweeper.*` among the words. Raises ConfigError for any other word."""
+    values = {**_DEFAULTS, "direction": {"min": "minimize", "max": "maximize"}[best_mode]}
+    for word in steering:
+        if word == SWEEPER:
+            continue
+        text = word.replace(_SAMPLER, f"{_KEY}sampler=").removeprefix(_KEY)
+        name = text.partition("=")[0]
+        if _OLD_PLUGIN in word:
+            raise ConfigError(f"{visible(word)}: {_OLD_ADVICE}")
+        if name not in values:
+            allowed = ", ".join(f"{_KEY}{known}" for known in values)
+            raise ConfigError(f"{visible(word)}: a search takes {allowed}")
+        values[name] = parse([text])[0].value()
+    values["seed"] = values.pop("sampler.seed")
+    return build(Settings, values, _KEY)
 
 
-def _targets(node: Any) -> list[str]:
-    if isinstance(node, dict):
-        return [str(v) for k, v in node.items() if k == "_target_"] + [
-            t for v in node.values() for t in _targets(v)
-        ]
-    return [t for v in node for t in _targets(v)] if isinstance(node, list) else []
+def _check_files(config_dirs: Sequence[str]) -> None:
+    """Refuse settings of Hydra in a file of --config-dir: Hydra does not run the jobs."""
+    for file in [file for folder in config_dirs for file in sorted(Path(folder).glob("*/*.yaml"))]:
+        try:
+            text = file.read_text(encoding="utf-8")
+            plain = yaml.safe_load(text)
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            continue  # composing says so, if it is used
+        if _OLD_PLUGIN in text or "override /hydra/sweeper" in text:
+            raise ConfigError(f"{file}: {_OLD_ADVICE}")
+        node = plain.get("hydra") if isinstance(plain, dict) else None
+        for key in _REFUSED:
+            if isinstance(node, dict) and key in node:
+                raise ConfigError(f"{file}: sets hydra.{key}, which nothing reads; take it out")
+
+
+def _check_place(place: Path, settings: Settings) -> None:
+    """Raises ConfigError where the folder is another sweep's, or another process runs it."""
+    has_sweep = (place / "sweep.json").exists()
+    is_new = (place / JOURNAL).exists() or settings.storage is not None
+    if (place / _OLD_FILE).exists() or (has_sweep and not is_new):
+        advice = "give run.name=<new>, or remove the folder; its runs stay where they are"
+        raise ConfigError(f"{place}: holds a sweep without a study, or one of {_OLD}; {advice}")
+    check_free(place)

@@ -1,7 +1,7 @@
-"""`-m ... hydra/launcher=submitit_slurm`: the jobs of a sweep go to SLURM, each as its own group of ranks.
+"""`-m ... hydra/launcher=submitit_slurm`: SLURM runs the jobs of a sweep, each as a group of ranks.
 
-The settings are those of Hydra's submitit launcher (hydra.launcher.nodes, .tasks_per_node, .timeout_min, ...);
-submitit itself (the extra `slurm`) hands them to sbatch.
+The settings are those of Hydra's submitit launcher (hydra.launcher.nodes, .tasks_per_node,
+.timeout_min, ...); submitit itself (the extra `slurm`) hands them to sbatch.
 """
 
 from __future__ import annotations
@@ -14,79 +14,73 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import ConfigError, visible
+from trainer.errors import ConfigError, one_line, visible
 
 LAUNCHERS = {"hydra/launcher=submitit_slurm": "slurm", "hydra/launcher=submitit_local": "local"}
-_SHARED = (
-    "name",
-    "timeout_min",
-    "mem_gb",
-    "nodes",
-    "cpus_per_task",
-    "gpus_per_node",
-    "tasks_per_node",
+_CHOICE = "hydra/launcher="
+_PREFIX = "hydra.launcher."
+# submitit has these for every cluster; it knows the others as slurm_<name>.
+_FOR_ALL = (
+    *("name", "timeout_min", "mem_gb"),
+    *("nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node"),
 )
 
 
 def cluster_of(words: Sequence[str]) -> str | None:
-    """slurm or local, where a launcher of submitit is asked for. Raises ConfigError for another launcher."""
-    chosen = [word for word in words if word.startswith("hydra/launcher=")]
+    """slurm or local, where a launcher of submitit is asked for.
+
+    Raises ConfigError for another launcher.
+    """
+    chosen = [word for word in words if word.startswith(_CHOICE)]
     if not chosen:
         return None
     if chosen[-1] not in LAUNCHERS:
-        raise ConfigError(
-            f"{chosen[-1]}: must be submitit_slurm or submitit_local; without it the jobs run here"
-        )
+        allowed = "must be submitit_slurm or submitit_local; without it the jobs run here"
+        raise ConfigError(f"{chosen[-1]}: {allowed}")
     return LAUNCHERS[chosen[-1]]
 
 
 def open_executor(cluster: str, folder: Path, words: Sequence[str]) -> Any:
-    """submitit's, told the `hydra.launcher.*` among the words. Raises ConfigError for what it does not know."""
+    """submitit's executor with the `hydra.launcher.*` among the words.
+
+    Raises ConfigError for what it does not know.
+    """
+    key = f"{_CHOICE}submitit_{cluster}"
     try:
         import submitit
         from omegaconf import OmegaConf
     except ImportError:
-        raise ConfigError(
-            f"hydra/launcher=submitit_{cluster}: needs submitit: pip install 'lockstep-trainer[slurm]'"
-        ) from None
-    given = [
-        word.removeprefix("hydra.launcher.") for word in words if word.startswith("hydra.launcher.")
-    ]
-    if unknown := [
-        word for word in words if not word.startswith(("hydra.launcher.", "hydra/launcher="))
-    ]:
-        raise ConfigError(
-            f"{unknown[0]}: with submitit, hydra.launcher.* is the only group that is read"
-        )
+        advice = "needs submitit: pip install 'lockstep-trainer[slurm]'"
+        raise ConfigError(f"{key}: {advice}") from None
+    if unknown := [word for word in words if not word.startswith((_PREFIX, _CHOICE))]:
+        allowed = "with submitit, hydra.launcher.* is the only group that is read"
+        raise ConfigError(f"{unknown[0]}: {allowed}")
+    given = [word.removeprefix(_PREFIX) for word in words if word.startswith(_PREFIX)]
     settings: Any = OmegaConf.to_container(OmegaConf.from_dotlist(given))
-    # The signal that Lockstep saves and requeues at, two minutes before the limit unless told otherwise.
-    settings = {"signal_delay_s": 120, **settings} if cluster == "slurm" else settings
+    if cluster == "slurm":
+        # The signal that Lockstep saves and requeues at, two minutes before the limit.
+        settings = {"signal_delay_s": 120, **settings}
+    named = {n if n in _FOR_ALL else f"{cluster}_{n}": value for n, value in settings.items()}
     try:
         executor = submitit.AutoExecutor(folder=str(folder / "%j"), cluster=cluster)
-        executor.update_parameters(
-            **{n if n in _SHARED else f"{cluster}_{n}": v for n, v in settings.items()}
-        )
+        executor.update_parameters(**named)
     except (NameError, TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"hydra/launcher=submitit_{cluster}: {' '.join(str(error).split())[:300]}"
-        ) from None
+        raise ConfigError(f"{key}: {one_line(error)[:300]}") from None
     return executor
 
 
 def submit(executor: Any, words: Sequence[str]) -> str:
-    """Its job id. Raises ConfigError with what sbatch says against it."""
+    """The job id. Raises ConfigError with what sbatch says against it."""
     from submitit.core.utils import FailedJobError
 
     try:
         return visible(str(executor.submit(_train, list(words)).job_id))
     except FailedJobError as error:
-        raise ConfigError(
-            f"hydra/launcher=submitit_slurm: {' '.join(str(error).split())[:300]}"
-        ) from None
+        raise ConfigError(f"{_CHOICE}submitit_slurm: {one_line(error)[:300]}") from None
 
 
 def is_known(cluster: str, job: str) -> bool:
-    """Whether it waits or runs still."""
+    """True while it waits or runs."""
     if cluster == "local":
         return Path("/proc", job).exists()
     words = [shutil.which("squeue") or "squeue", "--noheader", f"--jobs={job}"]
@@ -95,7 +89,7 @@ def is_known(cluster: str, job: str) -> bool:
 
 
 def _train(words: list[str]) -> int:
-    """A rank, within the job; it exits by itself unless all is well."""
+    """Be a rank, within the job; it exits by itself unless all is well."""
     sys.argv = ["trainer", *words]
     try:
         runpy.run_module("trainer", run_name="__main__", alter_sys=True)

@@ -1,0 +1,22 @@
+"""The part of the first gate that needs no torch, whose import takes a second."""
+
+from __future__ import annotations
+
+from trainer.config.schema import Config
+from trainer.config.targets import check_name, check_target
+from trainer.distributed.launchers import Launcher
+from trainer.record.resume import Origin, locate
+
+
+def check_soon(config: Config, launcher: Launcher) -> Origin:
+    """Check what environment, names and disk tell about a training run; touches nothing.
+
+    Returns, on rank 0, where the run lives: the disk is rank 0's, another node need not see it.
+    Raises ConfigError.
+    """
+    rank, _, _, size, *_ = launcher.place()
+    if config.dist.init == "env" and size > 1:
+        _ = launcher.master
+    check_name(config.optim["_target_"], "optim._target_", config.packages)
+    check_target(config.schedule, "schedule", config.packages)
+    return locate(config, launcher) if rank == 0 else Origin()
