@@ -27,15 +27,12 @@ CALLS, ROUNDS = 20_000, 15
 def cost(ranks: int) -> float:
     """Microseconds a step of all that the loop does to be watched and stopped."""
     from trainer.distributed.signals import StopRequest
-    from trainer.distributed.watch import watcher
     from trainer.distributed.watch.heartbeat import Heartbeat, Phase
 
     page = os.memfd_create("bench")
     os.ftruncate(page, mmap.PAGESIZE)
     stop, rounds = StopRequest(), []
-    heartbeat = Heartbeat(
-        memoryview(mmap.mmap(page, mmap.PAGESIZE))[: watcher.FIELDS * 8].cast("d")
-    )
+    heartbeat = Heartbeat(memoryview(mmap.mmap(page, mmap.PAGESIZE)))
     for _ in range(ROUNDS):
         began = time.perf_counter()
         for step in range(CALLS):

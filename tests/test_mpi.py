@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from trainer.distributed import mpi
 from trainer.errors import ConfigError, RunError
 from trainer.strategy.batchnorm import synchronize
-from trainer.strategy.ddp import _comm_hook
+from trainer.strategy.hooks import open_hook
 
 PYTHON = [
     sys.executable,
@@ -358,7 +358,7 @@ def train(hook, rank, size):
     model = synchronize(nn.Sequential(*layers).to(dtype), torch.device("cpu"))
     wrapped = DistributedDataParallel(model, bucket_cap_mb=1e-4)
     if hook != "none":
-        wrapped.register_comm_hook(*_comm_hook(hook))
+        wrapped.register_comm_hook(*open_hook(hook))
     rows = torch.randn(12 * size * 8, 4, dtype=dtype)[rank::size]
     losses = []
     for batch in DataLoader(rows, batch_size=8, num_workers=1, multiprocessing_context="fork"):

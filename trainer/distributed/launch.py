@@ -1,4 +1,4 @@
-"""Start the ranks of one machine from one command: `launch=elastic` with torchrun's engine, `launch=spawn` without."""
+"""Start the ranks of one machine: `launch=elastic` by torchrun's engine, `launch=spawn` without."""
 
 from __future__ import annotations
 
@@ -24,38 +24,39 @@ from trainer.distributed.launchers import CODES, MARK, MASTER, RANKS
 from trainer.distributed.signals import check_start
 from trainer.distributed.world import count_ranks
 
+_ERRORS = (ChildFailedError, SignalException, mp.ProcessExitedException, mp.ProcessRaisedException)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def launch(config: Launch, words: Sequence[str]) -> int:
-    """Run `python -m trainer <words>` as so many ranks and wait for their end; the exit code that they agree on.
+    """Run `python -m trainer <words>` as several ranks until they end; the code that they agree on.
 
-    Raises ConfigError for a number of ranks that cannot be.
+    Raises ConfigError for an impossible number of ranks.
     """
     size = count_ranks(config.nproc_per_node or "auto")
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # up to 40 lines after rank 0's one
     with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch:
-        codes = Path(scratch) / "codes"
-        for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # up to 40 lines after rank 0's one
-        with _environment({MARK: config.name, CODES: str(codes)}):
-            failed = (
+        path = Path(scratch) / "codes"
+        has_failed = True
+        with _environment({MARK: config.name, CODES: str(path)}), suppress(*_ERRORS):
+            if config.name == "elastic":
                 _elastic(config.max_restarts, size, words)
-                if config.name == "elastic"
-                else _spawn(size, words)
-            )
-        found = [int(line) for line in codes.read_text().split()] if codes.exists() else []
-    if not failed:
+            else:
+                _spawn(size, words)
+            has_failed = False
+        codes = [int(line) for line in path.read_text().split()] if path.exists() else []
+    last = codes[-size:]
+    if not has_failed or (len(last) == size and not any(last)):  # a signal after the ranks' end
         return 0
-    ends = found[-size:]
-    is_done = len(ends) == size and not any(ends)  # the signal came after their end
-    return next((code for code in (2, 1, 75) if code in ends), 0 if is_done else 1)
+    return next((code for code in (2, 1, 75) if code in last), 1)
 
 
 def _end(number: int, frame: object) -> None:
     raise SignalException("before the ranks were started", signal.Signals(number))
 
 
-def _elastic(max_restarts: int, size: int, words: Sequence[str]) -> bool:
+def _elastic(max_restarts: int, size: int, words: Sequence[str]) -> None:
     engine = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -67,32 +68,25 @@ def _elastic(max_restarts: int, size: int, words: Sequence[str]) -> bool:
         logs_specs=DefaultLogsSpecs(),
         signals_to_handle=",".join(s.name for s in _SIGNALS),
     )
-    try:
-        for number in _SIGNALS:
-            signal.signal(number, _end)  # until torchrun's engine has handlers of its own
-        check_start(0.0)
-        elastic_launch(engine, sys.executable)("-m", "trainer", *words)
-    except (ChildFailedError, SignalException):
-        return True
-    return False
+    for number in _SIGNALS:
+        signal.signal(number, _end)  # until torchrun's engine has handlers of its own
+    check_start(0.0)
+    elastic_launch(engine, sys.executable)("-m", "trainer", *words)
 
 
-def _spawn(size: int, words: Sequence[str]) -> bool:
+def _spawn(size: int, words: Sequence[str]) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    given = {
+    variables = {
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
-    }
-    given |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(server.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    with _environment(given):
-        before = signal.pthread_sigmask(
-            signal.SIG_BLOCK, _SIGNALS
-        )  # each rank lets them in once it can heed them
+    with _environment(variables):
+        # Each rank unblocks the signals once it can act on them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         check_start(0.0)
         ranks = mp.start_processes(_enter, (list(words),), size, join=False, start_method="spawn")
 
@@ -106,12 +100,9 @@ def _spawn(size: int, words: Sequence[str]) -> bool:
     try:
         while not ranks.join():
             pass
-    except (mp.ProcessExitedException, mp.ProcessRaisedException):
-        return True
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return False
 
 
 def _enter(rank: int, words: list[str]) -> None:
@@ -121,12 +112,13 @@ def _enter(rank: int, words: list[str]) -> None:
 
 
 @contextmanager
-def _environment(more: dict[str, str]) -> Iterator[None]:
-    """What the ranks inherit, without what an outer launcher said of this process."""
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """The ranks' environment: this one without the variables of an outer launcher."""
     before = dict(os.environ)
-    for name in [n for n in before if n in (*RANKS, *MASTER) or n.startswith("TORCHELASTIC_")]:
-        del os.environ[name]
-    os.environ |= more
+    for name in before:
+        if name in (*RANKS, *MASTER) or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
+    os.environ |= variables
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -12,8 +13,10 @@ import socket
 import subprocess
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from pathlib import Path
 
 from trainer.config.rules import is_port
@@ -52,16 +55,27 @@ class Launcher:
         Raises ConfigError for a variable that is missing beside another, no whole number, or out
         of range.
         """
-        given = self.variables
-        if "RANK" not in given and "WORLD_SIZE" not in given:
+        if "RANK" not in self.variables and "WORLD_SIZE" not in self.variables:
             return 0, 0, 0, 1, 1, 1
-        size = _whole(given, "WORLD_SIZE", 1, None)
-        rank = _whole(given, "RANK", 0, size - 1)
-        local_size = _whole(given, "LOCAL_WORLD_SIZE", 1, size, default=size)
-        local_rank = _whole(given, "LOCAL_RANK", 0, local_size - 1, default=rank % local_size)
-        nodes = _whole(given, "GROUP_WORLD_SIZE", 1, None, default=-(-size // local_size))
-        node = _whole(given, "GROUP_RANK", 0, nodes - 1, default=rank // local_size)
+        size = self._whole("WORLD_SIZE", 1)
+        rank = self._whole("RANK", 0, size - 1)
+        local_size = self._whole("LOCAL_WORLD_SIZE", 1, size, default=size)
+        local_rank = self._whole("LOCAL_RANK", 0, local_size - 1, default=rank % local_size)
+        nodes = self._whole("GROUP_WORLD_SIZE", 1, default=-(-size // local_size))
+        node = self._whole("GROUP_RANK", 0, nodes - 1, default=rank // local_size)
         return rank, local_rank, node, size, local_size, nodes
+
+    def _whole(self, name: str, low: int, high: float = inf, default: int | None = None) -> int:
+        given = self.variables.get(name)
+        if given is None and default is not None:
+            return default
+        if given is None:
+            advice = "torchrun sets RANK and WORLD_SIZE together; by hand, set both"
+            raise ConfigError(f"{name} is not set, though its kin is: {advice}")
+        if not given.isdecimal() or not low <= int(given) <= high:
+            limit = "" if high == inf else f" and at most {high}"
+            raise ConfigError(f"{name}={given}: must be a whole number of at least {low}{limit}")
+        return int(given)
 
     @property
     def master(self) -> tuple[str, int]:
@@ -118,17 +132,15 @@ def _name_agent(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _by_mpirun(environment: Mapping[str, str], names: list[str]) -> Launcher:
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    variables = {
-        own: environment[name] for own, name in zip(ours, names, strict=True) if name in environment
-    }
+    pairs = zip(RANKS, names, strict=False)  # the first four of RANKS
+    variables = {own: environment[name] for own, name in pairs if name in environment}
     job = environment.get("PMIX_NAMESPACE") or environment.get("PMI_JOBID") or ""
     size = variables["WORLD_SIZE"]
     if variables.get("LOCAL_WORLD_SIZE", size) == size:
         variables["MASTER_ADDR"] = "127.0.0.1"
         key = job or str(os.getppid())
     else:
-        key = job.split("@")[0] or environment.get("MASTER_ADDR", "None")
+        key = job.split("@")[0] or environment.get("MASTER_ADDR", "")
     variables["MASTER_PORT"] = _port_of(f"mpi:{key}")
     return Launcher("mpirun", variables | _given_master(environment))
 
@@ -136,9 +148,8 @@ def _by_mpirun(environment: Mapping[str, str], names: list[str]) -> Launcher:
 def _by_srun(environment: Mapping[str, str]) -> Launcher:
     job = f"slurm:{environment['SLURM_JOB_ID']}"
     node = _count(environment, "SLURM_NODEID")
-    tasks = expand_counts(
-        environment.get("SLURM_STEP_TASKS_PER_NODE") or environment["SLURM_TASKS_PER_NODE"]
-    )
+    counts = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment["SLURM_TASKS_PER_NODE"]
+    tasks = expand_counts(counts)
     variables = {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"],
@@ -170,9 +181,8 @@ def requeue(environment: Mapping[str, str] = os.environ) -> str:
         done = subprocess.run(words, capture_output=True, text=True, timeout=60)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"SLURM job {job} not requeued: {error}"
-    if done.returncode:
-        return f"SLURM job {job} not requeued: {done.stderr.strip()}"
-    return f"SLURM job {job} is requeued"
+    outcome = f"not requeued: {done.stderr.strip()}" if done.returncode else "is requeued"
+    return f"SLURM job {job} {outcome}"
 
 
 def expand_hosts(text: str) -> list[str]:
@@ -182,11 +192,9 @@ def expand_hosts(text: str) -> list[str]:
     """
     hosts: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        names = [""]
-        for fixed, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
-            pieces = [fixed] if fixed else _expand_numbers(ranges, text)
-            names = [name + piece for name in names for piece in pieces]
-        hosts += names
+        pieces = re.findall(r"([^\[]+)|\[([^\]]*)\]", part)
+        choices = [[name] if name else _expand_numbers(ranges, text) for name, ranges in pieces]
+        hosts += map("".join, itertools.product(*choices))
     if not hosts:
         raise ConfigError(f"SLURM_STEP_NODELIST={text}: must be a list of hosts, as in n[1-3,7]")
     return hosts
@@ -213,11 +221,9 @@ def expand_counts(text: str) -> list[int]:
 @cache
 def _address_of(node: str) -> str:
     """The node's name where it is a host's, else SLURM's address of it."""
-    try:
+    with suppress(OSError):
         socket.getaddrinfo(node, None)
         return node
-    except OSError:
-        pass
     if (scontrol := shutil.which("scontrol")) and re.fullmatch(r"[\w.-]+", node):
         words = [scontrol, "show", "node", node]
         done = subprocess.run(words, capture_output=True, text=True, timeout=10)  # noqa: S603
@@ -229,21 +235,6 @@ def _address_of(node: str) -> str:
 
 def _given_master(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in MASTER if environment.get(name)}
-
-
-def _whole(
-    variables: Mapping[str, str], name: str, low: int, high: int | None, default: int | None = None
-) -> int:
-    given = variables.get(name)
-    if given is None and default is not None:
-        return default
-    if given is None:
-        advice = "torchrun sets RANK and WORLD_SIZE together; by hand, set both"
-        raise ConfigError(f"{name} is not set, though its kin is: {advice}")
-    if not given.isdecimal() or int(given) < low or (high is not None and int(given) > high):
-        limit = "" if high is None else f" and at most {high}"
-        raise ConfigError(f"{name}={given}: must be a whole number of at least {low}{limit}")
-    return int(given)
 
 
 def _port_of(text: str) -> str:

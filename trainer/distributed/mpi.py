@@ -1,12 +1,14 @@
 """dist.backend=mpi on torch's stock wheels: a process group over mpi4py, for tensors on the CPU.
 
-Every operation is one of MPI's nonblocking ones, started in the thread that asks for it: MPI sees the order of the
-program, which must be the same on all ranks, and every wait can end in a timeout. The main thread and autograd's, which
-call DDP's hooks, take turns: a lock is held over each call into MPI, for which THREAD_SERIALIZED is enough.
+Every operation is one of MPI's nonblocking ones, started in the calling thread: MPI sees the order
+of the program, which must be the same on all ranks, and every wait can time out. The main thread
+and autograd's, which calls DDP's hooks, take turns: a lock is held over each call into MPI, so
+THREAD_SERIALIZED is enough.
 
-DDP's reductions are complete when its hook returns: they do not overlap with the rest of backward. Completed by a
-thread behind it, they gained 10 to 20% of a step over loopback TCP with idle cores and nothing over shared memory; and
-hooks that go on from a result, as PowerSGD's does with further reductions, must not do so in a thread of their own.
+DDP's reductions are complete when its hook returns: they do not overlap with the rest of backward.
+Completed by another thread, they gained 10 to 20% of a step over loopback TCP with idle cores and
+nothing over shared memory; and hooks that continue from a result, such as PowerSGD's with further
+reductions, must not do so in a thread of their own.
 """
 
 # mypy: disable-error-code="override, assignment"
@@ -31,44 +33,30 @@ from torch import Tensor
 from trainer.errors import ConfigError, RunError
 
 NAME = "mpi4py"  # torch keeps "mpi" for itself
-MPI: Any = None  # mpi4py.MPI from `register` on: importing it starts MPI, which takes a quarter of a second
+MPI: Any = None  # mpi4py.MPI from `register` on: importing it starts MPI, which takes 0.25 s
 
 Tensors = Sequence[Tensor]
+Start = Callable[..., Any]
 
-# What MPI can reduce. Two-byte floats it does not know: they go as float32 and are rounded once, at the end.
-_TYPES = {torch.float64: "DOUBLE", torch.float32: "FLOAT", torch.bool: "UINT8_T"}
-_TYPES |= {
-    getattr(torch, name): f"{name.upper()}_T"
-    for name in ("int64", "int32", "int16", "int8", "uint8")
-}
-_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+# The types that MPI reduces. Two-byte floats go as float32 and are rounded once, at the end.
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_REDUCIBLE = (torch.float64, torch.float32, *_INTEGERS)
+_CAST = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}
 _OPS = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX": "MAX"}
-_OPS_OF_BOOL = {
-    "SUM": "MAX",
-    "PRODUCT": "MIN",
-    "MIN": "MIN",
-    "MAX": "MAX",
-}  # of bytes that are 0 or 1
-_UNITS = {
-    1: "BYTE",
-    2: "INT16_T",
-    4: "INT32_T",
-    8: "INT64_T",
-    16: "C_DOUBLE_COMPLEX",
-}  # of what is only moved
+_OPS_OF_BOOL = {"SUM": "MAX", "PRODUCT": "MIN", "MIN": "MIN", "MAX": "MAX"}  # of bytes 0 and 1
+# The types of data that is only moved, by their bytes.
+_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
-_turn = threading.Lock()  # held over every call into MPI
-_abandoned: list[
-    Any
-] = []  # requests that nobody waits for any more; they hold the memory that MPI writes to
-_standing: set[MpiGroup] = set()  # not shut down
+_lock = threading.Lock()  # held over every call into MPI
+_abandoned: list[Any] = []  # requests without a waiter; they hold the memory that MPI writes to
+_open_groups: set[MpiGroup] = set()
 
 
 def register() -> str:
-    """Make the backend known to torch, and start MPI; the backend's name for `dist.init_process_group`.
+    """Make the backend known to torch, and start MPI; its name for `dist.init_process_group`.
 
-    Raises ConfigError when mpi4py or the MPI library is missing, or the library allows one thread only. Forming the
-    group raises it when the ranks are not those of MPI.
+    Raises ConfigError when mpi4py or the MPI library is missing, or the library allows one thread
+    only. Forming the group raises it when the ranks are not those of MPI.
     """
     global MPI
     if MPI is not None:
@@ -76,75 +64,88 @@ def register() -> str:
     try:
         import mpi4py
 
-        mpi4py.rc.thread_level, mpi4py.rc.finalize = "serialized", False
+        mpi4py.rc.thread_level = "serialized"
+        mpi4py.rc.finalize = False
         from mpi4py import MPI as library
     except (ImportError, RuntimeError, OSError) as error:
-        advice = "pip install 'lockstep-trainer[mpi]', and an MPI library such as Debian's libopenmpi-dev"
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"dist.backend=mpi: needs mpi4py: {advice} ({reason})") from None
+        advice = "pip install 'lockstep-trainer[mpi]', and an MPI library such as Debian's"
+        reason = f"{advice} libopenmpi-dev ({str(error).splitlines()[0]})"
+        raise ConfigError(f"dist.backend=mpi: needs mpi4py: {reason}") from None
     if library.Query_thread() < library.THREAD_SERIALIZED:
-        raise ConfigError(
-            "dist.backend=mpi: this MPI library was built for one thread; use another, or gloo"
-        )
+        reason = "this MPI library was built for one thread; use another, or gloo"
+        raise ConfigError(f"dist.backend=mpi: {reason}")
     MPI = library
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     return NAME
 
 
 def _create(options: Any, _: Any) -> MpiGroup:
-    world, rank, size = MPI.COMM_WORLD, options.group_rank, options.group_size
-    ranks = options.global_ranks_in_group  # none for the group of all
+    world = MPI.COMM_WORLD
+    rank = options.group_rank
+    size = options.group_size
+    ranks = list(options.global_ranks_in_group or ())  # empty for the group of all
     if not ranks and world.size != size:
-        there = f"MPI has {world.size} rank{'s' * (world.size > 1)}"
-        raise ConfigError(
-            f"dist.backend=mpi: {there} and the run has {size}; start with mpirun -n {size}"
-        )
+        there = f"MPI has {world.size} rank{'s' * (world.size > 1)} and the run has {size}"
+        raise ConfigError(f"dist.backend=mpi: {there}; start with mpirun -n {size}")
     if not ranks and world.rank != rank:
         differ = f"this is rank {world.rank} of MPI and rank {rank} of the run"
-        raise ConfigError(
-            f"dist.backend=mpi: {differ}; start with mpirun, and without RANK in the environment"
-        )
+        advice = "start with mpirun, and without RANK in the environment"
+        raise ConfigError(f"dist.backend=mpi: {differ}; {advice}")
     options.store.set(str(rank), "")  # Create_group would wait for a late rank for ever
     options.store.wait([str(other) for other in range(size)], options.timeout)
-    with _turn:
-        comm = world.Create_group(world.group.Incl(list(ranks or range(size))))
+    with _lock:
+        comm = world.Create_group(world.group.Incl(ranks or list(range(size))))
         comm.Set_errhandler(MPI.ERRORS_RETURN)
     return MpiGroup(rank, size, options.group_id, options.timeout, comm)
 
 
-def _end(pid: int) -> None:
-    """MPI_Finalize waits for all ranks: it is for a process that has shut its groups down and met no exception since.
+def _finalize(pid: int) -> None:
+    """MPI_Finalize, which waits for all ranks, where all groups are shut down without an exception.
 
-    An end without it, whatever the exit code, is a failure to mpirun, which then ends the other ranks.
+    An end without it, whatever the exit code, is a failure to mpirun, which then ends the ranks.
     """
-    is_good = not _standing and not hasattr(sys, "last_value")
+    is_good = not _open_groups and not hasattr(sys, "last_value")
     if is_good and not MPI.Is_finalized() and os.getpid() == pid:
         MPI.Finalize()
 
 
 class _Part(NamedTuple):
-    """One operation of MPI: `start` gives its request; `finish` then writes the outputs not written in place."""
+    """One operation of MPI, started by `start`; consecutive parts of `wire` are the outputs."""
 
     start: Callable[[], Any]
     outputs: Tensors = ()
-    finish: Callable[[], None] = lambda: None
+    wire: Tensor | None = None
+    divisor: int = 1
+
+    def finish(self) -> None:
+        """Divide, and copy to the outputs unless MPI has written to their memory."""
+        if self.wire is None:
+            return
+        if self.divisor > 1:
+            self.wire.div_(self.divisor)
+        parts = self.wire.view(-1).split([tensor.numel() for tensor in self.outputs])
+        for tensor, part in zip(self.outputs, parts, strict=True):
+            if tensor.data_ptr() != part.data_ptr():
+                tensor.detach().copy_(part.view(tensor.shape))
 
 
 class _Work(dist.Work):
-    """Operations under way. Whoever waits drives them, and nobody else."""
+    """Operations under way. The waiting thread drives them, and no other."""
 
     def __init__(self, name: str, parts: Sequence[_Part], timeout: timedelta):
         super().__init__()
-        self._name, self._parts, self._timeout = name, parts, timeout
+        self._name = name
+        self._parts = parts
+        self._timeout = timeout
         self._requests: list[Any] = []
-        with _turn:
+        with _lock:
             self._requests.extend(part.start() for part in parts)
 
     def __del__(self) -> None:
         _abandoned.extend(self._requests)
 
     def is_completed(self) -> bool:
-        with _turn:
+        with _lock:
             if self._requests and all(request.Test() for request in self._requests):
                 self._requests = []
                 for part in self._parts:
@@ -153,14 +154,14 @@ class _Work(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Raises RunError after the timeout, the group's if none is given."""
-        limit_s, since = (timeout or self._timeout).total_seconds(), time.monotonic()
+        limit_s = (timeout or self._timeout).total_seconds()
+        began = time.monotonic()
         while not self.is_completed():
-            if time.monotonic() - since > limit_s:
+            seconds = time.monotonic() - began
+            if seconds > limit_s:
                 late = f"the other ranks did not join within {limit_s:g} s (dist.timeout_s)"
                 raise RunError(f"{self._name} over MPI: {late}")
-            if (
-                time.monotonic() - since < 1e-3
-            ):  # small messages need to be asked for at once; then others may work
+            if seconds < 1e-3:  # small messages need to be asked for at once
                 os.sched_yield()
             else:
                 time.sleep(1e-4)
@@ -174,17 +175,19 @@ class _Work(dist.Work):
 
 
 class MpiGroup(dist.ProcessGroup):
-    """torch's collectives, each by MPI's of the same name. What is only moved goes unseen, whatever its dtype.
+    """torch's collectives, each by MPI's of the same name; data that is only moved has any dtype.
 
-    Names and arguments of the methods are those that torch.distributed and DDP's C++ call. Not carried: torch's Join,
-    whose C++ keeps a work without its Python half, and crashes.
+    Names and arguments of the methods are those that torch.distributed and DDP's C++ call. Not
+    supported: torch's Join, whose C++ keeps a work without its Python half, and crashes.
     """
 
     def __init__(self, rank: int, size: int, name: str, timeout: timedelta, comm: Any):
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._name, self._comm, self._timeout = name, comm, timeout
-        _standing.add(self)
-        atexit.register(_end, os.getpid())
+        self._name = name
+        self._comm = comm
+        self._timeout = timeout
+        _open_groups.add(self)
+        atexit.register(_finalize, os.getpid())
 
     def getGroupName(self) -> str:
         return self._name
@@ -193,9 +196,9 @@ class MpiGroup(dist.ProcessGroup):
         self._timeout = timeout
 
     def shutdown(self) -> None:
-        if self in _standing:
-            _standing.remove(self)
-            with _turn:
+        if self in _open_groups:
+            _open_groups.remove(self)
+            with _lock:
                 self._comm.Free()
 
     def _work(self, name: str, parts: Sequence[_Part]) -> _Work:
@@ -206,79 +209,67 @@ class MpiGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any) -> _Work:
         start = partial(self._comm.Ibcast, root=opts.rootRank)
-        return self._work("broadcast", [_moved(start, tensor) for tensor in tensors])
+        return self._work("broadcast", [_move(start, tensor) for tensor in tensors])
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> _Work:
         start = partial(self._comm.Isend, dest=dst, tag=tag)
-        return self._work(
-            "send", [_Part(partial(start, _message(_wire(tensor)))) for tensor in tensors]
-        )
+        return self._work("send", [_Part(partial(start, _message(_wire(t)))) for t in tensors])
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> _Work:
         start = partial(self._comm.Irecv, source=src, tag=tag)
-        return self._work("recv", [_moved(start, tensor) for tensor in tensors])
+        return self._work("recv", [_move(start, tensor) for tensor in tensors])
 
     def allreduce(self, tensors: Tensors, opts: Any) -> _Work:
-        return self._work(
-            "all_reduce", [self._reduced(self._comm.Iallreduce, tensor, opts) for tensor in tensors]
-        )
+        start = self._comm.Iallreduce
+        return self._work("all_reduce", [self._reduce(start, t, opts) for t in tensors])
 
     def reduce(self, tensors: Tensors, opts: Any) -> _Work:
-        start, is_here = (
-            partial(self._comm.Ireduce, root=opts.rootRank),
-            self.rank() == opts.rootRank,
-        )
-        return self._work(
-            "reduce", [self._reduced(start, tensor, opts, is_here) for tensor in tensors]
-        )
+        start = partial(self._comm.Ireduce, root=opts.rootRank)
+        is_root = self.rank() == opts.rootRank
+        return self._work("reduce", [self._reduce(start, t, opts, is_root) for t in tensors])
 
-    def _reduced(
-        self, start: Callable[..., Any], tensor: Tensor, opts: Any, is_here: bool = True
-    ) -> _Part:
-        wire, message, op = _to_reduce(tensor, opts)
-        if not is_here:
+    def _reduce(self, start: Start, tensor: Tensor, opts: Any, has_output: bool = True) -> _Part:
+        wire, op, divisor = self._prepare(tensor, opts)
+        message = _message(wire, wire.dtype)
+        if not has_output:
             return _Part(partial(start, message, None, op))
-        return _Part(
-            partial(start, MPI.IN_PLACE, message, op),
-            [tensor],
-            partial(self._finish, tensor, wire, opts),
-        )
+        return _Part(partial(start, MPI.IN_PLACE, message, op), [tensor], wire, divisor)
 
-    def _finish(self, tensor: Tensor, wire: Tensor, opts: Any) -> None:
-        if opts.reduceOp.op.name == "AVG":
-            wire.div_(self.size())
-        _write([tensor], wire)
+    def _prepare(self, tensor: Tensor, opts: Any) -> tuple[Tensor, Any, int]:
+        """(the tensor that MPI reduces, MPI's operation, the divisor of the result)."""
+        name = opts.reduceOp.op.name
+        wire = _wire(tensor).to(_CAST.get(tensor.dtype, tensor.dtype))
+        op = (_OPS_OF_BOOL if tensor.dtype == torch.bool else _OPS).get(name)
+        is_mean_of_integers = name == "AVG" and not wire.is_floating_point()
+        if op is None or is_mean_of_integers or wire.dtype not in _REDUCIBLE:
+            raise ValueError(f"MPI has no {name} of {tensor.dtype}")
+        return wire, getattr(MPI, op), self.size() if name == "AVG" else 1
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> _Work:
-        return self._work(
-            "reduce_scatter",
-            [self._shared(o, i, opts) for o, i in zip(outputs, inputs, strict=True)],
-        )
+        pairs = zip(outputs, inputs, strict=True)
+        return self._work("reduce_scatter", [self._scatter_sums(o, i, opts) for o, i in pairs])
 
-    def _shared(self, output: Tensor, inputs: Tensors, opts: Any) -> _Part:
-        wire, (memory, kind), op = _to_reduce(_join(inputs), opts)
-        own, counts = wire.new_empty(output.numel()), [tensor.numel() for tensor in inputs]
-        start = partial(
-            self._comm.Ireduce_scatter, [memory, kind], [_message(own)[0], kind], counts, op
-        )
-        return _Part(start, [output], partial(self._finish, output, own, opts))
+    def _scatter_sums(self, output: Tensor, inputs: Tensors, opts: Any) -> _Part:
+        wire, op, divisor = self._prepare(_join(inputs), opts)
+        own = wire.new_empty(output.numel())
+        counts = [tensor.numel() for tensor in inputs]
+        messages = [_message(tensor, wire.dtype) for tensor in (wire, own)]
+        start = partial(self._comm.Ireduce_scatter, *messages, counts, op)
+        return _Part(start, [output], own, divisor)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any
     ) -> _Work:
-        rows = [
-            i.reshape(self.size(), o.numel()).unbind() for o, i in zip(outputs, inputs, strict=True)
-        ]
+        pairs = zip(outputs, inputs, strict=True)
+        rows = [i.reshape(self.size(), o.numel()).unbind() for o, i in pairs]
         return self.reduce_scatter(outputs, rows, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> _Work:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> _Work:
-        start = self._comm.Iallgather
-        return self._work(
-            "all_gather", [_gathered(start, o, i) for o, i in zip(outputs, inputs, strict=True)]
-        )
+        pairs = zip(outputs, inputs, strict=True)
+        return self._work("all_gather", [_gather(self._comm.Iallgather, o, i) for o, i in pairs])
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
@@ -289,42 +280,36 @@ class MpiGroup(dist.ProcessGroup):
         return self.allgather([[output]], [input])
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> _Work:
-        """Only the root has outputs."""
-        start, outputs = partial(self._comm.Igather, root=opts.rootRank), outputs or [[]]
-        return self._work(
-            "gather", [_gathered(start, o, i) for o, i in zip(outputs, inputs, strict=True)]
-        )
+        """Gather to the root; the other ranks give no outputs."""
+        start = partial(self._comm.Igather, root=opts.rootRank)
+        pairs = zip(outputs or [[]], inputs, strict=True)
+        return self._work("gather", [_gather(start, o, i) for o, i in pairs])
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> _Work:
         send = _message(_join(inputs[0])) if self.rank() == opts.rootRank else None
-        return self._work(
-            "scatter", [_moved(partial(self._comm.Iscatter, send, root=opts.rootRank), *outputs)]
-        )
+        start = partial(self._comm.Iscatter, send, root=opts.rootRank)
+        return self._work("scatter", [_move(start, *outputs)])
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
         wire = _join(inputs)
         joined = wire.new_empty(sum(output.numel() for output in outputs))
-        (memory, kind), (own, _) = _message(wire), _message(joined)
-        counts, own_counts = (
-            [tensor.numel() for tensor in tensors] for tensors in (inputs, outputs)
-        )
-        start = partial(self._comm.Ialltoallv, [memory, counts, kind], [own, own_counts, kind])
-        return self._work("all_to_all", [_Part(start, outputs, partial(_write, outputs, joined))])
+        sent = [_message(wire), [tensor.numel() for tensor in inputs]]
+        received = [_message(joined), [tensor.numel() for tensor in outputs]]
+        start = partial(self._comm.Ialltoallv, sent, received)
+        return self._work("all_to_all", [_Part(start, outputs, joined)])
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, of: list[int], to: list[int], opts: Any = None
     ) -> _Work:
-        """Numbers of rows of each rank and to each rank; none given is as many for each."""
+        """`of` and `to` are numbers of rows per rank; empty means equally many."""
         outputs = output.split(of or [len(output) // self.size()] * self.size())
         return self.alltoall(outputs, input.split(to or [len(input) // self.size()] * self.size()))
 
     allreduce_coalesced = allreduce
-    # what torch before 2.13 calls them
-    _allgather_base, _reduce_scatter_base, alltoall_base = (
-        all_gather_single,
-        reduce_scatter_single,
-        all_to_all_single,
-    )
+    # The names before torch 2.13:
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -332,9 +317,8 @@ class MpiGroup(dist.ProcessGroup):
 def _wire(tensor: Tensor) -> Tensor:
     """The tensor itself where MPI can read and write its memory, else a copy."""
     if tensor.device.type != "cpu":
-        raise ConfigError(
-            f"dist.backend=mpi: carries tensors on the CPU, and one is on {tensor.device}; use nccl"
-        )
+        only = f"carries tensors on the CPU, and one is on {tensor.device}; use nccl"
+        raise ConfigError(f"dist.backend=mpi: {only}")
     return tensor.detach().contiguous()
 
 
@@ -342,42 +326,21 @@ def _join(tensors: Tensors) -> Tensor:
     return torch.cat([_wire(tensor).view(-1) for tensor in tensors])
 
 
-def _message(wire: Tensor, kind: str | None = None) -> tuple[Any, Any]:
-    """(memory, MPI's type); the request holds the memory for as long as MPI uses it."""
+def _message(wire: Tensor, dtype: torch.dtype | None = None) -> Any:
+    """The memory, as MPI sees it; the request holds it for as long as MPI uses it."""
     if wire.numel() >= 2**31:
-        raise ConfigError(
-            f"dist.backend=mpi: a tensor of {wire.numel()} elements; MPI counts to 2**31 - 1; use gloo"
-        )
-    return wire.view(-1).view(torch.uint8).numpy(), getattr(MPI, kind or _UNITS[wire.itemsize])
+        limit = "MPI counts to 2**31 - 1; use gloo"
+        raise ConfigError(f"dist.backend=mpi: a tensor of {wire.numel()} elements; {limit}")
+    return wire.view(-1).view(dtype or _UNITS[wire.itemsize]).numpy()
 
 
-def _to_reduce(tensor: Tensor, opts: Any) -> tuple[Tensor, tuple[Any, Any], Any]:
-    """(the tensor that MPI reduces, its message, MPI's operation)."""
-    name, wire = opts.reduceOp.op.name, _wire(tensor).to(_WIDER.get(tensor.dtype, tensor.dtype))
-    op = (_OPS_OF_BOOL if wire.dtype == torch.bool else _OPS).get(name)
-    if op is None or wire.dtype not in _TYPES or (name == "AVG" and not wire.is_floating_point()):
-        raise ValueError(f"MPI has no {name} of {tensor.dtype}")
-    return wire, _message(wire, _TYPES[wire.dtype]), getattr(MPI, op)
-
-
-def _moved(start: Callable[..., Any], tensor: Tensor) -> _Part:
+def _move(start: Start, tensor: Tensor) -> _Part:
     wire = _wire(tensor)
-    return _Part(partial(start, _message(wire)), [tensor], partial(_write, [tensor], wire))
+    return _Part(partial(start, _message(wire)), [tensor], wire)
 
 
-def _gathered(start: Callable[..., Any], outputs: Tensors, tensor: Tensor) -> _Part:
+def _gather(start: Start, outputs: Tensors, tensor: Tensor) -> _Part:
     wire = _wire(tensor)
     joined = wire.new_empty(sum(output.numel() for output in outputs))
-    return _Part(
-        partial(start, _message(wire), _message(joined)), outputs, partial(_write, outputs, joined)
-    )
-
-
-def _write(tensors: Tensors, wire: Tensor) -> None:
-    """Into the tensors what stands in `wire` one after the other, unless it is their memory."""
-    if len(tensors) == 1 and tensors[0].data_ptr() == wire.data_ptr():
-        return
-    for tensor, part in zip(
-        tensors, wire.view(-1).split([t.numel() for t in tensors]), strict=True
-    ):
-        tensor.detach().copy_(part.view(tensor.shape))
+    start = partial(start, _message(wire), _message(joined))
+    return _Part(start, outputs, joined)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -44,21 +43,14 @@ def meet(config: Dist, world: World) -> dist.Store:
     """
     global num_meetings
     num_meetings += 1
-    deadline = time.monotonic() + config.timeout_s
     place = _describe_place(config, world)
-    failure = f"no group was found at {place} within dist.timeout_s={config.timeout_s:g}"
     try:
-        store = _open_in_time(config, world, place, deadline, failure)
-        name = _RollCall(store, world, place, deadline, failure).hold()
-    except (ConfigError, RunError):
+        return _Meeting(config, world, place).hold()
+    except RunError:
         raise
     except (RuntimeError, OSError) as error:
-        raise ConfigError(
-            f"no group was found at {place}: rank 0 went away ({_first_line(error)}); its own"
-            " message says why"
-        ) from None
-    store.set_timeout(timedelta(seconds=config.timeout_s))
-    return dist.PrefixStore(f"lockstep/{name}", store)
+        gone = f"rank 0 went away ({_first_line(error)}); its own message says why"
+        raise ConfigError(f"no group was found at {place}: {gone}") from None
 
 
 def part(config: Dist, world: World) -> None:
@@ -87,35 +79,6 @@ def _file_of(config: Dist) -> Path:
     return Path(".".join([str(config.path), *launch])).absolute()
 
 
-def _open_in_time(
-    config: Dist, world: World, place: str, deadline: float, failure: str
-) -> dist.Store:
-    """Open the store in a thread: torch's client has no limit where a foreign process is mute."""
-    results: list[dist.Store | Exception] = []
-
-    def attempt() -> None:
-        try:
-            results.append(_open(config, world, deadline))
-        except Exception as error:
-            results.append(error)
-
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    while thread.is_alive() and time.monotonic() < deadline + GRACE_S:
-        thread.join(0.1)
-        check_start()
-    if not results:
-        advice = "what listens there is not rank 0 of this run; choose another port"
-        raise ConfigError(f"{failure}: {advice}")
-    if isinstance(results[0], dist.Store):
-        return results[0]
-    reason = _first_line(results[0])
-    if "EADDRINUSE" in reason or "address already in use" in reason.lower():
-        advice = "the port is in use on rank 0's host; choose another, the same on every rank"
-        raise ConfigError(f"{place}: {advice}")
-    raise ConfigError(f"{failure}: {reason}; is rank 0 running, and is it this address?")
-
-
 def _open(config: Dist, world: World, deadline: float) -> dist.Store:
     if config.init == "file":
         return dist.FileStore(str(_file_of(config)), world.world_size)
@@ -124,30 +87,21 @@ def _open(config: Dist, world: World, deadline: float) -> dist.Store:
         is_server = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     else:  # not init_method=tcp://, which under torchrun makes every rank a client of that store
         host, _, digits = str(config.address).rpartition(":")
-        host, port = host.strip("[]"), int(digits)
+        host = host.strip("[]")
+        port = int(digits)
         is_server = world.rank == 0
-    if not is_server:
-        _wait_for_listener(host, port, deadline)
-    return dist.TCPStore(
-        host,
-        port,
-        world.world_size,
-        is_server,
-        timedelta(seconds=config.timeout_s),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-
-
-def _wait_for_listener(host: str, port: int, deadline: float) -> None:
-    """Wait by plain connections: torch's client retries beyond its limit and prints lines of C++."""
-    while True:
+    while not is_server:  # torch's client retries beyond its limit and prints 20 lines of C++
         try:
-            return socket.create_connection((host, port), timeout=1).close()
+            socket.create_connection((host, port), timeout=1).close()
+            break
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConnectionError(f"nobody answers there ({error.strerror or error})") from None
         time.sleep(0.05)
+    timeout = timedelta(seconds=config.timeout_s)
+    return dist.TCPStore(
+        host, port, None, is_server, timeout, wait_for_workers=False, multi_tenant=True
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -156,64 +110,119 @@ def _first_line(error: Exception) -> str:
 
 # The roll call ------------------------------------------------------------------------------------
 
-Hello = Mapping[str, Any]  # rank, size, host and pid of a process
+
+class _Hello(NamedTuple):
+    rank: int
+    size: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
 
 
-class _RollCall:
+class _Meeting:
     """Every rank says hello under a number of its own and waits for rank 0's reply to that number.
 
     A store may outlive the processes that used it, as torchrun's does over restarts. So rank 0 has
     every hello said again that came before its own: a process that is gone does not do so.
     """
 
-    def __init__(
-        self, store: dist.Store, world: World, place: str, deadline: float, failure: str
-    ) -> None:
-        self._store = dist.PrefixStore(f"roll-call/{num_meetings}", store)
+    def __init__(self, config: Dist, world: World, place: str):
+        self._config = config
         self._world = world
         self._place = place
-        self._deadline = deadline
-        self._failure = failure
+        self._failure = f"no group was found at {place} within dist.timeout_s={config.timeout_s:g}"
+        self._deadline = time.monotonic() + config.timeout_s
+        self._own = _Hello(world.rank, world.world_size, world.host, world.pid)
+        self._base = self._open_in_time()
+        self._store = dist.PrefixStore(f"roll-call/{num_meetings}", self._base)
         # Under torchrun a rank may be started again, and a file may be an earlier run's.
-        self._is_for_us = (
-            isinstance(store, dist.TCPStore) and "TORCHELASTIC_RUN_ID" not in os.environ
-        )
-        self._hello: Hello = {
-            "rank": world.rank,
-            "size": world.world_size,
-            "host": world.host,
-            "pid": world.pid,
-        }
+        is_agents = "TORCHELASTIC_RUN_ID" in os.environ
+        self._is_fresh = isinstance(self._base, dist.TCPStore) and not is_agents
 
-    def hold(self) -> str:
-        """The name of the group, new each time. Raises ConfigError with rank 0's finding."""
-        return self._lead() if self._world.rank == 0 else self._follow()
+    def hold(self) -> dist.Store:
+        """The store under the group's name. Raises ConfigError with rank 0's finding."""
+        name = self._follow() if self._own.rank else self._lead()
+        self._base.set_timeout(timedelta(seconds=self._config.timeout_s))
+        return dist.PrefixStore(f"lockstep/{name}", self._base)
+
+    def _open_in_time(self) -> dist.Store:
+        """Open it in a thread: torch's client has no limit where a foreign process is mute."""
+        results: list[dist.Store | Exception] = []
+
+        def attempt() -> None:
+            try:
+                results.append(_open(self._config, self._world, self._deadline))
+            except Exception as error:
+                results.append(error)
+
+        thread = threading.Thread(target=attempt, daemon=True)
+        thread.start()
+        while thread.is_alive() and time.monotonic() < self._deadline + GRACE_S:
+            thread.join(0.1)
+            check_start()
+        if not results:
+            advice = "what listens there is not rank 0 of this run; choose another port"
+            raise ConfigError(f"{self._failure}: {advice}")
+        if isinstance(results[0], dist.Store):
+            return results[0]
+        reason = _first_line(results[0])
+        if "EADDRINUSE" in reason or "address already in use" in reason.lower():
+            advice = "the port is in use on rank 0's host; choose another, the same on every rank"
+            raise ConfigError(f"{self._place}: {advice}")
+        raise ConfigError(f"{self._failure}: {reason}; is rank 0 running, and is it this address?")
 
     def _lead(self) -> str:
         first = self._say_hello()
         for number in range(1, first):
             self._reply(number, again=True)
-        hellos = {first: self._hello}
-        for number in itertools.count(first + 1):
-            members = self._members(hellos)
-            if len(members) == self._world.world_size:
-                break
-            hello = self._wait_for(f"hello/{number}", self._deadline)
-            if hello is not None:
-                hellos[number] = hello
-            problem = self._find_problem(hellos) if hello is not None else self._missing(members)
-            if problem:
-                for number in hellos:
-                    self._reply(number, problem=problem)
-                time.sleep(GRACE_S / 2)  # the store may end with this process before it is read
-                raise ConfigError(problem)
+        hellos = {first: self._own}
+        try:
+            members = self._collect(hellos)
+        except ConfigError as error:
+            for number in hellos:
+                self._reply(number, problem=str(error))
+            time.sleep(GRACE_S / 2)  # the store may end with this process before it is read
+            raise
         name = secrets.token_hex(8)
         for number, hello in hellos.items():
-            if members.get(hello["rank"]) is hello:
+            if members.get(hello.rank) is hello:
                 self._reply(number, name=name)
-        if self._is_for_us:
-            self._reply(max(hellos) + 1, members=list(members.values()))  # for one that is late
+        if self._is_fresh:
+            self._reply(max(hellos) + 1, members={r: str(h) for r, h in members.items()})  # late
         return name
+
+    def _collect(self, hellos: dict[int, _Hello]) -> dict[int, _Hello]:
+        """Add hellos as they come until all ranks are there; the newest of each rank."""
+        members = {0: self._own}
+        while len(members) < self._own.size:
+            number = max(hellos) + 1
+            value = self._wait_for(f"hello/{number}", self._deadline)
+            if value is None:
+                here = "; ".join(f"rank {rank} is {members[rank]}" for rank in sorted(members)[:8])
+                missing = self._missing(members)
+                ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
+                raise ConfigError(f"{self._failure}: {ranks} did not come; {here}")
+            hello = hellos[number] = _Hello(*value)
+            if self._is_fresh:
+                self._check(hello, members)
+            if hello.rank and hello.size == self._own.size:
+                members[hello.rank] = hello
+        return members
+
+    def _check(self, hello: _Hello, members: Mapping[int, _Hello]) -> None:
+        size = self._own.size
+        if hello.size != size:
+            other = f"{hello.size} on rank {hello.rank} ({hello})"
+            raise ConfigError(f"WORLD_SIZE is {size} on rank 0 and {other}: must be the same")
+        if hello.rank in members:
+            twice = f"rank {hello.rank} was started twice, as {members[hello.rank]} and {hello}"
+            missing = ", ".join(self._missing(members)) or "none"
+            raise ConfigError(f"{twice}; missing: {missing}")
+
+    def _missing(self, members: Mapping[int, _Hello]) -> list[str]:
+        return [str(rank) for rank in range(self._own.size) if rank not in members]
 
     def _follow(self) -> str:
         while True:
@@ -225,13 +234,19 @@ class _RollCall:
                 raise ConfigError(reply["problem"])
             if "members" in reply:
                 self._reply(number + 1, **reply)  # for the next that is late
-                raise ConfigError(self._left_out(reply["members"]))
+                raise ConfigError(f"{self._place}: {self._explain_late(reply['members'])}")
             if "name" in reply:
                 return reply["name"]
 
+    def _explain_late(self, members: Mapping[str, str]) -> str:
+        rank, size, *_ = self._own
+        if who := members.get(str(rank)):
+            return f"rank {rank} is taken by {who}; give each process a RANK of its own"
+        return f"the group there has {len(members)} ranks, and this one came with WORLD_SIZE={size}"
+
     def _say_hello(self) -> int:
         number = self._store.add("hellos", 1)
-        self._store.set(f"hello/{number}", json.dumps(self._hello))
+        self._store.set(f"hello/{number}", json.dumps(self._own))
         return number
 
     def _reply(self, number: int, **reply: Any) -> None:
@@ -250,46 +265,3 @@ class _RollCall:
                 return json.loads(self._store.get(key))
             time.sleep(min(max((now - began) / 10, MIN_POLL_S), MAX_POLL_S))
         return None
-
-    def _members(self, hellos: Mapping[int, Hello]) -> dict[int, Hello]:
-        """The newest hello of each rank, and this one."""
-        size = self._world.world_size
-        newest = {hello["rank"]: hello for hello in hellos.values() if hello["size"] == size}
-        return {**newest, 0: self._hello}
-
-    def _find_problem(self, hellos: Mapping[int, Hello]) -> str:
-        """The problem with the newest hello; empty where an older one may be of an earlier run."""
-        *before, hello = hellos.values()
-        if not self._is_for_us:
-            return ""
-        size = self._world.world_size
-        if hello["size"] != size:
-            other = f"{hello['size']} on rank {hello['rank']} ({_who(hello)})"
-            return f"WORLD_SIZE is {size} on rank 0 and {other}: must be the same"
-        twin = next((h for h in before if h["rank"] == hello["rank"]), None)
-        if twin is None:
-            return ""
-        ranks = {h["rank"] for h in before}
-        missing = ", ".join(str(rank) for rank in range(size) if rank not in ranks) or "none"
-        who = f"as {_who(twin)} and {_who(hello)}"
-        return f"rank {hello['rank']} was started twice, {who}; missing: {missing}"
-
-    def _missing(self, members: Mapping[int, Hello]) -> str:
-        missing = [str(rank) for rank in range(self._world.world_size) if rank not in members]
-        ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
-        here = "; ".join(f"rank {r} is {_who(h)}" for r, h in sorted(members.items())[:8])
-        return f"{self._failure}: {ranks} did not come; {here}"
-
-    def _left_out(self, members: Sequence[Hello]) -> str:
-        """The problem of a process that comes when the group stands."""
-        rank = self._world.rank
-        for hello in members:
-            if hello["rank"] == rank:
-                taken = f"rank {rank} is taken by {_who(hello)}"
-                return f"{self._place}: {taken}; give each process a RANK of its own"
-        own = f"this one came with WORLD_SIZE={self._world.world_size}"
-        return f"{self._place}: the group there has {len(members)} ranks, and {own}"
-
-
-def _who(hello: Hello) -> str:
-    return f"process {hello['pid']} on {hello['host']}"

@@ -1,4 +1,4 @@
-"""Who am I: read once from the environment that a launcher such as torchrun, srun or mpirun sets."""
+"""This process's place: rank, world size and devices, read once from the launcher's environment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        """Where batches go; the first of this rank's devices."""
+        """The device of the batches: the first of this rank's devices."""
         return self.devices[0]
 
     def with_devices(self, devices: tuple[torch.device, ...]) -> World:
@@ -41,43 +41,48 @@ class World:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
-        """From what the launcher says: torchrun's RANK, WORLD_SIZE and their kin, SLURM's or MPI's; else alone."""
+        """Read torchrun's RANK, WORLD_SIZE and so on, or SLURM's or MPI's; without them, alone."""
         launcher = find_launcher(environment)
         return cls(*launcher.place(), launcher=launcher)
 
     def divide_threads(self) -> int:
-        """Give this rank its part of the cores, or what OMP_NUM_THREADS says: torchrun sets that to 1 unasked."""
+        """Set this rank's part of the cores as torch's number of threads.
+
+        OMP_NUM_THREADS wins, except under torchrun, which sets it to 1 unasked.
+        """
         if "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
             return torch.get_num_threads()
-        cores, given = usable_cores(), os.environ.get("SLURM_CPUS_PER_TASK", "")
-        if self.launcher.name == "srun" and given.isdecimal():
-            cores = int(given)
-        elif self.launcher.name not in ("srun", "mpirun") or cores * self.local_world_size > (
-            os.cpu_count() or 1
-        ):
-            cores //= self.local_world_size  # else each rank is bound to cores of its own
+        cores = usable_cores()
+        num_cpus = os.environ.get("SLURM_CPUS_PER_TASK", "")
+        may_bind = self.launcher.name in ("srun", "mpirun")  # each rank to its own cores
+        if self.launcher.name == "srun" and num_cpus.isdecimal():
+            cores = int(num_cpus)
+        elif not may_bind or cores * self.local_world_size > (os.cpu_count() or 1):
+            cores //= self.local_world_size
         torch.set_num_threads(max(1, cores))
         return torch.get_num_threads()
 
 
 def usable_cores() -> int:
-    """Those that this process may run on, and no more than its container's quota is worth."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    """The cores that this process may run on, at most its container's quota."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cores = min(cores, max(1, round(int(quota) / int(period))))
     return cores
 
 
-def count_ranks(given: str) -> int:
+def count_ranks(number: str) -> int:
     """`gpu`, `cpu` (cores), `auto` (GPUs where there are any, else cores) or a number."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if given == "gpu" and not gpus:
-        raise ConfigError(
-            "launch.nproc_per_node=gpu: torch sees no GPU here; give cpu, auto or a number"
-        )
-    return {"gpu": gpus, "cpu": usable_cores(), "auto": gpus or usable_cores()}.get(given) or int(
-        given
-    )
+    gpus = _count_gpus()
+    if number == "gpu" and not gpus:
+        advice = "torch sees no GPU here; give cpu, auto or a number"
+        raise ConfigError(f"launch.nproc_per_node=gpu: {advice}")
+    counts = {"gpu": gpus, "cpu": usable_cores(), "auto": gpus or usable_cores()}
+    return counts[number] if number in counts else int(number)
+
+
+def _count_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from trainer.data.batches import MicroBatch, count_rows
 from trainer.data.order import Order
 from trainer.data.randomness import seed_layers
-from trainer.engine.engine import Hooks
 from trainer.engine.means import weigh
+from trainer.engine.parts import Hooks
 from trainer.run import Run
 from trainer.strategy.base import call, untouched
 from trainer.verify.evidence import Probe, Tensors

@@ -13,17 +13,17 @@ import os
 import select
 import signal
 import statistics
-import struct
 import sys
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+# The signal for a stack (Linux only): SIGUSR1 asks to stop, and SIGUSR2 is the task's.
+DUMP = getattr(signal, "SIGRTMIN", 0) + 7
 # The page: float64 fields, then a path of at most MAX_PATH bytes.
 STEP, PHASE, SINCE, BUSY, TOTAL, STEPS, FIELDS = range(7)
 MAX_PATH = 3000
@@ -40,6 +40,10 @@ PHASES = (
     "the end of the run",
 )
 
+ALL_WAIT = "every rank waits for another"
+ALL_WAIT_HERE = "every rank of this node waits for a rank of another node or of its own"
+
+HOST = os.uname().nodename
 PATIENCE = 5  # times the limit, before the first step and while saving
 OTHER_NODES_FIRST = 1.5  # times the limit, where all ranks of this node wait
 POLL_S = 0.25
@@ -57,11 +61,11 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class State:
-    """One rank at one moment: `seconds` in its phase, `total` seconds of own work in `steps` steps."""
+    """One rank at one moment: `seconds` in its phase; `total` seconds of work in `steps` steps."""
 
     rank: int
     pid: int
-    parent: int
+    is_orphan: bool
     step: int
     phase: int
     seconds: float
@@ -82,10 +86,10 @@ class State:
         is_in_collective = any("torch/distributed/" in frame for frame in stack[:3])
         return self.phase == Phase.REDUCE or is_building_ddp or is_in_collective
 
-    def describe(self, host: str) -> str:
+    def describe(self) -> str:
         children = ", ".join(map(str, self.stopped_children))
         return (
-            f"rank {self.rank} (process {self.pid} on {host}) has been in"
+            f"rank {self.rank} (process {self.pid} on {HOST}) has been in"
             f" {PHASES[self.phase]} for {self.seconds:.0f} s, at step {self.step}"
             + (", stopped by a signal" if self.is_stopped else "")
             + (f"; its child process {children} is stopped" if children else "")
@@ -93,28 +97,28 @@ class State:
 
 
 class Rank:
-    """A rank's page and stack, reached through the file descriptors that it holds open."""
+    """A rank's page, and its stacks behind it, reached through the file that it holds open."""
 
     def __init__(self, facts: Mapping[str, Any]):
         self.rank: int = facts["rank"]
         self.pid: int = facts["pid"]
-        self.launcher: int | None = facts["launcher"]
-        self._stack = Path(f"/proc/{self.pid}/fd/{facts['stack']}")
-        with open(f"/proc/{self.pid}/fd/{facts['page']}", "rb") as file:
+        self._launcher: int | None = facts["launcher"]
+        self._memory = Path(f"/proc/{self.pid}/fd/{facts['memory']}")
+        with open(self._memory, "rb") as file:
             self._page = mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
 
-    def read(self) -> State | None:
-        """The rank's state; None once the process is gone."""
+    def read(self, woke: float) -> State | None:
+        """The rank's state, its time counted since this node woke; None once it is gone."""
         kernel, parent = _kernel_state(self.pid)
         if kernel in ("", "Z", "X"):
             return None
-        fields = struct.unpack_from(f"{FIELDS}d", self._page)
-        seconds = time.monotonic() - fields[SINCE]
+        fields = memoryview(self._page)[: FIELDS * 8].cast("d").tolist()
+        seconds = time.monotonic() - max(fields[SINCE], woke)
         children = _children(self.pid) if seconds > 1 else []
         return State(
             rank=self.rank,
             pid=self.pid,
-            parent=parent,
+            is_orphan=self._launcher not in (None, parent),
             step=int(fields[STEP]),
             phase=int(fields[PHASE]),
             seconds=seconds,
@@ -129,18 +133,18 @@ class Rank:
         path = self._page[FIELDS * 8 : FIELDS * 8 + MAX_PATH]
         return path.split(b"\0")[0].decode(errors="replace")
 
-    def stack(self, dump: int, limit_s: float = 2.0) -> list[str]:
+    def stack(self, limit_s: float = 2.0) -> list[str]:
         """The main thread's frames, innermost first; a stopped process is continued for it."""
         with suppress(OSError):
-            size = self._stack.stat().st_size
-            os.kill(self.pid, dump)
+            size = self._memory.stat().st_size
+            os.kill(self.pid, DUMP)
             os.kill(self.pid, signal.SIGCONT)
             end = time.monotonic() + limit_s
-            while self._stack.stat().st_size == size and time.monotonic() < end:
+            while self._memory.stat().st_size == size and time.monotonic() < end:
                 time.sleep(0.02)
             time.sleep(0.05)
-            threads = self._stack.read_text(errors="replace")[size:].strip().split("\n\n")
-            lines = threads[-1].splitlines()  # faulthandler writes the main thread last
+            dump = self._memory.read_bytes()[size:].decode(errors="replace")
+            lines = dump.strip().split("\n\n")[-1].splitlines()  # the main thread is the last
             return [line.strip() for line in lines if line.startswith("  File ")]
         return []
 
@@ -154,31 +158,26 @@ class Rank:
 class Stragglers:
     """Finds ranks whose own work in a step takes 3 times the median, over 50 steps; once each."""
 
-    def __init__(self, host: str):
-        self._host = host
-        self._past: deque[list[State]] = deque(maxlen=600)
+    def __init__(self) -> None:
+        self._before: Sequence[State] = ()
         self._named: set[int] = set()
 
-    def find(self, states: list[State]) -> list[str]:
+    def find(self, states: Sequence[State]) -> Iterator[str]:
         """A line for each new straggler among the ranks of this node."""
-        self._past.append(states)
-        while states[0].steps - self._past[0][0].steps > 2 * STRAGGLER_STEPS:
-            self._past.popleft()
-        pairs = list(zip(states, self._past[0], strict=True))
-        if len(states) < 2 or min(s.steps - past.steps for s, past in pairs) < STRAGGLER_STEPS:
-            return []
+        before = self._before or states
+        pairs = list(zip(states, before, strict=True))
+        steps = min(s.steps - past.steps for s, past in pairs)
+        self._before = before if steps < STRAGGLER_STEPS else states
+        if steps < STRAGGLER_STEPS or len(states) == 1:
+            return
         means = {s.rank: (s.total - past.total) / (s.steps - past.steps) for s, past in pairs}
         median = statistics.median_low(means.values())
-        lines = []
         for rank, mean in means.items():
             if mean > STRAGGLER * median and rank not in self._named:
                 self._named.add(rank)
-                lines.append(
-                    f"warning: rank {rank} on {self._host} is a straggler: {mean * 1e3:.1f} ms a"
-                    f" step over the last {STRAGGLER_STEPS} steps, the median is"
-                    f" {median * 1e3:.1f}"
-                )
-        return lines
+                times = f"{mean * 1e3:.1f} ms a step over the last {steps} steps"
+                who = f"rank {rank} on {HOST} is a straggler"
+                yield f"warning: {who}: {times}, the median is {median * 1e3:.1f}"
 
 
 class Watcher:
@@ -186,11 +185,9 @@ class Watcher:
 
     def __init__(self, settings: Mapping[str, Any]):
         self._timeout_s: float = settings["timeout_s"]
-        self._dump: int = settings["dump"]
-        self._host: str = settings["host"]
         self._is_only_node: bool = settings["is_only_node"]
         self._ranks = [Rank(facts) for facts in settings["ranks"]]
-        self._stragglers = Stragglers(self._host)
+        self._stragglers = Stragglers()
         self._orphans: set[int] = set()
         self._looked = time.monotonic()
         self._woke = self._looked
@@ -202,11 +199,10 @@ class Watcher:
         if now - self._looked > ASLEEP_S:
             self._woke = now
         self._looked = now
-        states = [state for rank in self._ranks if (state := rank.read())]
+        states = [state for rank in self._ranks if (state := rank.read(self._woke))]
         if len(states) < len(self._ranks):
             return True  # its launcher knows
         self._end_orphans(states)
-        states = [replace(s, seconds=min(s.seconds, now - self._woke)) for s in states]
         overdue = max(s.seconds / s.patience for s in states) / self._timeout_s
         if overdue > 1 and now > self._next_report:
             return self._judge(states, overdue)
@@ -216,21 +212,22 @@ class Watcher:
 
     def _end_orphans(self, states: Sequence[State]) -> None:
         """Ask ranks to stop whose torchrun is gone: a SIGUSR1 kills it before it can tell them."""
-        for rank, state in zip(self._ranks, states, strict=True):
-            is_orphan = rank.launcher is not None and state.parent != rank.launcher
-            if is_orphan and rank.rank not in self._orphans:
-                self._orphans.add(rank.rank)
-                _send(rank.pid, signal.SIGTERM)
+        for s in states:
+            if s.is_orphan and s.rank not in self._orphans:
+                self._orphans.add(s.rank)
+                _send(s.pid, signal.SIGTERM)
 
     def _judge(self, states: Sequence[State], overdue: float) -> bool:
-        """Report and end the ranks; later where they all wait and another node may own the hung one."""
-        stacks = {rank.rank: rank.stack(self._dump) for rank in self._ranks}
+        """Report and end the ranks; later where all wait and another node may have the hung one."""
+        stacks = {rank.rank: rank.stack() for rank in self._ranks}
         waiting = [s for s in states if s.is_waiting(stacks[s.rank])]
         hung = [s for s in states if s not in waiting and s.seconds > self._timeout_s / 2]
         if not hung and not self._is_only_node and overdue < OTHER_NODES_FIRST:
             self._next_report = time.monotonic() + self._timeout_s * (OTHER_NODES_FIRST - 1)
             return False
-        line = "no progress: " + "; ".join([*self._name(hung), *self._place(states, waiting, hung)])
+        parts = [s.describe() for s in hung] or [ALL_WAIT if self._is_only_node else ALL_WAIT_HERE]
+        parts += _describe_waiting([s for s in states if s not in hung], waiting)
+        line = f"no progress: {'; '.join(parts)}"
         print(f"error: {line}", file=sys.stderr)
         for s in hung or states:
             frames = stacks[s.rank][:12]
@@ -243,45 +240,31 @@ class Watcher:
             rank.kill()
         return True
 
-    def _name(self, hung: Sequence[State]) -> list[str]:
-        if not hung and self._is_only_node:
-            return ["every rank waits for another"]
-        if not hung:
-            return ["every rank of this node waits for a rank of another node or of its own"]
-        return [s.describe(self._host) for s in hung]
 
-    def _place(
-        self, states: Sequence[State], waiting: Sequence[State], hung: Sequence[State]
-    ) -> list[str]:
-        """The collectives that the ranks not hung are blocked in."""
-        places: dict[str, list[str]] = {}
-        for s in states:
-            if s not in hung:
-                is_unnamed = s in waiting and s.phase != Phase.REDUCE
-                place = f"{'a collective in ' * is_unnamed}{PHASES[s.phase]} of step {s.step}"
-                places.setdefault(place, []).append(str(s.rank))
-        return [
-            f"rank {ranks[0]} waits in {place}"
-            if len(ranks) == 1
-            else f"ranks {', '.join(ranks)} wait in {place}"
-            for place, ranks in places.items()
-        ]
+def _describe_waiting(states: Sequence[State], waiting: Sequence[State]) -> Iterator[str]:
+    """The phases, or collectives in them, that ranks are blocked in."""
+    places: dict[str, list[str]] = {}
+    for s in states:
+        collective = "a collective in " * (s in waiting and s.phase != Phase.REDUCE)
+        place = f"{collective}{PHASES[s.phase]} of step {s.step}"
+        places.setdefault(place, []).append(str(s.rank))
+    for place, ranks in places.items():
+        is_one = len(ranks) == 1
+        yield f"rank{'s' * (not is_one)} {', '.join(ranks)} wait{'s' * is_one} in {place}"
 
 
 def _kernel_state(pid: int) -> tuple[str, int]:
     """The kernel's state (R, S, D, Z, T: stopped, t: traced) and the parent; ("", 0) if gone."""
-    try:
+    with suppress(OSError):
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
         return state, int(parent)
-    except OSError:
-        return "", 0
+    return "", 0
 
 
 def _children(pid: int) -> list[int]:
-    try:
+    with suppress(OSError):
         return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
-    except OSError:
-        return []
+    return []
 
 
 def _send(pid: int, number: int) -> None:
@@ -298,7 +281,7 @@ def _write_exit(directory: Path, reason: str, step: int) -> None:
 
 
 def main() -> None:
-    """Watch until the rank that started this process ends, or writes a second line."""
+    """Watch until a rank ends, or that which started this process writes a second line."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # they are for the ranks
     with open(0, "rb", buffering=0) as lines:  # unbuffered: `select` sees what follows the line
@@ -307,9 +290,8 @@ def main() -> None:
             watcher = Watcher(settings)
         except OSError:
             return  # a rank is gone already
-        interval_s = min(POLL_S, settings["timeout_s"] / 10)
-        while os.getppid() == settings["parent"] and not watcher.look():
-            if select.select([lines], [], [], interval_s)[0]:
+        while not watcher.look():
+            if select.select([lines], [], [], min(POLL_S, settings["timeout_s"] / 10))[0]:
                 return
 
 
