@@ -1,4 +1,4 @@
-"""Lockstep: one run, any layout. What a task may import stands here; torch is loaded when it is first asked for."""
+"""Lockstep: one run, any layout. What a task may import; torch is loaded when it is needed."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

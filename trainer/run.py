@@ -17,13 +17,14 @@ from trainer.checkpoints.saver import Saver
 from trainer.checkpoints.state import MODEL, TRAINING, TrainState, read_on_all_ranks
 from trainer.config.schema import Checkpoint, Eval, Log
 from trainer.config.typed import suggest
+from trainer.decisions import Decisions
 from trainer.distributed.launchers import requeue
 from trainer.distributed.signals import REQUEUE
 from trainer.distributed.watch.heartbeat import Phase
-from trainer.engine.diagnosis import check_drift, name_bad_examples
+from trainer.engine.diagnosis import check_drift
 from trainer.engine.engine import Engine
-from trainer.engine.outcome import OneStepLate, Outcome, StepReport
-from trainer.errors import ConfigError, RunError
+from trainer.engine.outcome import Outcome
+from trainer.errors import ConfigError
 from trainer.record import fingerprint, resume, startup
 from trainer.record.directory import strict
 from trainer.record.opening import open_directory
@@ -48,15 +49,6 @@ class Summary:
     exit_code: int
 
 
-class RolledBack(Exception):
-    """All ranks agreed to go back to the newest checkpoint of the run in `directory`."""
-
-    def __init__(self, directory: Path, step: int):
-        super().__init__(f"going back to the newest checkpoint of {directory}")
-        self.directory = directory
-        self.step = step
-
-
 class Clock:
     """Seconds that count as training: evaluating and saving do not."""
 
@@ -77,8 +69,7 @@ class Run:
     """A run in training: batches, engine, evaluator, record, saver and state.
 
     Methods that decide something decide it from values that are equal on all ranks.
-    `is_stopped` says that the ranks agreed to stop before the end, `wants_save` that a
-    checkpoint is wanted which is not due.
+    `wants_save` says that a checkpoint is wanted which is not due.
     """
 
     def __init__(
@@ -91,15 +82,11 @@ class Run:
         """
         self.config = setup.config
         self.world = setup.world
-        self.is_stopped = False
         self.wants_save = False
         self.saver = Saver(Path())
         self.state = TrainState.begin(self.world.world_size)
         self._setup = setup
         self._ranks = setup.parts.ranks
-        self._rolled_back = rolled_back
-        self._reports = OneStepLate()
-        self._num_skipped = 0
         self._clock = Clock()
         with self._ranks.group.agreed("planning the run"):
             self.batches = setup.open_batches()
@@ -117,6 +104,7 @@ class Run:
         self.record = opened.record
         self.saver = opened.saver
         self.state.recall(opened.evaluation)
+        self.decisions = Decisions(self, setup.parts, rolled_back)
         self._first_step = self.step
         self._began_s = self._clock.read()
         self._logged = (self.step, self._began_s)
@@ -174,6 +162,11 @@ class Run:
     # Decisions ----------------------------------------------------------------------------------
 
     @property
+    def is_stopped(self) -> bool:
+        """Did the ranks agree to stop before the end?"""
+        return self.decisions.is_stopped
+
+    @property
     def is_over(self) -> bool:
         return self.is_stopped or self.state.step >= self.num_steps
 
@@ -202,59 +195,9 @@ class Run:
         return self.saver.path_of(self.state.step + 1)
 
     def react(self, outcome: Outcome) -> None:
-        """Decide on the outcome of the step before: on a GPU, this one is still being computed.
-
-        Raises ConfigError where train_step returned no outcome, RunError where
-        `run.on_bad_step` ends the run, RolledBack where it goes back.
-        """
+        """Decide on the outcome of the step before: on a GPU, this one is still being computed."""
         self._ranks.heartbeat.end_step()
-        if not isinstance(outcome, Outcome):
-            given = f"train_step returned {type(outcome).__name__}"
-            raise ConfigError(f"{given}: end it with return self.update(batch)")
-        self._judge(self._reports.push(outcome), self.state.step - 1)
-
-    def _judge(self, report: StepReport | None, step: int) -> None:
-        if report is None:
-            return
-        if not report.has_weight:
-            why = "the weights of its examples sum to 0, so no weight was updated"
-            self.record.say(f"warning: step {step}: {why}")
-        elif report.is_skipped:
-            self._judge_skipped(step)
-        else:
-            self._num_skipped = 0
-        if report.is_stop_requested and self.state.step < self.num_steps:
-            self.is_stopped = True
-
-    def _judge_skipped(self, step: int) -> None:
-        """Apply `run.on_bad_step` to a step that was not finite and changed nothing."""
-        policy = self.config.run.on_bad_step
-        precision = self.engine.precision
-        self._num_skipped += 1
-        if precision.is_scaled and self._num_skipped < precision.max_skipped:
-            why = "the scaled gradient is not finite, so the update was skipped"
-            self.record.say(f"warning: step {step}: {why}")
-            return
-        line = f"step {step}: {self._name_bad_examples(step)}"
-        if self._num_skipped == precision.max_skipped:
-            count = f"no finite gradient in {self._num_skipped} steps on end"
-            raise RunError(f"{line}; and {count}")
-        is_repeated = step in self._rolled_back
-        if policy == "stop" or is_repeated:
-            again = "again, so it is not chance; " if is_repeated else ""
-            advice = f"look at it with python -m trainer.replay {self.directory} step={step}"
-            raise RunError(f"{line}; {again}{advice}")
-        if policy == "rollback":
-            self.record.say(f"warning: {line}; going back to the newest checkpoint")
-            with self._ranks.group.agreed("going back to a checkpoint"):
-                self.saver.withdraw(step)
-            raise RolledBack(self.directory, step)
-        self.record.say(f"warning: {line}; the update was skipped")
-
-    def _name_bad_examples(self, step: int) -> str:
-        batch = self.batches.of_step(step - 1)
-        with self.state.at(step - 1):
-            return name_bad_examples(self.engine, self._setup.parts.hooks, batch, self._ranks.group)
+        self.decisions.push(outcome)
 
     # Record -------------------------------------------------------------------------------------
 
@@ -295,7 +238,7 @@ class Run:
         with self._clock.paused():
             metrics = self.evaluator.evaluate()
         if metrics is None:
-            self.is_stopped = True
+            self.decisions.stop()
         return metrics or {}
 
     def note(self, metrics: dict[str, float]) -> None:
@@ -323,7 +266,7 @@ class Run:
     def save(self) -> None:
         """Publish the state; one that is published already is left as it is. A collective."""
         with self._clock.paused():
-            self._judge(self._reports.flush(), self.state.step)  # before it is published
+            self.decisions.flush()  # before it is published
             self._save()
 
     def _save(self) -> None:
@@ -388,7 +331,7 @@ class Run:
         group = self._ranks.group
         state = self.state
         stop = self._ranks.stop
-        self._judge(self._reports.flush(), state.step)
+        self.decisions.flush()
         if self.is_stopped:
             self.record.progress(state.step, state.step)
         self._save()  # where it is not there yet: after a stop, or with nothing left to do

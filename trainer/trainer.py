@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from trainer.checkpoints.state import read_on_all_ranks
 from trainer.config.schema import Config
 from trainer.data.batches import LocalBatch
+from trainer.decisions import RolledBack
 from trainer.distributed.ranks import open_ranks
 from trainer.distributed.world import World
 from trainer.engine.engine import open_ema
@@ -21,7 +22,7 @@ from trainer.engine.means import Values
 from trainer.engine.outcome import Outcome
 from trainer.errors import visible
 from trainer.record import fingerprint, resume
-from trainer.run import RolledBack, Run, Summary
+from trainer.run import Run, Summary
 from trainer.setup import (
     Setup,
     agree_on_origin,

@@ -1,0 +1,105 @@
+"""Decisions: what the ranks decide alike from the outcome of a step (law 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.engine.diagnosis import name_bad_examples
+from trainer.engine.outcome import OneStepLate, Outcome, StepReport
+from trainer.engine.parts import Parts
+from trainer.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from trainer.run import Run
+
+
+class RolledBack(Exception):
+    """All ranks agreed to go back to the newest checkpoint of the run in `directory`."""
+
+    def __init__(self, directory: Path, step: int):
+        super().__init__(f"going back to the newest checkpoint of {directory}")
+        self.directory = directory
+        self.step = step
+
+
+class Decisions:
+    """Stops, skipped steps and rollbacks, from values that are equal on all ranks.
+
+    `is_stopped` says that the ranks agreed to stop before the end.
+    """
+
+    def __init__(self, run: Run, parts: Parts, rolled_back: Collection[int]):
+        """`rolled_back` are the steps that the run has gone back from."""
+        self.is_stopped = False
+        self._run = run
+        self._parts = parts
+        self._rolled_back = rolled_back
+        self._reports = OneStepLate()
+        self._num_skipped = 0
+
+    def stop(self) -> None:
+        """Stop after this step; every rank calls it."""
+        self.is_stopped = True
+
+    def push(self, outcome: Outcome) -> None:
+        """Decide on the outcome before this one: on a GPU, this one is still being computed.
+
+        Raises ConfigError where train_step returned no outcome, RunError where
+        `run.on_bad_step` ends the run, RolledBack where it goes back.
+        """
+        if not isinstance(outcome, Outcome):
+            given = f"train_step returned {type(outcome).__name__}"
+            raise ConfigError(f"{given}: end it with return self.update(batch)")
+        self._judge(self._reports.push(outcome), self._run.step - 1)
+
+    def flush(self) -> None:
+        """Decide on the last outcome."""
+        self._judge(self._reports.flush(), self._run.step)
+
+    def _judge(self, report: StepReport | None, step: int) -> None:
+        if report is None:
+            return
+        if not report.has_weight:
+            why = "the weights of its examples sum to 0, so no weight was updated"
+            self._run.record.say(f"warning: step {step}: {why}")
+        elif report.is_skipped:
+            self._judge_skipped(step)
+        else:
+            self._num_skipped = 0
+        if report.is_stop_requested and self._run.step < self._run.num_steps:
+            self.is_stopped = True
+
+    def _judge_skipped(self, step: int) -> None:
+        """Apply `run.on_bad_step` to a step that was not finite and changed nothing."""
+        run = self._run
+        policy = run.config.run.on_bad_step
+        precision = self._parts.precision
+        self._num_skipped += 1
+        if precision.is_scaled and self._num_skipped < precision.max_skipped:
+            why = "the scaled gradient is not finite, so the update was skipped"
+            run.record.say(f"warning: step {step}: {why}")
+            return
+        line = f"step {step}: {self._name_bad_examples(step)}"
+        if self._num_skipped == precision.max_skipped:
+            count = f"no finite gradient in {self._num_skipped} steps on end"
+            raise RunError(f"{line}; and {count}")
+        is_repeated = step in self._rolled_back
+        if policy == "stop" or is_repeated:
+            again = "again, so it is not chance; " if is_repeated else ""
+            advice = f"look at it with python -m trainer.replay {run.directory} step={step}"
+            raise RunError(f"{line}; {again}{advice}")
+        if policy == "rollback":
+            run.record.say(f"warning: {line}; going back to the newest checkpoint")
+            with self._parts.ranks.group.agreed("going back to a checkpoint"):
+                run.saver.withdraw(step)
+            raise RolledBack(run.directory, step)
+        run.record.say(f"warning: {line}; the update was skipped")
+
+    def _name_bad_examples(self, step: int) -> str:
+        run = self._run
+        batch = run.batches.of_step(step - 1)
+        with run.state.at(step - 1):
+            parts = self._parts
+            return name_bad_examples(run.engine, parts.hooks, batch, parts.ranks.group)
