@@ -33,7 +33,7 @@ from trainer.strategy.base import MicroBatches, Strategy
 Loss = Callable[[Any, Any], Values]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Gradients:
     """Reduced gradients in `parameter.grad`, of the mean over the global batch, not clipped."""
 
@@ -114,8 +114,7 @@ class Engine:
         if optimizers is not None:
             groups = [group for optimizer in optimizers for group in optimizer.param_groups]
             strategy.drop_gradients([p for group in groups for p in group["params"]])
-        gradients = strategy.gradients()
-        found_inf = self.precision.unscale(gradients, objective.factor(totals))
+        found_inf = self.precision.unscale(strategy.gradients(), objective.factor(totals))
         return Gradients(totals, found_inf, statistics)
 
     def step(self, gradients: Gradients, optimizers: Sequence[Optimizer] | None = None) -> Outcome:
@@ -123,8 +122,7 @@ class Engine:
         found_inf = gradients.found_inf
         if self._clip_norm is not None:
             self._clip(self._clip_norm)
-        for optimizer in optimizers or self.optimizers:
-            step_unless(optimizer, found_inf)
+        step_unless(optimizers or self.optimizers, found_inf)
         self.precision.update_scale(found_inf)
         if gradients.statistics:
             self.strategy.restore_statistics(gradients.statistics, found_inf)

@@ -30,18 +30,20 @@ def remember_options(optimizer: Optimizer) -> None:
         group["initial"] = {key: value for key, value in group.items() if key != "params"}
 
 
-def step_unless(optimizer: Optimizer, found_inf: torch.Tensor) -> None:
+def step_unless(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) -> None:
     """Step, unless `found_inf` is 1: then neither weights nor state change.
 
-    Optimizers that know found_inf (torch's fused ones) skip on the device; for others the host
-    has to look.
+    Optimizers that know found_inf (torch's fused ones) skip on the device, so that the host need
+    not wait for it; on a CPU, and for others, the host looks.
     """
-    if _knows_found_inf(optimizer):
-        optimizer.grad_scale = None  # type: ignore[attr-defined]
-        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-        optimizer.step()
-    elif not found_inf:
-        optimizer.step()
+    is_host = found_inf.device.type == "cpu"
+    for optimizer in optimizers:
+        if not is_host and _knows_found_inf(optimizer):
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
+            optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+            optimizer.step()
+        elif not found_inf:
+            optimizer.step()
 
 
 def _knows_found_inf(optimizer: Optimizer) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Outcome:
     """Result of the updates of one step, summed over all ranks; two are joined by `+`.
 
@@ -21,7 +21,7 @@ class Outcome:
         return Outcome(self.parts + other.parts)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepReport:
     """An Outcome as the host reads it, alike on every rank."""
 
@@ -34,30 +34,31 @@ class OneStepLate:
     """Outcomes read by the host one step later, so that the device never waits for the host."""
 
     def __init__(self) -> None:
-        self._pending: list[torch.Tensor] = []
+        self._pending: Outcome | None = None
         self._copied: torch.cuda.Event | None = None
 
     def push(self, outcome: Outcome) -> StepReport | None:
         """The report of the outcome pushed before, None the first time."""
         before = self.flush()
-        tensors = [tensor.reshape(-1) for part in outcome.parts for tensor in part]
-        if tensors[0].device.type == "cuda":
+        if outcome.parts[0][0].device.type == "cuda":
             self._copied = torch.cuda.Event()
-            tensors = [torch.cat(tensors).to("cpu", non_blocking=True)]
+            to_host = [[t.to("cpu", non_blocking=True) for t in part] for part in outcome.parts]
+            outcome = Outcome(tuple((totals, found_inf) for totals, found_inf in to_host))
             self._copied.record()
-        self._pending = tensors
+        self._pending = outcome
         return before
 
     def flush(self) -> StepReport | None:
         """The report of the last outcome, once."""
-        if not self._pending:
+        if self._pending is None:
             return None
         if self._copied is not None:
             self._copied.synchronize()
-        values = [value for tensor in self._pending for value in tensor.tolist()]
-        self._pending = []
-        return StepReport(
-            has_weight=0 not in values[::3],
-            is_stop_requested=any(values[1::3]),
-            is_skipped=any(values[2::3]),
-        )
+        report = StepReport(has_weight=True, is_skipped=False, is_stop_requested=False)
+        for totals, found_inf in self._pending.parts:
+            weight, stops = totals.tolist()
+            report.has_weight &= weight != 0
+            report.is_stop_requested |= stops > 0
+            report.is_skipped |= found_inf.item() != 0
+        self._pending = None
+        return report

@@ -32,6 +32,7 @@ class Precision:
         self._scale = torch.full((), 2.0**16, device=device)
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
         self._one = torch.ones((), device=device)
+        self._plain = nullcontext()
         self._roots: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         if device.type == "cuda":  # fp32 means fp32: tf32 is a precision of its own
             is_tf32 = name == "tf32"
@@ -46,7 +47,7 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager:
         if self._autocast is None:
-            return nullcontext()
+            return self._plain
         return torch.autocast(self._device_type, self._autocast)
 
     def cast(self, tree: Any) -> Any:
@@ -106,7 +107,8 @@ class Precision:
             self._growth.copy_(state["growth"])
 
 
-def _by_kind(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+def _by_kind(tensors: Sequence[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
+    """The tensors of each device and dtype."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)

@@ -172,7 +172,7 @@ class Strategy(ABC):
         """Free all gradients but those of `kept`."""
         ids = {id(parameter) for parameter in kept}
         for parameter in self._parameters:
-            if id(parameter) not in ids:
+            if not ids or id(parameter) not in ids:
                 parameter.grad = None
 
     def shards(self) -> dict[str, torch.Tensor]:
