@@ -2,7 +2,7 @@
 
 
 class ConfigError(ValueError):
-    """A setting, or what it points at, cannot work. Commands print the line and exit with code 2."""
+    """A setting, or what it points at, cannot work. Commands print the line and exit with 2."""
 
 
 class CheckpointError(ConfigError):
@@ -10,7 +10,7 @@ class CheckpointError(ConfigError):
 
 
 class RunError(RuntimeError):
-    """The run cannot continue: a full disk, a step that is not finite. Commands exit with code 1."""
+    """The run cannot continue: a full disk, a step that is not finite. Commands exit with 1."""
 
 
 def visible(text: str) -> str:

@@ -1,8 +1,8 @@
-"""Learning-rate factors as pure functions of the step: nothing to save, nothing to fast-forward at a resume.
+"""Learning-rate factors as pure functions of the step: a resume needs no state of theirs.
 
-Each builder takes the run's `num_steps`, first and by that name (targets.py knows a schedule by it), and returns
-`factor(step)`, for the update made at 0-based `step`, which multiplies every parameter group's base rate. All warm up
-linearly over `warmup_steps` when there are any.
+Each builder takes the run's `num_steps`, first and by that name (targets.py knows a schedule by
+it), and returns `factor(step)`, for the update made at 0-based `step`, which multiplies every
+parameter group's base rate. All warm up linearly over `warmup_steps`, if there are any.
 """
 
 import bisect
@@ -20,13 +20,13 @@ Part = Annotated[float, limit(min=0)]  # of the base rate
 
 
 def rate_scale(config: Config) -> float:
-    """What `run.lr_scaling` multiplies every rate with: linear (Goyal et al., arXiv:1706.02677) or its square root."""
+    """The factor of `run.lr_scaling`: linear (Goyal et al., arXiv:1706.02677) or its root."""
     power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[config.run.lr_scaling]
     return (config.data.global_batch / (config.run.lr_batch or 1)) ** power
 
 
 def _warm(warmup_steps: int, num_steps: int, after: Callable[[float], float]) -> Factor:
-    """Linear warm-up, then `after(progress)` with progress from 0 to 1, 1 standing just past the last step."""
+    """Linear warm-up, then `after(progress)`; progress 1 is just past the last step."""
     _check_warmup(warmup_steps)
     length = max(1, num_steps - warmup_steps)
 
@@ -79,7 +79,7 @@ def one_cycle(
 def multistep(
     num_steps: int, warmup_steps: Steps = 0, milestones: list[Part] | None = None, gamma: Part = 0.1
 ) -> Factor:
-    """Times `gamma` at each milestone, given as a part of the run (0.5) or, from 1 on, as a step (20000)."""
+    """Times `gamma` at each milestone: a part of the run (0.5) or, from 1 on, a step (20000)."""
     steps = sorted(m if m >= 1 else round(m * num_steps) for m in milestones or ())
     warm = _warm(warmup_steps, num_steps, lambda progress: 1.0)
     return lambda step: warm(step) * gamma ** bisect.bisect_right(steps, step)

@@ -36,7 +36,7 @@ from trainer.strategy.base import Strategy, convert, find_strategy
 from trainer.strategy.mesh import Mesh
 from trainer.task import FUSED, Split, Task
 
-# The first gate: all that config, environment and manifests can tell, before any socket or directory
+# The first gate: what config, environment and manifests can tell, before any socket or directory
 
 
 def check_layout(config: Config, world: World) -> None:

@@ -1,6 +1,6 @@
 """The built-in tasks, importable as `trainer.tasks.<name>` from a checkout and from a wheel alike.
 
-A folder called `tasks` where the command runs would shadow a top-level package of that name, so ours has none.
+A folder called `tasks` in the working directory would shadow a top-level package of that name.
 """
 
 from trainer.config import HOME

@@ -119,9 +119,10 @@ class Trainer(Task):
                 try:
                     with failures_named(ranks.group):
                         self._run = Setup(self, ranks, ("train", "eval"))
-                        with Run(self, self._run, origin, rolled_back) as self._run:
-                            with failures_named(ranks.group):
-                                summary = loop(self, self._run)
+                        opened = Run(self, self._run, origin, rolled_back)
+                        with opened as self._run, failures_named(ranks.group):
+                            del opened  # no name may keep DDP's wrapper beyond its group
+                            summary = loop(self, self._run)
                         self._run = Finished(self.model, self.step, summary.directory)
                         return summary
                 except RolledBack as back:
@@ -141,16 +142,16 @@ class Trainer(Task):
         self._run = None
         origin = check_evaluation(self.config, self.world, fitted)
         facts = fingerprint.of_start(self.config, type(self))
-        with open_ranks(self.config.dist, self.world, facts) as ranks:
-            with failures_named(ranks.group):
-                setup = Setup(self, ranks, ("eval",))
-                self._run = setup
-                ema = open_ema(self.config, setup.parts.strategy)
-                restored, skipped = read_on_all_ranks(ranks.group, lambda: resume.read(origin))
-                if restored:
-                    restored.load(setup.parts.strategy, ema)
-                    self._run = Finished(setup.model, restored.manifest.step, fitted)
-                metrics = setup.open_evaluator(ema, lambda: bool(ranks.stop)).evaluate()
+        opened = open_ranks(self.config.dist, self.world, facts)
+        with opened as ranks, failures_named(ranks.group):
+            setup = Setup(self, ranks, ("eval",))
+            self._run = setup
+            ema = open_ema(self.config, setup.parts.strategy)
+            restored, skipped = read_on_all_ranks(ranks.group, lambda: resume.read(origin))
+            if restored:
+                restored.load(setup.parts.strategy, ema)
+                self._run = Finished(setup.model, restored.manifest.step, fitted)
+            metrics = setup.open_evaluator(ema, lambda: bool(ranks.stop)).evaluate()
         if self.world.rank == 0:
             for line in skipped:
                 print(visible(line), file=sys.stderr)

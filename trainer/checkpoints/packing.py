@@ -46,7 +46,7 @@ def unpack(data: bytes, device: torch.device) -> Any:
 
 
 def private_copy(tree: Any, copied: dict[Any, torch.Tensor] | None = None) -> Any:
-    """The same tree with tensors of its own on the CPU, so that training can go on while it is written.
+    """Copy a tree, with its tensors on the CPU, so that training can continue while it is written.
 
     Tensors that share memory (tied weights) share it in the copy.
     """

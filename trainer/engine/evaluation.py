@@ -120,7 +120,7 @@ class Evaluator:
             self._feed(real_outputs, real_targets, rows)
 
     def _feed(self, outputs: Any, targets: Any, rows: int) -> None:
-        """A rank of padding alone feeds no rows, so that metrics have the right shapes to gather."""
+        """A rank of padding alone feeds none, so that metrics have the right shapes to gather."""
         for metric in self._metrics.values():
             try:
                 metric.update(outputs, targets)

@@ -107,7 +107,7 @@ class Precision:
             self._growth.copy_(state["growth"])
 
 
-def _by_kind(tensors: Sequence[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
+def _by_kind(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     """The tensors of each device and dtype."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:

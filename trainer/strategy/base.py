@@ -237,7 +237,7 @@ def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _FlopCounter(TorchDispatchMode):
-    """torch's formulas by operation. FlopCounterMode imports torch._dynamo: 0.7 s at every start."""
+    """torch's formulas by operation. FlopCounterMode imports torch._dynamo: 0.7 s at each start."""
 
     total = 0.0
 

@@ -19,15 +19,15 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 
 def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model with every BatchNorm layer taking its statistics over all ranks; names and parameters stay.
+    """Make every BatchNorm layer take its statistics over all ranks; names and parameters stay.
 
-    torch's SyncBatchNorm on CUDA; elsewhere it refuses, and ours takes its place. Raises ConfigError for a lazy layer.
+    torch's SyncBatchNorm on CUDA; elsewhere it refuses, and ours takes its place.
+    Raises ConfigError for a lazy layer.
     """
     for name, layer in model.named_modules():
         if isinstance(layer, _BatchNorm) and not isinstance(layer, (*PLAIN, nn.SyncBatchNorm)):
-            raise ConfigError(
-                f"strategy.sync_batchnorm=true: {name} is a {type(layer).__name__}; use nn.BatchNorm2d"
-            )
+            given = f"{name} is a {type(layer).__name__}"
+            raise ConfigError(f"strategy.sync_batchnorm=true: {given}; use nn.BatchNorm2d")
     if device.type == "cuda":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for layer in model.modules():
@@ -37,8 +37,11 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Ioffe and Szegedy (arXiv:1502.03167) on the joined batch: two differentiable all-reduces, so that the variance
-    is of centred values. Shares may differ in size."""
+    """BatchNorm (Ioffe and Szegedy, arXiv:1502.03167) over the rows of all ranks.
+
+    Two differentiable all-reduces, so that the variance is of centred values. The ranks may have
+    different numbers of rows.
+    """
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
