@@ -45,24 +45,28 @@ class Stopwatch:
     """Called once per step: notes the first, and the time of blocks of LOG_EVERY steps after WARM.
 
     The median of the blocks counts: each holds one log, and other load falls into few of them.
-    `between` runs after each block, and its time counts to none.
+    `between` runs after every other block, in nobody's time; the block that follows it fills the
+    caches again and is not counted.
     """
 
-    def __init__(self, steps: int, between: Callable[[], None] = lambda: None):
+    def __init__(self, steps: int, between: Callable[[], None] | None = None):
         self.steps = steps
         self.between = between
         self.count = 0
         self.blocks: list[float] = []
         self.began = 0.0
+        self.is_timed = False
 
     def __call__(self) -> None:
         self.count += 1
         if self.count == 1:
             self.first = time.time() - float(os.environ["BENCH_BEGUN"])
         if self.count >= WARM and self.count % LOG_EVERY == 0:
-            if self.count > WARM:
+            if self.is_timed:
                 self.blocks.append(time.perf_counter() - self.began)
-            self.between()
+            self.is_timed = self.between is None or not self.is_timed
+            if self.between is not None and not self.is_timed:
+                self.between()
             self.began = time.perf_counter()
 
     def result(self) -> dict[str, float]:
@@ -71,7 +75,7 @@ class Stopwatch:
 
 
 class BareStep:
-    """The bare step on tensors in memory, a block of LOG_EVERY at each call."""
+    """The bare step on resident tensors; a call runs a block to fill caches, then a timed one."""
 
     def __init__(self) -> None:
         self.blocks: list[float] = []
@@ -80,7 +84,7 @@ class BareStep:
     def __call__(self) -> None:
         if self.run_block is None:  # not before the first step, whose time is measured too
             self.run_block = self.build()
-            self.run_block()
+        self.run_block()
         began = time.perf_counter()
         self.run_block()
         self.blocks.append(time.perf_counter() - began)
@@ -306,6 +310,8 @@ def summarize(name: str, ranks: int, turns: list[dict]) -> dict:
         row[f"{key} ratio"] = statistics.median(ratios)
     if "bare_step_us" in turns[0][name]:
         row["bare_step_us"] = statistics.median(turn[name]["bare_step_us"] for turn in turns)
+        shares = [turn[name]["us_per_step"] / turn[name]["bare_step_us"] - 1 for turn in turns]
+        row["overhead"] = statistics.median(shares)
     return row
 
 
@@ -318,8 +324,8 @@ def print_row(row: dict) -> None:
 def print_overhead(row: dict) -> None:
     """The part of a step that is not the bare step, and the start as a ratio of the bare loop's."""
     bare = row["bare_step_us"]
-    overhead = row["us_per_step"] - bare
-    share = f"{overhead:.0f} of {bare:.0f} us, {overhead / bare:.0%}".replace("%", " %")
+    overhead = row["overhead"]  # both steps of a round met the same load: its share is steadier
+    share = f"{overhead * bare:.0f} of {bare:.0f} us, {100 * overhead:.0f} %"
     start = f"start to first step: {row['first_step_s ratio']:.2f} times bare"
     print(f"{row['name']}: overhead over the bare step: {share}; {start}", flush=True)
 

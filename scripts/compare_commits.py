@@ -28,7 +28,7 @@ import torch
 
 SCRIPTS = Path(__file__).resolve().parent
 USER_FILES = SCRIPTS / "compared"  # the tasks points and gan, and their config
-LIMIT_S = 180
+LIMIT_S = 300
 EQUAL = "equal"
 
 # What stands for each task's name in a command: its smallest useful settings. The rates of cifar

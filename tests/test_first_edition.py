@@ -24,7 +24,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURES = Path(__file__).resolve().parent / "fixtures" / "first_edition"
 EXPECTED = json.loads((FIXTURES / "expected.json").read_text())
-LIMIT_S = 60
+LIMIT_S = 120
 
 
 @pytest.fixture(scope="module")
