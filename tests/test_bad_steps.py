@@ -8,8 +8,8 @@ import time
 
 import pytest
 import torch
-from ranks import on_ranks
-from tiny import CONF, Items, Tiny, TinyItems, fit, fit_on, newest
+from harness import CONF, fit, fit_on, newest, on_ranks
+from tiny import Items, Tiny, TinyItems
 
 from trainer import RunError
 from trainer.audit import main as audit
@@ -161,7 +161,7 @@ def test_replay_shows_the_example_on_one_process(tmp_path, capfd, monkeypatch):
     assert mean == logged
 
 
-# Drift ----------------------------------------------------------------------------------------------------------------
+# Drift --------------------------------------------------------------------------------------------
 
 
 class Drifting(Tiny):
@@ -186,7 +186,7 @@ def test_ranks_that_agree_are_left_alone(tmp_path):
     assert fit_on(3, tmp_path, *RECIPE, *wanted)["step"] == 12
 
 
-# Data -----------------------------------------------------------------------------------------------------------------
+# Data ---------------------------------------------------------------------------------------------
 
 
 class Corrupt(Items):

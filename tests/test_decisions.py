@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_ranks
-from tiny import CONF, Tiny, fit, fit_on, points
+from harness import CONF, fit, fit_on, on_ranks
+from tiny import Tiny, points
 from torch import nn
 
 from trainer import ConfigError, ResidentDataset, RunError, World, load_config

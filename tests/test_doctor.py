@@ -19,9 +19,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from harness import free_port, on_ranks
 from test_command_line import trainer
-from test_group import free_port
 
 import trainer as package
 from trainer import ConfigError, World, doctor, load_config
@@ -73,7 +72,7 @@ def wrong(rows: dict[str, Any]) -> dict[str, str]:
     return {name: row["result"] for name, row in rows.items() if row["result"] != "ok"}
 
 
-# As a person starts it ------------------------------------------------------------------------------------------------
+# As a person starts it ----------------------------------------------------------------------------
 
 
 def test_alone_it_prints_a_table_and_warnings_do_not_fail(tmp_path):
@@ -154,7 +153,7 @@ def test_bad_setting_is_refused(word, line):
     assert str(error.value).startswith(line)
 
 
-# Groups that do not form ----------------------------------------------------------------------------------------------
+# Groups that do not form --------------------------------------------------------------------------
 
 
 def test_rank_whose_peer_is_missing_tells_what_it_knows(tmp_path):
@@ -211,7 +210,7 @@ def test_all_reduce_that_hangs_is_given_up(tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
-# Planted faults -------------------------------------------------------------------------------------------------------
+# Planted faults -----------------------------------------------------------------------------------
 
 
 def late_clock() -> None:
@@ -332,7 +331,7 @@ def test_run_dir_that_a_rank_does_not_see_is_a_warning(tmpfs):
     assert [*tmpfs.iterdir()] == []
 
 
-# What is computed of it -----------------------------------------------------------------------------------------------
+# What is computed of it ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import on_ranks
-from tiny import CONF
+from harness import CONF, on_ranks
 
 from trainer import ConfigError, World, load_config
 from trainer.distributed.group import choose_backend, process_group

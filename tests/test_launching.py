@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_ranks
-from tiny import CONF, newest
+from harness import CONF, newest, on_ranks
 
 from trainer import ConfigError, World, load_config
 from trainer.checkpoints import packing
@@ -180,7 +179,7 @@ def test_settings_of_launch_are_checked(words):
     assert str(error.value).startswith(REFUSED[words])
 
 
-# What launchers say ---------------------------------------------------------------------------------------------------
+# What launchers say -------------------------------------------------------------------------------
 
 HOSTS = {
     "n[1-2]": ["n1", "n2"],
@@ -314,7 +313,7 @@ def test_runs_of_one_slurm_job_keep_their_directories_when_it_is_requeued(tmp_pa
         rundir.locate(configs[0], find_launcher(job))
 
 
-# Restarts -------------------------------------------------------------------------------------------------------------
+# Restarts -----------------------------------------------------------------------------------------
 
 EVERY = ["checkpoint.every_steps=5", "checkpoint.every_epochs=null", "eval.every_epochs=null"]
 
@@ -404,7 +403,7 @@ def test_rank_that_dies_is_one_line_on_the_others(victim, tmp_path):
     ended(ranks[victim])
 
 
-# Groups that cannot form ----------------------------------------------------------------------------------------------
+# Groups that cannot form --------------------------------------------------------------------------
 
 LIMIT_S = 2.0
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_ranks
-from tiny import CONF, fit, fit_on, newest
+from harness import CONF, fit, fit_on, newest, on_ranks
 
 from trainer.checkpoints import packing
 from trainer.checkpoints import transaction as checkpoint
@@ -26,7 +25,7 @@ RECIPE = ["task=tiny", "run.steps=30"]
 EVERY_3 = ["checkpoint.every_steps=3", "checkpoint.every_epochs=null"]
 
 
-# One writer -----------------------------------------------------------------------------------------------------------
+# One writer ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -130,7 +129,7 @@ def test_second_run_on_a_directory_is_refused_within_seconds(tmp_path):
         first.wait()
 
 
-# Behind the loop ------------------------------------------------------------------------------------------------------
+# Behind the loop ----------------------------------------------------------------------------------
 
 
 def test_background_checkpoint_is_of_its_step_though_training_goes_on(tmp_path, monkeypatch):
@@ -192,7 +191,7 @@ def test_no_more_than_one_checkpoint_is_in_flight_and_the_end_waits(tmp_path, mo
     assert newest(directory).manifest["step"] == 30
 
 
-# Disks that fail ------------------------------------------------------------------------------------------------------
+# Disks that fail ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from tiny import fit_on, relative_distance
+from harness import fit_on, relative_distance
 
 from trainer.engine.means import Objective
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from ranks import on_ranks
-from tiny import Tiny, fit_on, newest
+from harness import fit_on, newest, on_ranks
+from tiny import Tiny
 from torch import nn
 
 from trainer.engine.precision import Precision

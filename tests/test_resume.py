@@ -4,10 +4,8 @@ import json
 
 import pytest
 import torch
-from ranks import on_ranks
+from harness import CONF, check_parity, fit, fit_on, newest, on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_parity import check_parity
-from tiny import CONF, fit, fit_on, newest
 
 from trainer import ConfigError, load_config
 from trainer.__main__ import load_task

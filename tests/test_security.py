@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_ranks
+from harness import CONF, fit, fit_on, on_ranks
 from test_command_line import TINY
 from test_command_line import trainer as start
-from tiny import CONF, fit, fit_on
 
 import trainer
 from trainer import ConfigError, load_config
@@ -49,7 +48,7 @@ def files_under(folder):
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-# Targets --------------------------------------------------------------------------------------------------------------
+# Targets ------------------------------------------------------------------------------------------
 
 DANGEROUS = [
     *(
@@ -251,7 +250,7 @@ def test_hydra_builds_nothing_of_what_a_config_names(flags, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} <= {"conf", "runs"}
 
 
-# Interpolations -------------------------------------------------------------------------------------------------------
+# Interpolations -----------------------------------------------------------------------------------
 
 READING = [
     "oc.env:CANARY",
@@ -314,7 +313,7 @@ def test_interpolation_within_the_configuration_stays():
     assert load_config([*TINY[2:], "run.name=a"], [CONF]).run.name == "a"
 
 
-# Secrets --------------------------------------------------------------------------------------------------------------
+# Secrets ------------------------------------------------------------------------------------------
 
 VALUE = "s3kr1t"
 SECRETS = [
@@ -438,7 +437,7 @@ def test_secret_stands_in_no_file_of_a_run(tmp_path):
     }
 
 
-# The run directory ----------------------------------------------------------------------------------------------------
+# The run directory --------------------------------------------------------------------------------
 
 PLANTED = [
     "metrics.jsonl",
@@ -504,7 +503,7 @@ def test_planted_link_is_not_followed(name, kind, finished, tmp_path):
     )
 
 
-# Names ----------------------------------------------------------------------------------------------------------------
+# Names --------------------------------------------------------------------------------------------
 
 NASTY = {
     "\x1b[31m": "\\x1b[31m",
@@ -551,7 +550,7 @@ def test_error_line_shows_and_does_not_obey(name, tmp_path):
     assert f"a{NASTY[name]}b" in helped.stdout
 
 
-# The code itself ------------------------------------------------------------------------------------------------------
+# The code itself ----------------------------------------------------------------------------------
 
 BANNED = {
     "eval",

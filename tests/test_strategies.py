@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from ranks import on_ranks
-from test_parity import FIFTY, check_parity
-from tiny import CONF, Tiny, fit, fit_on, relative_distance
+from harness import CONF, FIFTY, check_parity, fit, fit_on, on_ranks, relative_distance
+from tiny import Tiny
 from torch import nn
 from torch.optim import SGD, Adam
 

@@ -6,7 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from test_launching import CONF, ELASTIC, TINY, ended, start, wait_for
+from harness import CONF, ended, wait_for
+from test_launching import ELASTIC, TINY, start
 
 WORDS = ["-m", *TINY[:3], "launch=elastic", "launch.nproc_per_node=2"]
 

@@ -10,7 +10,8 @@ import sys
 import time
 
 import pytest
-from test_launching import CONF, PATHS, children_of, ended, free_port, start, wait_for
+from harness import CONF, PATHS, children_of, ended, free_port, wait_for
+from test_launching import start
 
 STICKS = ["--config-dir", CONF, "task=sticks", "run.name=a"]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")

@@ -28,7 +28,7 @@ class Sticks(Tiny):
     def train_step(self, micro_batches):
         self._stick("before")
         time.sleep((self.options.slow_ms if self.world.rank == self.options.rank else 10) / 1000)
-        super().train_step(micro_batches)
+        return super().train_step(micro_batches)
 
     def loss(self, outputs, targets):
         self._stick("loss")
