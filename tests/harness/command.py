@@ -110,10 +110,15 @@ class Command:
         verb: str = "trainer",
         folder: Path | None = None,
         is_session: bool = False,
+        is_fresh: bool = False,
         before: Callable[[], object] = lambda: None,
     ) -> Process:
-        """The command under way. `before` is called in each process of it before the verb; with `is_session` signals
-        can be sent to the whole of it, as a terminal does."""
+        """The command under way.
+
+        `before` is called in each process of it before the verb. With `is_session` signals can be
+        sent to the whole of it, as a terminal does; with `is_fresh`, and in ranks, the package is
+        imported anew, for what looks at the process when it is imported.
+        """
         told = environment_of_a_command(**(environment or {}))
         files = (_open_nameless(), _open_nameless())
         sys.stdout.flush()
@@ -127,6 +132,8 @@ class Command:
             if ranks:
                 _be_agent(ranks, verb, words, before)
             begin_child()
+            if is_fresh:
+                _forget()
             before()
             _run(verb, words)
         except BaseException:
@@ -214,14 +221,18 @@ def _be_agent(size: int, verb: str, words: tuple[str, ...], before: Callable[[],
         deadline = time.monotonic() + GRACE_S
         _send(alive, number)
 
-    alive, is_ending, deadline = set(pids), False, float("inf")
+    alive = set(pids)
+    is_ending = False
+    deadline = float("inf")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
     server = open_store(gates)
     while alive:
-        for pid in [pid for pid in alive if (found := os.waitpid(pid, os.WNOHANG))[0]]:
-            alive.discard(pid)
-            if found[1] and not is_ending:
+        for pid in tuple(alive):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                alive.discard(pid)
+            if ended and status and not is_ending:
                 pass_on(signal.SIGTERM, None)
         if time.monotonic() > deadline:
             _send(alive, signal.SIGKILL)
