@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from harness import CONF, fit, fit_on, newest, on_ranks
-from tiny import Items, Tiny, TinyItems
+from tiny import Begun, Items, Tiny, TinyItems
 
 from trainer import RunError
 from trainer.audit import main as audit
@@ -46,7 +46,7 @@ class BadGradient(Tiny):
         return super().loss(outputs, right) + (outputs.sum(1) * 0 + ~is_bad).sqrt()
 
 
-class Once(Tiny):
+class Once(Begun):
     """As a bit that flips in memory: the first time that step 8 is made, on the last rank, and never again."""
 
     has_been = False
@@ -58,7 +58,7 @@ class Once(Tiny):
             self.step == 7
             and is_last
             and self.model.training
-            and self._session.optimizers
+            and self.has_begun
             and not Once.has_been
         ):
             Once.has_been = True
@@ -165,11 +165,12 @@ def test_replay_shows_the_example_on_one_process(tmp_path, capfd, monkeypatch):
 
 
 class Drifting(Tiny):
-    def train_step(self, micro_batches):
-        super().train_step(micro_batches)
+    def train_step(self, batch):
+        outcome = super().train_step(batch)
         if self.step == 6 and self.world.rank == 1:
             with torch.no_grad():
                 next(self.model.parameters()).view(-1)[3] += 1e-12
+        return outcome
 
 
 @pytest.mark.parametrize(("ranks", "optimizer"), [(2, "sgd"), (3, "adamw")])

@@ -172,9 +172,7 @@ def test_ctrl_c_while_modules_are_imported_is_not_lost(command, tmp_path):
         pytest.param("real", 2, signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
-def test_ctrl_c_stops_all_ranks_saves_and_says_how_to_go_on(
-    kind, ranks, number, command, tmp_path
-):
+def test_ctrl_c_stops_all_ranks_saves_and_says_how_to_go_on(kind, ranks, number, command, tmp_path):
     """As a terminal does it: the signal goes to the whole group, torchrun and data workers included."""
     words = [*TINY, "run.name=a", "run.steps=1000000", "log.every_steps=1000", "data.workers=1"]
     if kind == "real":

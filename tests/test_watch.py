@@ -43,7 +43,7 @@ WAITS = {
 }
 
 
-SLOW = ("sleep", "gil@loss", "barrier", "worker")
+SLOW = ("sleep", "gil@loss")
 
 
 @pytest.mark.parametrize(
