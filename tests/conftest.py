@@ -2,6 +2,8 @@
 
 import ctypes
 import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two spinning threads for each rank
 import sys
 import threading
 import time
@@ -16,6 +18,7 @@ from harness.launch import SCRIPTS, children_of, kill_with_descendants
 from harness.waiting import QUIET_S, seconds_of_importing_torch
 
 torch.set_num_threads(1)  # a parent with an OpenMP pool hangs its forked children
+harness.warm_up()
 sys.path.append(str(SCRIPTS))
 LONGEST_S = 5.0  # of a default test, on a quiet machine
 END_S = 10.0  # so long processes of a test may take to end behind it

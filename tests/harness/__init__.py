@@ -13,6 +13,7 @@ from harness.training import (
     join,
     newest,
     relative_distance,
+    warm_up,
 )
 from harness.waiting import Beside, free_port, wait_for, within
 
@@ -40,5 +41,6 @@ __all__ = [
     "ranks_of",
     "relative_distance",
     "wait_for",
+    "warm_up",
     "within",
 ]
