@@ -41,7 +41,7 @@ def command(tmp_path):
 def leaves_nothing_behind():
     environment = dict(os.environ)
     threads = threading.active_count()
-    files = set(os.listdir())
+    files = set(Path().iterdir())
     children = set(children_of(os.getpid()))
     yield
     assert not dist.is_initialized()
@@ -49,7 +49,9 @@ def leaves_nothing_behind():
     environment["PYTEST_CURRENT_TEST"] = os.environ.get("PYTEST_CURRENT_TEST", "")
     assert dict(os.environ) == environment
     assert threading.active_count() <= threads
-    assert set(os.listdir()) - {".pytest_cache"} <= files, "files in the working directory"
+    assert set(Path().iterdir()) - {Path(".pytest_cache")} <= files, (
+        "files in the working directory"
+    )
     check_processes(children)
 
 

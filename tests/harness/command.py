@@ -40,7 +40,7 @@ class Done(NamedTuple):
 class Process:
     """A command under way; the methods are those of subprocess.Popen."""
 
-    def __init__(self, pid: int, files: tuple[int, int]):
+    def __init__(self, pid: int, files: tuple[int, ...] = ()):
         self.pid = pid
         self.returncode: int | None = None
         self._files = files
@@ -52,11 +52,11 @@ class Process:
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
-    def wait(self, timeout: float = LIMIT_S) -> int:
-        end = time.monotonic() + timeout
+    def wait(self, timeout: float | None = None) -> int:
+        end = time.monotonic() + (timeout or LIMIT_S)
         while self.poll() is None:
             if time.monotonic() > end:
-                raise subprocess.TimeoutExpired(f"process {self.pid}\n{self.read()}", timeout)
+                raise subprocess.TimeoutExpired(f"process {self.pid}\n{self.read()}", timeout or 0)
             time.sleep(0.005)
         assert self.returncode is not None
         return self.returncode
@@ -74,8 +74,9 @@ class Process:
         """(stdout, stderr) so far."""
         if self._read is not None:
             return self._read
-        texts = [os.pread(file, os.fstat(file).st_size, 0) for file in self._files]
-        return texts[0].decode(errors="replace"), texts[1].decode(errors="replace")
+        found = [os.pread(file, os.fstat(file).st_size, 0) for file in self._files]
+        texts = [data.decode(errors="replace") for data in found]
+        return texts[0], texts[1]
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -145,7 +146,7 @@ class Command:
 def _open_nameless() -> int:
     """A file that is gone with its last descriptor: a pipe would be held open by whatever outlives the command."""
     descriptor, name = tempfile.mkstemp()
-    os.unlink(name)
+    Path(name).unlink()
     return descriptor
 
 
@@ -162,14 +163,17 @@ def _become(folder: Path, environment: Mapping[str, str], files: tuple[int, int]
     paths = environment["PYTHONPATH"].split(os.pathsep)
     known = {*paths, *PATHS.split(os.pathsep)}
     sys.path[:] = [str(folder), *paths, *(path for path in sys.path if path not in known)]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(
-            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        )
+    _reset_signals()
     warnings.resetwarnings()
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)
     warnings.showwarning = _show_warning
+
+
+def _reset_signals() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
@@ -251,8 +255,7 @@ def _send(pids: set[int], number: int) -> None:
 
 def _be_rank(rank, size, job, entrance, verb, words, before) -> None:
     begin_child()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _reset_signals()
     os.environ |= environment_of_torchrun(rank, size) | {
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
@@ -274,18 +277,37 @@ def _forget() -> None:
             del sys.modules[name]
 
 
-# Without meeting ----------------------------------------------------------------------------------
+# For `before` ----------------------------------------------------------------------------------
+
+
+def fork_jobs() -> None:
+    """What the verb starts as `python -m trainer ...` is a fork too."""
+    start = subprocess.Popen
+
+    def begin(words, *, start_new_session=False, **options):
+        if options or words[:3] != [sys.executable, "-m", "trainer"]:
+            return start(words, start_new_session=start_new_session, **options)
+        pid = os.fork()
+        if pid:
+            return Process(pid)
+        if start_new_session:
+            os.setsid()
+        _reset_signals()
+        _forget()  # and no begin_child: a second timer would wait for the thread of the first
+        _run("trainer", tuple(words[3:]))
+
+    subprocess.Popen = begin  # type: ignore[misc,assignment]
 
 
 def refuse_meeting() -> None:
-    """For `before`: no socket is made and no group formed."""
+    """No socket is made and no group formed."""
     socket.socket = _NoSocket  # type: ignore[misc]
     for name in ("init_process_group", "TCPStore", "FileStore", "HashStore"):
         setattr(dist, name, _refused)
 
 
 def hide_gpus() -> None:
-    """For `before`: as on a machine without one."""
+    """As on a machine without one."""
     torch.cuda.is_available = lambda: False
 
 
