@@ -59,13 +59,15 @@ def test_second_writer_is_refused_by_host_and_pid_until_the_first_is_dead(tmp_pa
 def test_data_workers_that_outlive_their_parent_do_not_hold_the_run(tmp_path):
     def hold():
         Lease(tmp_path)
-        if os.fork() == 0:
-            time.sleep(20)
+        if (worker := os.fork()) == 0:
+            time.sleep(60)
             os._exit(0)
+        (tmp_path / "worker").write_text(str(worker))
 
     with another_process(hold):
         pass
     Lease(tmp_path).release()
+    os.kill(int((tmp_path / "worker").read_text()), signal.SIGKILL)
 
 
 def test_process_that_was_taken_over_does_not_publish(tmp_path):
