@@ -73,7 +73,7 @@ def edit(path: Path, **changes) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest | changes))
 
 
-# Death and failure ----------------------------------------------------------------------------------------------------
+# Death and failure --------------------------------------------------------------------------------
 
 
 def lethal(call, count, at: int, is_after: bool):
@@ -253,7 +253,7 @@ def test_existing_step_is_not_overwritten(tmp_path):
     assert names(tmp_path) == ["step-00000001"]
 
 
-# Damage ---------------------------------------------------------------------------------------------------------------
+# Damage -------------------------------------------------------------------------------------------
 
 
 def test_bit_flipped_anywhere_in_the_files_is_noticed_and_the_older_checkpoint_is_used(tmp_path):
@@ -431,7 +431,7 @@ def test_what_could_not_be_loaded_is_not_saved(value, tmp_path):
     assert names(tmp_path) == []
 
 
-# Keeping and clearing -------------------------------------------------------------------------------------------------
+# Keeping and clearing -----------------------------------------------------------------------------
 
 
 def kept(root: Path, keep_last: int, keep_best: int, mode: str) -> list[int]:

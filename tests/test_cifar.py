@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_ranks
-from tiny import fit
+from harness import fit, on_ranks
 
 from trainer import ConfigError, ResidentDataset, load_config
 from trainer.tasks import cifar, cifar10, download

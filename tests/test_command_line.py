@@ -1,39 +1,17 @@
-"""The command line as a person uses it: real processes, real torchrun, real signals."""
+"""The command line as a person uses it: what it prints, its exit codes, its files, its answer to signals."""
 
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
+from harness import CONF, TORCHRUN, ended, launch, wait_for
 
-CONF = str(Path(__file__).parent / "conf")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 TINY = ["--config-dir", CONF, "task=tiny"]
 
 
-def trainer(*words, ranks=0, folder, verb="trainer", **options):
-    launcher = (
-        [*TORCHRUN, f"--nproc_per_node={ranks}", "-m", verb]
-        if ranks
-        else [sys.executable, "-m", verb]
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-    environment |= options.pop("environment", {})
-    return subprocess.run(
-        [*launcher, *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        **options,
-    )
-
-
+@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -55,34 +33,38 @@ def trainer(*words, ranks=0, folder, verb="trainer", **options):
         ),
     ],
 )
-def test_bad_setting_under_torchrun_is_said_once(words, line, tmp_path):
-    done = trainer(*words, ranks=2, folder=tmp_path)
-    assert [said.startswith(line) for said in done.stderr.splitlines()].count(True) == 1, (
-        done.stderr
-    )
-    assert (
-        done.returncode != 0
-        and "Traceback (most recent call last):\n  File" not in done.stderr.split("torch/")[0]
-    )
+def test_bad_setting_on_two_ranks_is_said_once(words, line, is_real, command, tmp_path):
+    if is_real:
+        code, _, err = ended(launch(tmp_path, *words, launcher=TORCHRUN))
+    else:
+        code, _, err = command(*words, ranks=2)
+    assert [said.startswith(line) for said in err.splitlines()].count(True) == 1, err
+    assert code != 0 and "Traceback (most recent call last):\n  File" not in err.split("torch/")[0]
 
 
-def test_scalar_loss_is_refused_by_name(tmp_path):
+def test_bad_setting_under_torchrun_is_said_once(tmp_path):
+    code, _, err = ended(launch(tmp_path, *TINY, "optim.lrr=1", launcher=TORCHRUN))
+    line = "error: optim.lrr is not a setting; did you mean optim.lr?"
+    assert code == 1 and err.splitlines().count(line) == 1, err
+
+
+def test_scalar_loss_is_refused_by_name(command, tmp_path):
     task = """from tiny import Tiny
 class Mean(Tiny):
     def loss(self, outputs, targets):
         return super().loss(outputs, targets).mean()
 """
     (tmp_path / "scalar.py").write_text(task)
-    done = trainer(*TINY, "task.trainer=scalar.Mean", folder=tmp_path)
+    done = command(*TINY, "task.trainer=scalar.Mean")
     assert done.returncode == 2 and done.stderr.startswith(
         "error: loss returned a scalar: must be a value per example"
     )
     assert 'reduction="none"' in done.stderr
 
 
-def test_run_directory_is_not_overwritten(tmp_path):
-    assert trainer(*TINY, "run.name=a", folder=tmp_path).returncode == 0
-    done = trainer(*TINY, "run.name=a", folder=tmp_path)
+def test_run_directory_is_not_overwritten(command):
+    assert command(*TINY, "run.name=a").returncode == 0
+    done = command(*TINY, "run.name=a")
     assert done.returncode == 2
     assert done.stderr == (
         "error: run.name=a: runs/tiny/a exists and is not being resumed; "
@@ -91,8 +73,8 @@ def test_run_directory_is_not_overwritten(tmp_path):
 
 
 def test_directory_holds_what_is_promised(tmp_path):
-    done = trainer(*TINY, "run.name=a", ranks=2, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    code, out, err = ended(launch(tmp_path, *TINY, "run.name=a", launcher=TORCHRUN))
+    assert code == 0, err
     place = tmp_path / "runs/tiny/a"
     assert sorted(path.name for path in place.iterdir()) == [
         *(".writer", "checkpoints", "config.yaml", "exit.json", "metrics.jsonl", "tensorboard"),
@@ -107,25 +89,25 @@ def test_directory_holds_what_is_promised(tmp_path):
         "131 parameters",
         "go on with",
     ):
-        assert word in done.stdout, word
+        assert word in out, word
 
 
-def test_evaluate_gives_the_run_its_metrics_on_any_layout(tmp_path):
-    trainer(*TINY, "run.name=a", ranks=2, folder=tmp_path)
+def test_evaluate_gives_the_run_its_metrics_on_any_layout(command, tmp_path):
+    command(*TINY, "run.name=a", ranks=2)
     told = json.loads((tmp_path / "runs/tiny/a/exit.json").read_text())["metrics"]
     for ranks, words in (
         (3, []),
         (0, ["strategy=single", "strategy.precision=fp64", "eval.micro_batch=10"]),
     ):
-        done = trainer("runs/tiny/a", *words, ranks=ranks, folder=tmp_path, verb="trainer.evaluate")
+        done = command("runs/tiny/a", *words, ranks=ranks, verb="trainer.evaluate")
         found = json.loads(done.stdout.strip().splitlines()[-1])
         assert found.pop("step") == 20 and found == pytest.approx(told, rel=1e-12), done.stderr
-    done = trainer("nowhere", folder=tmp_path, verb="trainer.evaluate")
+    done = command("nowhere", verb="trainer.evaluate")
     assert done.returncode == 2 and done.stderr.startswith("error: nowhere: has no config.yaml")
 
 
-def test_help_lists_groups_and_settings(tmp_path):
-    done = trainer("--help", folder=tmp_path)
+def test_help_lists_groups_and_settings(command):
+    done = command("--help")
     assert done.returncode == 0
     for word in (
         "cifar, text",
@@ -138,42 +120,34 @@ def test_help_lists_groups_and_settings(tmp_path):
 
 
 @pytest.mark.slow
-def test_sweep_runs_each_job_in_a_directory_of_its_own(tmp_path):
-    done = trainer("-m", *TINY, "optim.lr=0.1,0.2", folder=tmp_path)
+def test_sweep_runs_each_job_in_a_directory_of_its_own(command, tmp_path):
+    done = command("-m", *TINY, "optim.lr=0.1,0.2")
     assert done.returncode == 0, done.stderr
-    assert len(list((tmp_path / "runs/tiny").iterdir())) == 2 and [
-        p.name for p in tmp_path.iterdir()
-    ] == ["runs"]
+    assert len(list((tmp_path / "runs/tiny").iterdir())) == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["runs"]
 
 
-def test_run_to_resume_brings_its_configuration(tmp_path):
-    trainer(*TINY, "run.name=a", "optim.lr=0.05", folder=tmp_path)
+def test_run_to_resume_brings_its_configuration(command, tmp_path):
+    command(*TINY, "run.name=a", "optim.lr=0.05")
     (tmp_path / "runs/tiny/a").rename(tmp_path / "moved")
-    done = trainer("run.resume=moved", "run.steps=25", folder=tmp_path)
-    assert done.returncode == 0 and "resumed at step 20 of 25" in done.stdout, (
-        done.stdout + done.stderr
-    )
-    assert (
-        "changed at this resume: run.steps: 20 -> 25" in done.stdout
-        and done.stdout.count("changed at") == 1
-    )
+    done = command("run.resume=moved", "run.steps=25")
+    assert done.returncode == 0 and "resumed at step 20 of 25" in done.stdout, done
+    assert "changed at this resume: run.steps: 20 -> 25" in done.stdout
+    assert done.stdout.count("changed at") == 1
     assert (tmp_path / "moved/checkpoints/step-00000025").is_dir()
-    done = trainer("run.resume=moved", "task.name=x", folder=tmp_path)
+    done = command("run.resume=moved", "task.name=x")
     assert done.returncode == 2 and done.stderr.startswith(
         "error: task.name=x: the run to resume has tiny"
     )
 
 
-def test_hydra_prints_the_composed_config(tmp_path):
-    done = trainer("task=text", "--cfg", "job", folder=tmp_path)
-    assert (
-        done.returncode == 0
-        and "trainer.tasks.text.Text" in done.stdout
-        and list(tmp_path.iterdir()) == []
-    )
+def test_hydra_prints_the_composed_config(command, tmp_path):
+    done = command("task=text", "--cfg", "job")
+    assert done.returncode == 0 and "trainer.tasks.text.Text" in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_while_modules_are_imported_is_not_lost(tmp_path):
+def test_ctrl_c_while_modules_are_imported_is_not_lost(command, tmp_path):
     """An extension module may clear the error that Python raises in it, as numpy's and torch's do."""
     (tmp_path / "mine.py").write_text("""if True:
         import os, signal, time
@@ -184,47 +158,40 @@ def test_ctrl_c_while_modules_are_imported_is_not_lost(tmp_path):
             pass
         from tiny import Tiny as Mine
         """)
-    done = trainer(*TINY, "task.trainer=mine.Mine", folder=tmp_path)
+    done = command(*TINY, "task.trainer=mine.Mine")
     assert (done.returncode, done.stderr) == (1, "interrupted; nothing was saved\n"), done.stdout
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["mine.py"]
 
 
-TERMINATED = pytest.param(2, signal.SIGTERM, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("ranks", "number"), [(0, signal.SIGINT), (2, signal.SIGINT), TERMINATED])
-def test_ctrl_c_stops_all_ranks_saves_and_says_how_to_go_on(ranks, number, tmp_path):
-    """As a terminal does it: the signal goes to the whole foreground group, torchrun and data workers included."""
+@pytest.mark.parametrize(
+    ("kind", "ranks", "number"),
+    [
+        ("real", 0, signal.SIGINT),
+        ("forked", 2, signal.SIGINT),
+        pytest.param("real", 2, signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("real", 2, signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_stops_all_ranks_saves_and_says_how_to_go_on(kind, ranks, number, command, tmp_path):
+    """As a terminal does it: the signal goes to the whole group, torchrun and data workers included."""
     words = [*TINY, "run.name=a", "run.steps=1000000", "log.every_steps=1000", "data.workers=1"]
-    launcher = [*TORCHRUN, f"--nproc_per_node={ranks}"] if ranks else [sys.executable]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-    started = subprocess.Popen(
-        [*launcher, "-m", "trainer", *words],
-        cwd=tmp_path,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    if kind == "real":
+        launcher = TORCHRUN if ranks else ()
+        started = launch(tmp_path, *words, launcher=launcher, is_session=True)
+    else:
+        started = command.start(*words, ranks=ranks, is_session=True)
     record = tmp_path / "runs/tiny/a/metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (record.exists() and record.stat().st_size):
-        time.sleep(0.1)
+    wait_for(lambda: record.exists() and record.stat().st_size)
     asked = time.monotonic()
     os.killpg(started.pid, number)
-    out, err = started.communicate(timeout=30)
-    assert time.monotonic() - asked < 5
+    code, out, err = ended(started)
+    assert time.monotonic() - asked < 20  # and not the 30 s after which torchrun kills
     told = json.loads((tmp_path / "runs/tiny/a/exit.json").read_text())
     assert told["code"] == 75 and told["reason"] == "stopped", told
-    assert ranks or (started.returncode == 75 and err == "")
+    assert ranks or (code == 75 and err == "")
     assert "stopped by SIG" in out and "go on with:" in out and "run.resume=" in out, out
     assert (tmp_path / f"runs/tiny/a/checkpoints/step-{told['step']:08d}").is_dir()
     again = next(line for line in out.splitlines() if line.startswith("go on with:"))
-    resumed = trainer(
-        *again.split("-m trainer ")[1].split(),
-        f"run.steps={told['step'] + 5}",
-        ranks=ranks,
-        folder=tmp_path,
-    )
-    assert f"resumed at step {told['step']:,}" in resumed.stdout, resumed.stdout + resumed.stderr
+    more = [*again.split("-m trainer ")[1].split(), f"run.steps={told['step'] + 5}"]
+    resumed = command(*more, ranks=ranks)
+    assert f"resumed at step {told['step']:,}" in resumed.stdout, resumed

@@ -1,13 +1,9 @@
 """One decision, all ranks: a bad step is skipped alike everywhere, and what only one rank knows reaches all."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from ranks import on_ranks
-from tiny import CONF, Tiny, fit, fit_on, points
+from harness import CONF, fit, fit_on, on_ranks
+from tiny import Begun, Tiny, points
 from torch import nn
 
 from trainer import ConfigError, ResidentDataset, RunError, World, load_config
@@ -16,7 +12,7 @@ from trainer.distributed.group import process_group
 RECIPE = ["task=tiny", "run.steps=12", "log.every_steps=1", "optim.lr=0.3"]
 
 
-class Spoiled(Tiny):
+class Spoiled(Begun):
     """On the last rank alone, the loss of step 5 (from 0) is not a number."""
 
     spoiled = (5,)
@@ -24,11 +20,8 @@ class Spoiled(Tiny):
     def loss(self, outputs, targets):
         values = super().loss(outputs, targets)
         is_here = self.world.rank == self.world.world_size - 1 and self.model.training
-        return (
-            values * float("nan")
-            if is_here and self.step in self.spoiled and self._session.optimizers
-            else values
-        )
+        is_spoiled = is_here and self.has_begun and self.step in self.spoiled
+        return values * float("nan") if is_spoiled else values
 
 
 class Lost(Spoiled):
@@ -124,8 +117,7 @@ def test_parameter_without_a_gradient_is_named_under_ddp(tmp_path):
 
 
 ONE_RANK = """from tiny import Tiny
-from trainer import ConfigError, ResidentDataset, RunError, World, load_config
-from trainer.distributed.group import process_group
+from trainer import ConfigError
 class Late(Tiny):
     def augment(self, inputs, targets, random, train):
         if self.world.rank == 1 and self.step == 3:
@@ -134,27 +126,9 @@ class Late(Tiny):
 """
 
 
-def test_error_of_the_user_on_one_rank_alone_is_said(tmp_path):
+def test_error_of_the_user_on_one_rank_alone_is_said(command, tmp_path):
     (tmp_path / "late.py").write_text(ONE_RANK)
-    words = ["--config-dir", CONF, "task=tiny", "task.trainer=late.Late"]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "-m",
-        "trainer",
-    ]
-    environment = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parent}", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        [*launcher, *words],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = command("--config-dir", CONF, "task=tiny", "task.trainer=late.Late", ranks=2)
     assert done.returncode != 0 and "this rank alone knows" in done.stderr
 
 
@@ -168,7 +142,7 @@ def two_groups():
 
 def test_process_forms_one_group_after_another():
     """Each has its own names in the store: the addresses of the first are dead when the second forms."""
-    for _ in range(10):
+    for _ in range(3):
         assert on_ranks(2, two_groups) == [([1.0], [1.0])] * 2
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from ranks import on_ranks
-from tiny import CONF, Tiny, fit_on
+from harness import CONF, fit_on, on_ranks
+from tiny import Tiny
 from torch import nn
 
 from trainer import ConfigError, Trainer, load_config

@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-from ranks import on_ranks
+from harness import CONF, FIFTY, check_parity, fit, fit_on, on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_parity import FIFTY, check_parity
-from tiny import CONF, Tiny, fit, fit_on, points
+from tiny import Tiny, points
 from torch import nn
 from torch.nn.functional import softplus
 

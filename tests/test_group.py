@@ -1,15 +1,11 @@
 """The ranks meet by environment, address or file, under torchrun and by hand, and every finished run exits 0."""
 
 import os
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from ranks import on_ranks
-from tiny import CONF
+from harness import CONF, TORCHRUN, Beside, Command, ended, free_port, launch, on_ranks
 
 from trainer import ConfigError, World, load_config
 from trainer.distributed.group import choose_backend, process_group
@@ -18,39 +14,11 @@ from trainer.distributed.rendezvous import check_init
 TINY = ["--config-dir", CONF, "task=tiny", "run.steps=3", "dist.timeout_s=20"]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def start(
-    folder: Path, environment: dict[str, str], *words: str, launcher: tuple[str, ...] = ()
-) -> subprocess.Popen:
-    clean = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    }
-    clean |= {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, *launcher, "-m", "trainer", *TINY, *words]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=folder, env=clean, text=True, **pipes)
-
-
-def by_hand(folder: Path, *words: str, **environment: str) -> list[tuple[int, str, str]]:
+def by_hand(command: Command, *words: str, **environment: str) -> list[tuple[int, str, str]]:
     """Two ranks as two terminals would start them."""
-    ranks = [{"RANK": str(rank), "WORLD_SIZE": "2", **environment} for rank in (0, 1)]
-    started = [start(folder, rank, *words) for rank in ranks]
-    ended = [process.communicate(timeout=60) for process in started]
-    return [(process.returncode, *texts) for process, texts in zip(started, ended, strict=True)]
-
-
-def under_torchrun(folder: Path, *words: str) -> tuple[int, str, str]:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    process = start(folder, {}, *words, launcher=launcher)
-    out, err = process.communicate(timeout=60)
-    return process.returncode, out, err
+    told = [{"RANK": rank, "WORLD_SIZE": "2", **environment} for rank in "01"]
+    started = [command.start(*TINY, *words, environment=each) for each in told]
+    return [ended(process) for process in started]
 
 
 def method(name: str, folder: Path) -> list[str]:
@@ -62,41 +30,45 @@ def method(name: str, folder: Path) -> list[str]:
     return [f"dist.init={name}", *settings[name]]
 
 
-@pytest.mark.parametrize(
-    "name", ["env", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tcp", "file"))]
-)
-def test_two_ranks_meet_by_hand(name, tmp_path):
+@pytest.mark.parametrize("name", ["env", "tcp", "file"])
+def test_two_ranks_meet_by_hand(name, command, tmp_path):
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if name == "env" else {}
-    for code, out, err in by_hand(tmp_path, *method(name, tmp_path), **address):
+    for code, out, err in by_hand(command, *method(name, tmp_path), **address):
         assert code == 0, out + err
     assert len(list((tmp_path / "runs/tiny").iterdir())) == 1 and not (tmp_path / "meet").exists()
 
 
-@pytest.mark.parametrize("name", ["tcp", pytest.param("file", marks=pytest.mark.slow)])
-def test_two_ranks_meet_under_torchrun(name, tmp_path):
-    code, out, err = under_torchrun(tmp_path, *method(name, tmp_path))
+@pytest.mark.parametrize("name", ["tcp", "file"])
+def test_two_ranks_of_an_agent_meet(name, command, tmp_path):
+    code, out, err = command(*TINY, *method(name, tmp_path), ranks=2)
     assert code == 0 and "2 ranks on 1 node" in out, out + err
 
 
-def test_old_file_is_refused(tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tcp", "file"])
+def test_two_ranks_meet_under_torchrun(name, tmp_path):
+    words = method(name, tmp_path)
+    code, out, err = ended(launch(tmp_path, *TINY, *words, launcher=TORCHRUN))
+    assert code == 0 and "2 ranks on 1 node" in out, out + err
+
+
+def test_old_file_is_refused(command, tmp_path):
     left = tmp_path / "meet"
     left.write_bytes(b"left over")
     os.utime(left, (time.time() - 60, time.time() - 60))
-    for code, _, err in by_hand(tmp_path, *method("file", tmp_path)):
+    for code, _, err in by_hand(command, *method("file", tmp_path)):
         assert code == 2 and f"{left} was left by an earlier run; remove it" in err
 
 
-def test_nobody_at_the_address_is_one_line_in_time(tmp_path):
-    words = ["dist.init=tcp", f"dist.address=127.0.0.1:{free_port()}", "dist.timeout_s=2"]
+def test_nobody_at_the_address_is_one_line_in_time(command):
+    words = [*TINY, "dist.init=tcp", f"dist.address=127.0.0.1:{free_port()}", "dist.timeout_s=0.7"]
+    beside = Beside(lambda: command(*TINY))
     began = time.monotonic()
-    process = start(tmp_path, {"RANK": "1", "WORLD_SIZE": "2"}, *words)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 2 and "error: rank 1: no group was found at 127.0.0.1:" in err
-    assert (
-        "within dist.timeout_s=2" in err
-        and "Traceback" not in err
-        and time.monotonic() - began < 25
-    )
+    code, _, err = command(*words, environment={"RANK": "1", "WORLD_SIZE": "2"})
+    seconds = time.monotonic() - began
+    assert code == 2 and "error: rank 1: no group was found at 127.0.0.1:" in err
+    assert "within dist.timeout_s=0.7" in err and "Traceback" not in err
+    assert seconds < 5 * 0.7 + beside.allowance_s
 
 
 REFUSED = {
@@ -128,5 +100,8 @@ def test_group_of_one_needs_no_address():
 
 @pytest.mark.slow
 def test_every_finished_run_exits_0(tmp_path):
-    codes = [under_torchrun(tmp_path, f"run.name={number}")[0] for number in range(100)]
+    started = (
+        launch(tmp_path, *TINY, f"run.name={number}", launcher=TORCHRUN) for number in range(100)
+    )
+    codes = [ended(process)[0] for process in started]
     assert codes == [0] * 100

@@ -87,7 +87,7 @@ def test_the_checkpoints_of_these_tests_load_when_nothing_is_wrong_with_them(tmp
     assert torch.equal(packing.unpack(loaded.files["model.pt"], CPU)["weight"], torch.zeros(2))
 
 
-# What is in the files -------------------------------------------------------------------------------------------------
+# What is in the files -----------------------------------------------------------------------------
 
 
 class Call:
@@ -236,7 +236,7 @@ def test_what_a_run_saves_is_never_taken_for_hostile(tmp_path):
     assert found["n"] == tree["n"] and found["part"].shape == (2,) and found["deep"] == tree["deep"]
 
 
-# The manifest and the folder ------------------------------------------------------------------------------------------
+# The manifest and the folder ----------------------------------------------------------------------
 
 
 def with_file(name, **entry):
@@ -383,7 +383,7 @@ def test_file_larger_than_declared_is_refused_unread(tmp_path):
     )
 
 
-# Archives -------------------------------------------------------------------------------------------------------------
+# Archives -----------------------------------------------------------------------------------------
 
 
 def archive(*members):

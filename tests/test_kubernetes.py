@@ -65,7 +65,7 @@ def parts(request):
     return request.param()
 
 
-# The schema -----------------------------------------------------------------------------------------------------------
+# The schema ---------------------------------------------------------------------------------------
 
 
 def problems(text):
@@ -210,7 +210,7 @@ def test_rules_fit_into_a_training_runtime():
     assert problems(yaml.safe_dump(runtime)) == []
 
 
-# What the schema does not say -----------------------------------------------------------------------------------------
+# What the schema does not say ---------------------------------------------------------------------
 
 
 def test_label_picks_one_document():
@@ -269,7 +269,7 @@ def test_bad_configuration_fails_at_once_and_a_disruption_does_not_count():
     assert JOBSET["spec"]["failurePolicy"]["maxRestarts"] > 0
 
 
-# The command ----------------------------------------------------------------------------------------------------------
+# The command --------------------------------------------------------------------------------------
 
 
 def start_command(parts, folder, torchrun, more=""):

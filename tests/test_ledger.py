@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from tiny import fit_on, newest
+from harness import fit_on, newest
 
 from trainer.audit import main as audit
 from trainer.data.ledger import CLOSE_EVERY, Ledger, digests, expected

@@ -8,12 +8,12 @@ import sys
 import time
 from pathlib import Path
 
-import machines as two
 import pytest
 import torch
-from machines import ADDRESSES, Machines
-from test_launching import EVERY, PATHS, TINY, wait_for
-from tiny import CONF, fit_on, newest, relative_distance
+from harness import CONF, PATHS, fit_on, newest, relative_distance, wait_for
+from harness import machines as two
+from harness.machines import ADDRESSES, Machines
+from test_launching import EVERY, TINY
 
 from trainer import audit
 from trainer.checkpoints import packing
@@ -114,7 +114,7 @@ def test_two_machines_learn_what_one_learns(launcher, init, machines, one_machin
     )
 
 
-# A machine that is lost -----------------------------------------------------------------------------------------------
+# A machine that is lost ---------------------------------------------------------------------------
 
 PACED = """
 import time
@@ -280,7 +280,7 @@ def test_run_goes_on_with_a_machine_that_comes_later(host, words, paced, tmp_pat
     check_unbroken(directory, tmp_path, 300, [1, 2])
 
 
-# A cable that is pulled -----------------------------------------------------------------------------------------------
+# A cable that is pulled ---------------------------------------------------------------------------
 
 
 def ranks_on(machines: Machines, number: int) -> list[int]:

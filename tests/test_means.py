@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
-from tiny import CONF
+from harness import CONF, on_ranks
 
 from trainer import load_config
 from trainer.distributed.group import Group, process_group
@@ -52,7 +51,7 @@ def mean_of(*values: float, weights: torch.Tensor | None = None) -> float:
     return means.read(ALONE)["value"]
 
 
-# What may be returned -------------------------------------------------------------------------------------------------
+# What may be returned -----------------------------------------------------------------------------
 
 
 def test_scalar_is_refused_naming_the_reduction():
@@ -98,7 +97,7 @@ def test_rows_are_those_of_the_first_tensor_with_a_batch_axis():
         count_rows(None, torch.tensor(1.0))
 
 
-# Means ----------------------------------------------------------------------------------------------------------------
+# Means --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -217,7 +216,7 @@ def test_counted_values_keep_no_graph():
     assert not means.reduced(ALONE)["value"].requires_grad
 
 
-# The loss -------------------------------------------------------------------------------------------------------------
+# The loss -----------------------------------------------------------------------------------------
 
 
 def made(loss, global_batch: int = 4, ranks: int = 1) -> Objective:

@@ -7,18 +7,15 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_ranks
-from tiny import CONF, fit, fit_on, newest
+from harness import CONF, check_equal_bits, fit, fit_on, newest, on_ranks, wait_for
+from harness.internals import checkpoint, packing
 
-from trainer.checkpoints import packing
-from trainer.checkpoints import transaction as checkpoint
 from trainer.errors import CheckpointError, ConfigError, RunError
 from trainer.record.lease import Lease
 
@@ -26,7 +23,7 @@ RECIPE = ["task=tiny", "run.steps=30"]
 EVERY_3 = ["checkpoint.every_steps=3", "checkpoint.every_epochs=null"]
 
 
-# One writer -----------------------------------------------------------------------------------------------------------
+# One writer ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -62,13 +59,15 @@ def test_second_writer_is_refused_by_host_and_pid_until_the_first_is_dead(tmp_pa
 def test_data_workers_that_outlive_their_parent_do_not_hold_the_run(tmp_path):
     def hold():
         Lease(tmp_path)
-        if os.fork() == 0:
-            time.sleep(20)
+        if (worker := os.fork()) == 0:
+            time.sleep(60)
             os._exit(0)
+        (tmp_path / "worker").write_text(str(worker))
 
     with another_process(hold):
         pass
     Lease(tmp_path).release()
+    os.kill(int((tmp_path / "worker").read_text()), signal.SIGKILL)
 
 
 def test_process_that_was_taken_over_does_not_publish(tmp_path):
@@ -99,38 +98,21 @@ def test_writer_frozen_before_its_rename_finds_nothing_to_rename(tmp_path):
     assert checkpoint.steps(tmp_path) == {} and list(tmp_path.iterdir()) == []
 
 
-def test_second_run_on_a_directory_is_refused_within_seconds(tmp_path):
-    words = [
-        sys.executable,
-        "-m",
-        "trainer",
-        "--config-dir",
-        CONF,
-        "task=tiny",
-        f"run.dir={tmp_path}",
-        "run.name=run",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-    slow = [*words, "run.steps=10000000"]
-    first = subprocess.Popen(
-        slow, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+def test_second_run_on_a_directory_is_refused_within_seconds(command, tmp_path):
+    words = ["--config-dir", CONF, "task=tiny", f"run.dir={tmp_path}", "run.name=run"]
+    first = command.start(*words, "run.steps=10000000")
     try:
-        while not checkpoint.steps(tmp_path / "tiny/run/checkpoints"):
-            time.sleep(0.05)
-        second = subprocess.run(
-            [*words, "run.resume=auto"], env=environment, capture_output=True, text=True, timeout=60
-        )
+        wait_for(lambda: checkpoint.steps(tmp_path / "tiny/run/checkpoints"))
+        second = command(*words, "run.resume=auto")
         assert second.returncode == 2
         expected = f"error: run directory {tmp_path}/tiny/run: process {first.pid} on "
         assert second.stderr.startswith(expected) and len(second.stderr.splitlines()) == 1
         assert first.poll() is None
     finally:
         first.kill()
-        first.wait()
 
 
-# Behind the loop ------------------------------------------------------------------------------------------------------
+# Behind the loop ----------------------------------------------------------------------------------
 
 
 def test_background_checkpoint_is_of_its_step_though_training_goes_on(tmp_path, monkeypatch):
@@ -192,7 +174,7 @@ def test_no_more_than_one_checkpoint_is_in_flight_and_the_end_waits(tmp_path, mo
     assert newest(directory).manifest["step"] == 30
 
 
-# Disks that fail ------------------------------------------------------------------------------------------------------
+# Disks that fail ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -216,8 +198,15 @@ def ends_in(error, folder, *overrides):
     raise AssertionError("no error")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("background", ["true", "false"])
+@pytest.mark.parametrize(
+    ("ranks", "background"),
+    [
+        (1, "false"),
+        (2, "true"),
+        pytest.param(1, "true", marks=pytest.mark.slow),
+        pytest.param(2, "false", marks=pytest.mark.slow),
+    ],
+)
 def test_full_disk_ends_the_run_on_every_rank_in_one_line_and_the_last_checkpoint_resumes(
     ranks, background, tmp_path
 ):
@@ -237,11 +226,7 @@ def test_full_disk_ends_the_run_on_every_rank_in_one_line_and_the_last_checkpoin
         for path in list(checkpoint.steps(disk / "tiny/run/checkpoints").values())[:-1]:
             shutil.rmtree(path)
         resumed = fit_on(ranks, disk, *RECIPE, "run.resume=auto", "checkpoint.keep_last=1")
-    straight = fit_on(ranks, tmp_path / "straight", *RECIPE)
-    assert all(
-        torch.equal(tensor, resumed["weights"][name])
-        for name, tensor in straight["weights"].items()
-    )
+    check_equal_bits(fit_on(ranks, tmp_path / "straight", *RECIPE), resumed)
 
 
 def test_start_says_where_the_checkpoints_to_keep_will_not_fit(tmp_path, capfd):
@@ -305,27 +290,9 @@ def test_run_whose_last_step_could_not_be_saved_fails_even_so(tmp_path, monkeypa
     )
 
 
-def test_full_disk_by_the_command_line_is_one_line_and_exit_code_1(tmp_path):
+def test_full_disk_by_the_command_line_is_one_line_and_exit_code_1(command, tmp_path):
     with small_disk(tmp_path / "disk", 96) as disk:
-        words = [
-            "--config-dir",
-            CONF,
-            *RECIPE,
-            *EVERY_3,
-            "checkpoint.keep_last=100",
-            f"run.dir={disk}",
-        ]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(Path(__file__).parent),
-            "OMP_NUM_THREADS": "1",
-        }
-        done = subprocess.run(
-            [sys.executable, "-m", "trainer", *words],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        words = ["--config-dir", CONF, *RECIPE, *EVERY_3, "checkpoint.keep_last=100"]
+        done = command(*words, f"run.dir={disk}")
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith(f"error: {disk}/tiny/")

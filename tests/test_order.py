@@ -44,7 +44,7 @@ def steps_of(plan: BatchPlan, epoch: int, start: int) -> list[list[int]]:
     return [torch.cat(shares).tolist() for shares in zip(*parts, strict=True)]
 
 
-# The order ------------------------------------------------------------------------------------------------------------
+# The order ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -107,7 +107,7 @@ def test_neighbouring_epochs_share_no_more_positions_than_chance():
     assert 120 < same < 280  # one in each of 200 pairs is expected, deviation 14
 
 
-# The cut --------------------------------------------------------------------------------------------------------------
+# The cut ------------------------------------------------------------------------------------------
 
 
 def test_shares_of_an_accepted_batch_are_contiguous_in_rank_order_and_differ_by_at_most_one_row():
@@ -171,7 +171,7 @@ def test_advised_micro_batch_and_global_batch_are_accepted():
     assert refused > 100
 
 
-# The samplers ---------------------------------------------------------------------------------------------------------
+# The samplers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

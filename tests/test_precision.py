@@ -1,9 +1,11 @@
 """Every precision trains; fp16's loss scale is GradScaler's, counts its skipped steps and goes on at a resume."""
 
+import itertools
+
 import pytest
 import torch
-from ranks import on_ranks
-from tiny import Tiny, fit_on, newest
+from harness import fit_on, newest, on_ranks
+from tiny import Tiny
 from torch import nn
 
 from trainer.engine.precision import Precision
@@ -21,8 +23,21 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["fp64", "fp32", "amp_bf16", "amp_fp16", "bf16", "fp16"])
+PRECISIONS = ["fp64", "fp32", "amp_bf16", "amp_fp16", "bf16", "fp16"]
+
+
+def cells(rows, columns):
+    """All pairs; by default those that hold each row and each column once, the others slow."""
+    pairs = itertools.product(enumerate(rows), enumerate(columns))
+    most = max(len(rows), len(columns))
+    quick = {(n % len(rows), n % len(columns)) for n in range(most)}
+    return [
+        pytest.param(row, column, marks=[pytest.mark.slow] * ((m, n) not in quick))
+        for (m, row), (n, column) in pairs
+    ]
+
+
+@pytest.mark.parametrize(("name", "layout"), cells(PRECISIONS, list(LAYOUTS)))
 def test_every_precision_trains_with_every_strategy(name, layout, tmp_path):
     """The cells of docs/strategies.md; fit_on compares the ranks bit for bit."""
     ranks, overrides = LAYOUTS[layout]
@@ -41,8 +56,9 @@ def test_every_precision_trains_with_every_strategy(name, layout, tmp_path):
     assert run["weights"]["0.weight"].dtype == dtype
 
 
-@pytest.mark.parametrize("hook", ["fp16", "powersgd"])
-@pytest.mark.parametrize("name", ["fp32", "amp_bf16", "amp_fp16"])
+@pytest.mark.parametrize(
+    ("name", "hook"), cells(["fp32", "amp_bf16", "amp_fp16"], ["fp16", "powersgd"])
+)
 def test_compressing_hooks_train_in_every_precision_with_float32_gradients(name, hook, tmp_path):
     run = fit_on(2, tmp_path, *MLP, f"strategy.comm_hook={hook}", f"strategy.precision={name}")
     assert min(loss for loss in run["losses"].values() if loss is not None) < 0.9 * run["losses"][1]

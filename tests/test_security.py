@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_ranks
-from test_command_line import TINY
-from test_command_line import trainer as start
-from tiny import CONF, fit, fit_on
+from harness import CONF, fit, fit_on, on_ranks
+from harness.command import fork_jobs
 
 import trainer
 from trainer import ConfigError, load_config
@@ -24,14 +22,7 @@ from trainer.errors import visible
 from trainer.record.writers import RankZeroWriter
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def lockstep(*words, folder, **options):
-    """The command line, on this checkout's code whatever else is installed."""
-    paths = [str(ROOT), str(ROOT / "tests"), str(folder)]
-    return start(
-        *words, folder=folder, environment={"PYTHONPATH": os.pathsep.join(paths)}, **options
-    )
+TINY = ["--config-dir", CONF, "task=tiny"]
 
 
 def with_options(tmp_path, text, run="name: a"):
@@ -49,7 +40,7 @@ def files_under(folder):
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-# Targets --------------------------------------------------------------------------------------------------------------
+# Targets ------------------------------------------------------------------------------------------
 
 DANGEROUS = [
     *(
@@ -121,21 +112,21 @@ DANGEROUS = [
         "torch.optim.lr_scheduler.LambdaLR",
     ),
     *(
-        "trainer.checkpoint.os.system",
-        "trainer.checkpoint.shutil.rmtree",
-        "trainer.checkpoint.os",
-        "trainer.means.torch",
+        "trainer.checkpoints.transaction.os.system",
+        "trainer.checkpoints.transaction.shutil.rmtree",
+        "trainer.checkpoints.transaction.os",
+        "trainer.engine.means.torch",
     ),
     *(
-        "trainer.checkpoint.sweep",
-        "trainer.checkpoint.set_aside",
-        "trainer.checkpoint._discard",
-        "trainer.checkpoint.load",
+        "trainer.checkpoints.transaction.sweep",
+        "trainer.checkpoints.transaction.set_aside",
+        "trainer.checkpoints.transaction._discard",
+        "trainer.checkpoints.transaction.load",
     ),
     *(
-        "trainer.rundir.write_exit",
-        "trainer.rundir.replace",
-        "trainer.lease.Lease",
+        "trainer.record.directory.write_exit",
+        "trainer.record.directory.replace",
+        "trainer.record.lease.Lease",
         "trainer.__main__.run",
     ),
     *(
@@ -147,7 +138,7 @@ DANGEROUS = [
         "trainer.tasks.cifar.partial",
         "trainer.import_module",
         "trainer.Trainer",
-        "trainer.targets.call_target",
+        "trainer.config.targets.call_target",
     ),
     *(
         "canary.Optimizer",
@@ -214,19 +205,17 @@ def test_no_function_of_ours_can_be_called_but_the_five_schedules():
     assert tried > 500 and found == {"constant", "linear", "cosine", "one_cycle", "multistep"}
 
 
-def test_module_of_a_target_that_is_not_allowed_is_not_imported(tmp_path):
+def test_module_of_a_target_that_is_not_allowed_is_not_imported(command, tmp_path):
     (tmp_path / "canary.py").write_text(
         "open('ran', 'w')\nclass Optimizer: ...\ndef schedule(num_steps): ...\n"
     )
     for words in (["optim._target_=canary.Optimizer"], ["schedule._target_=canary.schedule"]):
-        done = lockstep(*TINY, *words, folder=tmp_path)
+        done = command(*TINY, *words)
         assert done.returncode == 2 and done.stderr.startswith(
             f"error: {words[0]}: must lie under"
         ), done.stderr
         assert done.stderr.count("\n") == 1 and not (tmp_path / "ran").exists()
-    done = lockstep(
-        *TINY, "task.packages=[canary]", "optim._target_=canary.Optimizer", folder=tmp_path
-    )
+    done = command(*TINY, "task.packages=[canary]", "optim._target_=canary.Optimizer")
     assert done.stderr.startswith(
         "error: optim._target_=canary.Optimizer: must be a subclass of torch.optim"
     ), done.stderr
@@ -237,7 +226,7 @@ def test_module_of_a_target_that_is_not_allowed_is_not_imported(tmp_path):
     "flags",
     [["-m"], ["--cfg", "job"], ["--info", "all"], ["--resolve"], ["-m", "--cfg", "job"], []],
 )
-def test_hydra_builds_nothing_of_what_a_config_names(flags, tmp_path):
+def test_hydra_builds_nothing_of_what_a_config_names(flags, command, tmp_path):
     places = "".join(
         f"  {name}: {{version: 1, formatters: {{a: {{'()': os.mkdir, path: {tmp_path}/{name}}}}}}}\n"
         for name in ("job_logging", "hydra_logging")
@@ -247,11 +236,11 @@ def test_hydra_builds_nothing_of_what_a_config_names(flags, tmp_path):
     (tmp_path / "conf/task").mkdir(parents=True)
     text = (Path(CONF) / "task/tiny.yaml").read_text()
     (tmp_path / "conf/task/theirs.yaml").write_text(f"{text}\nhydra:\n{places}{more}")
-    lockstep("--config-dir", "conf", "task=theirs", "run.steps=1", *flags, folder=tmp_path)
+    command("--config-dir", "conf", "task=theirs", "run.steps=1", *flags, before=fork_jobs)
     assert {path.name for path in tmp_path.iterdir()} <= {"conf", "runs"}
 
 
-# Interpolations -------------------------------------------------------------------------------------------------------
+# Interpolations -----------------------------------------------------------------------------------
 
 READING = [
     "oc.env:CANARY",
@@ -287,14 +276,8 @@ def test_interpolation_that_looks_at_the_machine_is_refused(what, tmp_path, monk
     "word",
     ["run.name=${oc.env:CANARY}", "+task.options.x=${oc.env:CANARY}", "optim=${oc.env:CANARY}"],
 )
-def test_environment_is_not_read_on_the_command_line(word, tmp_path):
-    os.environ.pop("CANARY", None)
-    done = start(
-        *TINY,
-        word,
-        folder=tmp_path,
-        environment={"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "CANARY": "s3kr1t"},
-    )
+def test_environment_is_not_read_on_the_command_line(word, command, tmp_path):
+    done = command(*TINY, word, environment={"CANARY": "s3kr1t"})
     assert (
         done.returncode == 2
         and done.stderr.count("\n") == 1
@@ -314,7 +297,7 @@ def test_interpolation_within_the_configuration_stays():
     assert load_config([*TINY[2:], "run.name=a"], [CONF]).run.name == "a"
 
 
-# Secrets --------------------------------------------------------------------------------------------------------------
+# Secrets ------------------------------------------------------------------------------------------
 
 VALUE = "s3kr1t"
 SECRETS = [
@@ -397,7 +380,7 @@ def test_innocent_name_passes(name, tmp_path):
     assert name in config.task.options
 
 
-def test_secret_stands_in_no_file_of_a_run(tmp_path):
+def test_secret_stands_in_no_file_of_a_run(command, tmp_path):
     task = "import os\nfrom tiny import Tiny\nclass Free(Tiny):\n    Options = None\n"
     task += "    def __init__(self, *given):\n        super().__init__(*given)\n"
     task += "        from types import SimpleNamespace\n        self.options = SimpleNamespace(**self.options)\n"
@@ -416,20 +399,14 @@ def test_secret_stands_in_no_file_of_a_run(tmp_path):
         f"+task.options={{hf_token: {VALUE}}}",
         f"--hf_token={VALUE}",
     ):
-        done = lockstep(*words, word, folder=tmp_path)
+        done = command(*words, word)
         assert (
             done.returncode == 2
             and VALUE not in done.stdout + done.stderr
             and done.stderr.count("\n") == 1
         )
         assert not (tmp_path / "runs").exists()
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(tmp_path)])
-    done = start(
-        *words,
-        "+task.options.mark=visible-mark",
-        folder=tmp_path,
-        environment={"PYTHONPATH": paths, "HF_TOKEN": VALUE},
-    )
+    done = command(*words, "+task.options.mark=visible-mark", environment={"HF_TOKEN": VALUE})
     assert done.returncode == 0, done.stderr
     made = {path.name: path.read_bytes() for path in files_under(tmp_path / "runs")}
     assert not [name for name, data in made.items() if VALUE.encode() in data]
@@ -438,7 +415,7 @@ def test_secret_stands_in_no_file_of_a_run(tmp_path):
     }
 
 
-# The run directory ----------------------------------------------------------------------------------------------------
+# The run directory --------------------------------------------------------------------------------
 
 PLANTED = [
     "metrics.jsonl",
@@ -504,7 +481,7 @@ def test_planted_link_is_not_followed(name, kind, finished, tmp_path):
     )
 
 
-# Names ----------------------------------------------------------------------------------------------------------------
+# Names --------------------------------------------------------------------------------------------
 
 NASTY = {
     "\x1b[31m": "\\x1b[31m",
@@ -537,8 +514,8 @@ def test_names_are_shown_and_not_obeyed(name, shown, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["\x1b[31m", "\r", "\n", "\x07", "\u202e"])
-def test_error_line_shows_and_does_not_obey(name, tmp_path):
-    done = lockstep(*TINY, f"run.resume=no{name}where", folder=tmp_path)
+def test_error_line_shows_and_does_not_obey(name, command, tmp_path):
+    done = command(*TINY, f"run.resume=no{name}where")
     assert (
         done.returncode == 2
         and done.stderr.count("\n") == 1
@@ -547,11 +524,11 @@ def test_error_line_shows_and_does_not_obey(name, tmp_path):
     assert NASTY[name] in done.stderr or name in "\r\n", done.stderr
     (tmp_path / "task").mkdir()
     (tmp_path / f"task/a{name}b.yaml").touch()
-    helped = lockstep("--help", "--config-dir", str(tmp_path), folder=tmp_path)
+    helped = command("--help", "--config-dir", str(tmp_path))
     assert f"a{NASTY[name]}b" in helped.stdout
 
 
-# The code itself ------------------------------------------------------------------------------------------------------
+# The code itself ----------------------------------------------------------------------------------
 
 BANNED = {
     "eval",

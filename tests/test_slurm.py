@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import slurm
-from test_launching import EVERY, PATHS, SLOW, TINY, wait_for
-from tiny import newest
+from harness import PATHS, newest, slurm, wait_for
+from test_launching import EVERY, SLOW, TINY
 
 from trainer import audit
 

@@ -1,10 +1,11 @@
 """Every strategy and switch trains the same run; what does change it, and what cannot work, is said."""
 
+import itertools
+
 import pytest
 import torch
-from ranks import on_ranks
-from test_parity import FIFTY, check_parity
-from tiny import CONF, Tiny, fit, fit_on, relative_distance
+from harness import CONF, FIFTY, check_parity, fit, fit_on, on_ranks, relative_distance
+from tiny import Tiny
 from torch import nn
 from torch.optim import SGD, Adam
 
@@ -104,13 +105,18 @@ CELLS = {
 }
 
 
-@pytest.mark.parametrize("cell", CELLS)
+TWICE = ("parameter_server x 2", "syncbn x 2", "ema x 3", "two optimizers x 3")
+
+
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, marks=[pytest.mark.slow] * (cell in TWICE)) for cell in CELLS]
+)
 def test_run_does_not_depend_on_the_strategy(cell, references, tmp_path):
     ranks, task, recipe, overrides = CELLS[cell]
     check_parity(references(task, *recipe), fit_on(ranks, tmp_path, *recipe, *overrides, task=task))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_average_pooling_under_sgd_in_fp32_agrees_to_a_thousandth(ranks, references, tmp_path):
     recipe = [*TINY, "optim.lr=0.1", "strategy.precision=fp32"]
     check_parity(
@@ -215,11 +221,13 @@ def in_group(body, *arguments):
         return body(*arguments)
 
 
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("dims", [(), (4, 3)])
 @pytest.mark.parametrize("sizes", [(5, 3), (4, 1, 6)])
-def test_synchronised_batchnorm_is_batchnorm_of_the_joined_batch(sizes, dims, affine):
-    assert max(on_ranks(len(sizes), in_group, normalized, sizes, affine, dims)) <= 1e-12
+def test_synchronised_batchnorm_is_batchnorm_of_the_joined_batch(sizes):
+    def each():
+        cases = itertools.product([True, False], [(), (4, 3)])
+        return max(normalized(sizes, affine, dims) for affine, dims in cases)
+
+    assert max(on_ranks(len(sizes), in_group, each)) <= 1e-12
 
 
 REFUSED = {

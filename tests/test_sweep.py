@@ -6,9 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from test_launching import CONF, ELASTIC, TINY, ended, start, wait_for
+from harness import CONF, ELASTIC, ended, wait_for
+from harness.command import fork_jobs
 
-WORDS = ["-m", *TINY[:3], "launch=elastic", "launch.nproc_per_node=2"]
+TINY = ["--config-dir", CONF, "task=tiny", "run.name=a"]
 
 
 def results(folder):
@@ -17,11 +18,13 @@ def results(folder):
         return list(csv.DictReader(file)), json.loads((place / "sweep.json").read_text())
 
 
-def test_each_job_is_a_group_and_a_failed_one_is_told(tmp_path):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_each_job_is_a_group_and_a_failed_one_is_told(ranks, command, tmp_path):
     """task.options.examples=21 fails: the global batch is 22."""
-    words = [*WORDS, "task.options.examples=203,21,150"]
-    code, out, err = ended(start(tmp_path, *words))
-    assert code == 1 and out.count("2 ranks on 1 node") == 2, out + err
+    words = ["-m", *TINY[:3], *(ELASTIC if ranks == 2 else ()), "task.options.examples=203,21,150"]
+    group = f"{ranks} rank{'s' * (ranks > 1)} on 1 node"
+    code, out, err = command(*words, before=fork_jobs)
+    assert code == 1 and out.count(group) == 2, out + err
     assert "error: data.global_batch=22: must be at most the 21 training examples" in err
     rows, jobs = results(tmp_path)
     told = {(row["task.options.examples"], row["state"], row["code"]) for row in rows}
@@ -35,61 +38,57 @@ def test_each_job_is_a_group_and_a_failed_one_is_told(tmp_path):
     table = [line.split()[1] for line in out.splitlines() if " done " in line or " failed " in line]
     assert table == [*sorted(values, key=values.get), "21"], out  # best first
     assert [row["task.options.examples"] for row in rows] == table
-    again = ended(start(tmp_path, *words))
-    assert (
-        again[1].count("is finished") == 2 and "2 ranks on 1 node" not in again[1] and again[0] == 1
-    )
+    code, out, _ = command(*words, before=fork_jobs)
+    assert out.count("is finished") == 2 and group not in out and code == 1
 
 
-def test_job_is_never_taken_for_another_and_a_sweep_runs_once_at_a_time(tmp_path):
-    words = ["-m", *TINY, "run.steps=2000", "log.every_steps=1000"]
-    first = start(tmp_path, *words, "optim.lr=0.1,0.2")
+def test_job_is_never_taken_for_another_and_a_sweep_runs_once_at_a_time(command, tmp_path):
+    words = ["-m", *TINY, "run.steps=100000", "log.every_steps=1000"]
+    first = command.start(*words, "optim.lr=0.1,0.2", before=fork_jobs)
     wait_for(lambda: [*tmp_path.glob("runs/tiny/a-*/checkpoints/step-*")])
-    code, _, err = ended(start(tmp_path, *words, "optim.lr=0.1,0.2"))
+    code, _, err = command(*words, "optim.lr=0.1,0.2", before=fork_jobs)
     assert code == 2 and f"process {first.pid} on " in err, err
     first.send_signal(signal.SIGTERM)
     assert ended(first)[0] == 75
-    code, out, err = ended(
-        start(tmp_path, *words, "run.epochs=1", "run.steps=null", "optim.lr=0.3,0.4")
-    )
+    more = ["run.epochs=1", "run.steps=null", "optim.lr=0.3,0.4"]
+    code, out, err = command(*words, *more, before=fork_jobs)
     assert code == 0 and "resumed" not in out and len([*(tmp_path / "runs/tiny").iterdir()]) == 3, (
         out + err
     )
 
 
-def test_every_job_is_checked_before_the_first_starts(tmp_path):
-    code, out, err = ended(start(tmp_path, "-m", *TINY[:3], "task.options.dropout=0.1,abc"))
+def test_every_job_is_checked_before_the_first_starts(command, tmp_path):
+    code, out, err = command("-m", *TINY[:3], "task.options.dropout=0.1,abc")
     assert (code, out) == (2, "") and err == "error: task.options.dropout=abc: must be a number\n"
     assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow
-def test_sweep_stops_at_a_failed_job_where_told(tmp_path):
+def test_sweep_stops_at_a_failed_job_where_told(command, tmp_path):
     words = ["-m", *TINY[:3], "task.options.examples=21,203", "launch.on_failed_job=stop"]
-    code, out, _ = ended(start(tmp_path, *words))
+    code, out, _ = command(*words, before=fork_jobs)
     assert code == 1 and [row["state"] for row in results(tmp_path)[0]] == ["failed", "waiting"], (
         out
     )
 
 
 @pytest.mark.slow
-def test_stopped_sweep_goes_on_where_it_was(tmp_path):
+def test_stopped_sweep_goes_on_where_it_was(command, tmp_path):
     words = ["-m", *TINY, "run.steps=3000", "log.every_steps=1000", "optim.lr=0.1,0.2"]
-    first = start(tmp_path, *words)
+    first = command.start(*words, before=fork_jobs)
     wait_for(lambda: [*tmp_path.glob("runs/tiny/a-*/checkpoints/step-*")])
     first.send_signal(signal.SIGINT)  # to this process alone
     code, out, err = ended(first)
     rows, _ = results(tmp_path)
     assert code == 75 and [row["state"] for row in rows] == ["stopped", "waiting"], out + err
-    code, out, err = ended(start(tmp_path, *words))
+    code, out, err = command(*words, before=fork_jobs)
     assert code == 0 and out.count("resumed at step") == 1, out + err
     assert [row["state"] for row in results(tmp_path)[0]] == ["done", "done"]
 
 
-def test_sweep_under_torchrun_is_refused_with_advice(tmp_path):
-    code, _, err = ended(
-        start(tmp_path, "-m", *TINY, *ELASTIC, "optim.lr=0.1,0.2", RANK="0", WORLD_SIZE="2")
-    )
+def test_sweep_under_torchrun_is_refused_with_advice(command, tmp_path):
+    told = {"RANK": "0", "WORLD_SIZE": "2"}
+    code, _, err = command("-m", *TINY, *ELASTIC, "optim.lr=0.1,0.2", environment=told)
     assert (
         code == 2
         and "a sweep with python, and launch=elastic launch.nproc_per_node=<ranks of each job>"
@@ -98,7 +97,7 @@ def test_sweep_under_torchrun_is_refused_with_advice(tmp_path):
 
 
 @pytest.mark.slow
-def test_optuna_chooses_the_jobs(tmp_path):
+def test_optuna_chooses_the_jobs(command, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     words = [
         "-m",
@@ -107,9 +106,8 @@ def test_optuna_chooses_the_jobs(tmp_path):
         "hydra/sweeper=optuna",
         "hydra.sweeper.n_trials=2",
     ]
-    code, out, err = ended(
-        start(tmp_path, *words, "hydra.sweeper.sampler.seed=1", "hydra.sweeper.n_jobs=1")
-    )
+    more = ["hydra.sweeper.sampler.seed=1", "hydra.sweeper.n_jobs=1"]
+    code, out, err = command(*words, *more, before=fork_jobs)
     assert code == 0, out + err
     rows, _ = results(tmp_path)
     rates = {float(row["optim.lr"]) for row in rows}
@@ -119,7 +117,7 @@ def test_optuna_chooses_the_jobs(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["continue", "stop"])
-def test_job_of_optuna_that_fails_is_the_worst(policy, tmp_path):
+def test_job_of_optuna_that_fails_is_the_worst(policy, command, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     words = [
         "-m",
@@ -133,14 +131,14 @@ def test_job_of_optuna_that_fails_is_the_worst(policy, tmp_path):
         f"launch.on_failed_job={policy}",
         "hydra.sweeper.sampler.seed=2",
     ]
-    code, out, err = ended(start(tmp_path, *words))
+    code, out, err = command(*words, before=fork_jobs)
     rows, _ = results(tmp_path)
     assert code == 1 and [row["state"] for row in rows] == ["failed"] * (
         1 if policy == "stop" else 3
     ), out + err
 
 
-def test_file_that_has_hydra_build_something_is_refused(tmp_path):
+def test_file_that_has_hydra_build_something_is_refused(command, tmp_path):
     (tmp_path / "conf/task").mkdir(parents=True)
     text = (Path(CONF) / "task/tiny.yaml").read_text()
     evil = "hydra:\n  callbacks:\n    x: {_target_: pathlib.Path.touch, self: canary}\n"
@@ -153,6 +151,6 @@ def test_file_that_has_hydra_build_something_is_refused(tmp_path):
         "optim.lr=interval(0.01,0.5)",
         "hydra/sweeper=optuna",
     ]
-    code, _, err = ended(start(tmp_path, *words))
+    code, _, err = command(*words, before=fork_jobs)
     assert code == 2 and "hydra.callbacks" in err and len(err.splitlines()) == 1, err
     assert not (tmp_path / "canary").exists()

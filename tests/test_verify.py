@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import on_ranks
-from tiny import CONF, Tiny
+from harness import CONF, on_ranks
+from tiny import Tiny
 from torch import nn
 
 from trainer import ResidentDataset

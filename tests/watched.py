@@ -25,10 +25,10 @@ class Sticks(Tiny):
             Sticking(split, self) if self.options.how == "worker" else super().build_dataset(split)
         )
 
-    def train_step(self, micro_batches):
+    def train_step(self, batch):
         self._stick("before")
         time.sleep((self.options.slow_ms if self.world.rank == self.options.rank else 10) / 1000)
-        super().train_step(micro_batches)
+        return super().train_step(batch)
 
     def loss(self, outputs, targets):
         self._stick("loss")

@@ -15,7 +15,19 @@ import torch
 import torch.distributed as dist
 import torch.utils.tensorboard
 
-LIMIT_S = 120
+LIMIT_S = 240
+
+
+def environment_of_torchrun(rank: int, size: int) -> dict[str, str]:
+    """Without MASTER_PORT, which is known once the ranks are forked."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -24,11 +36,7 @@ def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
     Raises AssertionError with the traceback of the first rank that failed.
     """
     children = [_fork(rank, size, body, arguments) for rank in range(size)]
-    # After the forks: a lock of libc that the store's thread holds at one stays locked in the child for ever.
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for _, _, gate in children:
-        os.write(gate, str(server.port).encode())
-        os.close(gate)
+    server = open_store([gate for _, _, gate in children])
     outcomes = []
     for pid, pipe, _ in children:
         with os.fdopen(pipe, "rb") as stream:
@@ -39,38 +47,47 @@ def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
             if data
             else (False, f"process {pid} died")
         )
-    del server  # a traceback would keep it, and a later child that collects it waits for a thread it does not have
+    # A traceback would keep it, and a later child that collects it waits for a thread that it does not have.
+    del server
     for rank, (is_good, value) in enumerate(outcomes):
         assert is_good, f"rank {rank} of {size}:\n{value}"
     return [value for _, value in outcomes]
 
 
+def open_store(gates: list[int]) -> dist.TCPStore:
+    """torchrun's store. To be called after the forks, which wait at their gates for its port.
+
+    A lock of libc that the store's thread holds at a fork stays locked in the child for ever.
+    """
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for gate in gates:
+        os.write(gate, str(server.port).encode())
+        os.close(gate)
+    return server
+
+
+def begin_child(limit_s: float = LIMIT_S) -> None:
+    """First thing in a fork."""
+    gc.freeze()  # what was inherited need not be looked through again: 0.25 s for each run
+    faulthandler.dump_traceback_later(limit_s, exit=True)  # a hang says where it hangs
+
+
 def _fork(rank: int, size: int, body: Callable[..., Any], arguments: tuple) -> tuple[int, int, int]:
     """(process id, pipe with its outcome, gate to which its store's port is to be written)."""
-    (reader, writer), (told, gate) = os.pipe(), os.pipe()
+    reader, writer = os.pipe()
+    entrance, gate = os.pipe()
     sys.stdout.flush()
     pid = os.fork()
     if pid:
         os.close(writer)
-        os.close(told)
+        os.close(entrance)
         return pid, reader, gate
     os.close(reader)
     os.close(gate)
-    gc.freeze()  # what was inherited need not be looked through again: a quarter of a second for each run
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # a hang says where it hangs
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-    }
-    port = os.read(told, 16).decode()
-    os.close(told)
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    begin_child()
+    os.environ |= environment_of_torchrun(rank, size)
+    os.environ["MASTER_PORT"] = os.read(entrance, 16).decode()
+    os.close(entrance)
     try:
         outcome = (True, body(*arguments))
     except BaseException:

@@ -1,0 +1,87 @@
+"""Real processes, where the launcher is what a test is about; elsewhere see harness.command."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+ROOT = TESTS.parent
+SCRIPTS = ROOT / "scripts"
+PATHS = os.pathsep.join([str(ROOT), str(TESTS), str(SCRIPTS)])
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+ELASTIC = ("launch=elastic", "launch.nproc_per_node=2")
+SPAWN = ("launch=spawn", "launch.nproc_per_node=2")
+_OF_LAUNCHERS = re.compile(
+    "RANK$|WORLD_|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|LOCKSTEP_|OMPI_|PMI_|PMIX_|SLURM_|PYTEST_"
+)
+
+
+def environment_of_a_command(**more: str) -> dict[str, str]:
+    """Ours without what a launcher or pytest sets; the package, the tests' tasks and those of scripts/ are found."""
+    ours = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.match(name)}
+    return {**ours, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", **more}
+
+
+def launch(
+    folder: Path,
+    *words: str,
+    launcher: tuple[str, ...] = (),
+    verb: str = "trainer",
+    is_session: bool = False,
+    **environment: str,
+) -> subprocess.Popen:
+    """`python [launcher] -m verb words` in `folder`; with `is_session` signals can be sent to all of it at once."""
+    return subprocess.Popen(
+        [sys.executable, *launcher, "-m", verb, *words],
+        cwd=folder,
+        env=environment_of_a_command(**environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=is_session,
+    )
+
+
+def ended(process, limit_s: float = 120) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a launch, or of what `command.start` started."""
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
+    except OSError:
+        return []
+
+
+def descendants_of(pid: int) -> list[int]:
+    found = children_of(pid)
+    return [*found, *(below for child in found for below in descendants_of(child))]
+
+
+def ranks_of(process: subprocess.Popen) -> dict[int, int]:
+    """Rank to process id, of the launcher's children."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for child in children_of(process.pid):
+            told = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            found |= {int(word[5:]): child for word in told if word.startswith(b"RANK=")}
+    return found
+
+
+def kill_with_descendants(pid: int) -> None:
+    """SIGKILL, the parent first, so that nothing is started anew."""
+    for each in (pid, *descendants_of(pid)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)

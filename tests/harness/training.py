@@ -1,0 +1,148 @@
+"""Runs in this process or on forked ranks, and what is compared of them."""
+
+import copy
+import dataclasses
+import functools
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.internals import checkpoint, load_task
+from harness.ranks import on_ranks
+from trainer import Config, Trainer, load_config
+
+CONF = str(Path(__file__).resolve().parents[1] / "conf")
+FIFTY = ["experiment=parity"]
+
+
+def warm_up() -> None:
+    """Before any fork, what each run would import, and a parse: 0.3 s for each child otherwise."""
+    for name in ("rich._emoji_codes", "tensorboard.plugins.hparams.api_pb2"):
+        importlib.import_module(name)
+    load_config(["task=tiny"], [CONF])
+
+
+def compose(folder: Path, *overrides: str) -> Config:
+    """The config of a run in `folder`. It is composed once, in the parent where ranks are forked."""
+    if any(word.startswith("run.resume=") and word != "run.resume=auto" for word in overrides):
+        return load_config([f"run.dir={folder}", "run.name=run", *overrides], [CONF])
+    config = copy.deepcopy(_compose(overrides))
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(folder)))
+
+
+@functools.cache
+def _compose(overrides: tuple[str, ...]) -> Config:
+    return load_config(["run.name=run", *overrides], [CONF])
+
+
+def fit(folder: Path, *overrides: str, task: type[Trainer] | None = None) -> dict[str, Any]:
+    """Train in this process, as one rank of those the environment tells of; what a test compares."""
+    config = compose(folder, *overrides)
+    trainer = (task or load_task(config))(config)
+    seen: list[list[int]] = []
+    _record(trainer, seen)
+    summary = trainer.fit()
+    record = [
+        json.loads(line) for line in (summary.directory / "metrics.jsonl").read_text().splitlines()
+    ]
+    return {
+        "losses": {r["step"]: r["train/loss"] for r in record if "train/loss" in r},
+        "record": [
+            {k: v for k, v in r.items() if not k.startswith("speed/")}
+            for r in record
+            if "ledger" not in r
+        ],
+        "weights": {
+            name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()
+        },
+        "seen": seen,
+        "metrics": summary.metrics,
+        "code": summary.exit_code,
+        "step": summary.step,
+        "directory": summary.directory,
+    }
+
+
+def _record(trainer: Trainer, seen: list[list[int]]) -> None:
+    """Note the example indices that each training step really draws its augmentation for."""
+    augment = trainer.augment
+    train_step = trainer.train_step
+    is_stepping = [False]
+
+    def noting_augment(inputs, targets, random, train):
+        if train and is_stepping[0]:
+            seen[-1] += random.indices.tolist()
+        return augment(inputs, targets, random, train)
+
+    def noting_step(batch):
+        seen.append([])
+        is_stepping[0] = True
+        outcome = train_step(batch)
+        is_stepping[0] = False
+        return outcome
+
+    trainer.augment = noting_augment  # type: ignore[method-assign]
+    trainer.train_step = noting_step  # type: ignore[method-assign]
+
+
+def fit_on(
+    ranks: int, folder: Path, *overrides: str, task: type[Trainer] | None = None
+) -> dict[str, Any]:
+    """`fit` on several ranks: rank 0's view, with the examples of all ranks joined step by step."""
+    compose(folder, *overrides)
+    return together(on_ranks(ranks, lambda: fit(folder, *overrides, task=task)))
+
+
+def together(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rank 0's view of what `fit` returned on each rank; all ranks must have the same weights."""
+    steps = zip(*(r["seen"] for r in results), strict=True)
+    joined = [[index for part in parts for index in part] for parts in steps]
+    for other in results[1:]:
+        for name, tensor in other["weights"].items():
+            assert torch.equal(tensor, results[0]["weights"][name]), f"{name} differs between ranks"
+    return {**results[0], "seen": joined}
+
+
+def join(*outcomes: Any) -> Any:
+    """What a train_step of several updates returns."""
+    joined = outcomes[0]
+    for outcome in outcomes[1:]:
+        joined = None if joined is None else joined + outcome
+    return joined
+
+
+def newest(directory: Path) -> checkpoint.Loaded:
+    loaded, skipped = checkpoint.load_newest(directory / "checkpoints")
+    assert loaded is not None and not skipped
+    return loaded
+
+
+def relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """norm(a - b) / norm(a), in fp64."""
+    a, b = a.double(), b.double()
+    return float((a - b).norm() / a.norm().clamp_min(1e-300))
+
+
+def check_equal_bits(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for name, tensor in one["weights"].items():
+        assert torch.equal(tensor, other["weights"][name]), name
+
+
+def check_parity(reference, other, tolerance=1e-10, weights_tolerance=1e-10, falls=True):
+    """Both runs took the same examples, and learned the same but for rounding."""
+    assert other["seen"] == reference["seen"], "other examples"
+    assert len(reference["losses"]) == 50
+    for step, loss in reference["losses"].items():
+        assert abs(other["losses"][step] - loss) <= tolerance * abs(loss), f"loss of step {step}"
+    for name, tensor in reference["weights"].items():
+        if weights_tolerance is not None:
+            assert relative_distance(tensor, other["weights"][name]) <= weights_tolerance, name
+    for name, value in reference["metrics"].items():
+        assert abs(other["metrics"][name] - value) <= max(tolerance, 1e-10) * abs(value), name
+    losses = list(reference["losses"].values())
+    assert not falls or sum(losses[-5:]) < 0.9 * sum(losses[:5]), (
+        "the loss did not fall, so nothing is shown"
+    )

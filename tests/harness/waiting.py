@@ -1,0 +1,76 @@
+"""Waiting for something with a limit, and limits that hold on a slow or busy machine."""
+
+import functools
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+QUIET_S = 0.7  # importing torch on the machine that the limits of the tests are meant for
+
+
+def wait_for(condition: Callable[[], Any], limit_s: float = 60.0, every_s: float = 0.01) -> Any:
+    """What `condition` gives once it is true; AssertionError after `limit_s`."""
+    end = time.monotonic() + limit_s
+    while not (found := condition()):
+        assert time.monotonic() < end, f"not within {limit_s} s"
+        time.sleep(every_s)
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """The block is interrupted after so many seconds."""
+
+    def late(number, frame):
+        raise AssertionError(f"took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def seconds_of_importing_torch() -> float:
+    """In a process of its own, now."""
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    return time.monotonic() - began
+
+
+@functools.cache
+def slowness() -> float:
+    """How much slower than a quiet machine this one is, at least 1; measured once."""
+    return max(1.0, seconds_of_importing_torch() / QUIET_S)
+
+
+class Beside:
+    """A limit for what is timed, from what the same machine takes for something like it at the same time.
+
+    beside = Beside(lambda: command(...))   # the same without the wait
+    assert seconds < limit_s + beside.allowance_s
+    """
+
+    def __init__(self, body: Callable[[], Any], times: int = 1):
+        began = time.monotonic()
+        for _ in range(times):
+            body()
+        self.seconds = (time.monotonic() - began) / times
+
+    @property
+    def allowance_s(self) -> float:
+        """Five times as long, and half a second for what the scheduler does."""
+        return 0.5 + 5 * self.seconds
