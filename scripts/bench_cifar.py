@@ -179,19 +179,15 @@ def lockstep(given: argparse.Namespace) -> dict[str, float | None]:
         def train_step(self, micro_batches):
             if watch.count < 0:
                 watch()
-            super().train_step(micro_batches)
-
-        def _at_boundary(self):  # where a step ends; an evaluation within it is not the step's
+            outcome = super().train_step(micro_batches)
             watch()
-            return super()._at_boundary()
+            return outcome
 
-        def _evaluate_and_log(self):
-            if given.epochs is None:
-                return False  # there is nothing to evaluate, and the watch has stopped
+        def evaluate(self):  # is not the step's
             watch.pause()
-            better = super()._evaluate_and_log()
+            metrics = super().evaluate()
             watch.resume()
-            return better
+            return metrics
 
         def summarize(self, means):
             if self.step:

@@ -68,7 +68,7 @@ def run(steps: int) -> None:
             return cross_entropy(outputs, targets, reduction="none")
 
         def train_step(self, micro_batches):
-            super().train_step(micro_batches)
+            outcome = super().train_step(micro_batches)
             times.append(time.perf_counter())
             if self.step + 1 == steps and self.world.local_rank == 0:
                 seconds = times[-1] - times[0]
@@ -78,6 +78,7 @@ def run(steps: int) -> None:
                     "watcher": watcher_seconds() / seconds,
                 }
                 print("TOLD " + json.dumps(told), flush=True)
+            return outcome
 
     with tempfile.TemporaryDirectory() as folder:
         words = [

@@ -113,7 +113,7 @@ class Watched(Probe):
         one = torch.ones(3, device=self.world.device)
         dist.all_reduce(one)
         self.backend, self.reduced = dist.get_backend(), one.tolist()
-        super().train_step(micro_batches)
+        return super().train_step(micro_batches)
 
 
 class Strict(Watched):
@@ -121,7 +121,7 @@ class Strict(Watched):
 
     def train_step(self, micro_batches):
         with synchronizing_is("error" if self.step else "default"):
-            Trainer.train_step(self, micro_batches)
+            return Trainer.train_step(self, micro_batches)
 
 
 class Counted(Cifar):
@@ -134,8 +134,9 @@ class Counted(Cifar):
             return super().train_step(micro_batches)
         with warnings.catch_warnings(record=True) as caught, synchronizing_is("warn"):
             warnings.simplefilter("always")
-            super().train_step(micro_batches)
+            outcome = super().train_step(micro_batches)
         self.waits = [str(w.message) for w in caught if "synchroniz" in str(w.message)]
+        return outcome
 
     def summarize(self, means):
         if self.step:

@@ -137,10 +137,11 @@ class Gan(Tiny):
     def generator_loss(self, outputs, targets):
         return softplus(-outputs[1])
 
-    def train_step(self, micro_batches):
+    def train_step(self, batch):
         discriminator, generator = self.optimizers
-        self.update(micro_batches, optimizers=[discriminator])
-        self.update(micro_batches, self.generator_loss, [generator], name="generator")
+        first = self.update(batch, optimizers=[discriminator])
+        second = self.update(batch, self.generator_loss, [generator], name="generator")
+        return first + second
 
 
 GAN = ["task=tiny", *FIFTY, "data.global_batch=100", "run.steps=50", "run.clip_norm=5"]
@@ -188,13 +189,16 @@ def test_gan_learns_the_digits_mean(tmp_path):
 
 
 class Idle(Tiny):
-    def train_step(self, micro_batches):
-        pass
+    def train_step(self, batch):
+        self.update(batch)
 
 
-def test_step_without_an_update_is_an_error(tmp_path):
+def test_step_that_returns_no_outcome_is_refused(tmp_path):
     def body():
-        with pytest.raises(RuntimeError, match=r"train_step made no update: call self.update"):
+        with pytest.raises(
+            ConfigError,
+            match=r"^train_step returned NoneType: end it with return self.update\(batch\)$",
+        ):
             fit(tmp_path, *TINY, task=Idle)
 
     on_ranks(1, body)

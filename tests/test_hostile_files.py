@@ -23,7 +23,8 @@ from trainer import CheckpointError, ConfigError
 from trainer.checkpoints import packing
 from trainer.checkpoints import transaction as checkpoint
 from trainer.checkpoints.__main__ import main as list_checkpoints
-from trainer.record import directory as rundir
+from trainer.checkpoints.manifest import Manifest
+from trainer.record import resume
 from trainer.tasks import download
 
 CPU = torch.device("cpu")
@@ -285,7 +286,7 @@ RAW = {
         '"step": 1', '"step": ' + "1" * 5000
     ),
     "bytes that are no text": lambda manifest: "\udcff",
-    "too long": lambda manifest: " " * checkpoint.MOST_OF_MANIFEST + json.dumps(manifest),
+    "too long": lambda manifest: " " * manifest.MOST_BYTES + json.dumps(manifest),
 }
 
 
@@ -326,13 +327,13 @@ NOT_OF_RUN = [
 
 @pytest.mark.parametrize("facts", NOT_OF_RUN, ids=str)
 def test_manifest_that_is_not_of_a_run_is_refused_before_anything_is_read_of_it(facts, tmp_path):
-    checkpoint.check_run(OF_RUN, tmp_path)
+    Manifest.of_run({**OF_RUN, "step": 1, "files": {}}, tmp_path)
     path = publish(
         tmp_path / "run/checkpoints",
         **{k: v for k, v in {**OF_RUN, **facts}.items() if v is not None},
     )
     with pytest.raises(CheckpointError, match=r": its manifest is not that of a run$"):
-        rundir.read(rundir.Origin(checkpoint=path))
+        resume.read(resume.Origin(checkpoint=path))
     assert list_checkpoints([str(path)]) == 1
 
 

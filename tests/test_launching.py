@@ -28,7 +28,7 @@ from harness import (
     ranks_of,
     wait_for,
 )
-from harness.internals import packing, rundir
+from harness.internals import packing, resume
 from harness.launch import SCRIPTS, environment_of_a_command
 
 from trainer import ConfigError, World, load_config
@@ -247,8 +247,8 @@ def test_runs_of_one_slurm_job_keep_their_directories_when_it_is_requeued(tmp_pa
     configs = [load_config(["task=tiny", f"run.dir={tmp_path}", *words], [CONF]) for words in cases]
     ours = {}
     for number, config in enumerate(configs):
-        directory, lease = rundir.create(
-            config, rundir.locate(config, find_launcher(job)), 0, find_launcher(job)
+        directory, lease = resume.take(
+            config, resume.locate(config, find_launcher(job)), 0, find_launcher(job)
         )
         lease.release()
         facts = json.loads((directory / ".writer").read_text())
@@ -257,9 +257,9 @@ def test_runs_of_one_slurm_job_keep_their_directories_when_it_is_requeued(tmp_pa
         )  # of a process that is gone
         ours[number] = directory
     again = find_launcher({**job, "SLURM_RESTART_COUNT": "1"})
-    assert {n: rundir.locate(c, again).directory for n, c in enumerate(configs)} == ours
+    assert {n: resume.locate(c, again).directory for n, c in enumerate(configs)} == ours
     with pytest.raises(ConfigError, match="exists and is not being resumed"):
-        rundir.locate(configs[0], find_launcher(job))
+        resume.locate(configs[0], find_launcher(job))
 
 
 # Restarts -----------------------------------------------------------------------------------------

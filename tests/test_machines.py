@@ -127,7 +127,7 @@ class Paced(Tiny):
                 file.write(f"{self.step + 1}\\n")
         if Path("hold").exists():
             time.sleep(0.2)
-        super().train_step(micro_batches)
+        return super().train_step(micro_batches)
 """
 # Dropout and unequal weights; rows of 11 in any layout, so that the curve does not depend on it (test_parity.py).
 RECIPE = [
@@ -206,7 +206,9 @@ def check_unbroken(directory: Path, folder: Path, steps: int, sizes: list[int]) 
         assert audit.main([str(directory)]) == 0, told.getvalue()
     undisturbed = fit_on(1, folder / "undisturbed", "task=tiny", *RECIPE, f"run.steps={steps}")
     entries = [
-        entry for _, entry in rundir.entries(directory / rundir.METRICS) if "train/loss" in entry
+        entry
+        for _, entry in rundir.read_entries(directory / rundir.METRICS)
+        if "train/loss" in entry
     ]
     losses = {entry["step"]: entry["train/loss"] for entry in entries}
     assert len(entries) == len(losses) == steps and losses.keys() == undisturbed["losses"].keys()

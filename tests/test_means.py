@@ -9,9 +9,11 @@ import torch.distributed as dist
 from harness import CONF, on_ranks
 
 from trainer import load_config
+from trainer.data.batches import count_rows
 from trainer.distributed.group import Group, process_group
 from trainer.distributed.world import World
-from trainer.engine.means import Means, Objective, count_rows, weigh
+from trainer.engine.means import Means, weigh
+from trainer.engine.objective import BoundObjective, Objective
 from trainer.errors import ConfigError
 
 ALONE = Group(World(), dist.HashStore())
@@ -219,8 +221,9 @@ def test_counted_values_keep_no_graph():
 # The loss -----------------------------------------------------------------------------------------
 
 
-def made(loss, global_batch: int = 4, ranks: int = 1) -> Objective:
-    return Objective(loss, Means(), global_batch, ranks)
+def made(loss, global_batch: int = 4, ranks: int = 1, wants_stop=bool) -> BoundObjective:
+    objective = Objective("loss", Means(), global_batch, ranks, wants_stop=wants_stop)
+    return objective.of(loss)
 
 
 def plain(outputs, targets):
@@ -239,7 +242,7 @@ def test_gradient_of_plain_values_is_that_of_their_mean():
     objective = made(plain)
     for part in (slice(0, 1), slice(1, None)):
         (objective(outputs[part], targets[part])[0] * objective.scale).backward()
-    assert objective.factor(torch.zeros(2)) is None
+    assert objective.objective.factor(torch.zeros(2)) is None
     torch.testing.assert_close(outputs.grad, targets / 12, rtol=1e-15, atol=0)
 
 
@@ -255,7 +258,10 @@ def test_gradient_of_weighted_values_is_that_of_their_mean():
         (total * objective.scale).backward()
         totals += carried
     torch.testing.assert_close(
-        outputs.grad * objective.factor(totals), targets**2 / targets.sum(), rtol=1e-14, atol=0
+        outputs.grad * objective.objective.factor(totals),
+        targets**2 / targets.sum(),
+        rtol=1e-14,
+        atol=0,
     )
 
 
@@ -268,9 +274,11 @@ def test_backward_is_scaled_by_the_ranks_that_will_average():
 
 def test_request_to_stop_rides_with_the_weight():
     for loss, weight in [(plain, 12.0), (weighted, 24.0)]:
-        objective, arguments = made(loss), (torch.ones(4, 3), torch.full((4, 3), 2.0))
+        asked: list[bool] = []
+        objective = made(loss, wants_stop=lambda asked=asked: bool(asked))
+        arguments = (torch.ones(4, 3), torch.full((4, 3), 2.0))
         first = objective(*arguments)[1].tolist()
-        objective.stop = True
+        asked.append(True)
         assert [first, objective(*arguments)[1].tolist()] == [[weight, 0.0], [weight, 1.0]]
 
 

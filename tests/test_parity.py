@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import FIFTY, Beside, check_parity, fit_on
 
-from trainer.engine.means import Objective
+from trainer.engine.objective import Objective
 
 TEXT = [
     *("task=text", "task.options.context=32", "task.options.width=32", "task.options.layers=2"),
@@ -134,15 +134,15 @@ def test_mean_of_the_ranks_means_is_found(name, ranks, references, tmp_path, mon
     Equal shares of equal weight cannot show it.
     """
 
-    def own_mean(self, outputs, targets):
-        total, carried = right(self, outputs, targets)
+    def own_mean(self, returned, rows):
+        total, carried = right(self, returned, rows)
         nominal = self._global_batch * self.elements
         return total * nominal / (carried[0] * self._ranks), carried
 
     recipe = RECIPES[name]
-    right = Objective.__call__
+    right = Objective.weighed
     reference = references(recipe)
-    monkeypatch.setattr(Objective, "__call__", own_mean)
+    monkeypatch.setattr(Objective, "weighed", own_mean)
     monkeypatch.setattr(Objective, "factor", lambda self, totals: None)
     wrong = fit_on(ranks, tmp_path, *recipe)
     if (name, ranks) == ("cifar", 2):

@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trainer import ConfigError, load_config
 from trainer.__main__ import load_task
 from trainer.checkpoints.packing import unpack
+from trainer.setup import check_training
 
 # BatchNorm, dropout, weights and momentum: all the state there is. Stopped between log points 10 and 15.
 RICH = [
@@ -169,7 +170,7 @@ def test_branch_from_an_older_checkpoint_needs_a_new_name(tmp_path):
 def refuse(folder, *overrides):
     """Run the first gate in this process; no group is made."""
     config = load_config([f"run.dir={folder}", "run.name=run", *RICH, *overrides], [CONF])
-    load_task(config)(config).check(is_training=True)
+    check_training(config, load_task(config)(config).world)
 
 
 def test_what_the_samples_follow_from_cannot_change(tmp_path):

@@ -15,11 +15,11 @@ from harness.command import fork_jobs
 
 import trainer
 from trainer import ConfigError, load_config
-from trainer.__main__ import load_task
+from trainer.cli import load_task
 from trainer.config.compose import load_run_config, to_yaml
 from trainer.config.targets import call_target, check_target
 from trainer.errors import visible
-from trainer.record.writers import RankZeroWriter
+from trainer.record.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--config-dir", CONF, "task=tiny"]
@@ -125,7 +125,7 @@ DANGEROUS = [
     ),
     *(
         "trainer.record.directory.write_exit",
-        "trainer.record.directory.replace",
+        "trainer.record.directory.replace_file",
         "trainer.record.lease.Lease",
         "trainer.__main__.run",
     ),
@@ -503,11 +503,9 @@ NASTY |= {
 
 @pytest.mark.parametrize(("name", "shown"), NASTY.items(), ids=map(ascii, NASTY))
 def test_names_are_shown_and_not_obeyed(name, shown, tmp_path, capsys):
-    config = load_config(TINY[2:], [CONF])
-    writer = RankZeroWriter(tmp_path, 0, False, config.log, config.checkpoint, None)
-    writer.say(f"class a{name}b")
-    writer.table(("host",), [[f"c{name}d"]])
-    writer.close()
+    console = Console(0)
+    console.say(f"class a{name}b")
+    console.table(("host",), [[f"c{name}d"]])
     out = capsys.readouterr().out
     assert f"class a{shown}b\n" in out and f"c{shown}d" in out
     assert name == shown or name == "\n" or name not in out

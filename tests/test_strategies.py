@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from trainer import ConfigError, ResidentDataset, World, load_config
-from trainer.strategy import check_strategy
+from trainer.setup import check_layout
 from trainer.strategy.batchnorm import SyncBatchNorm, synchronize
 
 TINY = ["task=tiny", "optim.lr=0.3", *FIFTY]
@@ -308,7 +308,7 @@ def test_start_says_what_the_strategy_does(tmp_path, capfd):
 
 def test_checks_need_no_group():
     config = load_config(["task=tiny", "strategy=ddp_syncbn_amp"], [CONF])
-    check_strategy(config, World())
+    check_layout(config, World())
     assert (
         config.strategy.name == "ddp" and config.strategy.sync_batchnorm
     )  # the task says which precision

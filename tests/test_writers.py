@@ -14,8 +14,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from trainer.checkpoints import packing
 from trainer.checkpoints import transaction as checkpoint
+from trainer.checkpoints.disk import Disk
+from trainer.checkpoints.saver import DiskSaver, Saver
 from trainer.config.schema import Log
-from trainer.record.writers import open_writer
+from trainer.record.console import Console
+from trainer.record.lease import Lease
+from trainer.record.metrics import RecordFiles
+from trainer.record.record import Record
+from trainer.record.trackers import TensorBoard
 
 LOG = Log(every_steps=1, images=0, histograms_every_steps=None, profile_steps=None)
 KEEP: Any = SimpleNamespace(
@@ -23,11 +29,24 @@ KEEP: Any = SimpleNamespace(
 )
 
 
+def open_record(
+    directory: Path, begin: int = 0, is_resumed: bool = False
+) -> tuple[Record, DiskSaver]:
+    """Rank 0's record and saver, in a directory that is there already."""
+    lease = Lease(directory)
+    console = Console(begin)
+    disk = Disk(directory, KEEP, console.say)
+    files = RecordFiles(directory, begin, disk, lease, console.say)
+    board = TensorBoard(directory, begin, is_resumed, LOG, disk)
+    record = Record([console, board, files])
+    return record, DiskSaver(directory, KEEP, disk, lease.check, record.flush)
+
+
 def write(directory: Path, steps, value=float, begin: int = 0, is_resumed: bool = False) -> None:
-    writer = open_writer(0, directory, begin, is_resumed, LOG, KEEP)
+    record, _ = open_record(directory, begin, is_resumed)
     for step in steps:
-        writer.scalars(step, {"train/loss": value(step), "optim/lr": 0.1})
-    writer.close()
+        record.scalars(step, {"train/loss": value(step), "optim/lr": 0.1})
+    record.close()
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:
@@ -55,10 +74,10 @@ def test_scalars_are_one_line_with_the_names_of_tensorboard(tmp_path):
 
 
 def test_line_can_be_read_as_soon_as_it_is_written(tmp_path):
-    writer = open_writer(0, tmp_path, 0, False, LOG, KEEP)
-    writer.scalars(1, {"train/loss": 0.5})
+    record, _ = open_record(tmp_path)
+    record.scalars(1, {"train/loss": 0.5})
     assert lines(tmp_path) == [{"step": 1, "train/loss": 0.5}]
-    writer.close()
+    record.close()
 
 
 def test_resume_drops_lines_beyond_its_step(tmp_path):
@@ -94,7 +113,8 @@ def test_resume_leaves_kept_lines_as_they_were(tmp_path):
     before = (tmp_path / "metrics.jsonl").read_bytes()
     write(tmp_path, [], begin=2, is_resumed=True)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "tensorboard"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [".writer", "metrics.jsonl", "tensorboard"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -140,14 +160,14 @@ def test_tensorboard_goes_on_after_a_record_that_was_cut_off(tmp_path, monkeypat
 
 
 def test_save_publishes_with_the_record_on_the_disk_and_prunes(tmp_path):
-    writer = open_writer(0, tmp_path, 0, False, LOG, KEEP)
+    record, saver = open_record(tmp_path)
     for step in (1, 2):
-        writer.scalars(step, {"train/loss": 0.5})
-        writer.save(step, {"model.pt": {"step": step}}, {"ledger": ""}, None)
-        assert [value for value, _ in read_board(tmp_path, "train/loss")] == list(
-            range(1, step + 1)
-        )
-    writer.close()
+        record.scalars(step, {"train/loss": 0.5})
+        saver.save(step, {"model.pt": {"step": step}}, {"ledger": ""}, None)
+        read = [number for number, _ in read_board(tmp_path, "train/loss")]
+        assert read == list(range(1, step + 1))
+    saver.close()
+    record.close()
     loaded, skipped = checkpoint.load_newest(tmp_path / "checkpoints")
     assert list(checkpoint.steps(tmp_path / "checkpoints")) == [2] and not skipped
     assert loaded is not None and packing.unpack(loaded.files["model.pt"], torch.device("cpu")) == {
@@ -156,9 +176,9 @@ def test_save_publishes_with_the_record_on_the_disk_and_prunes(tmp_path):
 
 
 def test_exit_file_says_how_the_run_ended(tmp_path):
-    writer = open_writer(0, tmp_path, 0, False, LOG, KEEP)
-    writer.exit(75, "stopped by SIGTERM", step=4)
-    writer.close()
+    record, _ = open_record(tmp_path)
+    record.exit(75, "stopped by SIGTERM", {"step": 4})
+    record.close()
     assert json.loads((tmp_path / "exit.json").read_text()) == {
         "code": 75,
         "reason": "stopped by SIGTERM",
@@ -166,15 +186,18 @@ def test_exit_file_says_how_the_run_ended(tmp_path):
     }
 
 
-def test_silent_writer_writes_nothing(tmp_path, capsys):
-    writer = open_writer(1, tmp_path, 0, False, LOG, KEEP)
-    writer.scalars(1, {"train/loss": 1.0})
-    writer.say("said")
-    writer.table(["a"], [["b"]])
-    writer.progress(1, 1)
-    writer.hyper_parameters({"run.seed": 0})
-    writer.save(1, {"model.pt": {}}, {"ledger": ""}, None)
-    writer.exit(0, "done")
-    writer.close()
+def test_record_without_sinks_and_saver_without_disk_write_nothing(tmp_path, capsys):
+    record = Record()
+    record.scalars(1, {"train/loss": 1.0})
+    record.say("said")
+    record.table(["a"], [["b"]])
+    record.progress(1, 1)
+    record.hyper_parameters({"run.seed": 0})
+    record.exit(0, "done", {})
+    record.close()
+    saver = Saver(tmp_path)
+    saver.save(1, {"model.pt": {}}, {"ledger": ""}, None)
+    saver.settle(1)
+    saver.close()
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr() == ("", "")

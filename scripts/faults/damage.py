@@ -109,7 +109,7 @@ def _refit(path: Path, chance: random.Random) -> None:
         files["model.pt"], files["training.pt"] = files["training.pt"], files["model.pt"]
     else:
         files["other.pt"] = dict(files[name])
-    manifest["sha256"] = checkpoint._digest(manifest)
+    manifest["sha256"] = checkpoint.digest(manifest)
     (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
 
 

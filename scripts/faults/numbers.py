@@ -136,22 +136,25 @@ def _measure(place: Path, is_on: bool) -> dict[str, Any]:
 def timed(place: str, every: str) -> None:
     """In the process that is measured: what we time beside the run, torch.save, is taken off its seconds."""
     from trainer import load_config
-    from trainer.record.writers import RankZeroWriter
-    from trainer.run import Session
+    from trainer.checkpoints.saver import DiskSaver
+    from trainer.run import Run
     from trainer.tasks.cifar import Cifar
 
     told: dict[str, Any] = {"stalls": [], "saves": []}
-    beside, cpu = [0.0], [0.0]
-    save, write = Session.save, RankZeroWriter.save
+    beside = [0.0]
+    cpu = [0.0]
+    save = Run.save
+    write = DiskSaver.save
 
-    def stalled(self: Session) -> Path:
-        begun, before = time.perf_counter(), beside[0]
-        path = save(self)
+    def stalled(self: Run) -> None:
+        begun = time.perf_counter()
+        before = beside[0]
+        save(self)
         told["stalls"].append(time.perf_counter() - begun - (beside[0] - before))
-        return path
 
-    def written(self: RankZeroWriter, step: int, parts: Any, *rest: Any) -> None:
-        begun, used = time.perf_counter(), time.thread_time()
+    def written(self: DiskSaver, step: int, parts: Any, *rest: Any) -> None:
+        begun = time.perf_counter()
+        used = time.thread_time()
         with open(f"{place}/plain.pt", "wb") as file:
             torch.save(dict(parts), file)
         told["saves"].append(time.perf_counter() - begun)
@@ -159,7 +162,8 @@ def timed(place: str, every: str) -> None:
         cpu[0] += time.thread_time() - used
         write(self, step, parts, *rest)
 
-    Session.save, RankZeroWriter.save = stalled, written  # type: ignore[method-assign]
+    Run.save = stalled  # type: ignore[method-assign]
+    DiskSaver.save = written  # type: ignore[method-assign]
     wanted = [
         f"run.epochs={EPOCHS}",
         f"run.dir={place}",

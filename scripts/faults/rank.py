@@ -23,7 +23,8 @@ def main() -> None:
         os.environ |= odd["environment"]
         _set(odd["set"])
     from faults.task import mark
-    from trainer.__main__ import main, run
+    from trainer.__main__ import main
+    from trainer.cli import run
     from trainer.distributed import group
 
     meet = group.meet

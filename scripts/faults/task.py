@@ -32,7 +32,7 @@ class Slow(Tiny):
     def train_step(self, micro_batches):
         self._mark(f"step {self.step + 1}")
         time.sleep(self.options.pause_s)
-        super().train_step(micro_batches)
+        return super().train_step(micro_batches)
 
     def metrics(self, outputs, targets):
         if self.step:
@@ -71,7 +71,7 @@ class Stuck(Slow):
             time.sleep(self.options.slow_s)
         if self.step == self.options.at and self._is_meant("step"):
             stand_still(self.options.how, os.getpid())
-        super().train_step(micro_batches)
+        return super().train_step(micro_batches)
 
     def metrics(self, outputs, targets):
         if self.step == self.options.at and self._is_meant("metrics"):

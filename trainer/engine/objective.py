@@ -92,13 +92,13 @@ class BoundObjective:
     """An Objective with a loss function: what `strategy.forward_backward` takes."""
 
     def __init__(self, objective: Objective, loss: Callable[[Any, Any], Values]):
-        self._objective = objective
+        self.objective = objective
         self._loss = loss
 
     @property
     def scale(self) -> float:
-        return self._objective.scale
+        return self.objective.scale
 
     def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         rows = count_rows(targets, outputs)
-        return self._objective.weighed(self._loss(outputs, targets), rows)
+        return self.objective.weighed(self._loss(outputs, targets), rows)
