@@ -189,8 +189,8 @@ class _Meeting:
         for number, hello in hellos.items():
             if members.get(hello.rank) is hello:
                 self._reply(number, name=name)
-        if self._is_fresh:
-            self._reply(max(hellos) + 1, members={r: str(h) for r, h in members.items()})  # late
+        if self._is_fresh:  # the next hello comes too late
+            self._reply(max(hellos) + 1, members={r: str(h) for r, h in members.items()})
         return name
 
     def _collect(self, hellos: dict[int, _Hello]) -> dict[int, _Hello]:
