@@ -22,8 +22,12 @@ from harness import TORCHRUN, Beside, ended, free_port, launch, on_ranks
 from harness.command import Process
 
 import trainer as package
-from trainer import ConfigError, World, doctor, load_config
+from trainer import ConfigError, World, load_config
 from trainer.data.order import counted
+from trainer.doctor import __main__ as verb
+from trainer.doctor import examination
+from trainer.doctor import group as group_checks
+from trainer.doctor import rank as rank_checks
 from trainer.record import fingerprint
 
 LIMIT_S = 0.7
@@ -43,19 +47,19 @@ def examined(
     def body() -> tuple[int, dict[str, Any], str, float]:
         began = {}
 
-        class Timed(doctor.Examination):
-            def _at(self, stage: str) -> None:
-                super()._at(stage)
+        class Timed(examination.Examination):
+            def _begin(self, stage: str) -> None:
+                super()._begin(stage)
                 began[stage] = self.since
 
-        doctor.Examination = Timed
+        verb.Examination = Timed
         plant(int(os.environ["RANK"]))
         own = [word.format(rank=os.environ["RANK"]) for word in words]
         with (
             contextlib.redirect_stdout(io.StringIO()) as out,
             contextlib.redirect_stderr(io.StringIO()) as err,
         ):
-            code = doctor.main(["--json", *own])
+            code = verb.main(["--json", *own])
         rows = json.loads(out.getvalue())["checks"] if out.getvalue() else []
         return (
             code,
@@ -153,7 +157,7 @@ def test_ranks_under_mpirun_are_examined(backend, tmp_path):
 )
 def test_bad_setting_is_refused(word, line):
     with pytest.raises(ConfigError) as error:
-        doctor.main([word])
+        verb.main([word])
     assert str(error.value).startswith(line)
 
 
@@ -226,7 +230,7 @@ def late_clock() -> None:
 
 
 def few_files() -> None:
-    doctor.resource.setrlimit(doctor.resource.RLIMIT_NOFILE, (1000, 20000))
+    rank_checks.resource.setrlimit(rank_checks.resource.RLIMIT_NOFILE, (1000, 20000))
 
 
 def wrong_sum() -> None:
@@ -248,7 +252,7 @@ def other_version() -> None:
 
 
 def other_backend() -> None:
-    doctor.choose_backend = lambda *_: "nccl"
+    rank_checks.choose_backend = lambda *_: "nccl"
 
 
 WARNED = {
@@ -362,7 +366,7 @@ def test_quota_of_the_cgroup_is_read(group, files, quota, tmp_path):
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
-    assert doctor.cpu_quota(tmp_path) == quota
+    assert rank_checks.cpu_quota(tmp_path) == quota
 
 
 def test_what_hosts_have_in_common_is_said_once():
@@ -380,7 +384,7 @@ def test_what_hosts_have_in_common_is_said_once():
         }
         for rank in range(40)
     ]
-    rows = doctor._of_ranks(ranks)
+    rows = group_checks.list_checks(ranks)
     assert len(rows) == 16 + 1 + 1 + 2 and rows[8].check == "rank ... 24 more"
     assert rows[-1].found.startswith("n1, n2, ") and rows[-1].result == "ok"
     assert (
@@ -390,21 +394,24 @@ def test_what_hosts_have_in_common_is_said_once():
 
 
 def test_bandwidth_is_that_of_a_ring():
-    row = doctor._sums("16 MB", 2**24, [{"wrong": 0, "seconds": 0.25}] * 4)
+    row = group_checks.judge_sums("16 MB", 2**24, [{"wrong": 0, "seconds": 0.25}] * 4)
     assert row.found.endswith("250.00 ms, 100.7 MB/s on rank 0's bus") and row.result == "ok"
-    assert doctor._sums("16 MB", 2**24, [{"wrong": 0, "seconds": 0.26}] * 4).result == "warn"
+    assert (
+        group_checks.judge_sums("16 MB", 2**24, [{"wrong": 0, "seconds": 0.26}] * 4).result
+        == "warn"
+    )
 
 
 def test_small_shared_memory_is_told_where_it_is_needed(monkeypatch):
     monkeypatch.setattr(
-        doctor.shutil, "disk_usage", lambda _: SimpleNamespace(total=64e6, free=64e6)
+        rank_checks.shutil, "disk_usage", lambda _: SimpleNamespace(total=64e6, free=64e6)
     )
     for words, backend, result in (
         ([], "gloo", "ok"),
         (["data.workers=2"], "gloo", "warn"),
         ([], "nccl", "warn"),
     ):
-        row = doctor._shared_memory(load_config(["task=text", *words]), backend)
+        row = rank_checks.check_shared_memory(load_config(["task=text", *words]), backend)
         assert row.result == result and row.found.startswith("0.06 of 0.06 GB are free; ")
 
 
@@ -414,14 +421,16 @@ def test_gpu_that_ranks_share_is_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "some GPU")
     config = load_config(["task=text"])
     for ranks, backend, result in (2, "gloo", "warn"), (1, "nccl", "ok"):
-        row = doctor._backend(config, World(world_size=ranks, local_world_size=ranks), backend)
+        row = rank_checks.check_backend(
+            config, World(world_size=ranks, local_world_size=ranks), backend
+        )
         assert row.result == result and f"1 GPU for {counted(ranks, 'local rank')}" in row.found
 
 
 def test_launchers_signal_does_not_lose_what_is_known(tmp_path):
     def plant(rank: int) -> None:
         os.environ["WORLD_SIZE"] = "2"
-        doctor.meet = lambda *_: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))
+        examination.meet = lambda *_: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))
 
     [(code, rows, err, seconds)] = examined(1, f"run.dir={tmp_path}", plant=plant)
     assert code == 1 and seconds < 5 and rows["disk"]["result"] == "ok"

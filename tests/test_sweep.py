@@ -9,7 +9,13 @@ import pytest
 from harness import CONF, ELASTIC, ended, wait_for
 from harness.command import fork_jobs
 
+from trainer import ConfigError
+from trainer.sweep import jobs, search
+
 TINY = ["--config-dir", CONF, "task=tiny", "run.name=a"]
+
+SWEEPER = search.SWEEPER
+WORDS = ["-m", *TINY[:3], "launch=elastic", "launch.nproc_per_node=2"]
 
 
 def results(folder):
@@ -98,7 +104,7 @@ def test_sweep_under_torchrun_is_refused_with_advice(command, tmp_path):
 
 @pytest.mark.slow
 def test_optuna_chooses_the_jobs(command, tmp_path):
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    pytest.importorskip("optuna")
     words = [
         "-m",
         *TINY[:3],
@@ -118,7 +124,7 @@ def test_optuna_chooses_the_jobs(command, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["continue", "stop"])
 def test_job_of_optuna_that_fails_is_the_worst(policy, command, tmp_path):
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    pytest.importorskip("optuna")
     words = [
         "-m",
         *TINY[:3],
@@ -143,14 +149,108 @@ def test_file_that_has_hydra_build_something_is_refused(command, tmp_path):
     text = (Path(CONF) / "task/tiny.yaml").read_text()
     evil = "hydra:\n  callbacks:\n    x: {_target_: pathlib.Path.touch, self: canary}\n"
     (tmp_path / "conf/task/evil.yaml").write_text(text + evil)
-    words = [
-        "-m",
-        "--config-dir",
-        "conf",
-        "task=evil",
-        "optim.lr=interval(0.01,0.5)",
-        "hydra/sweeper=optuna",
-    ]
-    code, _, err = command(*words, before=fork_jobs)
+    words = ["-m", "--config-dir", "conf", "task=evil", "optim.lr=interval(0.01,0.5)"]
+    code, _, err = command(*words, SWEEPER, before=fork_jobs)
     assert code == 2 and "hydra.callbacks" in err and len(err.splitlines()) == 1, err
     assert not (tmp_path / "canary").exists()
+
+
+# Optuna without processes: the jobs' values are computed here ------------------------------------
+
+SEED = "hydra.sweeper.sampler.seed=1"
+SPACE = (
+    *("optim.lr=tag(log,interval(0.001,1))", "run.seed=range(1,4)"),
+    *("optim=sgd,adam", "optim.weight_decay=interval(0,1)"),
+)
+
+
+def searched(folder, words, space=SPACE, stop_after=None):
+    """(swept words of the jobs in order, exit code) of a search whose jobs only write their end."""
+    pytest.importorskip("optuna")
+    ran = []
+
+    def run(words):
+        if len(ran) == stop_after:
+            return 75, True
+        ran.append([word for word in words if word.startswith(("optim", "run.seed"))])
+        given = dict(word.split("=", 1) for word in words if "=" in word)
+        place = Path(folder) / "tiny" / given["run.name"]
+        place.mkdir(parents=True)
+        end = {"code": 0, "best": (float(given["optim.lr"]) - 0.1) ** 2, "metrics": {}}
+        (place / "exit.json").write_text(json.dumps(end))
+        return 0, False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "_run_process", run)
+        patch.setattr(jobs, "Lease", lambda place: None)  # held until the process ends
+        fixed = ["task=tiny", f"run.dir={folder}", "run.name=s"]
+        code = search.search([SWEEPER, *words], [*fixed, *space], [CONF])
+    return ran, code
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+def test_interrupted_search_samples_what_it_would_have_sampled(sampler, tmp_path):
+    words = [SEED, f"hydra/sweeper/sampler={sampler}", "hydra.sweeper.n_trials=14"]
+    whole, code = searched(tmp_path / "whole", words)
+    assert code == 0 and len({tuple(job) for job in whole}) == len(whole) == 14
+    assert {job[1] for job in whole} == {"run.seed=1", "run.seed=2", "run.seed=3"}
+    first, code = searched(tmp_path / "parts", words, stop_after=11)
+    assert code == 75 and len(first) == 11
+    rest, code = searched(tmp_path / "parts", words)
+    assert code == 0 and first + rest == whole
+    more, code = searched(tmp_path / "parts", [*words, "hydra.sweeper.n_trials=15"])
+    assert code == 0 and len(more) == 1  # what is finished is not run again
+
+
+def test_grid_runs_each_point_once(tmp_path):
+    space = ("optim.lr=0.1,0.2", "run.seed=range(1,4)")
+    ran, code = searched(tmp_path, ["hydra/sweeper/sampler=grid"], space)
+    assert code == 0
+    assert ran == [
+        [f"optim.lr={rate}", f"run.seed={seed}"] for rate in (0.1, 0.2) for seed in (1, 2, 3)
+    ]
+
+
+OLD = "hydra.sweeper._target_=hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
+REFUSED = [
+    ("hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials=0: must be a whole number of at least 1"),
+    ("hydra.sweeper.direction=up", "hydra.sweeper.direction=up: must be one of minimize, maximize"),
+    (
+        "hydra/sweeper/sampler=cmaes",
+        "hydra.sweeper.sampler=cmaes: must be one of tpe, random, grid",
+    ),
+    ("hydra/sweeper/sampler=grid", "optim.lr: hydra/sweeper/sampler=grid needs values, as a,b"),
+    ("hydra.sweeper.n_jobs=2", "hydra.sweeper.n_jobs=2: must be a whole number of at least 1"),
+    ("hydra.sweeper.max_failure_rate=1", "hydra.sweeper.max_failure_rate=1: a search takes hydra"),
+    ("hydra/launcher=submitit_slurm", "hydra/launcher=submitit_slurm: a search takes hydra.sw"),
+    (OLD, f"{OLD}: names Hydra's Optuna plugin, which Lockstep no longer uses; take it out and "),
+]
+
+
+@pytest.mark.parametrize(("word", "line"), REFUSED, ids=[word for word, _ in REFUSED])
+def test_search_that_cannot_be_is_refused_and_leaves_nothing(word, line, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        searched(tmp_path, [word])
+    assert str(error.value).startswith(line) and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("trace", ["sweep.json", "optimization_results.yaml"])
+def test_old_search_is_refused_in_one_line(trace, tmp_path):
+    (tmp_path / "sweeps/s").mkdir(parents=True)
+    (tmp_path / "sweeps/s" / trace).write_text("[]")
+    with pytest.raises(ConfigError, match=r"sweeps/s: holds a sweep without a study, or one of "):
+        searched(tmp_path, [SEED])
+
+
+def test_file_that_names_the_old_plugin_is_refused(tmp_path):
+    (tmp_path / "task").mkdir()
+    node = "hydra: {sweeper: {_target_: hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.X}}"
+    (tmp_path / "task/old.yaml").write_text(f"# @package _global_\n{node}\n")
+    with pytest.raises(ConfigError, match=r"task/old\.yaml: names Hydra's Optuna plugin"):
+        search.search([SWEEPER], ["task=old", *SPACE], [str(tmp_path)])
+
+
+def test_search_of_other_settings_is_not_resumed(tmp_path):
+    searched(tmp_path, [SEED, "hydra.sweeper.n_trials=1"])
+    with pytest.raises(ConfigError, match=r"was begun with other settings; give run\.name=<new>"):
+        searched(tmp_path, ["hydra.sweeper.sampler.seed=2", "hydra.sweeper.n_trials=2"])

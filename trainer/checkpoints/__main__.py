@@ -1,4 +1,4 @@
-"""`python -m trainer.checkpoints DIR`: what a run has saved, and whether every byte of it is as it was written."""
+"""`python -m trainer.checkpoints DIR`: a run's checkpoints, and whether every byte is intact."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from typing import Any
 
 from trainer.checkpoints import transaction as checkpoint
 from trainer.checkpoints.manifest import Manifest
-from trainer.cli import run
+from trainer.cli import run, single
 from trainer.errors import CheckpointError, ConfigError, one_line, visible
 
 HELP = """usage: python -m trainer.checkpoints DIR [--export FILE.safetensors]
 
-DIR is a run directory, or one directory step-<number> in its checkpoints. Lists the checkpoints: each file is read and
-its SHA-256 compared with the manifest's. --export writes the weights of the newest valid one as safetensors; averaged
-weights too, as ema.<name>, where run.ema_decay made them. It needs pip install '.[export]'.
+DIR is a run directory, or one directory step-<number> in its checkpoints. Lists the checkpoints:
+each file is read and its SHA-256 compared with the manifest's. --export writes the weights of the
+newest valid one as safetensors; averaged weights too, as ema.<name>, where run.ema_decay made them.
+It needs pip install '.[export]'.
+
 Exit codes: 0 all are valid, 1 one is not, 2 there is none."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    if "-h" in arguments or "--help" in arguments:
-        print(HELP)
-        return 0
     words = list(arguments)
     target = None
     if "--export" in words:
@@ -32,80 +31,72 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError("--export: needs a file name, as in --export weights.safetensors")
         target = Path(words[at + 1])
         del words[at : at + 2]
-    if len(words) != 1 or words[0].startswith("-"):
-        raise ConfigError(
-            "give one run directory: python -m trainer.checkpoints DIR [--export FILE.safetensors]"
-        )
-    place = Path(words[0])
+    usage = "python -m trainer.checkpoints DIR [--export FILE.safetensors]"
+    place = Path(single(words, f"give one run directory: {usage}"))
     is_one = (place / checkpoint.MANIFEST).is_file()
-    found = [place] if is_one else list(checkpoint.steps(place / "checkpoints").values())
-    if not found:
+    paths = [place] if is_one else list(checkpoint.steps(place / "checkpoints").values())
+    if not paths:
         raise ConfigError(f"{place}: has no checkpoints; give a run directory")
-    return _list(found) if target is None else _export(found, target)
+    return _list(paths) if target is None else _export(paths, target)
 
 
-def _list(found: Sequence[Path]) -> int:
+def _list(paths: Sequence[Path]) -> int:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table, invalid = (
-        Table(
-            "step", "files", "size", "strategy", "ranks", "metrics", box=None, header_style="bold"
-        ),
-        0,
-    )
-    for path in found:
+    columns = ("step", "files", "size", "strategy", "ranks", "metrics")
+    table = Table(*columns, box=None, header_style="bold")
+    num_invalid = 0
+    for path in paths:
         try:
             manifest = checkpoint.load(path).manifest
             Manifest.of_run(manifest, path)
         except CheckpointError as error:
-            table.add_row(
-                path.name.removeprefix("step-").lstrip("0"), Text(f"INVALID {visible(str(error))}")
-            )
-            invalid += 1
+            step = path.name.removeprefix("step-").lstrip("0")
+            table.add_row(step, Text(f"INVALID {visible(str(error))}"))
+            num_invalid += 1
             continue
         size = sum(entry["bytes"] for entry in manifest["files"].values())
         metrics = "  ".join(
-            f"{name} {math.nan if v is None else v:.4f}" for name, v in manifest["metrics"].items()
+            f"{name} {math.nan if value is None else value:.4f}"
+            for name, value in manifest["metrics"].items()
         )
-        facts = [
-            Text(visible(fact))
-            for fact in (manifest["strategy"], str(manifest["world_size"]), metrics)
-        ]
-        table.add_row(f"{manifest['step']:,}", "valid", f"{size / 1e6:,.1f} MB", *facts)
-    Console(highlight=False, width=None if invalid == 0 else 200).print(table)
-    return int(invalid > 0)
+        layout = (manifest["strategy"], str(manifest["world_size"]), metrics)
+        cells = [Text(visible(text)) for text in layout]
+        table.add_row(f"{manifest['step']:,}", "valid", f"{size / 1e6:,.1f} MB", *cells)
+    Console(highlight=False, width=None if num_invalid == 0 else 200).print(table)
+    return int(num_invalid > 0)
 
 
-def _export(found: Sequence[Path], target: Path) -> int:
+def _export(paths: Sequence[Path], target: Path) -> int:
     if target.exists():
         raise ConfigError(f"--export {target}: exists already; give another name")
     try:
         from safetensors.torch import save_file
     except ModuleNotFoundError:
-        raise ConfigError(
-            "--export: needs safetensors; pip install 'lockstep-trainer[export]'"
-        ) from None
-    for path in reversed(found):
+        advice = "needs safetensors; pip install 'lockstep-trainer[export]'"
+        raise ConfigError(f"--export: {advice}") from None
+    for path in reversed(paths):
         try:
             loaded = checkpoint.load(path)
         except CheckpointError as error:
             print(f"skipped {path.name}: {error}")
             continue
         tensors = _weights(loaded)
-        facts = {"step": str(loaded.manifest["step"]), "run": str(loaded.manifest["run"])}
+        step = loaded.manifest["step"]
+        facts = {"step": str(step), "run": str(loaded.manifest["run"])}
         try:
             save_file(tensors, target, metadata=facts)
         except Exception as error:  # safetensors has its own for a folder that is not there
             raise ConfigError(f"--export {target}: {one_line(error)}") from None
-        print(f"{target}: {len(tensors)} tensors of step {loaded.manifest['step']:,}")
+        print(f"{target}: {len(tensors)} tensors of step {step:,}")
         return 0
-    raise CheckpointError(f"{found[0].parent}: no checkpoint is valid")
+    raise CheckpointError(f"{paths[0].parent}: no checkpoint is valid")
 
 
 def _weights(loaded: checkpoint.Loaded) -> dict[str, Any]:
-    """Tensors by name, each with memory of its own: safetensors knows no sharing."""
+    """Tensors by name, each with its own memory: safetensors knows no sharing."""
     import torch
 
     from trainer.checkpoints.packing import unpack
@@ -121,4 +112,4 @@ def _weights(loaded: checkpoint.Loaded) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, HELP)

@@ -218,12 +218,12 @@ def _choose(parsed: Sequence[Any], options: Options) -> dict[str, str]:
         if override.is_add():
             advice = f"{group} is there already; leave out the '+'"
             raise ConfigError(f"{override.input_line}: {advice}")
-        files = options[group].get(choice if isinstance(choice, str) else "", [])
+        name = choice if isinstance(choice, str) else show(choice)
+        files = options[group].get(name, [])
         if not files:
             hint = "; one of yours needs --config-dir" if group == "task" else ""
-            near = suggest(str(choice), options[group]) or hint
-            listed = ", ".join(options[group])
-            raise ConfigError(f"{group}={show(choice)}: must be one of {listed}{near}")
+            near = suggest(name, options[group]) or hint
+            raise ConfigError(f"{group}={name}: must be one of {', '.join(options[group])}{near}")
         if len(files) > 1:
             both = " and ".join(map(str, files))
             raise ConfigError(f"{group}={choice} stands twice, in {both}; rename yours")

@@ -1,0 +1,75 @@
+"""`python -m trainer.doctor`, under any launcher: what a run here would meet, as a table."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.cli import load_task, run, split_arguments
+from trainer.config.compose import load_config
+from trainer.distributed import mpi
+from trainer.distributed.group import choose_backend
+from trainer.distributed.rendezvous import check_init, part
+from trainer.doctor.examination import Examination
+from trainer.errors import ConfigError
+from trainer.setup import check_layout
+from trainer.task import Task
+
+HELP = """usage: python -m trainer.doctor [key=value ...] [--config-dir DIR] [--json]
+       torchrun --nproc_per_node=<ranks> -m trainer.doctor ...       (or srun, mpirun, by hand)
+
+Start it as the run will be started: it reports what one would otherwise learn from a hang. Who the
+ranks are, whether they meet, whether an all-reduce is right and how fast, clocks, disk, threads,
+shared memory, versions, code. No task is needed; settings count as for a run, but dist.timeout_s
+is 30 unless given. --json prints the table as one JSON object. Nothing is left on disk.
+
+Exit codes: 0 nothing fails (warnings do not count), 1 something fails, 2 bad settings."""
+_DEFAULTS = {"task": "task=text", "dist.timeout_s": "dist.timeout_s=30"}
+
+
+def main(arguments: Sequence[str]) -> int:
+    words = [word for word in arguments if word != "--json"]
+    task = load(*split_arguments(words))
+    block = task.config.dist
+    path = Path(block.path or "").absolute()
+    is_ours = block.init == "file" and not any(
+        place.name.startswith(path.name) for place in path.parent.iterdir()
+    )
+    examination = Examination(task, is_json="--json" in arguments)
+    signal.signal(signal.SIGTERM, examination.end)
+    examination.start()
+    try:
+        while examination.is_alive() and not examination.is_late() and not examination.error:
+            examination.join(0.05)
+        if examination.is_alive() or examination.error:
+            examination.give_up()
+    finally:
+        if examination.mark:
+            Path(examination.mark).unlink(missing_ok=True)
+        if is_ours:
+            part(block, task.world)
+    return examination.code
+
+
+def load(overrides: Sequence[str], config_dirs: Sequence[str]) -> Task:
+    """The task a run would have.
+
+    Raises ConfigError for what a run would refuse before it opens a socket.
+    """
+    given = {word.lstrip("+").split("=", 1)[0] for word in overrides}
+    defaults = [word for key, word in _DEFAULTS.items() if key not in given]
+    config = load_config([*defaults, *overrides], config_dirs)
+    if config.launch.name != "inline":
+        advice = "the doctor starts no ranks; torchrun ... -m trainer.doctor"
+        raise ConfigError(f"launch={config.launch.name}: {advice}")
+    task: Task = load_task(config)(config)
+    check_init(config.dist, task.world)
+    check_layout(config, task.world)
+    if choose_backend(config.dist, task.world) == "mpi":
+        mpi.register()  # in this thread, which is also the one that ends MPI
+    return task
+
+
+if __name__ == "__main__":
+    run(main, HELP)

@@ -1,0 +1,148 @@
+"""The examination: stage by stage, in a thread, so that a call that hangs is given up."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer.cli import WAIT_S
+from trainer.distributed.group import Group, process_group
+from trainer.distributed.rendezvous import meet
+from trainer.doctor.group import (
+    SIZES,
+    all_reduce,
+    check_clocks,
+    compare,
+    judge_sums,
+    list_checks,
+)
+from trainer.doctor.rank import find_existing, gather_facts
+from trainer.doctor.table import ADVICE, Check, judge, list_ranks, show
+from trainer.errors import one_line, visible
+from trainer.task import Task
+
+# After dist.timeout_s: a stage that hangs is given up; ranks above 0 end.
+LATE_S = 1.2
+LAST_S = 1.5
+
+
+class Examination(threading.Thread):
+    """All checks, stage by stage; whatever is known by then is shown even where a call hangs."""
+
+    def __init__(self, task: Task, is_json: bool):
+        super().__init__(daemon=True)
+        self.task = task
+        self.world = task.world
+        self.config = task.config
+        self.is_json = is_json
+        self.code = 1
+        self.error = ""
+        self.mark = ""  # a file in run.dir, for the other ranks to see
+        self.checks: list[Check] = []
+        self._begin("start")
+
+    def _begin(self, stage: str) -> None:
+        self.stage = stage
+        self.since = time.monotonic()
+
+    def is_late(self) -> bool:
+        return time.monotonic() - self.since > self.config.dist.timeout_s + LATE_S
+
+    def end(self, *_: object) -> None:
+        """Handle a launcher's SIGTERM, since another rank has ended: what is known is shown."""
+        if self.stage != "end":
+            self.error = "ended by the launcher; the message of the rank that ended first says why"
+
+    def run(self) -> None:
+        try:
+            facts = gather_facts(self.task)
+            self.checks = list_checks([facts])
+            group = self._meet(facts)
+            self._begin("backends")
+            group.check_equal({"dist.backend": facts["backend"]})
+            self._reduce(is_nccl=facts["backend"] == "nccl")
+        except Exception as error:
+            self.error = one_line(error) or type(error).__name__
+
+    def _meet(self, facts: dict[str, Any]) -> Group:
+        """Meet, compare facts, and check what needs no process group, by the store alone."""
+        block = self.config.dist
+        world = self.world
+        self._begin("rendezvous")
+        store = dist.HashStore() if world.world_size == 1 else meet(block, world)
+        seconds = time.monotonic() - self.since
+        group = Group(world, store)
+        self._begin("facts")
+        self.checks = list_checks([json.loads(t) for t in group.gather_text(json.dumps(facts))])
+        self.checks += [compare(group, n, facts[n]) for n in ("versions", "code", "settings")]
+        if world.world_size > 1:
+            place = block.address or block.path or ":".join(map(str, world.launcher.master))
+            found = f"{world.world_size} ranks met at {place} in {seconds:.2f} s"
+            self.checks.append(Check("rendezvous", "ok", f"{found}, by dist.init={block.init}"))
+            self._begin("clocks")
+            self.checks.append(check_clocks(group))
+            self._begin("run.dir")
+            self.checks += self._check_visibility(group)
+        return group
+
+    def _reduce(self, is_nccl: bool) -> None:
+        """Try all-reduces of several sizes; rank 0 then shows all."""
+        world = self.world
+        block = self.config.dist
+        self._begin("process group")
+        # NCCL's own timeout kills the process: it comes after ours
+        block = replace(block, timeout_s=block.timeout_s + 5 * is_nccl)
+        device = world.device if is_nccl else torch.device("cpu")
+        with process_group(block, world) as group:
+            for name, num_bytes in SIZES.items():
+                self._begin(f"all-reduce {name}")
+                texts = group.gather_text(json.dumps(all_reduce(world, num_bytes, device)))
+                self.checks.append(judge_sums(name, num_bytes, [json.loads(t) for t in texts]))
+            self._begin("end")
+            code = show(self.checks, self.is_json) if world.rank == 0 else 0
+            self.code = group.share_number(code)
+
+    def _check_visibility(self, group: Group) -> list[Check]:
+        """Rank 0 alone writes to the run directory; that the others see it is of use."""
+        if self.world.rank == 0:
+            with suppress(OSError):  # what rank 0 found of the disk says so already
+                place = find_existing(self.config)
+                descriptor, self.mark = tempfile.mkstemp(prefix=".doctor-", dir=place)
+                os.close(descriptor)
+        mark = group.gather_text(self.mark)[0]
+        if not mark:
+            return []
+        seen = group.gather_text("yes" if os.access(mark, os.F_OK) else "no")
+        blind = [rank for rank, text in enumerate(seen) if text == "no"]
+        who = f"all but {list_ranks(blind)}" if blind else "every rank"
+        found = f"what rank 0 writes there is seen by {who}"
+        advice = "a resume elsewhere would find no checkpoint: "
+        advice += "choose a file system that all nodes share"
+        return [judge("run.dir", not blind, found, advice)]
+
+    def give_up(self) -> None:
+        """Report what is known by now and where it ended: rank 0 the table, every rank a line."""
+        limit_s = self.config.dist.timeout_s
+        world = self.world
+        error = self.error or f"no answer within dist.timeout_s={limit_s:g}"
+        self.checks.append(Check(self.stage, "fail", error, ADVICE.get(self.stage.split()[0], "")))
+        # by hand each rank has its own terminal
+        has_terminal = world.local_rank == 0 or world.launcher.name == "hand"
+        if world.rank == 0 or (has_terminal and not self.is_json):
+            show(self.checks, self.is_json)
+        who = f"rank {world.rank} ({world.host}, process {world.pid}): " if world.rank else ""
+        print(visible(f"error: {who}{self.stage}: {error}"), file=sys.stderr, flush=True)
+        self.code = 1
+        if world.rank:  # not the first to end: a launcher would kill rank 0 before it has reported
+            left_s = self.since + limit_s + LAST_S - time.monotonic()
+            time.sleep(max(0.0, min(WAIT_S, left_s)))

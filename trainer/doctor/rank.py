@@ -1,0 +1,169 @@
+"""The checks that a rank makes by itself, and the facts that the ranks compare."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import trainer
+from trainer.config.schema import Config
+from trainer.data.order import counted
+from trainer.distributed.group import choose_backend
+from trainer.distributed.world import World
+from trainer.doctor.table import Check, judge
+from trainer.record import fingerprint
+from trainer.record import startup as report
+from trainer.task import Task
+
+# Beyond these it warns.
+FREE_BYTES = 10**9
+FSYNC_S = 1.0
+OPEN_FILES = 4096
+_CODE = "the code of "  # how fingerprints name what is code
+
+
+def gather_facts(task: Task) -> dict[str, Any]:
+    world = task.world
+    config = task.config
+    backend = choose_backend(config.dist, world)
+    start = fingerprint.of_start(task.config, type(task))
+    checks = [check_backend(config, world, backend), check_shared_memory(config, backend)]
+    checks.append(check_open_files())
+    if world.rank == 0:
+        checks.append(check_disk(config))
+    return {
+        "who": report.describe_rank(world),
+        "launcher": world.launcher.name,
+        "backend": backend,
+        "threads": world.divide_threads(),
+        "cores": _list_cores(),
+        "quota": cpu_quota(),
+        "versions": _list_versions(),
+        "code": {
+            name.removeprefix(_CODE): str(digest)
+            for name, digest in start.items()
+            if name.startswith(_CODE)
+        },
+        "settings": {name: v for name, v in start.items() if not name.startswith(_CODE)},
+        "checks": [asdict(check) for check in checks],
+    }
+
+
+def _list_versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "trainer": trainer.__version__,
+        "hydra": version("hydra-core"),
+        "CUDA": torch.version.cuda or "none",
+    }
+
+
+def _list_cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return [*range(os.cpu_count() or 1)]
+
+
+def check_backend(config: Config, world: World, backend: str) -> Check:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    available = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi4py": find_spec("mpi4py"),
+    }
+    ranks = counted(world.local_world_size, "local rank")
+    why = f"{counted(gpus, 'GPU')} for {ranks}" if gpus else "torch sees no GPU"
+    names = ", ".join(name for name in available if available[name])
+    found = f"dist.backend={config.dist.backend} is {backend}: {why}; there are {names}"
+    if gpus:
+        place = Path("/proc/driver/nvidia/version")
+        driver = re.search(r"\d+\.\d+(\.\d+)?", place.read_text() if place.is_file() else "")
+        name = torch.cuda.get_device_name(world.device)
+        found += f"; {name}, driver {driver[0] if driver else 'unknown'}"
+    is_shared = gpus > 0 and backend == "gloo" and config.dist.backend == "auto"
+    advice = f"nccl needs a GPU per rank: start at most {gpus} on this host"
+    return judge("backend", not is_shared, found, advice)
+
+
+def check_shared_memory(config: Config, backend: str) -> Check:
+    users = []
+    if config.data.workers > 0:
+        users.append("data.workers")
+    if backend == "nccl":
+        users.append("nccl")
+    place = Path("/dev/shm")  # noqa: S108
+    size = shutil.disk_usage(place) if place.is_dir() else None
+    found = "there is none"
+    if size is not None:
+        found = f"{size.free / 1e9:.2f} of {size.total / 1e9:.2f} GB are free"
+    found += f"; for {' and '.join(users)}" if users else "; only data workers need it"
+    is_enough = not users or (size is not None and size.free >= FREE_BYTES)
+    advice = "give it 1 GB: docker run --shm-size=8g; or data.workers=0"
+    return judge("shared memory", is_enough, found, advice)
+
+
+def check_open_files() -> Check:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    is_unlimited = limit == resource.RLIM_INFINITY
+    found = "no limit" if is_unlimited else f"at most {limit:,}"
+    is_good = is_unlimited or limit >= OPEN_FILES
+    return judge("open files", is_good, found, f"ulimit -n {OPEN_FILES}")
+
+
+def find_existing(config: Config) -> Path:
+    """Where a run would make its directory: run.dir, or its nearest parent that exists."""
+    path = Path(config.run.dir).absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def check_disk(config: Config) -> Check:
+    """Write a file without a name, which is gone however this process ends."""
+    place = find_existing(config)
+    found = f"run.dir={config.run.dir}: "
+    advice = "every checkpoint goes there: make room, or choose another run.dir"
+    began = time.monotonic()
+    try:
+        with tempfile.TemporaryFile(prefix=".doctor-", dir=place) as file:
+            file.write(bytes(2**16))
+            file.flush()
+            os.fsync(file.fileno())
+        seconds = time.monotonic() - began
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        return Check("disk", "fail", f"{found}{place} cannot be written: {error.strerror}", advice)
+    found += f"{free / 1e9:,.1f} GB free on {place}"
+    found += f", a write with fsync takes {seconds * 1e3:,.1f} ms"
+    return judge("disk", free >= FREE_BYTES and seconds <= FSYNC_S, found, advice)
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """CPUs that this process's cgroup (v2 or v1), or one above it, allows; None: no limit."""
+    limits: list[float] = []
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.is_file() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "cpu", "cpu,cpuacct"):
+            continue
+        names = ["cfs_quota_us", "cfs_period_us"] if controllers else ["max"]
+        folder = root / "sys/fs/cgroup" / ("cpu" if controllers else "") / path.lstrip("/")
+        for place in (folder, *folder.parents):
+            with suppress(OSError, ValueError):  # not there, or "max"
+                words = " ".join((place / f"cpu.{name}").read_text() for name in names)
+                quota, period = map(float, words.split())
+                limits += [quota / period] if quota > 0 else []
+    return min(limits, default=None)
