@@ -1,98 +1,28 @@
 """task=cifar: its data are fetched whole or not at all, once however many ask; its second net is ResNet-18."""
 
 import fcntl
-import hashlib
-import io
 import os
 import signal
 import subprocess
 import sys
-import tarfile
 import threading
-import time
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
-from harness import fit, on_ranks
+from harness import fit, on_ranks, wait_for
+from harness.download import ARCHIVE, FILES, KEY, SHA256, content, names, packed, serving
 
 from trainer import ConfigError, ResidentDataset, load_config
 from trainer.tasks import cifar, cifar10, download
 from trainer.tasks.resnet import ResNet
 
-FILES = {"one.bin": os.urandom(300_000), "two.bin": b"second"}
-SHA256 = {name: hashlib.sha256(data).hexdigest() for name, data in FILES.items()}
 ROOT = Path(__file__).resolve().parent.parent
-KEY = "task.options.data=download"
-
-
-def packed(files):
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w:gz") as archive:
-        for name, data in files.items():
-            member = tarfile.TarInfo(f"folder/{name}")
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-    return stream.getvalue()
-
-
-ARCHIVE = packed({"readme.html": b"read me", **FILES})
-
-
-class Server(ThreadingHTTPServer):
-    daemon_threads = False  # closing it waits for the answers under way
-
-
-@contextmanager
-def serving(body, status=200, length=None, before=lambda: None, amid=lambda: None):
-    """A server that answers with `body`; its address, and the paths it was asked for."""
-    asked = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            asked.append(self.path)
-            before()
-            with suppress(OSError):  # who asked may be gone
-                self.send_response(status)
-                self.send_header("Content-Length", str(length or len(body)))
-                self.end_headers()
-                self.wfile.write(body[: len(body) // 2])
-                amid()
-                self.wfile.write(body[len(body) // 2 :])
-
-        def log_message(self, *arguments):
-            pass
-
-    with Server(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/all.tar.gz", asked
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-
-
-def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def wait_until(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "waited for 20 s"
-        time.sleep(0.01)
 
 
 def test_files_are_fetched_once_into_a_new_folder(tmp_path, capsys):
@@ -190,7 +120,7 @@ def fetch_as_rank(url, folder):
 )
 def test_one_rank_downloads_and_all_share_the_outcome(body, status, tmp_path):
     def before():
-        wait_until(lambda: len(list(tmp_path.glob("*.waits"))) >= 3)
+        wait_for(lambda: len(list(tmp_path.glob("*.waits"))) >= 3)
 
     with serving(body, status, before=before) as (url, asked):
         results = on_ranks(3, fetch_as_rank, url, tmp_path)
@@ -215,7 +145,7 @@ download.fetch(URL, {str(tmp_path / "root")!r}, {SHA256}, {KEY!r})"""
         return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
     with serving(ARCHIVE, amid=killed.wait) as (url, asked), start(url) as first:
-        wait_until(lambda: asked)
+        wait_for(lambda: asked)
         assert names(tmp_path) == [".root.lock", ".root.part"]
         with start(url) as second:
             assert second.stdout.readline() == "waits\n"

@@ -6,43 +6,31 @@ import io
 import json
 import os
 import re
-import signal
 import tarfile
 import warnings
 import zipfile
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from test_cifar import FILES, KEY, SHA256, content, names, no_proxy, serving  # noqa: F401  # no_proxy is a fixture
+from harness import within
+from harness.download import FILES, KEY, SHA256, content, names, serving
+from harness.internals import checkpoint, packing, resume
 from torch import nn
 
 from trainer import CheckpointError, ConfigError
-from trainer.checkpoints import packing
-from trainer.checkpoints import transaction as checkpoint
 from trainer.checkpoints.__main__ import main as list_checkpoints
 from trainer.checkpoints.manifest import Manifest
-from trainer.record import resume
 from trainer.tasks import download
 
 CPU = torch.device("cpu")
 STEP = "step-00000001"
 
 
-@contextmanager
-def within(seconds):
-    def late(number, frame):
-        raise AssertionError(f"took more than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
 def saved(value):

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from harness.launch import PATHS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -81,7 +81,7 @@ def mpirun(tmp_path_factory):
             text=True,
             env={
                 **os.environ,
-                "PYTHONPATH": str(Path(mpi.__file__).parents[2]),
+                "PYTHONPATH": PATHS,
                 "OMP_NUM_THREADS": "1",
             },
         )
@@ -115,7 +115,7 @@ def group(backend, rank, size, store):
     dist.destroy_process_group()
 
 
-SIZES = [pytest.param(2, marks=pytest.mark.slow), 3]
+SIZES = [2, pytest.param(3, marks=pytest.mark.slow)]
 
 
 @needs_mpi
@@ -384,6 +384,7 @@ def test_a_rank_that_raises_ends_the_others(mpirun):
 
 
 @needs_mpi
+@pytest.mark.slow
 def test_a_rank_that_waits_too_long_says_so_and_ends_the_others(compared):
     code, printed = compared(3)
     assert code == 1 and "waited long enough" in printed, printed

@@ -1,7 +1,6 @@
 """The README's task of one's own works to the letter, from an installed wheel, beside a user's own tasks/ and conf/."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -9,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import ended, launch
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -27,20 +27,24 @@ def site(tmp_path_factory):
     return folder / "site"
 
 
-def run(command, folder, site):
-    words = shlex.split(command)
-    words[0:1] = (
-        [sys.executable]
-        if words[0] == "python"
-        else [sys.executable, "-m", "torch.distributed.run"]
-    )
-    environment = {**os.environ, "PYTHONPATH": str(site)}
-    return subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-    )
+def run(line, site, command, is_real):
+    """A command line of the README: (exit code, stdout, stderr)."""
+    program, *words = shlex.split(line)
+    at = words.index("-m")
+    launcher, verb, rest = words[:at], words[at + 1], words[at + 2 :]
+    if is_real:
+        agent = ("-m", "torch.distributed.run", *launcher) if program == "torchrun" else ()
+        paths = {"PYTHONPATH": str(site)}
+        return ended(launch(command.folder, *rest, launcher=agent, verb=verb, **paths))
+    ranks = int(launcher[-1].split("=")[1]) if program == "torchrun" else 0
+    environment = {"PYTHONPATH": str(site)}
+    return command(*rest, ranks=ranks, verb=verb, environment=environment, is_fresh=True)
 
 
-def test_readme_task_runs_from_a_wheel_in_a_folder_with_its_own_tasks_and_conf(site, tmp_path):
+@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_readme_task_runs_from_a_wheel_in_a_folder_with_its_own_tasks_and_conf(
+    is_real, site, command, tmp_path
+):
     section = README.split("## A task of your own")[1].split("\n## ")[0]
     files = re.findall(r"`([\w./]+)`:\n\n```\w+\n(.*?)```", section, re.S)
     assert [name for name, _ in files] == ["tasks/spiral.py", "conf/task/spiral.yaml"]
@@ -52,10 +56,10 @@ def test_readme_task_runs_from_a_wheel_in_a_folder_with_its_own_tasks_and_conf(s
     (tmp_path / "conf/config.yaml").write_text("somebody: elses\n")
     commands = re.search(r"```sh\n(.*?)```", section, re.S)[1].splitlines()
     assert len(commands) == 3
-    for command in commands:
-        done = run(command, tmp_path, site)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout)["eval/accuracy"] > 0.9
+    for line in commands:
+        code, out, err = run(line, site, command, is_real)
+        assert code == 0, out + err
+    assert json.loads(out)["eval/accuracy"] > 0.9
     one, two = (losses(tmp_path / "runs/spiral" / name) for name in ("one", "two"))
     assert len(one) == 30 and one == pytest.approx(two, rel=1e-3)
 
@@ -65,16 +69,14 @@ def losses(directory):
     return [line["train/loss"] for line in lines if "train/loss" in line]
 
 
-def test_built_in_tasks_come_from_the_wheel_whatever_lies_around(site, tmp_path):
+@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_built_in_tasks_come_from_the_wheel_whatever_lies_around(is_real, site, command, tmp_path):
     for name in ("tasks/cifar.py", "tasks/__init__.py", "conf/task/cifar.yaml", "trainer_conf.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(
             "raise SystemExit('the wrong one')\n" if name.endswith(".py") else "wrong: one\n"
         )
-    done = run(
-        "python -m trainer task=cifar run.steps=1 task.options.widths=[8,8,8] task.options.data=bundled",
-        tmp_path,
-        site,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the bundled part of CIFAR-10" in done.stdout
+    words = "task=cifar run.steps=1 task.options.widths=[8,8,8] task.options.data=bundled"
+    code, out, err = run(f"python -m trainer {words}", site, command, is_real)
+    assert code == 0, out + err
+    assert "the bundled part of CIFAR-10" in out

@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import PATHS, newest, slurm, wait_for
-from test_launching import EVERY, SLOW, TINY
+from harness import CONF, PATHS, newest, slurm, wait_for
+from harness.internals import audit
+from harness.launch import SCRIPTS
 
-from trainer import audit
-
+TINY = ["--config-dir", CONF, "task=tiny", "run.name=a"]
+SLOW = ["--config-dir", CONF, "--config-dir", str(SCRIPTS / "faults/conf"), "task=slow"]
+EVERY = ["checkpoint.every_steps=5", "checkpoint.every_epochs=null", "eval.every_epochs=null"]
 NAMES = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NODELIST")
 SHOW = f"import os; print(*map(os.environ.get, {NAMES}))"  # srun cuts lines at 1024 bytes
 
@@ -60,17 +62,16 @@ def test_doctor_examines_the_ranks_of_srun(cluster):
     ), done.stdout
 
 
-def test_srun_starts_the_ranks(cluster, tmp_path):
-    done = cluster.srun(
-        "-N2", "--ntasks-per-node=2", "python", "-m", "trainer", *TINY, f"run.dir={tmp_path}"
-    )
+@pytest.mark.parametrize("tasks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_srun_starts_the_ranks(tasks, cluster, tmp_path):
+    words = ["python", "-m", "trainer", *TINY, f"run.dir={tmp_path}"]
+    done = cluster.srun("-N2", f"--ntasks-per-node={tasks}", *words)
     assert done.returncode == 0, done.stderr
-    assert (
-        "4 ranks on 2 nodes" in done.stdout
-        and "go on with: srun --nodes=2 --ntasks=4 python" in done.stdout
-    )
+    assert f"{2 * tasks} ranks on 2 nodes" in done.stdout
+    assert f"go on with: srun --nodes=2 --ntasks={2 * tasks} python" in done.stdout
     config = (tmp_path / "tiny/a/config.yaml").read_text()
-    assert "init: env" in config and newest(tmp_path / "tiny/a").manifest["world_size"] == 4
+    assert "init: env" in config
+    assert newest(tmp_path / "tiny/a").manifest["world_size"] == 2 * tasks
 
 
 def test_bad_setting_is_one_line_and_never_retried(cluster, tmp_path):
@@ -92,6 +93,7 @@ def test_bad_setting_is_one_line_and_never_retried(cluster, tmp_path):
     assert lines == ["error: optim.lrr is not a setting; did you mean optim.lr?"], done.stderr
 
 
+@pytest.mark.slow
 def test_job_that_is_asked_to_stop_requeues_itself_and_goes_on(cluster, tmp_path):
     """The signal that --signal=USR1@120 sends before the time limit, at once."""
     template = Path(__file__).resolve().parents[1] / "scripts/slurm.sbatch"

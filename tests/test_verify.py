@@ -1,16 +1,12 @@
 """`trainer.verify` finds what makes a run depend on its layout, and says why; a task that is right is proved."""
 
-import os
 import random
 import re
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import CONF, on_ranks
+from harness import CONF, join, on_ranks
 from tiny import Tiny
 from torch import nn
 
@@ -237,7 +233,7 @@ class TwoLosses(Tiny):
 
     def train_step(self, batch):
         first = self.update(batch, name="first")
-        return first + self.update(batch, self.other, name="second")
+        return join(first, self.update(batch, self.other, name="second"))
 
 
 def test_losses_of_a_step_of_its_own_are_compared_too(prove):
@@ -324,39 +320,34 @@ class Forgetful(Tiny):
         return super().loss(outputs, targets) * self.factor
 
 
-def verb(*words):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "trainer.verify", "--config-dir", CONF, "task=tiny", *words]
-    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
+WORDS = ["--config-dir", CONF, "task=tiny"]
 
 
 @pytest.mark.slow
-def test_run_that_is_killed_and_resumed_has_the_same_bits_by_the_command_line():
+def test_run_that_is_killed_and_resumed_has_the_same_bits_by_the_command_line(command):
     words = [
         "data.global_batch=24",
         "data.micro_batch=4",
         "task.options.dropout=0.2",
         "optim=adamw",
     ]
-    done = verb("--resume", "kills=1", "seed=5", *words)
+    done = command(*WORDS, "--resume", "kills=1", "seed=5", *words, verb="trainer.verify")
     rows = [line.split()[-2:] for line in done.stdout.splitlines() if " killed in step " in line]
     assert done.returncode == 0, done
     assert rows[0] == ["same", "bits"] and [row[1] for row in rows[1:]] == ["agrees", "agrees"]
 
 
-def test_layouts_are_compared_by_the_command_line():
-    done = verb("layouts=ranks-2", "steps=5")
-    assert (
-        done.returncode == 0
-        and done.stdout.splitlines()[-1] == "proved: what is learned did not change"
-    ), done
+@pytest.mark.slow
+def test_layouts_are_compared_by_the_command_line(command):
+    done = command(*WORDS, "layouts=ranks-2", "steps=5", verb="trainer.verify")
+    last = done.stdout.splitlines()[-1]
+    assert done.returncode == 0 and last == "proved: what is learned did not change", done
 
 
 @pytest.mark.slow
-def test_state_that_no_checkpoint_holds_is_found_by_resuming():
-    done = verb("--resume", "kills=1", "seed=1", "task.trainer=test_verify.Forgetful")
+def test_state_that_no_checkpoint_holds_is_found_by_resuming(command):
+    words = ["--resume", "kills=1", "seed=1", "task.trainer=test_verify.Forgetful"]
+    done = command(*WORDS, *words, verb="trainer.verify")
     assert done.returncode == 1
-    assert (
-        "DIFFERENT: first: train/loss of step" in done.stdout
-        and "state kept outside of model" in done.stdout
-    )
+    assert "DIFFERENT: first: train/loss of step" in done.stdout
+    assert "state kept outside of model" in done.stdout
