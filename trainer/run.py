@@ -177,10 +177,10 @@ class Run:
             self.batches = Batches(
                 setup.datasets["train"],
                 config,
-                setup.mesh,
+                setup.mesh.data_rank,
+                setup.mesh.data_size,
                 setup.prepare,
-                ranks.group,
-                ranks.heartbeat,
+                ranks,
             )
             epochs = config.run.epochs * self.batches.steps_per_epoch
             self.num_steps = config.run.steps or epochs

@@ -112,7 +112,9 @@ class Setup:
         self.mesh = Mesh.replicated(self.world)
         to_model = partial(convert, self.precision, self.config.strategy.channels_last)
         seed = self.config.run.seed
-        self.prepare = Preparation(task, to_model, seed, self.world.device)
+        self.prepare = Preparation(
+            task.split_batch, task.augment, to_model, seed, self.world.device
+        )
         self.datasets: dict[str, Any] = {}
         self.metrics: dict[str, Any] = {}
         self.eval_batches: EvalBatches | None = None
@@ -134,7 +136,8 @@ class Setup:
         check_dataset(data, split, self.config.data.path)
         self.datasets[split] = data
         if split == "eval":
-            self.eval_batches = EvalBatches(data, self.config, self.mesh, self.prepare)
+            numbers = (self.mesh.data_rank, self.mesh.data_size)
+            self.eval_batches = EvalBatches(data, self.config, *numbers, self.prepare)
             built = task.build_metrics(split)
             self.metrics = {name: metric.to(self.world.device) for name, metric in built.items()}
 

@@ -63,7 +63,16 @@ def arithmetic(config: Config, plan: BatchPlan, num_steps: int) -> list[str]:
     else:
         run = f"The run is {counted(config.run.epochs, 'epoch')} x {per_epoch:,} = {total}."
     quotient = f"{plan.num_examples:,} // {plan.global_batch:,} = {counted(per_epoch, 'step')}"
-    return [plan.sentence(), f"An epoch is {quotient}; {dropped}", run]
+    return [_cut(plan), f"An epoch is {quotient}; {dropped}", run]
+
+
+def _cut(plan: BatchPlan) -> str:
+    """How a global batch is cut into micro-batches."""
+    smallest = plan.global_batch // (plan.ranks * plan.accumulation)
+    largest = -(-plan.global_batch // (plan.ranks * plan.accumulation))
+    rows = str(largest) if smallest == largest else f"{smallest} or {largest}"
+    each = f"{counted(plan.accumulation, 'micro-batch', 'es')} of {rows} rows each"
+    return f"A global batch of {plan.global_batch:,} is {counted(plan.ranks, 'rank')} x {each}."
 
 
 def describe_data(split: str, dataset: Any) -> str:
