@@ -26,7 +26,6 @@ class Console(Sink):
         self._terminal = Terminal(width=None if sys.stdout.isatty() else 120, highlight=False)
         self._every_s = BAR_EVERY_S if self._terminal.is_terminal else LINE_EVERY_S
         self._bar: Any = None
-        self._bar_task: Any = None
         self._values: dict[str, float] = {}
         self._first_step = step
         self._began = time.monotonic()
@@ -62,7 +61,7 @@ class Console(Sink):
             return
         if self._bar is None:
             self._open_bar(num_steps)
-        self._bar.update(self._bar_task, completed=step, shown=shown)
+        self._bar.update(0, completed=step, shown=shown)
         self._bar.refresh()
         if step == num_steps:
             self.close()
@@ -73,7 +72,7 @@ class Console(Sink):
         label = TextColumn("{task.fields[shown]}")
         columns = (TextColumn("step"), BarColumn(None), MofNCompleteColumn(), label)
         self._bar = Progress(*columns, console=self._terminal, auto_refresh=False, transient=True)
-        self._bar_task = self._bar.add_task("train", total=num_steps, shown="")
+        self._bar.add_task("train", total=num_steps, shown="")
         self._bar.start()
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoints.disk import Disk
+from trainer.checkpoints.files import open_plain
 from trainer.errors import CheckpointError
 from trainer.record import directory as files
 from trainer.record.lease import Lease
@@ -28,7 +29,7 @@ class RecordFiles(Sink):
         self._say = say
         path = directory / files.METRICS
         _drop_beyond(path, step)
-        self._file = open(path, "a", encoding="utf-8", opener=files.open_plain)  # noqa: SIM115
+        self._file = open(path, "a", encoding="utf-8", opener=open_plain)  # noqa: SIM115
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self.note(step, files.strict(values))

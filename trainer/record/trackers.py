@@ -42,7 +42,7 @@ class TensorBoard(Sink):
 
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         summary = Summary(value=points)  # one event for all
-        self._draw(lambda board: board._get_file_writer().add_summary(summary, step))
+        self._draw(partial(_add_summaries, [summary], step))
 
     def hyper_parameters(self, values: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard.summary import hparams
@@ -50,7 +50,7 @@ class TensorBoard(Sink):
         kinds = (bool, int, float, str)
         plain = {k: v if isinstance(v, kinds) else str(v) for k, v in values.items()}
 
-        self._draw(partial(_add_summaries, hparams(plain, {})))
+        self._draw(partial(_add_summaries, hparams(plain, {}), None))
 
     def images(self, step: int, inputs: Any) -> None:
         is_batch = isinstance(inputs, torch.Tensor) and inputs.dim() == 4
@@ -111,6 +111,6 @@ def _add_histograms(step: int, model: torch.nn.Module, board: Any) -> None:
         board.add_histogram(f"weights/{name}", parameter.detach().float(), step)
 
 
-def _add_summaries(summaries: Iterable[Any], board: Any) -> None:
+def _add_summaries(summaries: Iterable[Any], step: int | None, board: Any) -> None:
     for summary in summaries:
-        board._get_file_writer().add_summary(summary)
+        board._get_file_writer().add_summary(summary, step)
