@@ -8,8 +8,9 @@ import pytest
 import torch
 from harness import fit_on, newest
 
+from trainer.audit import expected
 from trainer.audit import main as audit
-from trainer.data.ledger import CLOSE_EVERY, Ledger, digests, expected
+from trainer.data.ledger import CLOSE_EVERY, Ledger, digests
 from trainer.data.order import BatchPlan, EpochSampler, Order
 from trainer.errors import ConfigError
 

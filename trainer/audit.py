@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ import torch
 from trainer.checkpoints import transaction as checkpoint
 from trainer.checkpoints.manifest import Manifest
 from trainer.cli import run, single
-from trainer.data.ledger import expected
-from trainer.data.order import counted
+from trainer.data.ledger import digests, extend
+from trainer.data.order import Order, counted
 from trainer.errors import ConfigError, visible
 from trainer.record import directory as rundir
 
@@ -51,6 +51,34 @@ def main(arguments: Sequence[str]) -> int:
     _print_sessions(manifest)
     _print_examples(manifest, comparison, num_later=len(chains) - comparison.num_equal)
     return 0
+
+
+def expected(
+    seed: int,
+    num_examples: int,
+    global_batch: int,
+    num_steps: int,
+    replaced: Mapping[str, int] | None = None,
+) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """(step, chain after it, its example indices) for each step of an undisturbed run.
+
+    `replaced` maps "<epoch>/<index>" of each unreadable example to the one taken instead.
+    """
+    chain = ""
+    per_epoch = num_examples // global_batch
+    for first in range(0, num_steps, per_epoch):
+        epoch = first // per_epoch
+        steps = min(per_epoch, num_steps - first)
+        taken = torch.arange(num_examples)
+        for place, other in (replaced or {}).items():
+            of, index = map(int, place.split("/"))
+            if of == epoch:
+                taken[index] = other
+        positions = torch.arange(steps * global_batch)
+        indices = taken[Order(seed, epoch, num_examples)(positions)].view(steps, -1)
+        for number, digest in enumerate(digests(indices).tolist()):
+            chain = extend(chain, first + number, digest)
+            yield first + number + 1, chain, indices[number]
 
 
 def _read_chains(directory: Path) -> dict[int, str]:

@@ -113,7 +113,9 @@ class Setup:
         self.datasets: dict[str, Any] = {}
         self._metrics: dict[str, Any] = {}
         self._mesh = Mesh.replicated(world)
-        self._prepare = Preparation(task, to_model, config.run.seed, world.device)
+        seed = config.run.seed
+        methods = (task.split_batch, task.augment, to_model)
+        self._prepare = Preparation(*methods, seed, world.device)
         ranks.heartbeat.enter(Phase.BUILD)
         with ranks.group.agreed("building data and model"):
             for split in splits:
@@ -138,15 +140,16 @@ class Setup:
             self._metrics = {name: metric.to(device) for name, metric in metrics.items()}
 
     def open_batches(self) -> Batches:
-        ranks = self.parts.ranks
         data = self.datasets["train"]
-        place = (self._mesh, self._prepare, ranks.group, ranks.heartbeat)
-        return Batches(data, self.config, *place)
+        mesh = self._mesh
+        numbers = (mesh.data_rank, mesh.data_size)
+        return Batches(data, self.config, *numbers, self._prepare, self.parts.ranks)
 
     def open_evaluator(self, ema: Ema | None, wants_stop: Callable[[], bool]) -> Evaluator:
         batches: EvalBatches | None = None
         if (data := self.datasets.get("eval")) is not None:
-            batches = EvalBatches(data, self.config, self._mesh, self._prepare)
+            numbers = (self._mesh.data_rank, self._mesh.data_size)
+            batches = EvalBatches(data, self.config, *numbers, self._prepare)
         return Evaluator(self.parts, batches, self._metrics, ema, wants_stop)
 
 

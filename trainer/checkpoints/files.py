@@ -8,10 +8,10 @@ import stat
 from pathlib import Path
 
 
-def write_file(path: Path, data: bytes | memoryview) -> None:
+def write_file(path: Path, data: bytes | memoryview, mode: int = 0o600) -> None:
     """Write a new file and fsync it."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    descriptor = os.open(path, flags, 0o600)
+    descriptor = os.open(path, flags, mode)
     try:
         view = memoryview(data)
         while view:
@@ -23,15 +23,16 @@ def write_file(path: Path, data: bytes | memoryview) -> None:
 
 def read_file(path: Path, most: int) -> tuple[int, bytes]:
     """A regular file's size and, if that is at most `most`, its bytes. A pipe is not waited for."""
-    with open(path, "rb", opener=_open_plain) as file:
+    with open(path, "rb", opener=open_plain) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "is not a regular file")
         return found.st_size, file.read() if found.st_size <= most else b""
 
 
-def _open_plain(name: str, flags: int) -> int:
-    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+def open_plain(name: str, flags: int) -> int:
+    """An opener for `open`: a link is not followed, a pipe not waited for."""
+    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def sync_directory(path: Path) -> None:

@@ -1,11 +1,10 @@
-"""Sample order as a function: `index = order(seed, epoch, position)`, with random access and no stored permutation."""
+"""Sample order as a function, `index = order(seed, epoch, position)`: nothing is stored."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch.utils.data import Sampler
@@ -21,8 +20,9 @@ BLOCK = 65536  # positions computed ahead at once: 17 to 62 ms, under 1 us each
 class Order:
     """A keyed permutation of range(size): a Feistel network over Z_a x Z_b with cycle walking.
 
-    After Black and Rogaway, "Ciphers with arbitrary finite domains" (CT-RSA 2002): a = ceil(sqrt(size)) and
-    b = ceil(size / a), so that a * b exceeds the size by less than a and hardly a position is walked twice.
+    After Black and Rogaway, "Ciphers with arbitrary finite domains" (CT-RSA 2002).
+    a = ceil(sqrt(size)) and b = ceil(size / a), so a * b exceeds the size by less than a and
+    hardly any position is walked twice.
     """
 
     def __init__(self, seed: int, epoch: int, size: int):
@@ -32,7 +32,7 @@ class Order:
         self.keys = [key_of(seed, "order", epoch, r) & 0x7FFFFFFF for r in range(_ROUNDS)]
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        """Example indices at `positions`, an int64 tensor of any shape with values in range(size)."""
+        """Example indices at `positions`, int64 of any shape, with values in range(size)."""
         found = self._encrypt(positions)
         while (outside := found >= self.size).any():
             found[outside] = self._encrypt(found[outside])
@@ -49,7 +49,7 @@ class Order:
 
 
 def _scramble(values: torch.Tensor, key: int) -> torch.Tensor:
-    """31 bits each, from MurmurHash3's finalizer; factors below 2**31 so that no product leaves int64."""
+    """31 bits each, by MurmurHash3's finalizer; factors below 2**31 keep products in int64."""
     mixed = (values ^ key) & _MASK
     mixed = ((mixed ^ (mixed >> 16)) * 0x45D9F3B5) & _MASK
     mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & _MASK
@@ -58,10 +58,10 @@ def _scramble(values: torch.Tensor, key: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The arithmetic of the global batch: who takes which rows, in how many micro-batches.
+    """The arithmetic of a global batch: each rank's rows, cut into micro-batches.
 
-    Shares are contiguous, rank-major and differ by at most one row; so do the micro-batches of a share. Every rank
-    makes the same number of them, none empty.
+    The ranks' parts are contiguous, in rank order, and differ by at most one row; so do the
+    micro-batches of a part. Every rank has the same number of them, none empty.
     """
 
     num_examples: int
@@ -79,24 +79,17 @@ class BatchPlan:
 
     def micro_batches(self, rank: int) -> list[tuple[int, int]]:
         """(start, end) within the global batch of each micro-batch of a rank."""
-        start, end = _cut(0, self.global_batch, self.ranks)[rank]
-        return _cut(start, end, self.accumulation)
-
-    def sentence(self) -> str:
-        sizes = sorted(
-            {end - start for rank in range(self.ranks) for start, end in self.micro_batches(rank)}
-        )
-        rows = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} or {sizes[-1]}"
-        return (
-            f"A global batch of {self.global_batch:,} is {counted(self.ranks, 'rank')} x "
-            f"{counted(self.accumulation, 'micro-batch', 'es')} of {rows} rows each."
-        )
+        rows = (0, self.global_batch)
+        mine = _part(rows, self.ranks, rank)
+        return [_part(mine, self.accumulation, number) for number in range(self.accumulation)]
 
 
-def _cut(start: int, end: int, parts: int) -> list[tuple[int, int]]:
+def _part(rows: tuple[int, int], parts: int, number: int) -> tuple[int, int]:
+    """(start, end) of one of several parts of rows, the larger ones first."""
+    start, end = rows
     size, larger = divmod(end - start, parts)
-    edges = [start + part * size + min(part, larger) for part in range(parts + 1)]
-    return list(pairwise(edges))
+    first = start + number * size + min(number, larger)
+    return first, first + size + (number < larger)
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:
@@ -104,45 +97,50 @@ def counted(number: int, noun: str, plural: str = "s") -> str:
 
 
 def check_batch(global_batch: int, micro_batch: int | None, ranks: int) -> int:
-    """The micro-batch size in force. Raises ConfigError when some rank would have to make an empty micro-batch."""
+    """The micro-batch size in force. Raises ConfigError where a micro-batch would be empty."""
     if global_batch < ranks:
-        raise ConfigError(
-            f"data.global_batch={global_batch}: must be at least the {ranks} data-parallel ranks"
-        )
+        least = f"must be at least the {ranks} data-parallel ranks"
+        raise ConfigError(f"data.global_batch={global_batch}: {least}")
     largest = -(-global_batch // ranks)
     micro_batch = min(micro_batch or largest, largest)
     accumulation = -(-largest // micro_batch)
-    if global_batch // ranks < accumulation:
-        why = f"some ranks have {global_batch // ranks} rows for {accumulation} micro-batches, so one would be empty"
+    rows = global_batch // ranks
+    if rows < accumulation:
+        why = f"some ranks have {rows} rows for {accumulation} micro-batches, so one would be empty"
         advice = f"use data.micro_batch={micro_batch + 1}, or a global batch that {ranks} divides"
         raise ConfigError(f"data.micro_batch={micro_batch}: {why}; {advice}")
     return micro_batch
 
 
-class EpochSampler(Sampler[torch.Tensor]):
-    """One rank's micro-batches of an epoch, in order, as index tensors on `device`.
+class IndexSampler(Sampler[torch.Tensor]):
+    """Gives index tensors, one for each micro-batch, of one epoch."""
 
-    `set_epoch(epoch, start)` chooses the epoch and the step in it to begin with; the Trainer calls it.
-    """
+    epoch = 0
+
+
+class EpochSampler(IndexSampler):
+    """One rank's micro-batches of an epoch, in order, as index tensors on `device`."""
 
     def __init__(self, plan: BatchPlan, seed: int, rank: int, device: torch.device):
-        self.plan, self.seed, self.device = plan, seed, device
+        self.plan = plan
+        self.seed = seed
+        self.device = device
         self.pieces = plan.micro_batches(rank)
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        self.epoch, self.start = epoch, start
+        """Choose the epoch, and the step in it to begin with."""
+        self.epoch = epoch
+        self.start = start
         self._order = Order(self.seed, epoch, self.plan.num_examples)
 
     def __len__(self) -> int:
         return (self.plan.steps_per_epoch - self.start) * len(self.pieces)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        first, last, sizes = (
-            self.pieces[0][0],
-            self.pieces[-1][1],
-            [end - start for start, end in self.pieces],
-        )
+        first = self.pieces[0][0]
+        last = self.pieces[-1][1]
+        sizes = [end - start for start, end in self.pieces]
         steps = max(1, BLOCK // (last - first))
         for begin in range(self.start, self.plan.steps_per_epoch, steps):
             batches = torch.arange(begin, min(begin + steps, self.plan.steps_per_epoch))
@@ -151,24 +149,12 @@ class EpochSampler(Sampler[torch.Tensor]):
                 yield from row.split(sizes) if len(sizes) > 1 else (row,)
 
 
-class FixedSampler(Sampler[torch.Tensor]):
-    """Given index tensors, in order, as of an epoch."""
+class ShardSampler(IndexSampler):
+    """One rank's contiguous shard for evaluation, in micro-batches.
 
-    def __init__(self, batches: Sequence[torch.Tensor], epoch: int = 0):
-        self.batches, self.epoch = batches, epoch
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.batches)
-
-
-class ShardSampler(FixedSampler):
-    """One rank's contiguous shard for evaluation, in micro-batches; `rows` says how many of each are real.
-
-    Shards are padded to equal length so that every rank calls the model equally often; what pads stands at the end of
-    a micro-batch, is example 0, and is cut off before anything is counted.
+    `rows` counts the real rows of each. Shards are padded to equal length, so that every rank
+    calls the model equally often. Padding is example 0, at the end of a micro-batch, and is cut
+    off before anything is counted.
     """
 
     def __init__(
@@ -177,5 +163,8 @@ class ShardSampler(FixedSampler):
         length = -(-num_examples // ranks)
         positions = torch.arange(rank * length, (rank + 1) * length)
         is_real = positions < num_examples
-        super().__init__(torch.where(is_real, positions, 0).to(device).split(micro_batch))
         self.rows = [int(part.sum()) for part in is_real.split(micro_batch)]
+        self._indices = torch.where(is_real, positions, 0).to(device).split(micro_batch)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._indices)

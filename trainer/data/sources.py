@@ -1,7 +1,7 @@
-"""Two paths from a dataset to the device, with one face: iterate (batch, indices), a micro-batch at a time.
+"""Two paths from a dataset to the device: loaders that iterate (batch, indices) by micro-batch.
 
-*Resident*: the dataset is tensors; they stay on the device and batches are gathered there. *Streamed*: any map-style
-dataset, through DataLoader and its workers.
+*Resident*: the dataset is tensors; they stay on the device, and batches are gathered there.
+*Streamed*: any map-style dataset, through DataLoader and its workers.
 """
 
 from __future__ import annotations
@@ -11,280 +11,261 @@ import multiprocessing
 import signal
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map, tree_map_only
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Sampler,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from trainer.config.schema import Data
+from trainer.data.order import IndexSampler
 from trainer.data.randomness import key_of, seed_example
-from trainer.errors import ConfigError, RunError
+from trainer.errors import ConfigError, RunError, one_line
 
 AHEAD_BYTES = 2**18  # gathered at once, at most, unless one micro-batch is larger
 MOST_IN_A_ROW = 10  # examples that are tried in place of one that cannot be read
+Piece = tuple[Any, torch.Tensor]  # a micro-batch of the dataset, and its example indices
 
 
 class ResidentDataset(TensorDataset):
     """Tensors with equal first axes, which may live on the device, and where they come from.
 
-    `source` is printed at the start. `digest`, where given, is kept in the checkpoint: a resume refuses another.
+    `source` is printed at the start. `digest`, if given, is saved in the checkpoint: a resume
+    refuses data with another one.
     """
 
     def __init__(self, *tensors: torch.Tensor, source: str = "", digest: str = ""):
         super().__init__(*tensors)
-        self.source, self.digest = source, digest
+        self.source = source
+        self.digest = digest
 
 
-class IndexSampler(Protocol):
-    """What both paths read: index tensors, and the epoch that they belong to."""
-
-    epoch: int
-
-    def __iter__(self) -> Iterator[torch.Tensor]: ...
-    def __len__(self) -> int: ...
-
-
-def check_dataset(dataset: Any, split: str, path: str) -> int:
-    """The number of examples. Raises ConfigError for what cannot be read by index."""
+def check_dataset(dataset: Any, split: str, path: str) -> None:
+    """Raises ConfigError for a dataset that is empty or cannot be read by index."""
     kind = type(dataset).__name__
-    if isinstance(dataset, IterableDataset) or not (
-        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    ):
-        raise ConfigError(
-            f"build_dataset({split!r}) returned {kind}: must be map-style, with __len__ and __getitem__"
-        )
+    returned = f"build_dataset({split!r}) returned"
+    has_methods = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not has_methods:
+        raise ConfigError(f"{returned} {kind}: must be map-style, with __len__ and __getitem__")
     if path == "resident" and not isinstance(dataset, TensorDataset):
-        advice = "use data.path=auto or streamed"
-        raise ConfigError(
-            f"data.path=resident: the {split} data is a {kind}, not a TensorDataset; {advice}"
-        )
+        why = f"the {split} data is a {kind}, not a TensorDataset"
+        raise ConfigError(f"data.path=resident: {why}; use data.path=auto or streamed")
     if len(dataset) == 0:
-        raise ConfigError(f"build_dataset({split!r}) returned 0 examples: there must be at least 1")
-    return len(dataset)
+        raise ConfigError(f"{returned} 0 examples: there must be at least 1")
 
 
-def index_device(dataset: Dataset, path: str, device: torch.device) -> torch.device:
-    """Where the sampler's indices are wanted: beside resident tensors, else on the CPU."""
-    return (
-        device if isinstance(dataset, TensorDataset) and path != "streamed" else torch.device("cpu")
-    )
+@dataclass(frozen=True, eq=False)
+class Source(Dataset):
+    """A user's dataset, read by micro-batches: `source[epoch, indices]`.
 
-
-def open_loader(
-    dataset: Dataset,
-    sampler: IndexSampler,
-    config: Data,
-    seed: int,
-    split: str,
-    device: torch.device,
-) -> Iterable[tuple[Any, torch.Tensor]]:
-    """The loader for `data.path`; `auto` is resident only where the dataset is tensors already."""
-    if isinstance(dataset, TensorDataset) and config.path != "streamed":
-        return ResidentLoader(dataset, sampler, device)
-    return StreamedLoader(dataset, sampler, config, seed, split, device)
-
-
-class ResidentLoader:
-    """Small micro-batches are gathered several at once: around a small model each gather costs as much as a layer."""
-
-    def __init__(self, dataset: TensorDataset, sampler: IndexSampler, device: torch.device):
-        self.tensors = [tensor.to(device) for tensor in dataset.tensors]
-        self.sampler = sampler
-
-    def over(self, sampler: IndexSampler) -> ResidentLoader:
-        """Other batches of the same tensors."""
-        other = copy.copy(self)
-        other.sampler = sampler
-        return other
-
-    def __iter__(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        row_bytes = max(1, sum(tensor[:1].nbytes for tensor in self.tensors))
-        batches = iter(self.sampler)
-        for first in batches:
-            count = max(1, AHEAD_BYTES // (row_bytes * max(1, len(first))))
-            some = [first, *islice(batches, count - 1)]
-            if len(some) == 1:
-                yield tuple(tensor.index_select(0, first) for tensor in self.tensors), first
-                continue
-            indices, sizes = torch.cat(some), [len(each) for each in some]
-            parts = (tensor.index_select(0, indices).split(sizes) for tensor in self.tensors)
-            yield from zip(zip(*parts, strict=True), some, strict=True)
-
-
-class StreamedLoader:
-    """`replaced` are this rank's examples that could not be read so far, "<epoch>/<index>", and what was taken."""
-
-    def __init__(
-        self,
-        dataset: Dataset,
-        sampler: IndexSampler,
-        config: Data,
-        seed: int,
-        split: str,
-        device: torch.device,
-    ):
-        self.device, self._split, self._timeout_s = device, split, config.timeout_s
-        self.replaced: dict[str, int] = {}
-        may_skip = (
-            config.on_error == "skip" and split == "train"
-        )  # in evaluation each example counts exactly once
-        self.loader = DataLoader(
-            _Seeded(dataset, key_of(seed, split, "example"), may_skip),
-            batch_sampler=cast(Any, _Pairs(sampler)),
-            num_workers=config.workers,
-            timeout=config.timeout_s if config.workers else 0,
-            persistent_workers=config.workers > 0 and split == "train",
-            pin_memory=device.type == "cuda",
-            worker_init_fn=_settle_in,
-            multiprocessing_context=_context() if config.workers else None,
-            collate_fn=_collate,
-        )
-
-    def __iter__(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        for found in self._read():
-            if isinstance(found, _Unreadable):
-                raise RunError(
-                    f"{self._split} example {found.index} cannot be read: {found.reason}; {found.advice}"
-                )
-            epoch, wanted, indices, batch = found
-            if not torch.equal(wanted, indices):
-                pairs = zip(wanted.tolist(), indices.tolist(), strict=True)
-                self.replaced |= {f"{int(epoch[0])}/{w}": i for w, i in pairs if w != i}
-            yield tree_map_only(torch.Tensor, self._move, batch), self._move(indices)
-
-    def _read(self) -> Iterator[Any]:
-        which = f"a worker of the {self._split} data"
-        with workers_named(which, self._timeout_s):
-            try:
-                yield from self.loader
-            except (
-                ConnectionError,
-                FileNotFoundError,
-                EOFError,
-            ):  # the memory of a batch is handed over by a socket
-                what = "it ended while a batch was on its way"
-                raise RunError(f"{which} does not answer: {what}; look at its dataset") from None
-
-    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device, non_blocking=True)
-
-
-@contextmanager
-def workers_named(which: str = "a data worker", timeout_s: float = 0.0) -> Iterator[None]:
-    """Raises RunError, one line, where torch says that a worker is gone; it may do so in the middle of anything."""
-    try:
-        yield
-    except RuntimeError as error:
-        said = " ".join(str(error).split())
-        is_ours = any(word in said for word in ("timed out", "exited unexpect", "is killed by"))
-        if isinstance(error, RunError) or not ("DataLoader" in said and is_ours):
-            raise
-        why = (
-            f"data.timeout_s={timeout_s:g} is over"
-            if "timed out" in said
-            else said.split(". ")[0].rstrip(".")
-        )
-        raise RunError(f"{which} does not answer: {why}; look at its dataset") from None
-
-
-class _Pairs(Sampler):
-    """Index tensors as lists of (epoch, index): a worker keeps its copy of the dataset, so the epoch travels along."""
-
-    def __init__(self, sampler: IndexSampler):
-        self.sampler = sampler
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for indices in self.sampler:
-            yield [(self.sampler.epoch, index) for index in indices.tolist()]
-
-
-@dataclass
-class _Unreadable:
-    """Sent in place of a batch: an exception would come through a worker as forty lines."""
-
-    index: int
-    reason: str
-    advice: str
-
-
-class _Seeded(Dataset):
-    """A user's dataset with the generators seeded per example: the same transforms in any worker, rank or restart.
-
-    Gives (epoch, wanted index, index taken, example). An example that cannot be read is replaced, where that may be, by
-    the next one that can: the same one in every epoch, in any layout.
+    The generators are seeded for each example, so that its transforms are the same in any
+    worker, on any rank and after a restart. With data.on_error=skip an unreadable training
+    example is replaced by the next readable one, which is the same in any layout.
     """
 
-    def __init__(self, dataset: Dataset, seed: int, may_skip: bool):
-        self.dataset, self.seed, self.may_skip = dataset, seed, may_skip
+    dataset: Any
+    split: str
+    config: Data
+    seed: int
+    device: torch.device
 
-    def __len__(self) -> int:
-        return len(cast(Sized, self.dataset))
+    @property
+    def is_resident(self) -> bool:
+        return isinstance(self.dataset, TensorDataset) and self.config.path != "streamed"
 
-    def __getitem__(self, pair: tuple[int, int]) -> tuple[int, int, int, Any] | _Unreadable:
-        epoch, wanted = pair
+    @property
+    def index_device(self) -> torch.device:
+        """The device for a sampler's indices: that of resident tensors, else the CPU."""
+        return self.device if self.is_resident else torch.device("cpu")
+
+    def open(self, sampler: IndexSampler) -> ResidentLoader | StreamedLoader:
+        return (ResidentLoader if self.is_resident else StreamedLoader)(self, sampler)
+
+    def __getitem__(self, request: tuple[int, list[int]]) -> Any:
+        """(batch, indices taken, those replaced), or the RunError to raise."""
+        epoch, wanted = request
+        try:
+            seed = key_of(self.seed, self.split, "example")
+            rows = [self._read(seed, epoch, index) for index in wanted]
+            taken = [index for index, _ in rows]
+            batch = self._collate([example for _, example in rows], taken)
+        except RunError as error:  # raised in a worker, it would be forty lines long
+            return error
+        pairs = zip(wanted, taken, strict=True)
+        replaced = {f"{epoch}/{index}": other for index, other in pairs if index != other}
+        return batch, torch.tensor(taken), replaced
+
+    def _read(self, seed: int, epoch: int, wanted: int) -> tuple[int, Any]:
+        """(index, example): the wanted one or, where allowed, the next that can be read."""
         for index in range(wanted, wanted + MOST_IN_A_ROW):
-            taken = index % len(self)
-            seed_example(self.seed, epoch, taken)
+            taken = index % len(self.dataset)
+            seed_example(seed, epoch, taken)
             try:
-                return epoch, wanted, taken, self.dataset[taken]
+                return taken, self.dataset[taken]
             except Exception as error:
                 line = traceback.extract_tb(error.__traceback__)[-1]
-                reason = " ".join(
-                    f"{type(error).__name__}: {error} ({line.filename}:{line.lineno})".split()
-                )
-                if not self.may_skip:
-                    return _Unreadable(
-                        wanted, reason, "mend it, or give data.on_error=skip for training data"
-                    )
-        return _Unreadable(wanted, reason, f"nor can the {MOST_IN_A_ROW - 1} examples after it")
+                place = f"{line.filename}:{line.lineno}"
+                reason = " ".join(f"{type(error).__name__}: {error} ({place})".split())
+            # In evaluation each example counts exactly once, so none is replaced.
+            if self.config.on_error != "skip" or self.split != "train":
+                advice = "mend it, or give data.on_error=skip for training data"
+                raise self._unreadable(wanted, reason, advice)
+        advice = f"nor can the {MOST_IN_A_ROW - 1} examples after it"
+        raise self._unreadable(wanted, reason, advice)
 
-
-def _collate(rows: list[Any]) -> Any:
-    if unreadable := next((row for row in rows if isinstance(row, _Unreadable)), None):
-        return unreadable
-    try:
-        return default_collate(rows)
-    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
-        forms = [str(tree_map(_form, example)) for *_, example in rows]
-        usual = max(forms, key=forms.count)
-        odd = next((number for number, form in enumerate(forms) if form != usual), None)
-        if odd is None:
+    def _collate(self, examples: list[Any], indices: list[int]) -> Any:
+        try:
+            return default_collate(examples)
+        except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
+            forms = [str(tree_map(_form, example)) for example in examples]
+            usual = max(forms, key=forms.count)
+            for index, form in zip(indices, forms, strict=True):
+                if form != usual:
+                    reason = f"it is {form}, where others are {usual}"
+                    advice = "mend it, or raise in __getitem__ and give data.on_error=skip"
+                    raise self._unreadable(index, reason, advice) from None
             raise
-        advice = "mend it, or raise in __getitem__ and give data.on_error=skip"
-        return _Unreadable(rows[odd][2], f"it is {forms[odd]}, where others are {usual}", advice)
+
+    def _unreadable(self, index: int, reason: str, advice: str) -> RunError:
+        return RunError(f"{self.split} example {index} cannot be read: {reason}; {advice}")
 
 
 def _form(leaf: Any) -> Any:
     return tuple(leaf.shape) if hasattr(leaf, "shape") else type(leaf).__name__
 
 
-def _settle_in(worker: int) -> None:
-    """In a worker. torchrun, SLURM and systemd send signals to all processes of a job; the rank decides when its
-    workers end. Where it goes while it fetches a batch, because another worker died, there is nothing to tell of."""
+class ResidentLoader:
+    """Gathers rows of tensors on the device.
+
+    Small micro-batches are gathered several at once: next to a small model, each gather costs
+    as much as a layer.
+    """
+
+    def __init__(self, source: Source, sampler: IndexSampler):
+        self.replaced: dict[str, int] = {}  # never any
+        self._tensors = [tensor.to(source.device) for tensor in source.dataset.tensors]
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[Piece]:
+        row_bytes = max(1, sum(tensor[:1].nbytes for tensor in self._tensors))
+        batches = iter(self._sampler)
+        for first in batches:
+            count = max(1, AHEAD_BYTES // (row_bytes * max(1, len(first))))
+            some = [first, *islice(batches, count - 1)]
+            gathered, _ = self.read(torch.cat(some) if len(some) > 1 else first)
+            parts = [tensor.split([len(indices) for indices in some]) for tensor in gathered]
+            yield from zip(zip(*parts, strict=True), some, strict=True)
+
+    def read(self, indices: torch.Tensor, epoch: int = 0) -> Piece:
+        """Any examples as one micro-batch."""
+        return tuple(tensor.index_select(0, indices) for tensor in self._tensors), indices
+
+
+class StreamedLoader:
+    """Reads examples one by one, in `data.workers` processes or in this one.
+
+    `replaced` maps "<epoch>/<index>" of each example that could not be read, on this rank, to
+    the index of the example taken instead.
+    """
+
+    def __init__(self, source: Source, sampler: IndexSampler):
+        self.replaced: dict[str, int] = {}
+        self._source = source
+        config = source.config
+        self._answers = DataLoader(
+            source,
+            sampler=_Requests(sampler),
+            batch_size=None,  # the source gives whole micro-batches
+            num_workers=config.workers,
+            timeout=config.timeout_s if config.workers else 0,
+            persistent_workers=config.workers > 0 and source.split == "train",
+            pin_memory=source.device.type == "cuda",
+            worker_init_fn=_prepare_worker,
+            multiprocessing_context=_context() if config.workers else None,
+        )
+
+    def __iter__(self) -> Iterator[Piece]:
+        name = f"a worker of the {self._source.split} data"
+        with workers_named(name, self._source.config.timeout_s):
+            try:
+                for answer in self._answers:
+                    batch, indices, replaced = self._take(answer)
+                    self.replaced |= replaced
+                    yield batch, indices
+            except (ConnectionError, FileNotFoundError, EOFError):
+                # A worker hands over the memory of a batch by a socket.
+                raise _no_answer(name, "it ended while a batch was on its way") from None
+
+    def read(self, indices: torch.Tensor, epoch: int = 0) -> Piece:
+        """Any examples as one micro-batch, read in this process."""
+        batch, taken, _ = self._take(self._source[epoch, indices.tolist()])
+        return batch, taken
+
+    def _take(self, answer: Any) -> Any:
+        """An answer of the source, on the device."""
+        if isinstance(answer, RunError):
+            raise answer
+        move = partial(torch.Tensor.to, device=self._source.device, non_blocking=True)
+        return tree_map_only(torch.Tensor, move, answer)
+
+
+@contextmanager
+def workers_named(name: str = "a data worker", timeout_s: float = 0.0) -> Iterator[None]:
+    """Raises RunError, one line, where torch reports a lost data worker.
+
+    torch may report it at any statement: it raises in a signal handler.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        said = one_line(error)
+        is_lost = any(word in said for word in ("timed out", "exited unexpect", "is killed by"))
+        if isinstance(error, RunError) or not ("DataLoader" in said and is_lost):
+            raise
+        why = said.split(". ")[0].rstrip(".")
+        if "timed out" in said:
+            why = f"data.timeout_s={timeout_s:g} is over"
+        raise _no_answer(name, why) from None
+
+
+def _no_answer(name: str, why: str) -> RunError:
+    return RunError(f"{name} does not answer: {why}; look at its dataset")
+
+
+class _Requests:
+    """A sampler's index tensors as (epoch, indices).
+
+    The epoch is part of a request because each worker keeps its own copy of the dataset.
+    """
+
+    def __init__(self, sampler: IndexSampler):
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        for indices in self.sampler:
+            yield self.sampler.epoch, indices.tolist()
+
+
+def _prepare_worker(number: int) -> None:
+    """Have a data worker end when its rank says so, and silently.
+
+    torchrun, SLURM and systemd send signals to all processes of a job; a worker ignores them.
+    A lost connection means that the rank or another worker has died, which the rank reports.
+    """
     sys.excepthook = lambda kind, *rest: (
         None if issubclass(kind, ConnectionError) else sys.__excepthook__(kind, *rest)
     )
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(each, signal.SIG_IGN)
 
 
 def _context() -> Any:
-    """Of processes that `terminate` kills: it is torch's last resort for a worker that does not end when told."""
+    """Start processes that `terminate` kills: torch's last resort for a worker that hangs."""
     context: Any = copy.copy(multiprocessing.get_context())
     make = context.Process
 

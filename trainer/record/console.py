@@ -11,6 +11,7 @@ from typing import Any
 from trainer.errors import visible
 from trainer.record.record import Sink
 
+SHOWN = ("train/loss", "optim/lr", "speed/examples_per_s")
 LINE_EVERY_S = 5.0
 BAR_EVERY_S = 0.2
 
@@ -25,10 +26,7 @@ class Console(Sink):
         self._terminal = Terminal(width=None if sys.stdout.isatty() else 120, highlight=False)
         self._every_s = BAR_EVERY_S if self._terminal.is_terminal else LINE_EVERY_S
         self._bar: Any = None
-        self._bar_task: Any = None
-        self._loss = math.nan
-        self._rate = math.nan
-        self._speed = math.nan
+        self._values: dict[str, float] = {}
         self._first_step = step
         self._began = time.monotonic()
         self._last = self._began
@@ -46,9 +44,7 @@ class Console(Sink):
         self._terminal.print(table)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._loss = values.get("train/loss", self._loss)
-        self._rate = values.get("optim/lr", self._rate)
-        self._speed = values.get("speed/examples_per_s", self._speed)
+        self._values |= values
 
     def progress(self, step: int, num_steps: int) -> None:
         now = time.monotonic()
@@ -57,14 +53,15 @@ class Console(Sink):
         self._last = now
         per_step = (now - self._began) / max(1, step - self._first_step)
         left = _clock(per_step * (num_steps - step))
-        shown = f"loss {_short(self._loss)}  lr {_short(self._rate)}"
-        shown += f"  {_short(self._speed, 0)} examples/s  {left} left"
+        loss, rate, speed = (self._values.get(name, math.nan) for name in SHOWN)
+        shown = f"loss {_short(loss)}  lr {_short(rate)}"
+        shown += f"  {_short(speed, 0)} examples/s  {left} left"
         if not self._terminal.is_terminal:
             self.say(f"step {step:,}/{num_steps:,}  {shown}")
             return
         if self._bar is None:
             self._open_bar(num_steps)
-        self._bar.update(self._bar_task, completed=step, shown=shown)
+        self._bar.update(0, completed=step, shown=shown)
         self._bar.refresh()
         if step == num_steps:
             self.close()
@@ -75,7 +72,7 @@ class Console(Sink):
         label = TextColumn("{task.fields[shown]}")
         columns = (TextColumn("step"), BarColumn(None), MofNCompleteColumn(), label)
         self._bar = Progress(*columns, console=self._terminal, auto_refresh=False, transient=True)
-        self._bar_task = self._bar.add_task("train", total=num_steps, shown="")
+        self._bar.add_task("train", total=num_steps, shown="")
         self._bar.start()
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoints.files import write_file
 from trainer.errors import ConfigError
 from trainer.record import lease
 
@@ -25,14 +26,14 @@ _FOLDERS = ("checkpoints", "tensorboard")
 def make_timestamped(base: Path) -> Path:
     """A new directory below `base`, named by the time."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    for number in itertools.count(1):
-        path = base / (stamp if number == 1 else f"{stamp}_{number}")
+    path = base / stamp
+    numbers = itertools.count(2)
+    while True:
         try:
             path.mkdir(parents=True)
             return path
         except FileExistsError:
-            continue
-    raise AssertionError("unreachable")
+            path = base / f"{stamp}_{next(numbers)}"
 
 
 def check_plain(directory: Path) -> None:
@@ -66,8 +67,7 @@ def read_evaluation(directory: Path, step: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for _, entry in read_entries(directory / METRICS):
         if entry["step"] == step:
-            metrics = {n: v for n, v in entry.items() if n.startswith("eval/") and v is not None}
-            found |= metrics
+            found |= {n: v for n, v in entry.items() if n.startswith("eval/") and v is not None}
     return found
 
 
@@ -110,13 +110,5 @@ def replace_file(path: Path, text: str) -> None:
     """Write a file anew, whole or not at all. Links of its name are not followed."""
     staged = path.with_name(f".{path.name}.new")
     staged.unlink(missing_ok=True)
-    with open(staged, "x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(staged, text.encode(), 0o666)
     os.replace(staged, path)
-
-
-def open_plain(path: str, flags: int) -> int:
-    """An opener for `open`: a link is not followed."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

@@ -44,17 +44,13 @@ def of_data(datasets: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def of_built(datasets: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    facts = {
-        f"the {split} data's {name}": v
-        for split, d in of_data(datasets).items()
-        for name, v in d.items()
-    }
-    shapes = {
-        f"the shape of {name}": list(p.shape)
-        for name, p in model.named_parameters()
-        if not is_lazy(p)
-    }
-    return {**facts, **shapes}
+    facts: dict[str, Any] = {}
+    for split, found in of_data(datasets).items():
+        facts |= {f"the {split} data's {name}": value for name, value in found.items()}
+    for name, parameter in model.named_parameters():
+        if not is_lazy(parameter):
+            facts[f"the shape of {name}"] = list(parameter.shape)
+    return facts
 
 
 def check_data(datasets: Mapping[str, Any], theirs: Mapping[str, Mapping[str, Any]]) -> None:
@@ -77,7 +73,7 @@ def _package_digest() -> str:
 
 
 def _module_digest(base: type) -> str:
-    """Of the file that defines it; empty where there is none, as in a notebook."""
+    """The digest of the file that defines a class; empty where there is none, as in a notebook."""
     try:
         return hashlib.sha256(Path(inspect.getfile(base)).read_bytes()).hexdigest()[:12]
     except (OSError, TypeError):

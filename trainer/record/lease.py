@@ -12,27 +12,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoints.files import read_file
 from trainer.errors import CheckpointError, ConfigError
 
 NAME = ".writer"
 _MOST = 2**16  # bytes of it
-_NO_LOCKS = (
-    errno.ENOLCK,
-    errno.ENOSYS,
-    errno.ENOTSUP,
-)  # some cluster file systems: the token alone protects there
+# Some cluster file systems have no locks: the token alone protects there.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
+# Closing any descriptor of a file drops the process's own lock on it, so it is not opened again.
+_held: set[tuple[int, int]] = set()
 
 
 class Lease:
-    """Held by rank 0 while it writes.
+    """Held by rank 0 while it writes: a POSIX record lock, and a token in the locked file.
 
-    A POSIX record lock: the kernel drops it when the process dies, and unlike flock's it is not handed to data workers,
-    which outlive a killed parent by seconds. Beside it stands a token. A process that was frozen, and whose lock file
-    somebody removed, finds another token when it wakes, so `check` before a rename keeps it from publishing.
+    The kernel drops the lock when the process dies. Unlike flock's, it is not inherited by data
+    workers, which outlive a killed parent by seconds. A process that was frozen, and whose lock
+    file was removed, finds another token when it wakes: `check` before a rename keeps it from
+    publishing.
     """
 
     def __init__(self, directory: Path, facts: Mapping[str, Any] | None = None):
-        """`facts` are kept beside the token. Raises ConfigError, naming host and pid, where another process writes."""
+        """`facts` are saved beside the token.
+
+        Raises ConfigError, naming host and pid, where another process writes.
+        """
         self.path = directory / NAME
         self._descriptor = _lock(self.path)
         who = {"token": secrets.token_hex(8), "host": socket.gethostname(), "pid": os.getpid()}
@@ -50,9 +54,8 @@ class Lease:
                 return
         except FileNotFoundError:
             pass
-        raise CheckpointError(
-            f"{self.path.parent}: another process has taken this run over; nothing was published"
-        )
+        why = "another process has taken this run over; nothing was published"
+        raise CheckpointError(f"{self.path.parent}: {why}")
 
     def release(self) -> None:
         _held.discard(_identity(os.fstat(self._descriptor)))
@@ -63,32 +66,23 @@ class Lease:
 
 
 def last_facts(directory: Path) -> dict[str, Any]:
-    """What the last writer of a run directory has kept there, if that was another process; takes nothing."""
+    """The facts that the last writer of a run directory left there, if it was another process."""
+    path = directory / NAME
     try:
-        if _identity((directory / NAME).lstat()) in _held:
+        if _identity(path.lstat()) in _held:
             return {}
-        with open(
-            directory / NAME, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW)
-        ) as file:
-            found = _parsed(file.read(_MOST))
+        facts = _parse(read_file(path, _MOST)[1])
     except OSError:
         return {}
-    return (
-        {}
-        if (found.get("host"), found.get("pid")) == (socket.gethostname(), os.getpid())
-        else found
-    )
+    is_ours = (facts.get("host"), facts.get("pid")) == (socket.gethostname(), os.getpid())
+    return {} if is_ours else facts
 
 
 def check_free(directory: Path) -> None:
     """Raises ConfigError where a process writes; takes nothing."""
-    if (directory / NAME).is_file() and not (directory / NAME).is_symlink():
-        os.close(_lock(directory / NAME))
-
-
-_held = set[
-    tuple[int, int]
-]()  # closing any descriptor of a file drops the process's own lock on it: not opened again
+    path = directory / NAME
+    if path.is_file() and not path.is_symlink():
+        os.close(_lock(path))
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
@@ -97,16 +91,15 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
 
 def _lock(path: Path) -> int:
     if path.exists() and _identity(path.lstat()) in _held:
-        raise ConfigError(
-            f"run directory {path.parent}: this process writes there already; give run.name=<new>"
-        )
+        why = "this process writes there already; give run.name=<new>"
+        raise ConfigError(f"run directory {path.parent}: {why}")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _NO_LOCKS:
             return descriptor
-        holder = _parsed(os.pread(descriptor, _MOST, 0))
+        holder = _parse(os.pread(descriptor, _MOST, 0))
         os.close(descriptor)
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             raise
@@ -116,9 +109,9 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def _parsed(data: bytes) -> dict[str, Any]:
+def _parse(data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        facts = json.loads(data)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return facts if isinstance(facts, dict) else {}

@@ -10,16 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoints.disk import Disk
+from trainer.checkpoints.files import open_plain
 from trainer.errors import CheckpointError
-from trainer.record.directory import (
-    EXIT,
-    METRICS,
-    open_plain,
-    read_entries,
-    replace_file,
-    strict,
-    write_exit,
-)
+from trainer.record import directory as files
 from trainer.record.lease import Lease
 from trainer.record.record import Sink
 
@@ -34,12 +27,12 @@ class RecordFiles(Sink):
         self._disk = disk
         self._lease = lease
         self._say = say
-        path = directory / METRICS
+        path = directory / files.METRICS
         _drop_beyond(path, step)
         self._file = open(path, "a", encoding="utf-8", opener=open_plain)  # noqa: SIM115
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self.note(step, strict(values))
+        self.note(step, files.strict(values))
 
     def note(self, step: int, facts: Mapping[str, Any]) -> None:
         try:
@@ -54,11 +47,11 @@ class RecordFiles(Sink):
     def exit(self, code: int, reason: str, facts: Mapping[str, Any]) -> None:
         try:
             self._lease.check()
-            write_exit(self._directory, code, reason, **facts)
+            files.write_exit(self._directory, code, reason, **facts)
         except CheckpointError:
             return  # the directory is another process's now
         except OSError as error:
-            self._say(f"warning: {self._directory / EXIT}: {error.strerror}")
+            self._say(f"warning: {self._directory / files.EXIT}: {error.strerror}")
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # a full disk, which was reported
@@ -69,5 +62,5 @@ class RecordFiles(Sink):
 def _drop_beyond(path: Path, step: int) -> None:
     """Drop entries after `step`, and a last line that was cut off."""
     if path.exists():
-        kept = [f"{line}\n" for line, entry in read_entries(path) if entry["step"] <= step]
-        replace_file(path, "".join(kept))
+        kept = [f"{line}\n" for line, entry in files.read_entries(path) if entry["step"] <= step]
+        files.replace_file(path, "".join(kept))

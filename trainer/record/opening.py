@@ -13,11 +13,12 @@ from trainer.checkpoints.saver import DiskSaver, Saver
 from trainer.config.schema import Config
 from trainer.distributed.launchers import Launcher
 from trainer.distributed.ranks import Ranks
-from trainer.record import resume, startup
+from trainer.record import startup
 from trainer.record.console import Console
 from trainer.record.directory import read_evaluation
 from trainer.record.metrics import RecordFiles
 from trainer.record.record import Record
+from trainer.record.resume import Origin, take
 from trainer.record.trackers import TensorBoard
 
 
@@ -33,12 +34,7 @@ class Opened:
 
 
 def open_directory(
-    config: Config,
-    launcher: Launcher,
-    ranks: Ranks,
-    origin: resume.Origin,
-    step: int,
-    model: nn.Module,
+    config: Config, launcher: Launcher, ranks: Ranks, origin: Origin, step: int, model: nn.Module
 ) -> Opened:
     """Make the run directory or take the resumed one. A collective.
 
@@ -57,9 +53,9 @@ def open_directory(
 
 
 def _open(
-    config: Config, launcher: Launcher, origin: resume.Origin, step: int, model: nn.Module
+    config: Config, launcher: Launcher, origin: Origin, step: int, model: nn.Module
 ) -> Opened:
-    directory, lease = resume.take(config, origin, step, launcher)
+    directory, lease = take(config, origin, step, launcher)
     console = Console(step)
     disk = Disk(directory, config.checkpoint, console.say)
     files = RecordFiles(directory, step, disk, lease, console.say)
@@ -68,6 +64,5 @@ def _open(
     saver = DiskSaver(directory, config.checkpoint, disk, lease.check, record.flush)
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best
     evaluation = read_evaluation(directory, step)
-    return Opened(
-        directory, record, saver, evaluation, startup.lack_of_room(directory, model, kept)
-    )
+    warnings = startup.lack_of_room(directory, model, kept)
+    return Opened(directory, record, saver, evaluation, warnings)

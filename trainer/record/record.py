@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
+
+Method = TypeVar("Method", bound=Callable[..., None])
 
 
 class Sink:
@@ -42,52 +44,30 @@ class Sink:
     def close(self) -> None: ...
 
 
+def _in_every_sink(method: Method) -> Method:
+    """A method of Record that calls the same method of each of its sinks."""
+
+    def call(record: Record, *arguments: Any) -> None:
+        for sink in record.sinks:
+            getattr(sink, method.__name__)(*arguments)
+
+    return cast(Method, call)
+
+
 class Record(Sink):
     """All sinks of a run. Off rank 0 it has none, so callers never ask for the rank."""
 
     def __init__(self, sinks: Sequence[Sink] = ()):
-        self._sinks = sinks
+        self.sinks = sinks
 
-    def say(self, text: str) -> None:
-        for sink in self._sinks:
-            sink.say(text)
-
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        for sink in self._sinks:
-            sink.table(columns, rows)
-
-    def progress(self, step: int, num_steps: int) -> None:
-        for sink in self._sinks:
-            sink.progress(step, num_steps)
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        for sink in self._sinks:
-            sink.scalars(step, values)
-
-    def note(self, step: int, facts: Mapping[str, Any]) -> None:
-        for sink in self._sinks:
-            sink.note(step, facts)
-
-    def hyper_parameters(self, values: Mapping[str, Any]) -> None:
-        for sink in self._sinks:
-            sink.hyper_parameters(values)
-
-    def images(self, step: int, inputs: Any) -> None:
-        for sink in self._sinks:
-            sink.images(step, inputs)
-
-    def observe(self, step: int, model: torch.nn.Module) -> None:
-        for sink in self._sinks:
-            sink.observe(step, model)
-
-    def flush(self) -> None:
-        for sink in self._sinks:
-            sink.flush()
-
-    def exit(self, code: int, reason: str, facts: Mapping[str, Any]) -> None:
-        for sink in self._sinks:
-            sink.exit(code, reason, facts)
-
-    def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
+    say = _in_every_sink(Sink.say)
+    table = _in_every_sink(Sink.table)
+    progress = _in_every_sink(Sink.progress)
+    scalars = _in_every_sink(Sink.scalars)
+    note = _in_every_sink(Sink.note)
+    hyper_parameters = _in_every_sink(Sink.hyper_parameters)
+    images = _in_every_sink(Sink.images)
+    observe = _in_every_sink(Sink.observe)
+    flush = _in_every_sink(Sink.flush)
+    exit = _in_every_sink(Sink.exit)
+    close = _in_every_sink(Sink.close)

@@ -1,14 +1,13 @@
-"""Where a run lives and what it continues from: told by settings, or left by a previous attempt."""
+"""Where a run lives and what it continues from, by its settings or by a previous attempt."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from trainer.checkpoints import manifest, transaction
 from trainer.config.compose import to_yaml
@@ -18,19 +17,18 @@ from trainer.errors import CheckpointError, ConfigError, RunError
 from trainer.record import directory as files
 from trainer.record.lease import NAME, Lease, check_free, last_facts
 
-# What cannot change within a run: the samples follow from these.
+# These cannot change within a run: the samples follow from them.
 FIXED = ("task.name", "run.seed", "data.global_batch")
 RESTARTS = 3  # by the launcher without a newer checkpoint: then it is no chance
-_NOT_COMPARED = ("run.resume", "run.name", "run.dir")
 
 
 @dataclass(frozen=True)
 class Origin:
     """Where a run lives and what it continues from.
 
-    `directory` None means a new one, named by the time; `source` is the run whose newest
-    checkpoint counts, unless `checkpoint` names one; `is_resumed` says that the run continues
-    in its own directory. `refused` tells why there is none, unless other ranks know of one.
+    `directory` None means a new one, named by the time. `source` is the run whose newest
+    checkpoint counts, unless `checkpoint` names one. `is_resumed` says that the run continues
+    in its own directory. `refused` is the error to raise unless another rank knows the origin.
     """
 
     directory: Path | None = None
@@ -42,6 +40,20 @@ class Origin:
     def is_resumed(self) -> bool:
         return self.source is not None and self.source == self.directory
 
+    @property
+    def root(self) -> Path:
+        """The folder of the source's checkpoints."""
+        return (self.source or Path()) / "checkpoints"
+
+
+def base_of(config: Config) -> Path:
+    """The folder that holds the task's runs."""
+    return Path(config.run.dir) / config.task.name
+
+
+def _named(config: Config) -> Path | None:
+    return base_of(config) / config.run.name if config.run.name else None
+
 
 def locate(config: Config, launcher: Launcher) -> Origin:
     """Read `run.dir`, `run.name` and `run.resume`; touches nothing.
@@ -51,17 +63,15 @@ def locate(config: Config, launcher: Launcher) -> Origin:
     Raises ConfigError for a directory that is taken or cannot be written, a checkpoint that is
     not there, and one of a run with another task, seed or global batch.
     """
-    base = base_of(config)
-    named = base / config.run.name if config.run.name else None
     origin = find_previous_attempt(config, launcher)
     if origin is None:
         try:
-            origin = _as_set(config.run.resume, base, named)
+            origin = _from_settings(config)
         except ConfigError as error:
             if not launcher.starters or launcher.variables.get("GROUP_WORLD_SIZE") == "1":
                 raise
             return Origin(refused=str(error))
-    files.check_writable(origin.directory or base)
+    files.check_writable(origin.directory or base_of(config))
     if origin.directory is not None:
         files.check_plain(origin.directory)
         check_free(origin.directory)
@@ -70,116 +80,36 @@ def locate(config: Config, launcher: Launcher) -> Origin:
     return origin
 
 
-def base_of(config: Config) -> Path:
-    """The folder that holds the task's runs."""
-    return Path(config.run.dir) / config.task.name
-
-
-def _as_set(resume: str | None, base: Path, named: Path | None) -> Origin:
+def _from_settings(config: Config) -> Origin:
+    named = _named(config)
+    resume = config.run.resume
     if resume is None:
         return Origin(_check_unused(named))
     if resume == "auto":
-        directory = named or _find_latest(base)
+        directory = named or _find_latest(base_of(config))
         exists = directory is not None and directory.is_dir()
         return Origin(directory, source=directory if exists else None)
-    return _from_path(Path(resume), named)
-
-
-def find_previous_attempt(config: Config, launcher: Launcher) -> Origin | None:
-    """The previous attempt's run directory: of the same launch, requeued or restarted.
-
-    Asked again with all ranks' starters once they have met: torchrun counts no attempt where it
-    forms the group anew because a machine has come, and that one may have rank 0.
-    """
-    if not launcher.requeues and not launcher.starters:
-        return None
-    own: Path | None = None
-    one: Path | None = None
-    resume = config.run.resume
-    if _is_path(resume):
-        with suppress(ConfigError):  # the one that it was begun from may be pruned by now
-            own, one = _parse_place(Path(resume))
-        own = own or Path(resume).absolute().parent.parent
-    launch = _identify(config, launcher)
-    attempts: dict[float, Path] = {}
-    for place in _candidates(config, own):
-        facts = last_facts(place)
-        starters = {*str(facts.get("starters", "")).split()}
-        is_known = launcher.requeues or starters & {*launcher.starters}
-        if facts.get("launch") == launch and is_known:
-            attempts[(place / NAME).stat().st_mtime] = place
-    if not attempts:
-        return None
-    latest = attempts[max(attempts)]
-    return roll_back(latest, Origin(latest, one, own))
-
-
-def _candidates(config: Config, own: Path | None) -> Iterable[Path]:
-    base = base_of(config)
-    if config.run.name:
-        return {base / config.run.name}
-    return {*base.glob("*/"), *([own] if own else [])}
-
-
-def _identify(config: Config, launcher: Launcher) -> str:
-    """The launch and its command: a job of SLURM may have several."""
-    return f"{launcher.job}/{hashlib.sha256(to_yaml(config).encode()).hexdigest()[:12]}"
-
-
-def _is_path(resume: str | None) -> TypeGuard[str]:
-    return resume not in (None, "auto")
-
-
-def roll_back(directory: Path, begun: Origin) -> Origin:
-    """The run's own newest checkpoint, else what it began with."""
-    is_elsewhere = begun.source not in (None, directory)
-    if is_elsewhere and not transaction.steps(directory / "checkpoints"):
-        return Origin(directory, begun.checkpoint, begun.source)
-    return Origin(directory, source=directory)
-
-
-def find_checkpoint(resume: str | None) -> Origin:
-    """The checkpoint to evaluate; its run is not taken over.
-
-    Raises ConfigError where there is none.
-    """
-    if resume is None:
-        return Origin()
-    own, one = _parse_place(Path(resume))
-    return Origin(None, one, own)
-
-
-def read(origin: Origin) -> tuple[transaction.Loaded | None, list[str]]:
-    """The verified checkpoint to continue from, None for a fresh start, and what was skipped.
-
-    The second result has a line for each newer checkpoint that is not valid. Raises
-    CheckpointError where none of several verifies: to start over would lose the run.
-    """
-    if origin.checkpoint is not None:
-        return _of_run(transaction.load(origin.checkpoint)), []
-    if origin.source is None:
-        return None, []
-    root = origin.source / "checkpoints"
-    loaded, skipped = transaction.load_newest(root)
-    if loaded is None and skipped:
-        raise CheckpointError(f"{root}: no checkpoint is valid; {skipped[0]}")
-    return _of_run(loaded) if loaded else None, skipped
-
-
-def _of_run(loaded: transaction.Loaded) -> transaction.Loaded:
-    manifest.Manifest.of_run(loaded.manifest, loaded.path)
-    return loaded
+    begun = find_checkpoint(resume)
+    if named is not None and begun.source and named.resolve() != begun.source.resolve():
+        return replace(begun, directory=_check_unused(named))
+    last = max(transaction.steps(begun.root), default=0)
+    if begun.checkpoint and last > manifest.read_manifest(begun.checkpoint)["step"]:
+        advice = f"give run.name=<new> to branch off, or run.resume={begun.source}"
+        raise ConfigError(f"run.resume={Path(resume)}: its run went on to step {last}; {advice}")
+    return replace(begun, directory=begun.source)
 
 
 def _check_unused(named: Path | None) -> Path | None:
-    if named is None or not named.exists():
-        return named
-    if not named.is_dir() or any(named.iterdir()):
+    if named is not None and named.exists() and not _is_empty_folder(named):
         check_free(named)
         why = f"{named} exists and is not being resumed"
         advice = "add run.resume=auto or choose another run.name"
         raise ConfigError(f"run.name={named.name}: {why}; {advice}")
     return named
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _find_latest(base: Path) -> Path | None:
@@ -189,36 +119,88 @@ def _find_latest(base: Path) -> Path | None:
     return max(saved)[1] if saved else None
 
 
-def _parse_place(path: Path) -> tuple[Path, Path | None]:
-    """The run directory that `path` is or lies in, and the one checkpoint that it names, if any."""
+def find_checkpoint(resume: str | None) -> Origin:
+    """The run or checkpoint at a path; its run is not taken over.
+
+    Raises ConfigError where there is none.
+    """
+    if resume is None:
+        return Origin()
+    path = Path(resume)
     if (path / manifest.MANIFEST).is_file():
-        return path.resolve().parent.parent, path
+        return Origin(checkpoint=path, source=path.resolve().parent.parent)
     if transaction.steps(path / "checkpoints"):
-        return path, None
+        return Origin(source=path)
     allowed = "give auto, a run directory, or a directory step-<number> in its checkpoints"
     raise ConfigError(f"run.resume={path}: no checkpoint there; {allowed}")
 
 
-def _from_path(path: Path, named: Path | None) -> Origin:
-    own, one = _parse_place(path)
-    if named is not None and named.resolve() != own.resolve():
-        return Origin(_check_unused(named), one, own)
-    last = max(transaction.steps(own / "checkpoints"), default=0)
-    if one and last > manifest.read_manifest(one)["step"]:
-        advice = f"give run.name=<new> to branch off, or run.resume={own}"
-        raise ConfigError(f"run.resume={path}: its run went on to step {last}; {advice}")
-    return Origin(own, one, own)
+def find_previous_attempt(config: Config, launcher: Launcher) -> Origin | None:
+    """The previous attempt's run directory: of the same launch, requeued or restarted.
+
+    Call it again with all ranks' starters once they have met. torchrun counts no attempt where
+    it forms the group anew because a machine has joined, and that machine may have rank 0.
+    """
+    if not launcher.requeues and not launcher.starters:
+        return None
+    begun = Origin()
+    resume = config.run.resume
+    if resume is not None and resume != "auto":
+        begun = Origin(source=Path(resume).absolute().parent.parent)
+        with suppress(ConfigError):  # a checkpoint that has been pruned since
+            begun = find_checkpoint(resume)
+    launch = _identify(config, launcher)
+    named = _named(config)
+    attempts: dict[float, Path] = {}
+    own = [begun.source] if begun.source else []
+    for place in [named] if named else [*base_of(config).glob("*/"), *own]:
+        facts = last_facts(place)
+        starters = {*str(facts.get("starters", "")).split()}
+        is_known = launcher.requeues or starters & {*launcher.starters}
+        if facts.get("launch") == launch and is_known:
+            attempts[(place / NAME).stat().st_mtime] = place
+    return roll_back(attempts[max(attempts)], begun) if attempts else None
+
+
+def _identify(config: Config, launcher: Launcher) -> str:
+    """The launch and its command: a job of SLURM may have several."""
+    return f"{launcher.job}/{hashlib.sha256(to_yaml(config).encode()).hexdigest()[:12]}"
+
+
+def roll_back(directory: Path, begun: Origin) -> Origin:
+    """The run's own newest checkpoint, else the one that it began with."""
+    if begun.source not in (None, directory) and not transaction.steps(directory / "checkpoints"):
+        return replace(begun, directory=directory)
+    return Origin(directory, source=directory)
+
+
+def read(origin: Origin) -> tuple[transaction.Loaded | None, list[str]]:
+    """The verified checkpoint to continue from, None for a fresh start, and what was skipped.
+
+    The second result has a line for each newer checkpoint that is not valid. Raises
+    CheckpointError where none of several verifies: to start over would lose the run.
+    """
+    loaded: transaction.Loaded | None = None
+    skipped: list[str] = []
+    if origin.checkpoint is not None:
+        loaded = transaction.load(origin.checkpoint)
+    elif origin.source is not None:
+        loaded, skipped = transaction.load_newest(origin.root)
+    if loaded is not None:
+        manifest.Manifest.of_run(loaded.manifest, loaded.path)
+    elif skipped:
+        raise CheckpointError(f"{origin.root}: no checkpoint is valid; {skipped[0]}")
+    return loaded, skipped
 
 
 def _check_same_run(config: Config, origin: Origin) -> None:
-    root = (origin.source or Path()) / "checkpoints"
+    one = origin.checkpoint
     try:
-        one = origin.checkpoint
-        raw = manifest.read_manifest(one) if one else transaction.newest_manifest(root)
+        raw = manifest.read_manifest(one) if one else transaction.newest_manifest(origin.root)
     except CheckpointError as error:
         raise CheckpointError(f"run.resume={config.run.resume}: {error}") from None
     ours = config.flat()
-    theirs = (raw or {}).get("config", {})
+    theirs = raw.get("config", {}) if raw else {}
     for key in FIXED:
         if key in theirs and theirs[key] != ours[key]:
             had = f"the run to resume has {theirs[key]}, and another value would change its samples"
@@ -262,21 +244,10 @@ def _count_attempt(
     is_vain = launcher.attempt > 0 and facts.items() <= before.items()
     vain = before.get("vain", 0) + 1 if is_vain else 0
     if vain >= RESTARTS:
-        told = directory / files.EXIT
+        ended = directory / files.EXIT
         reason = "its rank 0 was killed"
-        if told.is_file():
-            reason = json.loads(told.read_text())["reason"]
+        if ended.is_file():
+            reason = json.loads(ended.read_text())["reason"]
         why = f"given up, {RESTARTS} restarts came no further than step {step}"
         raise RunError(f"{directory}: {why}: {reason}")
     return {**facts, "vain": vain, "starters": " ".join(sorted({*launcher.starters}))}
-
-
-def list_changes(config: Config, saved: Mapping[str, Any]) -> list[str]:
-    """Settings that differ from a checkpoint's, `optim.lr: 0.1 -> 0.01`."""
-    ours = config.flat()
-    keys = [key for key in {**saved, **ours} if key not in _NOT_COMPARED]
-    return [
-        f"{key}: {saved.get(key)} -> {ours.get(key)}"
-        for key in keys
-        if ours.get(key) != saved.get(key)
-    ]

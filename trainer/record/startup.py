@@ -15,7 +15,7 @@ from trainer.config.schema import Config
 from trainer.data.order import BatchPlan, counted
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World
-from trainer.record.resume import list_changes
+from trainer.record import fingerprint
 
 RANK_COLUMNS = ("rank", "local_rank", "node", "host", "pid", "device")
 MOST_RANKS = 16
@@ -63,7 +63,15 @@ def arithmetic(config: Config, plan: BatchPlan, num_steps: int) -> list[str]:
     else:
         run = f"The run is {counted(config.run.epochs, 'epoch')} x {per_epoch:,} = {total}."
     quotient = f"{plan.num_examples:,} // {plan.global_batch:,} = {counted(per_epoch, 'step')}"
-    return [plan.sentence(), f"An epoch is {quotient}; {dropped}", run]
+    return [_cut(plan), f"An epoch is {quotient}; {dropped}", run]
+
+
+def _cut(plan: BatchPlan) -> str:
+    """How a global batch is cut into micro-batches."""
+    size, larger = divmod(plan.global_batch, plan.ranks * plan.accumulation)
+    rows = f"{size} or {size + 1}" if larger else str(size)
+    each = f"{counted(plan.accumulation, 'micro-batch', 'es')} of {rows} rows each"
+    return f"A global batch of {plan.global_batch:,} is {counted(plan.ranks, 'rank')} x {each}."
 
 
 def describe_data(split: str, dataset: Any) -> str:
@@ -95,9 +103,12 @@ def lack_of_room(directory: Path, model: nn.Module, kept: int) -> list[str]:
 def resumed(config: Config, saved: Mapping[str, Any], step: int, num_steps: int) -> list[str]:
     """Where a resume begins, and the settings that differ from the saved ones."""
     lines = [f"resumed at step {step:,} of {num_steps:,}"]
-    lines += [f"changed at this resume: {change}" for change in list_changes(config, saved)]
     ours = config.flat()
-    if any(saved.get(key) != ours[key] for key in ("run.epochs", "run.steps")):
+    keys = [key for key in {**saved, **ours} if ours.get(key) != saved.get(key)]
+    for key in keys:
+        if key not in fingerprint.OF_RANK_0:
+            lines.append(f"changed at this resume: {key}: {saved.get(key)} -> {ours.get(key)}")
+    if "run.epochs" in keys or "run.steps" in keys:
         lines.append("the learning-rate schedule is evaluated anew for the new length")
     return lines
 

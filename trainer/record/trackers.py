@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,15 +42,15 @@ class TensorBoard(Sink):
 
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         summary = Summary(value=points)  # one event for all
-        self._draw(lambda board: board._get_file_writer().add_summary(summary, step))
+        self._draw(partial(_add_summaries, [summary], step))
 
     def hyper_parameters(self, values: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard.summary import hparams
 
         kinds = (bool, int, float, str)
         plain = {k: v if isinstance(v, kinds) else str(v) for k, v in values.items()}
-        for summary in hparams(plain, {}):
-            self._draw(partial(_add_summary, summary))
+
+        self._draw(partial(_add_summaries, hparams(plain, {}), None))
 
     def images(self, step: int, inputs: Any) -> None:
         is_batch = isinstance(inputs, torch.Tensor) and inputs.dim() == 4
@@ -64,9 +64,7 @@ class TensorBoard(Sink):
 
     def observe(self, step: int, model: torch.nn.Module) -> None:
         if self._histograms and step % self._histograms == 0:
-            for name, parameter in model.named_parameters():
-                weights = (f"weights/{name}", parameter.detach().float(), step)
-                self._draw(partial(_add_histogram, weights))
+            self._draw(partial(_add_histograms, step, model))
         if step == self._profiled[0]:
             trace = torch.profiler.tensorboard_trace_handler(self._folder)
             self._profiler = torch.profiler.profile(on_trace_ready=trace)
@@ -108,9 +106,11 @@ class TensorBoard(Sink):
             self._on_thread_error(error)
 
 
-def _add_summary(summary: Any, board: Any) -> None:
-    board._get_file_writer().add_summary(summary)
+def _add_histograms(step: int, model: torch.nn.Module, board: Any) -> None:
+    for name, parameter in model.named_parameters():
+        board.add_histogram(f"weights/{name}", parameter.detach().float(), step)
 
 
-def _add_histogram(weights: tuple[str, torch.Tensor, int], board: Any) -> None:
-    board.add_histogram(*weights)
+def _add_summaries(summaries: Iterable[Any], step: int | None, board: Any) -> None:
+    for summary in summaries:
+        board._get_file_writer().add_summary(summary, step)
