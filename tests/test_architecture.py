@@ -1,181 +1,302 @@
-"""The shape of the code: who may import whom, and how large it may grow."""
+"""The shape of the code: who may import whom, how large it may grow, what a user's class holds."""
 
 import ast
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from trainer import Trainer
+
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = [
-    ["errors", "typed", "config", "guard", "targets"],
-    ["distributed"],
-    [
-        "data",
-        "means",
-        "precision",
-        "schedule",
-        "checkpoint",
-        "packing",
-        "rundir",
-        "writers",
-        "report",
-        "ema",
-        "lease",
-    ],
-    ["strategy"],
-    ["task", "fingerprint", "session", "scoring", "diagnosis", "trainer"],
-    ["__init__", "tasks"],
-    [
-        *(
-            "__main__",
-            "evaluate",
-            "audit",
-            "checkpoints",
-            "recording",
-            "verify",
-            "replay",
-            "submit",
-            "search",
-            "sweep",
-        ),
-        "doctor",
-    ],
+PACKAGE = ROOT / "trainer"
+FILES = sorted(PACKAGE.rglob("*.py"))
+TASKS = sorted((ROOT / "tasks").glob("*.py"))
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in (*FILES, *TASKS)}
+
+# A module imports only from the left: from rooms before its own, or its own.
+ROOMS = [
+    "errors",
+    "config",
+    "distributed",
+    "schedule",
+    "data",
+    "strategy",
+    "engine",
+    "checkpoints",
+    "record",
+    "run",  # task, setup, decisions, run, trainer
+    "package",  # __init__, tasks
+    "verbs",
 ]
-LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
-FILES = sorted((ROOT / "trainer").rglob("*.py"))
-HEAVY = {
-    "hydra",
-    "mpi4py",
-    "omegaconf",
-    "yaml",
-    "rich",
-    "safetensors",
-    "submitit",
-    "tensorboard",
-    "numpy",
-} | {"torch.utils.tensorboard"}
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+TOP_LEVEL = {
+    "errors": "errors",
+    "schedule": "schedule",
+    **dict.fromkeys(("task", "setup", "decisions", "run", "trainer"), "run"),
+    **dict.fromkeys(("__init__", "tasks"), "package"),
+}
+# Code lines: without blanks, comments and docstrings. Reasons for each number that is not the
+# design's are in docs/decisions.md.
+BUDGETS = {
+    "config": 620,
+    "distributed": 1_360,
+    "data": 540,
+    "strategy": 560,
+    "engine": 810,
+    "checkpoints": 700,
+    "record": 820,
+    "top level": 820,
+}
+MOST_OF_A_FUNCTION = 40
+MOST_OF_A_FILE = 300
+MOST_OF_A_TASK = 170
+MOST_TUPLES = 10  # assignments of a tuple to a tuple, in a thousand lines
+HEAVY = (
+    *("hydra", "mpi4py", "omegaconf", "optuna", "rich", "safetensors", "submitit", "tensorboard"),
+    *("torch.distributed.algorithms", "torch.utils.tensorboard", "yaml"),
+)
 
 
 def room(path: Path) -> str:
-    parts = path.relative_to(ROOT / "trainer").with_suffix("").parts
-    return parts[0]
+    """The room of a file: its package, or what its name says at the top level."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    first = parts[0] if len(parts) > 1 else TOP_LEVEL.get(parts[0], "verbs")
+    if parts[-1] == "__main__":
+        return "verbs"
+    return first if first in ROOMS else "verbs"
 
 
-def imports(tree: ast.AST) -> list[tuple[str, int]]:
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {module_name(path): path for path in FILES}
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def imports(tree: ast.AST, is_typing_counted: bool = False) -> list[tuple[str, int]]:
+    """(module, line) of each import; of `from trainer.x import y` the module y where it is one."""
+    skipped = set()
+    for node in ast.walk(tree):
+        if is_for_types(node) and not is_typing_counted:
+            skipped |= {id(below) for below in ast.walk(node)}
     found = []
     for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            submodules = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [
-                (n, node.lineno)
-                for n in (submodules if node.module == "trainer" else [node.module])
-            ]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                below = f"{node.module}.{alias.name}"
+                found.append((below if below in NAMES else node.module, node.lineno))
     return found
 
 
-def test_every_room_has_its_layer():
-    assert {room(path) for path in FILES} == set(LAYER)
+def code_lines(tree: ast.AST, text: str) -> set[int]:
+    lines = {
+        number
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip() and not line.strip().startswith("#")
+    }
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
+            doc = node.body[0]
+            lines -= set(range(doc.lineno, (doc.end_lineno or doc.lineno) + 1))
+    return lines
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_room_imports_only_from_its_layer_or_above(path):
-    for name, line in imports(TREES[path]):
-        if name.startswith("trainer."):
-            other = name.split(".")[1]
-            if other in LAYER:
-                assert LAYER[other] <= LAYER[room(path)], f"{path}:{line} imports {name}"
+LINES = {path: code_lines(tree, path.read_text(encoding="utf-8")) for path, tree in TREES.items()}
+
+
+def test_module_imports_only_from_rooms_to_its_left():
+    for path in FILES:
+        for name, line in imports(TREES[path]):
+            if name in NAMES and name != "trainer":
+                own = ROOMS.index(room(path))
+                assert ROOMS.index(room(NAMES[name])) <= own, f"{path}:{line} imports {name}"
 
 
 def test_there_are_no_cycles():
-    graph = {
-        p: {n for n, _ in imports(t) if n.startswith("trainer.")}
-        for p, t in TREES.items()
-        if p.stem != "__init__"
-    }
-    names = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in graph}
+    graph = {name: {n for n, _ in imports(TREES[path])} for name, path in NAMES.items()}
+    graph["trainer"] = set()  # what a task may import is loaded when it is asked for
     done: set[str] = set()
 
-    def visit(name, trail):
-        assert name not in trail, f"{' -> '.join([*trail, name])}"
-        if name not in done and name in names:
-            for other in graph[names[name]]:
+    def visit(name: str, trail: list[str]) -> None:
+        assert name not in trail, " -> ".join([*trail, name])
+        if name not in done:
+            for other in graph[name] & graph.keys():
                 visit(other, [*trail, name])
             done.add(name)
 
-    for name in names:
+    for name in graph:
         visit(name, [])
 
 
-def test_only_config_and_the_verbs_know_hydra():
-    for path, tree in TREES.items():
-        if room(path) not in ("config", "guard", "__main__", "search", "submit"):
-            assert not [n for n, _ in imports(tree) if n.split(".")[0] in ("hydra", "omegaconf")], (
-                path
-            )
+def test_only_composition_and_sweeps_know_hydra():
+    for path in FILES:
+        known = {n.split(".")[0] for n, _ in imports(TREES[path])} & {"hydra", "omegaconf"}
+        place = path.relative_to(PACKAGE).as_posix()
+        is_free = place in ("config/compose.py", "config/guard.py") or place.startswith("sweep/")
+        assert is_free or not known, place
 
 
-def test_imports_inside_functions_are_of_heavy_packages_only():
-    """Two verbs answer much without torch: there what loads it is imported where it is used."""
-    for path, tree in TREES.items():
-        inside = [imports(f) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)]
-        for name, line in (pair for pairs in inside for pair in pairs):
-            is_heavy = any(name == heavy or name.startswith(f"{heavy}.") for heavy in HEAVY)
-            assert is_heavy or room(path) in ("__main__", "checkpoints"), f"{path}:{line}"
+def test_config_imports_no_torch_and_names_no_strategy():
+    strategies = {path.stem for path in (PACKAGE / "strategy").glob("*.py")} - {"base", "hooks"}
+    for path in FILES:
+        if room(path) != "config":
+            continue
+        assert not [n for n, _ in imports(TREES[path]) if n.split(".")[0] == "torch"], path
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert node.value not in strategies - {"dp"}, f"{path}:{node.lineno}"
+
+
+def test_imports_inside_functions_are_of_heavy_packages_or_in_verbs():
+    """Verbs answer much without torch: there what loads it is imported where it is used."""
+    for path in FILES:
+        for function in ast.walk(TREES[path]):
+            if not isinstance(function, ast.FunctionDef) or room(path) == "verbs":
+                continue
+            for name, line in imports(function):
+                assert name.startswith(HEAVY), f"{path}:{line} imports {name}"
 
 
 def test_what_can_be_told_without_torch_is_told_without_it():
     code = """if True:
         import sys
-        import trainer, trainer.checkpoints
-        from trainer import load_config
+        import trainer, trainer.checkpoints.__main__
+        from trainer.config.compose import load_config
         from trainer.distributed.launchers import find_launcher
         from trainer.record.gate import check_soon
         check_soon(load_config(["task=cifar"]), find_launcher())
         print("torch" in sys.modules)"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
-    )
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "False"
 
 
-def code_lines(tree: ast.Module, text: str) -> set[int]:
-    lines = {
-        i
-        for i, line in enumerate(text.splitlines(), 1)
-        if line.strip() and not line.strip().startswith("#")
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
-            node, clean=False
-        ):
-            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return lines
+def test_rooms_keep_their_budgets():
+    sizes = dict.fromkeys(BUDGETS, 0)
+    for path in FILES:
+        place = path.relative_to(PACKAGE).parts
+        name = place[0] if len(place) > 1 else "top level"
+        is_verb = name == "top level" and room(path) == "verbs"
+        if name in sizes and not is_verb:
+            sizes[name] += len(LINES[path])
+    over = {name: size for name, size in sizes.items() if size > BUDGETS[name]}
+    assert not over, f"code lines over their budgets: {over}"
 
 
-def test_code_stays_within_its_budgets():
-    total = 0
+def test_functions_and_files_keep_their_budgets():
     for path, tree in TREES.items():
-        lines = code_lines(tree, path.read_text(encoding="utf-8"))
-        assert len(lines) <= 350, path
-        total += len(lines) if LAYER[room(path)] <= 5 else 0
+        assert len(LINES[path]) <= (MOST_OF_A_FILE if path in FILES else MOST_OF_A_TASK), path
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
-                size = len([line for line in lines if node.lineno <= line <= node.end_lineno])
-                assert size <= 40, f"{path}:{node.lineno} {node.name}: {size} code lines"
-    assert total <= 4900, total
-    for task in (ROOT / "tasks").glob("*.py"):
-        assert len(task.read_text(encoding="utf-8").splitlines()) <= 150, task
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                inside = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                size = len(LINES[path] & set(inside))
+                assert size <= MOST_OF_A_FUNCTION, f"{path}:{node.lineno} {node.name}: {size}"
 
 
-def test_every_value_of_a_closed_group_stands_in_one_yaml():
-    """A dataclass of the config has no defaults: values are in conf/."""
-    for node in ast.walk(TREES[ROOT / "trainer/config.py"]):
+def test_no_budget_is_met_by_squeezing():
+    text = [line for path in TREES for line in path.read_text(encoding="utf-8").splitlines()]
+    assert max(map(len, text)) <= 100
+    tuples = 0
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+                tuples += isinstance(node.value, ast.Tuple)
+    assert 1000 * tuples / len(text) <= MOST_TUPLES
+
+
+def test_no_two_modules_differ_by_an_s():
+    names = sorted({path.stem for path in FILES} | {path.parent.name for path in FILES})
+    pairs = [(a, b) for a, b in pairwise(names) if f"{a}s" == b]
+    assert pairs == [("task", "tasks")]  # saved configurations name trainer.tasks
+
+
+def test_every_value_of_a_closed_group_is_in_a_yaml():
+    """A dataclass of the schema has no defaults: values are in conf/."""
+    for node in ast.walk(TREES[PACKAGE / "config/schema.py"]):
         if isinstance(node, ast.ClassDef):
-            assert not [
-                s for s in node.body if isinstance(s, ast.AnnAssign) and s.value is not None
-            ], node.name
+            values = [s for s in node.body if isinstance(s, ast.AnnAssign) and s.value is not None]
+            assert not values, node.name
+
+
+def test_no_object_sets_the_attributes_of_another():
+    """Only `self`, `ctx` of an autograd function, and what torch is told by attributes."""
+    told = ("os.environ", "optimizer.grad_scale", "optimizer.found_inf", "parameter.grad")
+    for path in FILES:
+        for node in ast.walk(TREES[path]):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            targets += [node.target] if isinstance(node, ast.AugAssign) else []
+            for target in targets:
+                if isinstance(target, ast.Attribute) and room(path) not in ("verbs", "package"):
+                    written = ast.unparse(target)
+                    owner = written.split(".")[0]
+                    is_own = owner in ("self", "cls", "ctx", "signal", "threading", "socket")
+                    is_torch = written.startswith(("torch.", "mpi4py.", *told))
+                    is_foreign = not (is_own and written.count(".") == 1) and not is_torch
+                    assert not is_foreign or written in KNOWN, f"{path}:{node.lineno} {written}"
+
+
+KNOWN = {
+    "BaseContainer._resolvers",  # OmegaConf's registry, put back after
+    "layer.__class__",  # BatchNorm layers become SyncBatchNorm in place
+    "made._metadata",  # of a state_dict that is copied
+    "mpi4py.rc.thread_level",
+    "report.has_weight",  # of a report that is being made
+    "report.is_stop_requested",
+    "report.is_skipped",
+    "self._ride.grad",
+    "saved.run.name",  # of a configuration that is being composed
+    "saved.run.resume",
+    "self.module.forward",  # compiled
+    "worker.terminate",  # of a process of our own context
+    "context.Process",
+    "sys.excepthook",
+    "sys.argv",
+    "parser.exit_on_error",
+}
+
+FACE = {
+    *("fit", "evaluate", "update", "optimizers", "save_checkpoint", "load_checkpoint"),
+    *("config", "options", "Options", "world", "model", "step", "_run"),
+}
+HOOKS = {
+    *("build_model", "build_dataset", "loss", "metrics", "summarize", "build_metrics"),
+    *("augment", "split_batch", "build_optimizer", "build_schedule", "train_step"),
+}
+
+
+def test_user_class_holds_only_the_names_of_the_face():
+    names = {name for base in Trainer.__mro__[:-1] for name in vars(base)}
+    ours = {name for name in names if not (name.startswith("__") and name.endswith("__"))}
+    assert ours <= FACE | HOOKS
+    written = {
+        target.attr
+        for path in (PACKAGE / "task.py", PACKAGE / "trainer.py")
+        for node in ast.walk(TREES[path])
+        if isinstance(node, (ast.Assign, ast.AnnAssign))
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
+    }
+    assert written <= FACE
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_module_and_public_functions_begin_with_a_plain_docstring(path):
+    tree = TREES[path]
+    doc = ast.get_docstring(tree)
+    assert doc, path
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for node in ast.walk(tree):
+        text = (ast.get_docstring(node) or "") if isinstance(node, kinds) else ""
+        assert not text.startswith(("What ", "Whether ", "Of ")), f"{path}: {text[:60]}"

@@ -27,7 +27,7 @@ from trainer.data.order import counted
 from trainer.doctor import __main__ as verb
 from trainer.doctor import examination
 from trainer.doctor import group as group_checks
-from trainer.doctor import rank as rank_checks
+from trainer.doctor import local as rank_checks
 from trainer.record import fingerprint
 
 LIMIT_S = 0.7

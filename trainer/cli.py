@@ -1,4 +1,4 @@
-"""What the verbs share: help, words of the command line, the task class, and exit codes."""
+"""The verbs' common part: help, words of the command line, the task class, and exit codes."""
 
 from __future__ import annotations
 

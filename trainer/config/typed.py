@@ -27,7 +27,7 @@ _NAMES: dict[Any, str] = {
 
 
 def limit(**bounds: float) -> dict[str, float]:
-    """What a number may be: `min`, `max` (inclusive) or `above` (exclusive)."""
+    """The bounds of a number: `min`, `max` (inclusive) or `above` (exclusive)."""
     return bounds
 
 

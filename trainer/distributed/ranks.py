@@ -16,7 +16,7 @@ from trainer.distributed.world import World
 
 @dataclass(frozen=True)
 class Ranks:
-    """What every rank of a job shares with the others."""
+    """The things that a rank shares with all others."""
 
     group: Group
     stop: StopRequest

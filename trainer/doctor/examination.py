@@ -26,7 +26,7 @@ from trainer.doctor.group import (
     judge_sums,
     list_checks,
 )
-from trainer.doctor.rank import find_existing, gather_facts
+from trainer.doctor.local import find_existing, gather_facts
 from trainer.doctor.table import ADVICE, Check, judge, list_ranks, show
 from trainer.errors import one_line, visible
 from trainer.task import Task

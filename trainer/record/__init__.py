@@ -1,1 +1,1 @@
-"""What a run shows and writes: its directory, metrics, console and TensorBoard."""
+"""The record of a run: its directory, metrics, console and TensorBoard."""

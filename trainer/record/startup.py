@@ -1,4 +1,4 @@
-"""What a run shows at its start and its end: plain functions of what it knows."""
+"""Lines that a run shows at its start and its end: plain functions of what it knows."""
 
 from __future__ import annotations
 

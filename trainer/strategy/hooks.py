@@ -1,4 +1,4 @@
-"""What DDP does with a bucket of gradients, instead of a plain all-reduce."""
+"""Comm hooks: DDP calls one for a bucket of gradients, instead of a plain all-reduce."""
 
 from __future__ import annotations
 
