@@ -1,4 +1,7 @@
-"""CIFAR-10 with the net and recipe of airbench94 (K. Jordan, arXiv:2404.00498) and Muon, or with a ResNet-18."""
+"""CIFAR-10 with a ResNet-18, or with Muon and the net and recipe of airbench94.
+
+Airbench94: K. Jordan, arXiv:2404.00498.
+"""
 
 from dataclasses import dataclass
 from functools import cache, partial
@@ -15,7 +18,7 @@ from trainer.tasks.resnet import ResNet
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 Rate = Annotated[float, limit(min=0, max=1)]
-LOSS_BATCH = 2000  # the paper sums its loss over 2,000 examples, ours is a mean: its SGD rates take that factor
+LOSS_BATCH = 2000  # the paper's loss is a sum over so many examples: a factor of its SGD rates
 
 
 class Cifar(Trainer):
@@ -32,9 +35,8 @@ class Cifar(Trainer):
 
         def __post_init__(self):
             if len(self.widths) != 3:
-                raise ConfigError(
-                    f"task.options.widths={self.widths}: must be three, one for each halving of the image"
-                )
+                must = "must be three, one for each halving of the image"
+                raise ConfigError(f"task.options.widths={self.widths}: {must}")
 
     def build_dataset(self, split):
         images, labels, source = load(split, self.options.data, self.options.root)
@@ -50,19 +52,15 @@ class Cifar(Trainer):
         images = normalize(inputs)
         if not train:
             return images, targets
-        coin = (
-            random.bits("flip", per="run") + random.epoch
-        )  # mirror a random half, in the next epoch the other one
+        # Mirror a random half, in the next epoch the other one.
+        coin = random.bits("flip", per="run") + random.epoch
         images = torch.where(coin[:, None, None, None] % 2 == 1, images.flip(3), images)
-        images, places = (
-            F.pad(images, (2, 2, 2, 2), "reflect"),
-            torch.arange(32, device=images.device),
-        )
+        images = F.pad(images, (2, 2, 2, 2), "reflect")
+        places = torch.arange(32, device=images.device)
         rows, columns = (random.integers("shift", 0, 5, 2)[:, :, None] + places).unbind(1)
         batch = torch.arange(len(images), device=images.device)[:, None, None]
-        return images.permute(0, 2, 3, 1)[batch, rows[:, :, None], columns[:, None]].permute(
-            0, 3, 1, 2
-        ), targets
+        shifted = images.permute(0, 2, 3, 1)[batch, rows[:, :, None], columns[:, None]]
+        return shifted.permute(0, 3, 1, 2), targets
 
     def loss(self, outputs, targets):
         smoothing = self.options.label_smoothing * self.model.training
@@ -75,8 +73,9 @@ class Cifar(Trainer):
         if self.config.optim["_target_"] != "trainer.tasks.cifar.Muon":
             return super().build_optimizer(model)
         if self.options.model != "airbench":
-            wrong = f"task.options.model={self.options.model}: optim=muon has its rates for airbench's layers only"
-            raise ConfigError(f"{wrong}; give optim=sgd schedule=cosine, or another optim")
+            why = "optim=muon has its rates for airbench's layers only"
+            advice = "give optim=sgd schedule=cosine, or another optim"
+            raise ConfigError(f"task.options.model={self.options.model}: {why}; {advice}")
         trained = [p for p in model.parameters() if p.requires_grad]
         groups = []
         for dim, lr in ((1, self.options.bias_lr), (2, self.options.head_lr)):
@@ -99,7 +98,10 @@ def statistics(device: torch.device) -> list[torch.Tensor]:
 
 
 class Net(nn.Module):
-    """Images (N, 3, 32, 32) to logits (N, 10); 2x2 patches are whitened first, evaluation also sees the mirror."""
+    """Images (N, 3, 32, 32) to logits (N, 10).
+
+    2x2 patches are whitened first. In evaluation the mirrored image is seen too.
+    """
 
     def __init__(self, widths: list[int], has_norm: bool, images: torch.Tensor):
         super().__init__()
@@ -138,7 +140,10 @@ class Net(nn.Module):
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalised by Newton-Schulz, for filters of norm sqrt(out channels) (Jordan, 2024)."""
+    """Nesterov momentum, orthogonalised by Newton-Schulz (Jordan, 2024).
+
+    Each filter bank keeps the norm sqrt(out channels).
+    """
 
     def __init__(self, params, lr: float, momentum: Rate, iterations: Annotated[int, limit(min=1)]):
         params = list(params)

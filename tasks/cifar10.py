@@ -1,4 +1,4 @@
-"""The CIFAR-10 images (A. Krizhevsky, 2009): the bundled part, or the full set as it is published."""
+"""The CIFAR-10 images (A. Krizhevsky, 2009): the bundled part, or the full set as published."""
 
 import zlib
 from functools import cache
@@ -30,9 +30,8 @@ def load(split: str, data: str, root: str) -> tuple[torch.Tensor, torch.Tensor, 
         fetch(URL, root, SHA256, "task.options.data=download")
         missing = []
     if missing and data == "full":
-        raise ConfigError(
-            f"task.options.root={root}: has no {missing[0]}; data=download fetches it, data=bundled needs none"
-        )
+        advice = "data=download fetches it, data=bundled needs none"
+        raise ConfigError(f"task.options.root={root}: has no {missing[0]}; {advice}")
     if missing or data == "bundled":
         raw = torch.frombuffer(bytearray(zlib.decompress(BUNDLED.read_bytes())), dtype=torch.uint8)
         images = (

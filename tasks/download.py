@@ -23,16 +23,16 @@ FAILURES = (OSError, HTTPException, tarfile.TarError, EOFError, zlib.error, Valu
 
 
 def fetch(url: str, root: str, sha256: Mapping[str, str], key: str) -> None:
-    """Have the folder `root` hold the files that `sha256` names, from the .tar.gz archive at `url`, if one is missing.
+    """Download the files that `sha256` names into the folder `root`, unless they are all there.
 
-    Every rank calls it. The first to come downloads, the others wait; the kernel ends their wait when that process
-    dies, and the next one takes over. A failure is that of all who waited: they do not try again, one by one.
+    They are in the .tar.gz archive at `url`. Every rank calls this. The first one downloads and
+    the others wait; when its process dies, the kernel ends their wait and the next one takes
+    over. If the download fails, it fails for all who waited: they do not try again one by one.
     Raises ConfigError, which begins with `key`.
     """
     place = Path(root).resolve()
-    lock = place.with_name(
-        f".{place.name}.lock"
-    )  # stays: removing it would let two processes lock two files
+    # The lock file stays: removing it would let two processes lock two files.
+    lock = place.with_name(f".{place.name}.lock")
     if _has(place, sha256):
         return
     try:
@@ -88,7 +88,7 @@ def _download(url: str, place: Path, sha256: Mapping[str, str]) -> None:
 
 
 def _unpack(url: str, scratch: Path, sha256: Mapping[str, str]) -> None:
-    """Read the archive as it comes. Files are written under our names only, never under a path that it gives."""
+    """Read the archive as it arrives; files get our own names, never a path that it gives."""
     with (
         urlopen(url, timeout=TIMEOUT_S) as response,  # noqa: S310  # the task's own constant
         _bar(response, url) as stream,

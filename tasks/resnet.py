@@ -6,10 +6,11 @@ from torch import nn
 
 
 class ResNet(nn.Module):
-    """Images (N, 3, 32, 32) to logits (N, classes); `ResNet([2, 2, 2, 2], 10, True)` is ResNet-18, 11.2 M parameters.
+    """Images (N, 3, 32, 32) to logits (N, classes).
 
-    As customary for small images, a 3x3 convolution without max-pooling comes first. Without normalization every block
-    begins as its shortcut, which is how such a net trains at all (Zhang et al., arXiv:1901.09321).
+    `ResNet([2, 2, 2, 2], 10, True)` is ResNet-18, 11.2 M parameters. As customary for small
+    images, a 3x3 convolution without max-pooling comes first. Without normalization every block
+    begins as its shortcut: otherwise such a net does not train (Zhang et al., arXiv:1901.09321).
     """
 
     def __init__(self, blocks: list[int], classes: int, has_norm: bool, width: int = 64):

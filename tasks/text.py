@@ -1,6 +1,6 @@
-"""A small GPT over the bytes of Python's own standard library: on every machine, and nothing to download.
+"""A small GPT over the bytes of Python's standard library, which needs no download.
 
-Sequences are whole lines, so their lengths differ: each example brings its own weights, one per byte.
+Sequences are whole lines, so their lengths differ: each example has its own weights, one a byte.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ class Text(Trainer):
         return GPT(self.options)
 
     def split_batch(self, batch):
-        """Inputs (batch, context): the bytes before; targets: the bytes, and which of them are there."""
+        """Inputs (batch, context) are the bytes before; targets the bytes, and which are real."""
         tokens, lengths = batch[0].long(), batch[1]
         before = F.pad(tokens[:, :-1], (1, 0), value=NEWLINE)
         is_there = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
@@ -82,7 +82,7 @@ class Text(Trainer):
 
 @cache
 def read_library(count: int) -> tuple[list[bytes], str]:
-    """The first `count` files of the standard library in the order of their paths, and the SHA-256 of them all."""
+    """The first `count` files of the standard library by path, and the SHA-256 of them all."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = (
         path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts)
