@@ -37,7 +37,7 @@ from trainer.task import Task
 
 @dataclass(frozen=True)
 class Finished:
-    """The part of a run that a Trainer keeps after `fit` or `evaluate`; `directory` is that of a fitted run."""
+    """The part of a run that a Trainer keeps: of a fitted run also its directory."""
 
     model: nn.Module
     step: int
