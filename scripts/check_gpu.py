@@ -26,15 +26,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
+# a checkout need not be installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
+from harness.internals import checkpoint, packing
 from torch import nn
 
 from trainer import ConfigError, Random, ResidentDataset, Summary, Trainer, load_config
-from trainer.checkpoints import packing
-from trainer.checkpoints import transaction as checkpoint
 from trainer.data.order import Order
 from trainer.tasks.cifar import Cifar
 
@@ -109,33 +110,34 @@ class Watched(Probe):
         )
         return super().augment(inputs, targets, random, train)
 
-    def train_step(self, micro_batches):
+    def train_step(self, batch):
         one = torch.ones(3, device=self.world.device)
         dist.all_reduce(one)
         self.backend, self.reduced = dist.get_backend(), one.tolist()
-        super().train_step(micro_batches)
+        return super().train_step(batch)
 
 
 class Strict(Watched):
     """Whatever makes the host wait for the GPU within a step is an error."""
 
-    def train_step(self, micro_batches):
+    def train_step(self, batch):
         with synchronizing_is("error" if self.step else "default"):
-            Trainer.train_step(self, micro_batches)
+            return Trainer.train_step(self, batch)
 
 
 class Counted(Cifar):
     """CIFAR-10: how often a step makes the host wait for the GPU, and the seconds since the first step."""
 
-    def train_step(self, micro_batches):
+    def train_step(self, batch):
         self.began = getattr(self, "began", time.perf_counter())
         self.waits, self.accuracies = getattr(self, "waits", []), getattr(self, "accuracies", [])
         if self.step != 3:
-            return super().train_step(micro_batches)
+            return super().train_step(batch)
         with warnings.catch_warnings(record=True) as caught, synchronizing_is("warn"):
             warnings.simplefilter("always")
-            super().train_step(micro_batches)
+            outcome = super().train_step(batch)
         self.waits = [str(w.message) for w in caught if "synchroniz" in str(w.message)]
+        return outcome
 
     def summarize(self, means):
         if self.step:

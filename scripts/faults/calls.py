@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.internals import checkpoint
+from harness.launch import environment_of_a_command as environment
+
 from faults.common import (
     Row,
     Shape,
-    environment,
     errors_in,
     folder,
     random_of,
@@ -25,7 +27,6 @@ from faults.common import (
     without_strace,
     words_of,
 )
-from trainer.checkpoints import transaction as checkpoint
 
 # Calls that no file sees: to die there is to die between two others. Their number varies with the allocator.
 _UNSEEN = {

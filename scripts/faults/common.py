@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.internals import checkpoint, packing
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
-
-from trainer.checkpoints import packing
-from trainer.checkpoints import transaction as checkpoint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -188,17 +186,6 @@ def _child(body: Callable[[], None], go: int, tell: int, others: tuple[int, int]
 
 
 # Whole runs -----------------------------------------------------------------------------------------------------------
-
-
-def environment(**more: str) -> dict[str, str]:
-    """For a process that finds the package, the tests' task and ours."""
-    paths = [REPOSITORY, REPOSITORY / "tests", REPOSITORY / "scripts"]
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    return {**kept, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", **more}
 
 
 def words_of(

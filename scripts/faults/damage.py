@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness.internals import checkpoint
+
 from faults.common import Row, Shape, folder, random_of
-from trainer.checkpoints import transaction as checkpoint
 from trainer.errors import CheckpointError
 
 SHAPE, NEWEST, PAGE = Shape(2, 6000), 3, 4096

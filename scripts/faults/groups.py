@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from harness.launch import environment_of_a_command as environment
 
 from faults.common import (
     REPOSITORY,
     Row,
-    environment,
     errors_in,
     folder,
     random_of,

@@ -15,10 +15,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from harness.internals import checkpoint
+from harness.launch import environment_of_a_command as environment
+
 from faults.common import (
     REPOSITORY,
     Row,
-    environment,
     errors_in,
     folder,
     random_of,
@@ -28,7 +30,6 @@ from faults.common import (
 )
 from faults.runs import EVERY, LIMIT_S, PHASES, STEPS, Launched, _judge, _saving, _wait_for_phase
 from faults.task import MARKS
-from trainer.checkpoints import transaction as checkpoint
 
 STOPPED = 75
 
@@ -308,7 +309,7 @@ REQUEUES, LENGTH = 5, 120  # of one job; its steps
 
 def requeues(amount: int, seed: int) -> Row:
     """SLURM's SIGUSR1 at random steps: the job requeues itself and goes on, to the end of an undisturbed one."""
-    from slurm import Cluster, unavailable
+    from harness.slurm import Cluster, unavailable
 
     row, chance = Row("SLURM job requeued", amount), random_of(seed)
     row.skipped = unavailable()

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.launch import environment_of_a_command as environment
 
-from faults.common import REPOSITORY, Row, environment, folder, random_of
+from faults.common import REPOSITORY, Row, folder, random_of
 
 BATCH, EXAMPLES = 22, 203
 
@@ -35,7 +36,7 @@ def nonfinite(amount: int, seed: int) -> Row:
 
 
 def _poison(place: Path, size: int, example: int, hit: Counter[str]) -> str | None:
-    from ranks import on_ranks
+    from harness import on_ranks
 
     place.mkdir()
     found = on_ranks(size, _train_poisoned, place, example)
@@ -65,7 +66,7 @@ def _poison(place: Path, size: int, example: int, hit: Counter[str]) -> str | No
 
 def _train_poisoned(place: Path, example: int) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
     """Weights at the end, and the examples that this rank took; two epochs, so that each example is taken."""
-    from tiny import fit
+    from harness import fit
 
     from faults.task import Slow
 

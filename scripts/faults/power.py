@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.internals import checkpoint
+
 from faults.common import Row, Shape, folder, random_of
-from trainer.checkpoints import transaction as checkpoint
 
 Tree = dict[str, Any]  # name -> bytes, or the Tree of a directory
 

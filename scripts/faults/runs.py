@@ -14,10 +14,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from harness.internals import audit, checkpoint
+from harness.launch import environment_of_a_command as environment
+
 from faults.common import (
     Row,
     difference,
-    environment,
     errors_in,
     folder,
     random_of,
@@ -26,8 +28,6 @@ from faults.common import (
     words_of,
 )
 from faults.task import MARKS
-from trainer import audit
-from trainer.checkpoints import transaction as checkpoint
 
 PHASES = ("start-up", "first step", "mid step", "evaluation", "during save", "at the end")
 LAYOUTS = {

@@ -29,10 +29,10 @@ class Slow(Tiny):
             inputs[self.options.poison] = float("nan")
         return ResidentDataset(inputs, targets)
 
-    def train_step(self, micro_batches):
+    def train_step(self, batch):
         self._mark(f"step {self.step + 1}")
         time.sleep(self.options.pause_s)
-        super().train_step(micro_batches)
+        return super().train_step(batch)
 
     def metrics(self, outputs, targets):
         if self.step:
@@ -66,12 +66,12 @@ class Stuck(Slow):
         is_meant = split == "train" and self._is_meant("worker")
         return Stopping(split, self.options.at * share + 1 if is_meant else 0)
 
-    def train_step(self, micro_batches):
+    def train_step(self, batch):
         if self.world.rank == self.options.rank:
             time.sleep(self.options.slow_s)
         if self.step == self.options.at and self._is_meant("step"):
             stand_still(self.options.how, os.getpid())
-        super().train_step(micro_batches)
+        return super().train_step(batch)
 
     def metrics(self, outputs, targets):
         if self.step == self.options.at and self._is_meant("metrics"):
