@@ -1,4 +1,5 @@
-"""What the rows share: a row's outcome, content that tells its step, and strace attached to a forked child."""
+"""What the rows share: a row's outcome, content that tells its step, and strace attached to a
+forked child."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def random_of(seed: int) -> random.Random:
     return random.Random(seed)  # noqa: S311  # cases are drawn, no secret
 
 
-# Checkpoints whose content tells what was saved -----------------------------------------------------------------------
+# Checkpoints whose content tells what was saved ---------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-# strace on a forked child ---------------------------------------------------------------------------------------------
+# strace on a forked child -------------------------------------------------------------------------
 
 
 def without_strace() -> str:
@@ -143,7 +144,8 @@ def without_strace() -> str:
 
 
 def traced(body: Callable[[], None], options: list[str], log: str) -> tuple[int, str]:
-    """Run `body` in a forked child with strace attached: (its exit code, negative for a signal; what it raised).
+    """Run `body` in a forked child with strace attached: (its exit code, negative for a signal;
+    what it raised).
 
     The child has torch loaded already, and waits for a byte until strace is there.
     """
@@ -185,7 +187,7 @@ def _child(body: Callable[[], None], go: int, tell: int, others: tuple[int, int]
     os._exit(0)
 
 
-# Whole runs -----------------------------------------------------------------------------------------------------------
+# Whole runs ---------------------------------------------------------------------------------------
 
 
 def words_of(
@@ -224,7 +226,8 @@ def errors_in(text: str) -> list[str]:
 
 
 def state_of(directory: Path) -> Mapping[str, Any]:
-    """Everything that a run left: the newest checkpoint's content and metrics.jsonl without speeds and ledger."""
+    """Everything that a run left: the newest checkpoint's content and metrics.jsonl without
+    speeds and ledger."""
     import json
 
     loaded, skipped = checkpoint.load_newest(directory / "checkpoints")

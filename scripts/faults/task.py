@@ -1,4 +1,5 @@
-"""The tests' tiny task, slowed down: it says where it is, may have an example that is not finite, or stand still."""
+"""The tests' tiny task, slowed down: it says where it is, may have an example that is not
+finite, or stand still."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Slow(Tiny):
 
 
 class Stuck(Slow):
-    """At step `at`, in `where` (step, metrics, worker), rank `rank` stands still; started again it does not.
+    """At step `at`, in `where` (step, metrics, worker), rank `rank` stands still; started again it
+    does not.
 
     A step of that rank takes `slow_s` longer.
     """
