@@ -27,10 +27,10 @@ train: setup ## train task=cifar on two ranks; ARGS="run.epochs=2 optim.lr=0.1" 
 text: setup ## train task=text on two ranks
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(RANKS) -m trainer task=text $(ARGS)
 
-test: setup ## the default tests: minutes on two cores
+test: setup ## the default tests: 4 minutes on two cores
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-all: setup ## every test, the slow ones too
+test-all: setup ## every test: the default ones and the slow ones
 	@$(BIN)/python -m pytest -m '' $(ARGS)
 
 faults: setup ## kills, power losses, damage, disk errors, two writers: every row; ARGS="--quick" for less

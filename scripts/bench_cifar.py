@@ -176,10 +176,10 @@ def lockstep(given: argparse.Namespace) -> dict[str, float | None]:
         ):  # without --epochs nothing is evaluated, at the end of the run either
             return super().build_dataset(split) if given.epochs or split == "train" else None
 
-        def train_step(self, micro_batches):
+        def train_step(self, batch):
             if watch.count < 0:
                 watch()
-            outcome = super().train_step(micro_batches)
+            outcome = super().train_step(batch)
             watch()
             return outcome
 

@@ -67,8 +67,8 @@ def run(steps: int) -> None:
         def loss(self, outputs, targets):
             return cross_entropy(outputs, targets, reduction="none")
 
-        def train_step(self, micro_batches):
-            outcome = super().train_step(micro_batches)
+        def train_step(self, batch):
+            outcome = super().train_step(batch)
             times.append(time.perf_counter())
             if self.step + 1 == steps and self.world.local_rank == 0:
                 seconds = times[-1] - times[0]

@@ -1,8 +1,11 @@
-"""Exercise on one GPU all that a GPU changes, in at most eight minutes: backends, precisions, placement, speed.
+"""Exercise on one GPU all that a GPU changes, in at most eight minutes: backends, precisions,
+placement, speed.
 
-    python scripts/check_gpu.py [--root data/cifar-10-batches-bin] [--json gpu.json] [--only nccl tf32]
+    python scripts/check_gpu.py [--root data/cifar-10-batches-bin] [--json gpu.json]
+        [--only nccl tf32]
 
-Each check is a process of its own with a time limit, so that one failure takes no other down. Exit code 1 if one fails.
+Each check is a process of its own with a time limit, so that one failure takes no other down. Exit
+code 1 if one fails.
 """
 
 from __future__ import annotations
@@ -26,15 +29,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
+# a checkout need not be installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
+from harness.internals import checkpoint, packing
 from torch import nn
 
 from trainer import ConfigError, Random, ResidentDataset, Summary, Trainer, load_config
-from trainer.checkpoints import packing
-from trainer.checkpoints import transaction as checkpoint
 from trainer.data.order import Order
 from trainer.tasks.cifar import Cifar
 
@@ -109,32 +113,33 @@ class Watched(Probe):
         )
         return super().augment(inputs, targets, random, train)
 
-    def train_step(self, micro_batches):
+    def train_step(self, batch):
         one = torch.ones(3, device=self.world.device)
         dist.all_reduce(one)
         self.backend, self.reduced = dist.get_backend(), one.tolist()
-        return super().train_step(micro_batches)
+        return super().train_step(batch)
 
 
 class Strict(Watched):
     """Whatever makes the host wait for the GPU within a step is an error."""
 
-    def train_step(self, micro_batches):
+    def train_step(self, batch):
         with synchronizing_is("error" if self.step else "default"):
-            return Trainer.train_step(self, micro_batches)
+            return Trainer.train_step(self, batch)
 
 
 class Counted(Cifar):
-    """CIFAR-10: how often a step makes the host wait for the GPU, and the seconds since the first step."""
+    """CIFAR-10: how often a step makes the host wait for the GPU, and the seconds since the
+    first step."""
 
-    def train_step(self, micro_batches):
+    def train_step(self, batch):
         self.began = getattr(self, "began", time.perf_counter())
         self.waits, self.accuracies = getattr(self, "waits", []), getattr(self, "accuracies", [])
         if self.step != 3:
-            return super().train_step(micro_batches)
+            return super().train_step(batch)
         with warnings.catch_warnings(record=True) as caught, synchronizing_is("warn"):
             warnings.simplefilter("always")
-            outcome = super().train_step(micro_batches)
+            outcome = super().train_step(batch)
         self.waits = [str(w.message) for w in caught if "synchroniz" in str(w.message)]
         return outcome
 
@@ -155,7 +160,7 @@ def synchronizing_is(mode: str):
             torch.cuda.set_sync_debug_mode("default")
 
 
-# Runs ----------------------------------------------------------------------------------------------------------------
+# Runs ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -179,7 +184,8 @@ class Here:
         return trainer, trainer.fit()
 
     def launch(self, name: str, *overrides: str, ranks: int = 1, device: str | None = None) -> Path:
-        """Train in processes of their own, on several ranks or another device; the run directory."""
+        """Train in processes of their own, on several ranks or another device; the run
+        directory."""
         launcher = (
             ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
             if ranks > 1
@@ -253,7 +259,7 @@ def at_most(found: float, most: float, what: str) -> str:
     return f"{what} by {found:.1e}"
 
 
-# Checks: each returns a note, or raises -------------------------------------------------------------------------------
+# Checks: each returns a note, or raises -----------------------------------------------------------
 
 
 class Skip(Exception):
@@ -291,7 +297,8 @@ def check_learned(curve: dict[int, float], name: str) -> None:
 
 
 def amp_fp16(here: Here) -> str:
-    """A loss so large that its scaled gradient overflows: steps are skipped, the scale sinks, the run ends well."""
+    """A loss so large that its scaled gradient overflows: steps are skipped, the scale sinks,
+    the run ends well."""
     overflow = ["strategy.precision=amp_fp16", "task.options.amplify=256", "optim.lr=0.001"]
     _, summary = here.fit("overflow", *overflow)
     state, found = part(summary.directory, "training.pt")["precision"], weights(summary.directory)
@@ -299,7 +306,10 @@ def amp_fp16(here: Here) -> str:
     assert scale < 2**16, f"no step was skipped: the scale is still {scale:g}"
     assert all(bool(w.isfinite().all()) for w in found.values()), "a weight is not finite"
     check_learned(losses(summary.directory), "amp_fp16")
-    return f"{round(math.log2(2**16 / scale))} steps skipped, the scale went from 65,536 to {scale:,.0f}"
+    return (
+        f"{round(math.log2(2**16 / scale))} steps skipped, the scale went from 65,536 to "
+        f"{scale:,.0f}"
+    )
 
 
 def tf32(here: Here) -> str:
@@ -342,7 +352,8 @@ def tf32(here: Here) -> str:
 
 
 def resident(here: Here) -> str:
-    """The data lie on the device, and a step of fused SGD never makes the host wait; how often CIFAR-10's does."""
+    """The data lie on the device, and a step of fused SGD never makes the host wait; how often
+    CIFAR-10's does."""
     trainer, _ = here.fit(
         "resident", "strategy.precision=fp32", "run.clip_norm=1", "run.ema_decay=0.9", task=Strict
     )
@@ -356,7 +367,10 @@ def resident(here: Here) -> str:
     ]
     cifar = Counted(load_config(words))
     cifar.fit()
-    return f"micro-batches on {here.device.type}; the host waits 0 times a step, in task=cifar {len(cifar.waits)} times"
+    return (
+        f"micro-batches on {here.device.type}; the host waits 0 times a step, in task=cifar "
+        f"{len(cifar.waits)} times"
+    )
 
 
 def map_location(here: Here) -> str:
@@ -471,7 +485,8 @@ def precisions(here: Here) -> str:
 
 
 def compiled(here: Here) -> str:
-    """torch.compile of a model of one's own, and of a bare nn.Sequential; each must really be compiled."""
+    """torch.compile of a model of one's own, and of a bare nn.Sequential; each must really be
+    compiled."""
     from torch._dynamo.utils import counters
 
     notes = []
@@ -484,7 +499,8 @@ def compiled(here: Here) -> str:
         check_learned(losses(run.directory), "compiled")
         off, graphs = distance(plain.directory, run.directory), counters["stats"]["unique_graphs"]
         notes.append(
-            f"{'nn.Sequential' if task is Probe else 'own module'}: {graphs} graphs, off by {off:.1e}"
+            f"{'nn.Sequential' if task is Probe else 'own module'}: {graphs} graphs, off by "
+            f"{off:.1e}"
         )
         assert off < 1e-3, f"compiled and plain differ: {'; '.join(notes)}"
         assert graphs, f"nothing was compiled: {'; '.join(notes)}"
@@ -492,7 +508,8 @@ def compiled(here: Here) -> str:
 
 
 def cifar(here: Here) -> str:
-    """The CIFAR-10 recipe: the paper's batch and epochs on the full set, else the task's own on the bundled images."""
+    """The CIFAR-10 recipe: the paper's batch and epochs on the full set, else the task's own on
+    the bundled images."""
     is_full = (Path(here.root) / "test_batch.bin").is_file()
     words = ["task=cifar", f"run.dir={here.folder}", f"task.options.root={here.root}"]
     if is_full:
@@ -506,7 +523,10 @@ def cifar(here: Here) -> str:
     summary = trainer.fit()
     reached, goal = summary.metrics["eval/accuracy"], 0.94
     first = next((seconds for seconds, accuracy in trainer.accuracies if accuracy >= goal), None)
-    note = f"{'full' if is_full else 'bundled'} set: {reached:.2%} after {trainer.accuracies[-1][0]:.1f} s with"
+    note = (
+        f"{'full' if is_full else 'bundled'} set: {reached:.2%} after "
+        f"{trainer.accuracies[-1][0]:.1f} s with"
+    )
     note += f" {len(trainer.accuracies)} evaluations, {summary.examples_per_s:,.0f} images/s"
     if is_full:
         note += f"; 94 % after {first:.1f} s" if first else "; 94 % was not reached"
@@ -532,7 +552,7 @@ CHECKS: dict[str, tuple[Callable[[Here], str], int]] = {  # name: (check, second
 }
 
 
-# The command ----------------------------------------------------------------------------------------------------------
+# The command --------------------------------------------------------------------------------------
 
 
 def check_here(name: str, device: str, root: str) -> None:
@@ -622,7 +642,10 @@ def show(rows: list[dict[str, Any]], found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    title = f"{found['card'] or found['device']}, torch {found['torch']}, CUDA {found['cuda']}, {found['date']}"
+    title = (
+        f"{found['card'] or found['device']}, torch {found['torch']}, CUDA {found['cuda']}, "
+        f"{found['date']}"
+    )
     table = Table("check", "result", "seconds", "note", title=title)
     colours = {"ok": "green", "FAILED": "bold red", "skipped": "yellow"}
     for row in rows:

@@ -1,8 +1,10 @@
-"""Break what can break and see that nothing is lost: kills, power losses, damage, disk errors, signals, hangs.
+"""Break what can break and see that nothing is lost: kills, power losses, damage, disk errors,
+signals, hangs.
 
     python scripts/faults.py [--only NAME] [--quick] [--seed N] [--json FILE]
 
-One table at the end; exit code 1 if any case failed. Cases are drawn by the seed, and none is tried again.
+One table at the end; exit code 1 if any case failed. Cases are drawn by the seed, and none is tried
+again.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def measure(name: str, is_quick: bool, amount: int | None, seed: int) -> Row | N
     amount = amount or (quick if is_quick else full)
     if not amount:
         return None
-    print(f"{name}: {function.__doc__}", file=sys.stderr, flush=True)
+    print(f"{name}: {' '.join((function.__doc__ or '').split())}", file=sys.stderr, flush=True)
     begun = time.monotonic()
     row = function(amount, seed)
     row.seed, row.seconds = seed, time.monotonic() - begun

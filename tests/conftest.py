@@ -1,4 +1,5 @@
-"""Every test leaves environment, group, threads, processes and working directory as it found them, and is quick."""
+"""Every test leaves environment, group, threads, processes and working directory as it found
+them, and is quick."""
 
 import ctypes
 import os
@@ -56,7 +57,8 @@ def leaves_nothing_behind():
 
 
 def check_processes(before: set[int]) -> None:
-    """No child is left that was not there before; those that are ending have some seconds for it."""
+    """No child is left that was not there before; those that are ending have some seconds for
+    it."""
     end = time.monotonic() + END_S
     while left := living(set(children_of(os.getpid())) - before):
         if time.monotonic() > end:
@@ -90,7 +92,8 @@ too_long = pytest.StashKey[list]()
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Note a default test that takes more than 5 s, scaled by what importing torch takes just then beside 0.7 s."""
+    """Note a default test that takes more than 5 s, scaled by what importing torch takes just
+    then beside 0.7 s."""
     yield
     if call.duration > LONGEST_S and item.get_closest_marker("slow") is None:
         limit_s = LONGEST_S * max(1.0, seconds_of_importing_torch() / QUIET_S)

@@ -1,6 +1,8 @@
-"""A bad configuration is one line that names the key, exit code 2, and nothing else: no socket, no file, no wait.
+"""A bad configuration is one line that names the key, exit code 2, and nothing else: no socket, no
+file, no wait.
 
-A row is what one types behind `python -m trainer`, with variables of the environment in front, and how the line begins.
+A row is what one types behind `python -m trainer`, with variables of the environment in front, and
+how the line begins.
 """
 
 import re
@@ -341,7 +343,8 @@ BAD = [
     ),
     (
         "task=cifar strategy.comm_hook=fp16 strategy.precision=fp64",
-        "strategy.comm_hook=fp16: compresses float32 gradients, and strategy.precision=fp64 has none",
+        "strategy.comm_hook=fp16: compresses float32 gradients, and strategy.precision=fp64 has "
+        "none",
     ),
     (
         "task=cifar strategy.comm_hook=bf16",

@@ -1,4 +1,5 @@
-"""When something is wrong: the step, the rank and the example are named, and the policy asked for is followed."""
+"""When something is wrong: the step, the rank and the example are named, and the policy asked
+for is followed."""
 
 import multiprocessing
 import os
@@ -47,7 +48,8 @@ class BadGradient(Tiny):
 
 
 class Once(Begun):
-    """As a bit that flips in memory: the first time that step 8 is made, on the last rank, and never again."""
+    """As a bit that flips in memory: the first time that step 8 is made, on the last rank, and
+    never again."""
 
     has_been = False
 
@@ -93,6 +95,8 @@ def test_rank_and_example_that_make_a_step_bad_are_named(task, what, ranks, tmp_
 def ends(task, folder, *overrides):
     with pytest.raises(RunError) as told:
         fit(folder, *RECIPE, *overrides, task=task)
+    for child in multiprocessing.active_children():
+        child.kill()  # as the command line does; DataLoader waits 5 s for one that it left
     return str(told.value)
 
 
@@ -263,7 +267,8 @@ class Odd(TinyItems):
 def test_example_of_another_form_is_named(workers, tmp_path):
     said = on_ranks(1, ends, Odd, tmp_path, f"data.workers={workers}")[0]
     assert said.startswith(
-        f"train example {BAD} cannot be read: it is ((2,), ()), where others are ((4,), ()); mend it"
+        f"train example {BAD} cannot be read: it is ((2,), ()), where others are ((4,), ()); "
+        f"mend it"
     )
 
 
@@ -301,8 +306,12 @@ class HungWorker(TinyItems):
 
 def test_data_worker_that_dies_is_one_line(tmp_path):
     said = on_ranks(1, ends, KilledWorker, tmp_path, "data.workers=1")[0]
-    # mostly where a batch is waited for; before that, or while one is handed over, it is seen otherwise
-    told = r"a (worker of the train data|data worker) does not answer: (DataLoader worker \(pid|it ended while)"
+    # mostly where a batch is waited for; before that, or while one is handed over, it is seen
+    # otherwise
+    told = (
+        r"a (worker of the train data|data worker) does not answer: (DataLoader worker "
+        r"\(pid|it ended while)"
+    )
     assert re.match(told, said), said
 
 
@@ -315,9 +324,8 @@ def test_data_worker_that_hangs_is_one_line(tmp_path):
         return said, time.monotonic() - began
 
     said, seconds = on_ranks(1, body)[0]
-    assert (
-        said
-        == "a worker of the train data does not answer: data.timeout_s=1 is over; look at its dataset"
+    assert said == (
+        "a worker of the train data does not answer: data.timeout_s=1 is over; look at its dataset"
     )
     assert seconds < 20
 
@@ -359,7 +367,8 @@ def test_signal_in_the_step_of_a_rollback_is_not_lost(tmp_path):
 
 
 class LateWord(TinyItems):
-    """torch's handler for the end of a child raises where the rank happens to be, here in a step."""
+    """torch's handler for the end of a child raises where the rank happens to be, here in a
+    step."""
 
     def train_step(self, micro_batches):
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")

@@ -1,4 +1,5 @@
-"""A checkpoint is a transaction: there whole, or not at all, whenever the process dies and whatever the disk does."""
+"""A checkpoint is a transaction: there whole, or not at all, whenever the process dies and
+whatever the disk does."""
 
 import contextlib
 import errno
@@ -91,7 +92,8 @@ def lethal(call, count, at: int, is_after: bool):
 
 
 def code_of_child_dying(root: Path, at: int, is_after: bool) -> int:
-    """In a child that dies before or after its `at`-th call into the system: save step 2, then prune step 1."""
+    """In a child that dies before or after its `at`-th call into the system: save step 2, then
+    prune step 1."""
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

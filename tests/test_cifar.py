@@ -1,4 +1,5 @@
-"""task=cifar: its data are fetched whole or not at all, once however many ask; its second net is ResNet-18."""
+"""task=cifar: its data are fetched whole or not at all, once however many ask; its second net
+is ResNet-18."""
 
 import fcntl
 import os
@@ -68,7 +69,8 @@ def test_what_is_not_the_archive_leaves_nothing_behind(answer, reason, tmp_path)
         download.fetch(url, str(tmp_path / "root"), SHA256, KEY)
     assert names(tmp_path) == [".root.lock"]
     raised.match(
-        rf"^{KEY}: cannot get {url} \(.*({reason}).*\); put the 2 files one.bin ... two.bin of all.tar.gz into "
+        rf"^{KEY}: cannot get {url} \(.*({reason}).*\); put the 2 files one.bin ... two.bin of "
+        rf"all.tar.gz into "
     )
     assert "\n" not in str(raised.value)
     with serving(ARCHIVE) as (url, _):  # and the next try begins anew
@@ -189,7 +191,8 @@ def test_resnet18_has_its_eleven_million_parameters():
 
 
 class Narrow(cifar.Cifar):
-    """A small net and 32 images: the whole ResNet-18 does some twenty images a second on two cores."""
+    """A small net and 32 images: the whole ResNet-18 does some twenty images a second on two
+    cores."""
 
     def build_dataset(self, split):
         images, labels, _ = cifar10.load(split, "bundled", "")

@@ -1,4 +1,5 @@
-"""The command line as a person uses it: what it prints, its exit codes, its files, its answer to signals."""
+"""The command line as a person uses it: what it prints, its exit codes, its files, its answer
+to signals."""
 
 import json
 import os
@@ -148,7 +149,8 @@ def test_hydra_prints_the_composed_config(command, tmp_path):
 
 
 def test_ctrl_c_while_modules_are_imported_is_not_lost(command, tmp_path):
-    """An extension module may clear the error that Python raises in it, as numpy's and torch's do."""
+    """An extension module may clear the error that Python raises in it, as numpy's and torch's
+    do."""
     (tmp_path / "mine.py").write_text("""if True:
         import os, signal, time
         try:
@@ -173,7 +175,8 @@ def test_ctrl_c_while_modules_are_imported_is_not_lost(command, tmp_path):
     ],
 )
 def test_ctrl_c_stops_all_ranks_saves_and_says_how_to_go_on(kind, ranks, number, command, tmp_path):
-    """As a terminal does it: the signal goes to the whole group, torchrun and data workers included."""
+    """As a terminal does it: the signal goes to the whole group, torchrun and data workers
+    included."""
     words = [*TINY, "run.name=a", "run.steps=1000000", "log.every_steps=1000", "data.workers=1"]
     if kind == "real":
         launcher = TORCHRUN if ranks else ()

@@ -1,4 +1,5 @@
-"""One decision, all ranks: a bad step is skipped alike everywhere, and what only one rank knows reaches all."""
+"""One decision, all ranks: a bad step is skipped alike everywhere, and what only one rank knows
+reaches all."""
 
 import pytest
 import torch
@@ -141,7 +142,8 @@ def two_groups():
 
 
 def test_process_forms_one_group_after_another():
-    """Each has its own names in the store: the addresses of the first are dead when the second forms."""
+    """Each has its own names in the store: the addresses of the first are dead when the second
+    forms."""
     for _ in range(3):
         assert on_ranks(2, two_groups) == [([1.0], [1.0])] * 2
 

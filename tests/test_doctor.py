@@ -1,4 +1,5 @@
-"""What the doctor finds: on sound ranks nothing, and each fault that is planted, by name, in time."""
+"""What the doctor finds: on sound ranks nothing, and each fault that is planted, by name, in
+time."""
 
 import contextlib
 import ctypes
@@ -39,7 +40,8 @@ SUMS = ["all-reduce 1 KB", "all-reduce 64 KB", "all-reduce 1 MB", "all-reduce 16
 def examined(
     size: int, *words: str, plant: Callable[[int], None] = lambda rank: None
 ) -> list[tuple]:
-    """(exit code, rows by name, what it said on stderr, seconds from the rendezvous on) of each rank.
+    """(exit code, rows by name, what it said on stderr, seconds from the rendezvous on) of each
+    rank.
 
     `plant` is called with the rank before.
     """

@@ -15,7 +15,8 @@ RECIPE = ["task=tiny", "task.options.norm=true", "task.options.weights=true", "r
 
 
 class Counting(Tiny):
-    """Also says how many examples there were: the weight of `loss` in a metric that is 1 only for the first."""
+    """Also says how many examples there were: the weight of `loss` in a metric that is 1 only
+    for the first."""
 
     def build_dataset(self, split):
         data = super().build_dataset(split)

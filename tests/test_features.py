@@ -1,4 +1,5 @@
-"""What a task may add: metrics that are no means, several updates a step, compilation, pictures and traces."""
+"""What a task may add: metrics that are no means, several updates a step, compilation, pictures
+and traces."""
 
 import math
 
@@ -109,7 +110,8 @@ class Pair(nn.Module):
 
 
 class Gan(Tiny):
-    """Goodfellow et al., arXiv:1406.2661, on the digits of scikit-learn: two losses, two optimizers, one step."""
+    """Goodfellow et al., arXiv:1406.2661, on the digits of scikit-learn: two losses, two
+    optimizers, one step."""
 
     def build_model(self):
         return Pair()
@@ -263,7 +265,8 @@ def test_profile_steps_are_two_and_in_order(given):
 
 
 def test_operations_of_the_model_are_counted(tmp_path):
-    """2 x multiply-adds of every matrix product: forward, and backward without the first layer's inputs."""
+    """2 x multiply-adds of every matrix product: forward, and backward without the first
+    layer's inputs."""
 
     def body():
         task = Tiny(load_config(["task=tiny", f"run.dir={tmp_path}"], [CONF]))

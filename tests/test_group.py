@@ -1,4 +1,5 @@
-"""The ranks meet by environment, address or file, under torchrun and by hand, and every finished run exits 0."""
+"""The ranks meet by environment, address or file, under torchrun and by hand, and every
+finished run exits 0."""
 
 import os
 import time
@@ -77,7 +78,8 @@ REFUSED = {
     "dist.address=a:1": "dist.address=a:1: is for dist.init=tcp, and dist.init is env",
     "dist.init=tcp dist.address=host": "dist.address=host: must be <host>:<port>",
     "dist.init=tcp dist.address=host:99999": "dist.address=host:99999: must be <host>:<port>",
-    "dist.init=file dist.path=/nowhere/meet": "dist.path=/nowhere/meet: /nowhere is not a directory",
+    "dist.init=file dist.path=/nowhere/meet": "dist.path=/nowhere/meet: /nowhere is not a "
+    "directory",
 }
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints and archives of somebody else: refused in one line, nothing of theirs is run, none makes us wait."""
+"""Checkpoints and archives of somebody else: refused in one line, nothing of theirs is run,
+none makes us wait."""
 
 import gzip
 import hashlib
@@ -40,7 +41,8 @@ def saved(value):
 
 
 def publish(root, training=None, model=None, raw=None, **facts):
-    """A checkpoint whose digests are all right, whatever is in it; `raw` is the manifest as text."""
+    """A checkpoint whose digests are all right, whatever is in it; `raw` is the manifest as
+    text."""
     path = root / STEP
     path.mkdir(parents=True)
     files = {

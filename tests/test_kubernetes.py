@@ -1,4 +1,5 @@
-"""scripts/kubernetes.yaml against the schemas of Trainer, JobSet and Kubernetes, and its command as bash runs it."""
+"""scripts/kubernetes.yaml against the schemas of Trainer, JobSet and Kubernetes, and its
+command as bash runs it."""
 
 import os
 import re
@@ -22,7 +23,8 @@ QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
 
 
 class Parts(NamedTuple):
-    """What both kinds have, each in its own place; `mounted` is the container that volumes are mounted in."""
+    """What both kinds have, each in its own place; `mounted` is the container that volumes are
+    mounted in."""
 
     name: str
     replicated: str
@@ -71,8 +73,8 @@ def parts(request):
 def problems(text):
     """Where the documents are not what the schema has.
 
-    The models drop a field that they do not know without a word, and fill one that is missing with an empty value: so
-    the round trip is compared.
+    The models drop a field that they do not know without a word, and fill one that is missing with
+    an empty value: so the round trip is compared.
     """
     models = pytest.importorskip(
         "kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed"
@@ -118,7 +120,10 @@ def test_documents_are_valid():
 
 
 _JOB = "JobSet.spec.replicatedJobs[0].template.spec"
-_PATCH = "TrainJob.spec.runtimePatches[0].trainingRuntimeSpec.template.spec.replicatedJobs[0].template.spec"
+_PATCH = (
+    "TrainJob.spec.runtimePatches[0].trainingRuntimeSpec"
+    ".template.spec.replicatedJobs[0].template.spec"
+)
 
 
 @pytest.mark.parametrize(

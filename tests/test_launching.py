@@ -125,10 +125,14 @@ def test_mpirun_starts_the_ranks_over_gloo_and_over_mpi(size, command, tmp_path)
 REFUSED = {
     "launch.nproc_per_node=2": "launch.nproc_per_node=2: needs launch=elastic or launch=spawn",
     "launch.max_restarts=2": "launch.max_restarts=2: needs launch=elastic",
-    "launch=spawn launch.max_restarts=2": "launch.max_restarts=2: launch=spawn starts nothing anew; use elastic",
-    "launch=elastic launch.nproc_per_node=0": "launch.nproc_per_node=0: must be gpu, cpu, auto or a whole number",
-    "launch=elastic launch.nproc_per_node=all": "launch.nproc_per_node=all: must be gpu, cpu, auto or a whole",
-    "launch=elastic launch.max_restarts=-1": "launch.max_restarts=-1: must be a whole number of at least 0",
+    "launch=spawn launch.max_restarts=2": "launch.max_restarts=2: launch=spawn starts nothing "
+    "anew; use elastic",
+    "launch=elastic launch.nproc_per_node=0": "launch.nproc_per_node=0: must be gpu, cpu, auto "
+    "or a whole number",
+    "launch=elastic launch.nproc_per_node=all": "launch.nproc_per_node=all: must be gpu, cpu, "
+    "auto or a whole",
+    "launch=elastic launch.max_restarts=-1": "launch.max_restarts=-1: must be a whole number of "
+    "at least 0",
 }
 
 
@@ -351,7 +355,7 @@ def test_rank_that_dies_is_one_line_on_the_others(victim, command, tmp_path):
     assert code == 1 and re.fullmatch(rf"{line}[^\n]+\n", err), err
 
 
-# Groups that cannot form ---------------------------------------------------------------------------
+# Groups that cannot form --------------------------------------------------------------------------
 
 LIMIT_S = 0.7
 
@@ -359,7 +363,8 @@ LIMIT_S = 0.7
 def meeting(
     ranks: list[tuple[int, int]], folder: Path, init: str = "env"
 ) -> list[tuple[float, str]]:
-    """(seconds, error) of each process that comes as (rank, world size); "" where a group formed."""
+    """(seconds, error) of each process that comes as (rank, world size); "" where a group
+    formed."""
     port = free_port()
 
     def come(rank: int, size: int) -> tuple[float, str]:

@@ -1,4 +1,5 @@
-"""A mean carries its weight: what a loss may return, and how sums meet over ranks, micro-batches and resumes."""
+"""A mean carries its weight: what a loss may return, and how sums meet over ranks, micro-
+batches and resumes."""
 
 import io
 import math
@@ -57,7 +58,10 @@ def mean_of(*values: float, weights: torch.Tensor | None = None) -> float:
 
 
 def test_scalar_is_refused_naming_the_reduction():
-    text = r'^loss returned a scalar: must be a value per example; use reduction="none" in the loss function$'
+    text = (
+        r'^loss returned a scalar: must be a value per example; use reduction="none" in the '
+        r"loss function$"
+    )
     with pytest.raises(ConfigError, match=text):
         weigh("loss", torch.tensor(1.0), 4)
     with pytest.raises(ConfigError, match=r'^loss returned a float: .* use reduction="none"'):
@@ -65,13 +69,19 @@ def test_scalar_is_refused_naming_the_reduction():
 
 
 def test_first_axis_other_than_the_batch_is_refused():
-    text = r"^accuracy returned values of shape \(3, 2\): the first axis must be the 4 examples of the batch$"
+    text = (
+        r"^accuracy returned values of shape \(3, 2\): the first axis must be the 4 examples "
+        r"of the batch$"
+    )
     with pytest.raises(ConfigError, match=text):
         weigh("accuracy", torch.ones(3, 2), 4)
 
 
 def test_weights_of_another_shape_are_refused():
-    text = r"^loss returned weights with shape \(4,\): must be detached and of the values' shape \(4, 2\)$"
+    text = (
+        r"^loss returned weights with shape \(4,\): must be detached and of the values' "
+        r"shape \(4, 2\)$"
+    )
     with pytest.raises(ConfigError, match=text):
         weigh("loss", (torch.ones(4, 2), torch.ones(4)), 4)
 
@@ -287,7 +297,10 @@ def test_change_between_weighted_and_plain_is_refused(order):
     losses = iter(order)
     objective = made(lambda outputs, targets: next(losses)(outputs, targets))
     objective(torch.ones(4), torch.ones(4))
-    text = r"^loss returned weights in one step and none in another: return \(values, weights\) always, or never$"
+    text = (
+        r"^loss returned weights in one step and none in another: return \(values, weights\) "
+        r"always, or never$"
+    )
     with pytest.raises(ConfigError, match=text):
         objective(torch.ones(4), torch.ones(4))
 
@@ -295,7 +308,10 @@ def test_change_between_weighted_and_plain_is_refused(order):
 def test_changing_number_of_values_per_example_is_refused():
     objective = made(plain)
     objective(torch.ones(4, 3), torch.ones(4, 3))
-    text = r"^loss returned 2 values per example after 3: return \(values, weights\), so that each value counts alike$"
+    text = (
+        r"^loss returned 2 values per example after 3: return \(values, weights\), so that "
+        r"each value counts alike$"
+    )
     with pytest.raises(ConfigError, match=text):
         objective(torch.ones(4, 2), torch.ones(4, 2))
 

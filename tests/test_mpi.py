@@ -1,4 +1,7 @@
-"""dist.backend=mpi, over Open MPI, against gloo. The ranks run this file as a script: `test_mpi.py PORT BODY...`."""
+"""dist.backend=mpi, over Open MPI, against gloo.
+
+The ranks run this file as a script: `test_mpi.py PORT BODY...`.
+"""
 
 import gc
 import itertools
@@ -53,7 +56,8 @@ needs_mpi = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 @pytest.fixture(scope="module")
 def mpirun(tmp_path_factory):
-    """`mpirun(size, *bodies)` runs functions of this file on so many ranks: (exit code, all that they printed)."""
+    """`mpirun(size, *bodies)` runs functions of this file on so many ranks: (exit code, all
+    that they printed)."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def run(size, *bodies):
@@ -92,7 +96,10 @@ def mpirun(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compared(mpirun):
-    """(exit code, output) of the comparisons on so many ranks. Launches are shared: imports alone are 4 s a rank."""
+    """(exit code, output) of the comparisons on so many ranks.
+
+    Launches are shared: imports alone are 4 s a rank.
+    """
     launches = {}
 
     def run(size):
@@ -159,7 +166,10 @@ LAYOUTS = {
 
 
 def cases(rank, size):
-    """(name, body) of each collective, operation, dtype, layout. Numbers are small and whole: any order is exact."""
+    """(name, body) of each collective, operation, dtype, layout.
+
+    Numbers are small and whole: any order is exact.
+    """
     plain, *others = LAYOUTS.items()
     for (layout, view), dtype in [(plain, d) for d in DTYPES] + [
         (o, torch.float16) for o in others
@@ -318,7 +328,10 @@ def test_a_finished_run_exits_with_0_and_open_mpi_says_nothing(compared):
 
 
 def trainings(rank, size, store):
-    """Gloo sums fp16 in fp16. PowerSGD over gloo starts its reductions in gloo's threads, in any order: it hangs."""
+    """Gloo sums fp16 in fp16.
+
+    PowerSGD over gloo starts its reductions in gloo's threads, in any order: it hangs.
+    """
     limits = {"none": 1e-12, "parameter_server": 1e-12, "fp16": 2e-3, "powersgd": 5e-2}
     with group(mpi.register(), rank, size, store):
         ours = {hook: train(hook, rank, size) for hook in limits}
@@ -344,7 +357,8 @@ def gathered(tensor):
 
 
 def train(hook, rank, size):
-    """This rank's losses, and the state after twelve steps: SyncBatchNorm, small buckets, rows from a forked worker."""
+    """This rank's losses, and the state after twelve steps: SyncBatchNorm, small buckets, rows
+    from a forked worker."""
     torch.manual_seed(0)
     dtype = torch.float64 if hook in ("none", "parameter_server") else torch.float32
     layers = [

@@ -1,4 +1,5 @@
-"""The README's task of one's own works to the letter, from an installed wheel, beside a user's own tasks/ and conf/."""
+"""The README's task of one's own works to the letter, from an installed wheel, beside a user's
+own tasks/ and conf/."""
 
 import json
 import re

@@ -1,4 +1,5 @@
-"""One writer per run, checkpoints behind the loop, and disks that fail: what is announced is there."""
+"""One writer per run, checkpoints behind the loop, and disks that fail: what is announced is
+there."""
 
 import contextlib
 import errno
@@ -88,7 +89,8 @@ def test_process_that_was_taken_over_does_not_publish(tmp_path):
 
 
 def test_writer_frozen_before_its_rename_finds_nothing_to_rename(tmp_path):
-    """It has passed the check of its token, is frozen, and wakes after another has taken over and swept."""
+    """It has passed the check of its token, is frozen, and wakes after another has taken over
+    and swept."""
 
     def wakes():
         checkpoint.sweep(tmp_path)

@@ -1,4 +1,5 @@
-"""Sample order is a function of (seed, epoch, position), and a global batch is cut without padding or loss."""
+"""Sample order is a function of (seed, epoch, position), and a global batch is cut without
+padding or loss."""
 
 import itertools
 
@@ -91,7 +92,8 @@ def test_domain_of_the_permutation_is_less_than_twice_its_size():
     ("size", "bins", "bound"), [(3, 3, 32), (5, 5, 63), (12, 12, 240), (203, 7, 105)]
 )
 def test_an_example_stands_at_any_position_equally_often(size, bins, bound):
-    """Chi-square of a table of permutations, mean bins * (bins - 1); the bounds lie beyond 6 deviations."""
+    """Chi-square of a table of permutations, mean bins * (bins - 1); the bounds lie beyond 6
+    deviations."""
     seeds, width = 1000, size // bins
     drawn = torch.tensor([whole(size, seed=FIRST_SEED + seed) for seed in range(seeds)])
     cells = (torch.arange(size) // width) * bins + drawn // width

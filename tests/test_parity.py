@@ -25,7 +25,7 @@ CIFAR = [
         "task=cifar",
         "task.options.data=bundled",
         "task.options.norm=none",
-        "task.options.widths=[4,8,8]",
+        "task.options.widths=[8,16,16]",
     ),
     *(
         "task.options.label_smoothing=0",

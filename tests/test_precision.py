@@ -1,4 +1,5 @@
-"""Every precision trains; fp16's loss scale is GradScaler's, counts its skipped steps and goes on at a resume."""
+"""Every precision trains; fp16's loss scale is GradScaler's, counts its skipped steps and goes
+on at a resume."""
 
 import itertools
 
@@ -136,7 +137,8 @@ def test_scale_is_that_of_grad_scaler():
 
 
 def clipped():
-    """Clipping sees gradients without the scale: the same step in fp16 as in fp32, but for rounding."""
+    """Clipping sees gradients without the scale: the same step in fp16 as in fp32, but for
+    rounding."""
     moved = []
     for name in ("fp32", "amp_fp16"):
         torch.manual_seed(0)

@@ -1,4 +1,5 @@
-"""Randomness depends on what it is for: the same numbers in any batch, on any rank, in any order of calls."""
+"""Randomness depends on what it is for: the same numbers in any batch, on any rank, in any
+order of calls."""
 
 import random
 

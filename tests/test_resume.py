@@ -1,4 +1,5 @@
-"""A stop and a resume change nothing: not a bit on the same layout, nothing but rounding on another."""
+"""A stop and a resume change nothing: not a bit on the same layout, nothing but rounding on
+another."""
 
 import json
 
@@ -12,7 +13,8 @@ from trainer.__main__ import load_task
 from trainer.checkpoints.packing import unpack
 from trainer.setup import check_training
 
-# BatchNorm, dropout, weights and momentum: all the state there is. Stopped between log points 10 and 15.
+# BatchNorm, dropout, weights and momentum: all the state there is. Stopped between log points 10
+# and 15.
 RICH = [
     *(
         "task=tiny",
@@ -197,7 +199,8 @@ def test_checkpoint_of_another_model_or_other_data_is_refused_on_all_ranks(tmp_p
 
 
 def test_best_checkpoint_outlives_a_stop_at_its_evaluation(tmp_path):
-    """The stop comes before the evaluation that is due: the resume makes it, and what it finds best stays."""
+    """The stop comes before the evaluation that is due: the resume makes it, and what it finds
+    best stays."""
     recipe = [
         *RICH,
         "eval.every_steps=13",

@@ -1,4 +1,5 @@
-"""Configurations, run directories and names of somebody else: SECURITY.md says what they may not do."""
+"""Configurations, run directories and names of somebody else: SECURITY.md says what they may
+not do."""
 
 import ast
 import dataclasses
@@ -228,11 +229,18 @@ def test_module_of_a_target_that_is_not_allowed_is_not_imported(command, tmp_pat
 )
 def test_hydra_builds_nothing_of_what_a_config_names(flags, command, tmp_path):
     places = "".join(
-        f"  {name}: {{version: 1, formatters: {{a: {{'()': os.mkdir, path: {tmp_path}/{name}}}}}}}\n"
+        f"  {name}: "
+        f"{{version: 1, formatters: {{a: {{'()': os.mkdir, path: {tmp_path}/{name}}}}}}}\n"
         for name in ("job_logging", "hydra_logging")
     )
-    more = f"  sweep: {{dir: {tmp_path}/sweep}}\n  run: {{dir: {tmp_path}/run}}\n  output_subdir: {tmp_path}/sub\n"
-    more += "  callbacks: {x: {_target_: os.mkdir, path: called}}\n  job: {chdir: true, env_set: {PATH: ''}}\n"
+    more = (
+        f"  sweep: {{dir: {tmp_path}/sweep}}\n  run: {{dir: {tmp_path}/run}}\n  "
+        f"output_subdir: {tmp_path}/sub\n"
+    )
+    more += (
+        "  callbacks: {x: {_target_: os.mkdir, path: called}}\n  job: {chdir: true, "
+        "env_set: {PATH: ''}}\n"
+    )
     (tmp_path / "conf/task").mkdir(parents=True)
     text = (Path(CONF) / "task/tiny.yaml").read_text()
     (tmp_path / "conf/task/theirs.yaml").write_text(f"{text}\nhydra:\n{places}{more}")
@@ -383,7 +391,10 @@ def test_innocent_name_passes(name, tmp_path):
 def test_secret_stands_in_no_file_of_a_run(command, tmp_path):
     task = "import os\nfrom tiny import Tiny\nclass Free(Tiny):\n    Options = None\n"
     task += "    def __init__(self, *given):\n        super().__init__(*given)\n"
-    task += "        from types import SimpleNamespace\n        self.options = SimpleNamespace(**self.options)\n"
+    task += (
+        "        from types import SimpleNamespace\n        self.options = "
+        "SimpleNamespace(**self.options)\n"
+    )
     task += f"        assert os.environ['HF_TOKEN'] == '{VALUE}'\n"
     (tmp_path / "free.py").write_text(task)
     words = [

@@ -1,4 +1,5 @@
-"""Every strategy and switch trains the same run; what does change it, and what cannot work, is said."""
+"""Every strategy and switch trains the same run; what does change it, and what cannot work, is
+said."""
 
 import itertools
 
@@ -136,7 +137,8 @@ def test_plain_and_synchronised_batchnorm_are_the_same_on_one_rank(references):
 
 
 def test_ema_is_what_is_evaluated_and_is_restored(tmp_path):
-    """decay 0 is the weights themselves; 0.9 is not; a resume goes on with the same bits, and evaluate sees them."""
+    """decay 0 is the weights themselves; 0.9 is not; a resume goes on with the same bits, and
+    evaluate sees them."""
     plain = fit_on(2, tmp_path / "plain", *TINY)
     none = fit_on(2, tmp_path / "none", *TINY, "run.ema_decay=0")
     assert none["metrics"] == plain["metrics"]
@@ -155,7 +157,10 @@ def test_ema_is_what_is_evaluated_and_is_restored(tmp_path):
 
 @pytest.mark.parametrize("hook", ["fp16", "powersgd"])
 def test_compressing_hook_trains_and_keeps_the_ranks_equal(hook, tmp_path):
-    """fit_on compares the ranks. Weights and requests to stop ride beside it uncompressed: the loss is exact."""
+    """fit_on compares the ranks.
+
+    Weights and requests to stop ride beside it uncompressed: the loss is exact.
+    """
     recipe = [
         "task=tiny",
         "optim.lr=0.3",

@@ -1,4 +1,5 @@
-"""`trainer.verify` finds what makes a run depend on its layout, and says why; a task that is right is proved."""
+"""`trainer.verify` finds what makes a run depend on its layout, and says why; a task that is
+right is proved."""
 
 import random
 import re
@@ -126,17 +127,27 @@ class RateOfTheLayout(Tiny):
 
 
 WRONG = {
-    OwnData: "is another on rank 1: the data set, or augment, depends on the rank or draws from a source that is not",
+    OwnData: "is another on rank 1: the data set, or augment, depends on the rank or draws from "
+    "a source that is not",
     OwnAugmentation: "is another: augment draws from what is not its Random argument",
-    RandomLoss: "model or loss gave two results for one batch and seed: they draw random numbers that are not seeded",
-    LossOfTheRank: "give another result on another rank for the same batch: they depend on the rank",
-    ModelOfTheRank: "give another result on another rank for the same batch: they depend on the rank",
-    LossOfTheBatch: "the loss mixes the rows of a micro-batch: its value for an example depends on the others",
-    ModelOfTheBatch: "the model mixes the rows of a micro-batch: what it gives for an example depends on the others",
-    DropsByFunction: "dropout draws depend on the size of the micro-batch; give data.micro_batch=<m>",
-    Norm: "plain BatchNorm normalises over the rows of a micro-batch, whose number the layout changes; use strategy.",
-    MetricsOfTheRank: "training agrees and evaluation does not: metrics, summarize or the eval data depend on rank or",
-    RateOfTheLayout: "the first gradients agree, so the update does not: optimizer, schedule or train_step depend on",
+    RandomLoss: "model or loss gave two results for one batch and seed: they draw random "
+    "numbers that are not seeded",
+    LossOfTheRank: "give another result on another rank for the same batch: they depend on the "
+    "rank",
+    ModelOfTheRank: "give another result on another rank for the same batch: they depend on the "
+    "rank",
+    LossOfTheBatch: "the loss mixes the rows of a micro-batch: its value for an example depends "
+    "on the others",
+    ModelOfTheBatch: "the model mixes the rows of a micro-batch: what it gives for an example "
+    "depends on the others",
+    DropsByFunction: "dropout draws depend on the size of the micro-batch; give "
+    "data.micro_batch=<m>",
+    Norm: "plain BatchNorm normalises over the rows of a micro-batch, whose number the layout "
+    "changes; use strategy.",
+    MetricsOfTheRank: "training agrees and evaluation does not: metrics, summarize or the eval "
+    "data depend on rank or",
+    RateOfTheLayout: "the first gradients agree, so the update does not: optimizer, schedule or "
+    "train_step depend on",
 }
 
 
@@ -226,7 +237,8 @@ def test_run_that_learned_nothing_proves_nothing(prove):
 
 
 class TwoLosses(Tiny):
-    """Of the second one, an update of its own, the value depends on the rank; the first is as it should be."""
+    """Of the second one, an update of its own, the value depends on the rank; the first is as
+    it should be."""
 
     def other(self, outputs, targets):
         return outputs.square().mean(1) * self.world.world_size

@@ -1,4 +1,5 @@
-"""A rank that makes no progress is named, with what it is at and what the others wait in, and the group ends."""
+"""A rank that makes no progress is named, with what it is at and what the others wait in, and
+the group ends."""
 
 import json
 import os
@@ -20,7 +21,8 @@ CASES = {
         "watched.py",
     ),
     "stop": (
-        "rank 1 (process # on #) has been in forward and backward for 1 s, at step 8, stopped by a signal",
+        "rank 1 (process # on #) has been in forward and backward for 1 s, at step 8, stopped "
+        "by a signal",
         "watched.py",
     ),
     "gil@loss": (
@@ -32,7 +34,8 @@ CASES = {
         "in metrics",
     ),
     "worker": (
-        "rank 1 (process # on #) has been in the data loader for 1 s, at step #; its child process # is stopped",
+        "rank 1 (process # on #) has been in the data loader for 1 s, at step #; its child "
+        "process # is stopped",
     ),
     "barrier": ("every rank waits for another",),
 }
@@ -104,7 +107,8 @@ class Once(Sticks):
 
 @pytest.mark.slow
 def test_run_that_is_stopped_and_let_go_on_goes_on(tmp_path):
-    """Ctrl-Z and fg, a suspended job, a paused container: watcher and ranks stand still together."""
+    """Ctrl-Z and fg, a suspended job, a paused container: watcher and ranks stand still
+    together."""
     words = [*STICKS, "run.steps=300", "dist.hang_timeout_s=2"]
     run = launch(tmp_path, *words, launcher=TORCHRUN)
     wait_for(lambda: (tmp_path / "runs/sticks/a/metrics.jsonl").exists())

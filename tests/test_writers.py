@@ -1,4 +1,5 @@
-"""Every step stands once per name in both records, also after a resume; off rank 0 nothing is written."""
+"""Every step stands once per name in both records, also after a resume; off rank 0 nothing is
+written."""
 
 import json
 import math
@@ -60,7 +61,8 @@ def read_board(directory: Path, name: str) -> list[tuple[int, float]]:
 
 
 def begin_later(monkeypatch) -> None:
-    """What is opened from now on is a later process's: event files are read in the order of the time in their names."""
+    """What is opened from now on is a later process's: event files are read in the order of the
+    time in their names."""
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 5)
 

@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.internals import checkpoint
+from harness.launch import environment_of_a_command as environment
+
 from faults.common import (
     Row,
     Shape,
-    environment,
     errors_in,
     folder,
     random_of,
@@ -25,9 +27,9 @@ from faults.common import (
     without_strace,
     words_of,
 )
-from trainer.checkpoints import transaction as checkpoint
 
-# Calls that no file sees: to die there is to die between two others. Their number varies with the allocator.
+# Calls that no file sees: to die there is to die between two others. Their number varies with the
+# allocator.
 _UNSEEN = {
     "mmap",
     "munmap",
@@ -168,7 +170,8 @@ def _one(point: Point, ends: Counter[str]) -> str | None:
 
 @contextmanager
 def _attempt(point: Point, what: str) -> Iterator[tuple[Path, int, str, int | None]]:
-    """Save the next step with `what` injected at the point: (root, exit code, what was raised, the step announced)."""
+    """Save the next step with `what` injected at the point: (root, exit code, what was raised,
+    the step announced)."""
     place, step = point.template.parent, point.shape.num_older + 1
     root, told = (
         place / "root",
@@ -191,7 +194,8 @@ def _attempt(point: Point, what: str) -> Iterator[tuple[Path, int, str, int | No
 
 
 def _judge(root: Path, shape: Shape, announced: int | None, ends: Counter[str]) -> str | None:
-    """What load_newest gives is what was announced, or the old one or the new one, with its own content."""
+    """What load_newest gives is what was announced, or the old one or the new one, with its own
+    content."""
     old = shape.num_older
     loaded, skipped = checkpoint.load_newest(root)
     try:
@@ -207,11 +211,12 @@ def _judge(root: Path, shape: Shape, announced: int | None, ends: Counter[str]) 
     return None if step in allowed else f"step {step} was found, allowed is {allowed}"
 
 
-# Errors ---------------------------------------------------------------------------------------------------------------
+# Errors -------------------------------------------------------------------------------------------
 
 
 def fail(amount: int, seed: int) -> Row:
-    """ENOSPC, EIO, EROFS and EINTR from the system call itself, so that Python's own retry is exercised."""
+    """ENOSPC, EIO, EROFS and EINTR from the system call itself, so that Python's own retry is
+    exercised."""
     row = Row("error from a system call of a save", amount, skipped=without_strace())
     if row.skipped:
         return row
@@ -238,7 +243,7 @@ def _one_error(point: Point, error: str, ends: Counter[str]) -> str | None:
         return _judge(root, point.shape, announced, Counter())
 
 
-# Errors through the whole command -------------------------------------------------------------------------------------
+# Errors through the whole command -----------------------------------------------------------------
 
 SAVES = (
     "checkpoint.every_steps=3",
@@ -249,7 +254,8 @@ SAVES = (
 
 
 def command(amount: int, seed: int) -> Row:
-    """The same through `python -m trainer`: one error line, exit code 1, the previous checkpoint intact."""
+    """The same through `python -m trainer`: one error line, exit code 1, the previous
+    checkpoint intact."""
     row = Row("error in a save of the whole command", amount, skipped=without_strace())
     if row.skipped:
         return row
@@ -285,7 +291,8 @@ def _strace(place: Path, options: list[str], log: Path) -> subprocess.CompletedP
 
 
 def _of_saves(log: str) -> list[tuple[str, int]]:
-    """(call, how manieth of the first thread) of the calls in saves after the first; what prunes may not fail."""
+    """(call, how manieth of the first thread) of the calls in saves after the first; what
+    prunes may not fail."""
     counts: Counter[str] = Counter()
     main, found, num_saves = log.split(maxsplit=1)[0], [], 0
     for line in log.splitlines():

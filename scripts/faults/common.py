@@ -1,4 +1,5 @@
-"""What the rows share: a row's outcome, content that tells its step, and strace attached to a forked child."""
+"""What the rows share: a row's outcome, content that tells its step, and strace attached to a
+forked child."""
 
 from __future__ import annotations
 
@@ -19,10 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.internals import checkpoint, packing
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
-
-from trainer.checkpoints import packing
-from trainer.checkpoints import transaction as checkpoint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -68,7 +67,7 @@ def random_of(seed: int) -> random.Random:
     return random.Random(seed)  # noqa: S311  # cases are drawn, no secret
 
 
-# Checkpoints whose content tells what was saved -----------------------------------------------------------------------
+# Checkpoints whose content tells what was saved ---------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-# strace on a forked child ---------------------------------------------------------------------------------------------
+# strace on a forked child -------------------------------------------------------------------------
 
 
 def without_strace() -> str:
@@ -145,7 +144,8 @@ def without_strace() -> str:
 
 
 def traced(body: Callable[[], None], options: list[str], log: str) -> tuple[int, str]:
-    """Run `body` in a forked child with strace attached: (its exit code, negative for a signal; what it raised).
+    """Run `body` in a forked child with strace attached: (its exit code, negative for a signal;
+    what it raised).
 
     The child has torch loaded already, and waits for a byte until strace is there.
     """
@@ -187,18 +187,7 @@ def _child(body: Callable[[], None], go: int, tell: int, others: tuple[int, int]
     os._exit(0)
 
 
-# Whole runs -----------------------------------------------------------------------------------------------------------
-
-
-def environment(**more: str) -> dict[str, str]:
-    """For a process that finds the package, the tests' task and ours."""
-    paths = [REPOSITORY, REPOSITORY / "tests", REPOSITORY / "scripts"]
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    return {**kept, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", **more}
+# Whole runs ---------------------------------------------------------------------------------------
 
 
 def words_of(
@@ -237,7 +226,8 @@ def errors_in(text: str) -> list[str]:
 
 
 def state_of(directory: Path) -> Mapping[str, Any]:
-    """Everything that a run left: the newest checkpoint's content and metrics.jsonl without speeds and ledger."""
+    """Everything that a run left: the newest checkpoint's content and metrics.jsonl without
+    speeds and ledger."""
     import json
 
     loaded, skipped = checkpoint.load_newest(directory / "checkpoints")

@@ -1,4 +1,5 @@
-"""Damage to what was saved: each case is noticed before a tensor is made of it, and the newest valid one is found."""
+"""Damage to what was saved: each case is noticed before a tensor is made of it, and the newest
+valid one is found."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness.internals import checkpoint
+
 from faults.common import Row, Shape, folder, random_of
-from trainer.checkpoints import transaction as checkpoint
 from trainer.errors import CheckpointError
 
 SHAPE, NEWEST, PAGE = Shape(2, 6000), 3, 4096
@@ -95,7 +97,8 @@ def _edit(path: Path, chance: random.Random) -> None:
 
 
 def _refit(path: Path, chance: random.Random) -> None:
-    """A manifest with its own SHA-256 made right again, whose sizes, digests or names of files are wrong."""
+    """A manifest with its own SHA-256 made right again, whose sizes, digests or names of files
+    are wrong."""
     manifest = json.loads((path / checkpoint.MANIFEST).read_text())
     del manifest["sha256"]
     files, name = manifest["files"], chance.choice(FILES[:2])

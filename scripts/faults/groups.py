@@ -1,4 +1,5 @@
-"""Groups that cannot form, and ranks unlike each other: all end in time, with a line that says what is wrong."""
+"""Groups that cannot form, and ranks unlike each other: all end in time, with a line that says
+what is wrong."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from harness.launch import environment_of_a_command as environment
 
 from faults.common import (
     REPOSITORY,
     Row,
-    environment,
     errors_in,
     folder,
     random_of,
@@ -31,14 +32,15 @@ from faults.launches import is_gone
 from faults.rank import OTHER_VERSION, UNLIKE
 from faults.runs import LIMIT_S, Launched
 
-# Groups that cannot form ----------------------------------------------------------------------------------------------
+# Groups that cannot form --------------------------------------------------------------------------
 
 GRACE_S = 2.0  # after dist.timeout_s
 
 
 @dataclass
 class Broken:
-    """What processes come, as (RANK, WORLD_SIZE), and a part of the line that each of them is to say."""
+    """What processes come, as (RANK, WORLD_SIZE), and a part of the line that each of them is
+    to say."""
 
     ranks: list[tuple[str, str]]
     says: list[str]
@@ -55,7 +57,8 @@ def free_port() -> int:
 
 @contextmanager
 def foreign(how: str) -> Iterator[int]:
-    """The port of a process that is none of ours: it accepts nothing, says nothing, talks, or hangs up."""
+    """The port of a process that is none of ours: it accepts nothing, says nothing, talks, or
+    hangs up."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         held = []
 
@@ -200,7 +203,8 @@ KINDS: dict[str, Callable[[random.Random, int, Path, ExitStack], Broken]] = {
 
 
 def groups(amount: int, seed: int) -> Row:
-    """A group cannot form: every rank ends within dist.timeout_s + 2 s and says in one line what is wrong."""
+    """A group cannot form: every rank ends within dist.timeout_s + 2 s and says in one line
+    what is wrong."""
     row, chance = Row("group that cannot form", amount), random_of(seed)
     cases = (chance.sample(sorted(KINDS), len(KINDS)) * (1 + amount // len(KINDS)))[:amount]
     longest = 0.0
@@ -266,7 +270,8 @@ def _judge_group(
         part = broken.says[number % len(broken.says)]
         if code != 2 or len(lines) != 1 or part not in lines[0]:
             return (
-                f"RANK={rank} ended with code {code}; not {part!r} in one line: {lines or run.tail()}",
+                f"RANK={rank} ended with code {code}; not {part!r} in one line: "
+                f"{lines or run.tail()}",
                 late_s,
             )
         begun = re.search(r"^meets \d+ (\S+)$", run.marks.read_text(), re.M)
@@ -279,7 +284,7 @@ def _judge_group(
     ), late_s
 
 
-# Ranks that are unlike each other -------------------------------------------------------------------------------------
+# Ranks that are unlike each other -----------------------------------------------------------------
 
 WITHIN_S = 2.0
 TASK = """import os
@@ -300,7 +305,8 @@ ALIKE = {
     "data.global_batch": "22",
 }
 DIGEST = "[0-9a-f]{12}"
-# kind -> (the key that the line must name, the value of most, the value of one; as regular expressions)
+# kind -> (the key that the line must name, the value of most, the value of one; as regular
+# expressions)
 UNEQUAL = {
     "learning rate": ("optim.lr", "0.1", "0.2"),
     "seed": ("run.seed", "3", "4"),
@@ -317,7 +323,8 @@ UNEQUAL = {
 
 
 def unequal(amount: int, seed: int) -> Row:
-    """One rank is unlike the others: all stop within 2 s of meeting, with a line that names key, ranks and values."""
+    """One rank is unlike the others: all stop within 2 s of meeting, with a line that names
+    key, ranks and values."""
     row, chance = Row("ranks unlike each other", amount), random_of(seed)
     left_out = chance.choice(("version of torch", "code of Lockstep"))
     kinds = [kind for kind in UNEQUAL if kind != left_out]
@@ -393,7 +400,10 @@ def _judge_unequal(place: Path, kind: str, size: int, rank: int) -> tuple[str | 
     key, most, one = UNEQUAL[kind]
     others = [str(other) for other in range(size) if other != rank]
     sides = [f"{most} on ranks? {', '.join(others)}", f"{one} on rank {rank}"]
-    wanted = f"error: {re.escape(key)} is {' and '.join(sides[:: -1 if rank == 0 else 1])}: must be the same; .*"
+    wanted = (
+        f"error: {re.escape(key)} is {' and '.join(sides[:: -1 if rank == 0 else 1])}: "
+        f"must be the same; .*"
+    )
     if not code or len(lines) != 1 or not re.fullmatch(wanted, lines[0]):
         return f"exit code {code}; not {wanted!r}: {lines or run.tail()}", seconds
     if (place / "tiny").exists():

@@ -1,4 +1,5 @@
-"""A rank that stands still: it is named with what it is at, the group ends or starts again; a slow rank is no alarm."""
+"""A rank that stands still: it is named with what it is at, the group ends or starts again; a
+slow rank is no alarm."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ COMMON = (f"run.steps={STEPS}", f"dist.hang_timeout_s={HANG_S}", "checkpoint.eve
 
 
 def hangs(amount: int, seed: int) -> Row:
-    """A rank stands still: exactly it is named, the group ends in time, a restart goes on; slow ranks are no alarm."""
+    """A rank stands still: exactly it is named, the group ends in time, a restart goes on; slow
+    ranks are no alarm."""
     row, chance, hit = Row("rank without progress", amount), random_of(seed), Counter[str]()
     cases = [(how, moment) for how in HOW for moment in MOMENTS]
     cases += [("worker", moment) for moment in MOMENTS[:2]]
@@ -52,7 +54,8 @@ def hangs(amount: int, seed: int) -> Row:
                 row.note(f"slow rank {number}", told)
             hit["slow"] += not told
     row.detail = (
-        f"{hit['ended']} ended, {hit['restarted']} started again; reported at most {longest:.1f} s after the limit; "
+        f"{hit['ended']} ended, {hit['restarted']} started again; reported at most "
+        f"{longest:.1f} s after the limit; "
         f"{hit['slow']} of {amount} runs with a slow rank without an alarm"
     )
     return row
@@ -177,7 +180,10 @@ class _Hang:
             places.add("a collective in forward and backward")
         is_right = all(place in places and step == named[0][3] for _, place, step in waits)
         if not is_right or others != [r for r in range(self.size) if r != self.rank]:
-            return f"all others were to wait in {' or '.join(sorted(places))} of step {named[0][3]}: {line}"
+            return (
+                f"all others were to wait in {' or '.join(sorted(places))} of step "
+                f"{named[0][3]}: {line}"
+            )
         return None
 
     def _judge_exit(self, directory: Path, told: str) -> str | None:

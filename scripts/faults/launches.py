@@ -1,4 +1,5 @@
-"""Launchers: ranks killed and started again, signals in every phase, and jobs that SLURM requeues."""
+"""Launchers: ranks killed and started again, signals in every phase, and jobs that SLURM
+requeues."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from harness.internals import checkpoint
+from harness.launch import environment_of_a_command as environment
+
 from faults.common import (
     REPOSITORY,
     Row,
-    environment,
     errors_in,
     folder,
     random_of,
@@ -28,7 +31,6 @@ from faults.common import (
 )
 from faults.runs import EVERY, LIMIT_S, PHASES, STEPS, Launched, _judge, _saving, _wait_for_phase
 from faults.task import MARKS
-from trainer.checkpoints import transaction as checkpoint
 
 STOPPED = 75
 
@@ -45,7 +47,8 @@ def command(
 
 
 class Undisturbed:
-    """What a run leaves that nothing disturbs, and how long it takes to its first step; each made when asked for."""
+    """What a run leaves that nothing disturbs, and how long it takes to its first step; each
+    made when asked for."""
 
     def __init__(self, base: Path):
         self.base, self.found = base, dict[tuple[str, ...], tuple[Any, float]]()
@@ -78,11 +81,12 @@ def seconds_until_gone(run: Launched, pids: Collection[int], since: float) -> fl
     return f"the ranks did not end within {LIMIT_S:.0f} s: {run.tail()}"
 
 
-# Ranks started again --------------------------------------------------------------------------------------------------
+# Ranks started again ------------------------------------------------------------------------------
 
 
 def restarts(amount: int, seed: int) -> Row:
-    """One rank is killed: its launcher starts the ranks again, and the run goes on by itself to the undisturbed end."""
+    """One rank is killed: its launcher starts the ranks again, and the run goes on by itself to
+    the undisturbed end."""
     row, chance, hit = (
         Row("rank killed, restarted by its launcher", amount),
         random_of(seed),
@@ -105,8 +109,8 @@ def restarts(amount: int, seed: int) -> Row:
             case = f"rank of {size}, {kind}, {phase}, {'named' if is_named else 'no name'}"
             row.note(case, _restart(run, place / "slow", phase, end, chance, hit))
     row.detail = (
-        f"{hit['killed']} ranks were killed (rank 0: {hit['rank 0']}), {hit['over']} runs were over; "
-        + (", ".join(f"{phase} {hit[phase]}" for phase in PHASES if hit[phase]))
+        f"{hit['killed']} ranks were killed (rank 0: {hit['rank 0']}), {hit['over']} runs were "
+        f"over; " + (", ".join(f"{phase} {hit[phase]}" for phase in PHASES if hit[phase]))
     )
     row.detail += f"; at most {hit['longest']} s from the kill to the end"
     return row
@@ -138,7 +142,7 @@ def _restart(
     )
 
 
-# Signals --------------------------------------------------------------------------------------------------------------
+# Signals ------------------------------------------------------------------------------------------
 
 TARGETS = ("rank 0", "another rank", "all ranks", "the launcher")
 MOMENTS = ("init", "first step", "mid step", "evaluation", "saving", "exit")
@@ -147,7 +151,8 @@ SECONDS = 5.0
 
 
 def signals(amount: int, seed: int) -> Row:
-    """SIGTERM or SIGUSR1 in every phase: all ranks end within 5 s with a checkpoint, and a resume ends the run."""
+    """SIGTERM or SIGUSR1 in every phase: all ranks end within 5 s with a checkpoint, and a
+    resume ends the run."""
     row, chance, hit = Row("signal in a phase", amount), random_of(seed), Counter[str]()
     cases = [(target, moment) for target in TARGETS for moment in MOMENTS]
     cases = (chance.sample(cases, len(cases)) * (1 + amount // len(cases)))[:amount]
@@ -191,7 +196,10 @@ class _Signal:
 
     def __str__(self) -> str:
         workers = ", data.workers=1" * self.workers
-        return f"{self.stop.name} to {self.target} of {self.size} with {self.kind}, {self.moment}{workers}"
+        return (
+            f"{self.stop.name} to {self.target} of {self.size} with {self.kind}, "
+            f"{self.moment}{workers}"
+        )
 
     def problem(self, undisturbed: Undisturbed, chance: random.Random) -> str | None:
         end, self.start_s = undisturbed("slow", self.size, f"run.steps={STEPS}")
@@ -239,7 +247,10 @@ class _Signal:
         )
 
     def _can_be_asked(self, run: Launched) -> bool:
-        """Python's own start cannot be: until there are handlers. With launch=spawn it is over in half a second too."""
+        """Python's own start cannot be: until there are handlers.
+
+        With launch=spawn it is over in half a second too.
+        """
         ranks = run.ranks().values()
         return all(map(_catches, ranks)) or (self.kind == "spawn" and min(map(_age_s, ranks)) > 1.0)
 
@@ -301,14 +312,15 @@ def _age_s(pid: int) -> float:
     return 0.0
 
 
-# Jobs requeued --------------------------------------------------------------------------------------------------------
+# Jobs requeued ------------------------------------------------------------------------------------
 
 REQUEUES, LENGTH = 5, 120  # of one job; its steps
 
 
 def requeues(amount: int, seed: int) -> Row:
-    """SLURM's SIGUSR1 at random steps: the job requeues itself and goes on, to the end of an undisturbed one."""
-    from slurm import Cluster, unavailable
+    """SLURM's SIGUSR1 at random steps: the job requeues itself and goes on, to the end of an
+    undisturbed one."""
+    from harness.slurm import Cluster, unavailable
 
     row, chance = Row("SLURM job requeued", amount), random_of(seed)
     row.skipped = unavailable()
@@ -355,7 +367,8 @@ def _requeue_jobs(cluster: Any, base: Path, row: Row, chance: random.Random) -> 
 
 
 def _submit(cluster: Any, place: Path, per_node: int) -> str:
-    """A job of two nodes, as scripts/slurm.sbatch starts it; its run directory has a timestamp for a name."""
+    """A job of two nodes, as scripts/slurm.sbatch starts it; its run directory has a timestamp
+    for a name."""
     place.mkdir()
     words = words_of("slow", place, *EVERY, f"run.steps={LENGTH}", "run.name=null")[3:]
     cluster.environment[MARKS] = str(place / "marks")

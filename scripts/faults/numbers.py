@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.launch import environment_of_a_command as environment
 
-from faults.common import REPOSITORY, Row, environment, folder, random_of
+from faults.common import REPOSITORY, Row, folder, random_of
 
 BATCH, EXAMPLES = 22, 203
 
@@ -30,12 +31,15 @@ def nonfinite(amount: int, seed: int) -> Row:
                 f"example {example} on {size} ranks",
                 _poison(base / str(number), size, example, hit),
             )
-    row.detail = f"{hit['poisoned']} runs with poisoned weights, {hit['named']} named, {hit['untaken']} not taken"
+    row.detail = (
+        f"{hit['poisoned']} runs with poisoned weights, {hit['named']} named, "
+        f"{hit['untaken']} not taken"
+    )
     return row
 
 
 def _poison(place: Path, size: int, example: int, hit: Counter[str]) -> str | None:
-    from ranks import on_ranks
+    from harness import on_ranks
 
     place.mkdir()
     found = on_ranks(size, _train_poisoned, place, example)
@@ -64,8 +68,9 @@ def _poison(place: Path, size: int, example: int, hit: Counter[str]) -> str | No
 
 
 def _train_poisoned(place: Path, example: int) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
-    """Weights at the end, and the examples that this rank took; two epochs, so that each example is taken."""
-    from tiny import fit
+    """Weights at the end, and the examples that this rank took; two epochs, so that each
+    example is taken."""
+    from harness import fit
 
     from faults.task import Slow
 
@@ -92,14 +97,15 @@ def _slow_options(example: int) -> list[str]:
     ]
 
 
-# What saving costs ----------------------------------------------------------------------------------------------------
+# What saving costs --------------------------------------------------------------------------------
 
 EPOCHS = 2
 LIMIT = 3.5  # percent
 
 
 def cost(amount: int, seed: int) -> Row:
-    """task=cifar with checkpoints at the default interval behind the loop, and with none but the last, by turns."""
+    """task=cifar with checkpoints at the default interval behind the loop, and with none but
+    the last, by turns."""
     row, stalls, saves = Row("cost of checkpointing, at most 3.5 %", 1), [], []
     ratios: dict[str, list[float]] = {"seconds": [], "cpu": []}
     with folder() as base:
@@ -114,7 +120,10 @@ def cost(amount: int, seed: int) -> Row:
         statistics.median(ratios["seconds"]),
         ", ".join(f"{r:+.1f}" for r in ratios["seconds"]),
     )
-    row.detail = f"{over:+.1f} % of run time (turns {turns}), {statistics.median(ratios['cpu']):+.1f} % of CPU time; "
+    row.detail = (
+        f"{over:+.1f} % of run time (turns {turns}), "
+        f"{statistics.median(ratios['cpu']):+.1f} % of CPU time; "
+    )
     row.detail += f"the loop stalls {1e3 * statistics.median(stalls):.1f} ms per save, "
     row.detail += f"torch.save of the same state takes {1e3 * statistics.median(saves):.1f} ms"
     row.note("overhead", None if over <= LIMIT else f"{over:.1f} % of run time")
@@ -122,7 +131,8 @@ def cost(amount: int, seed: int) -> Row:
 
 
 def _measure(place: Path, is_on: bool) -> dict[str, Any]:
-    """A run in a process of its own: its seconds, and of each save the stall and torch.save of the same state."""
+    """A run in a process of its own: its seconds, and of each save the stall and torch.save of
+    the same state."""
     place.mkdir()
     program = "import sys; from faults.numbers import timed; timed(*sys.argv[1:])"
     words = [sys.executable, "-c", program, str(place), "1" if is_on else "null"]
@@ -134,7 +144,8 @@ def _measure(place: Path, is_on: bool) -> dict[str, Any]:
 
 
 def timed(place: str, every: str) -> None:
-    """In the process that is measured: what we time beside the run, torch.save, is taken off its seconds."""
+    """In the process that is measured: what we time beside the run, torch.save, is taken off
+    its seconds."""
     from trainer import load_config
     from trainer.checkpoints.saver import DiskSaver
     from trainer.run import Run

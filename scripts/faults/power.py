@@ -1,8 +1,10 @@
-"""Power loss: record what a save does to the disk, and materialise each state that a crash may leave.
+"""Power loss: record what a save does to the disk, and materialise each state that a crash may
+leave.
 
-The model: a file's data survives up to its last fsync; what was written later is there, missing, cut off or zeros. A
-name (create, rename, unlink) survives up to its directory's fsync; of the later ones a first part, in their order, is
-there, for each directory independently of the others.
+The model: a file's data survives up to its last fsync; what was written later is there, missing,
+cut off or zeros. A name (create, rename, unlink) survives up to its directory's fsync; of the later
+ones a first part,
+in their order, is there, for each directory independently of the others.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.internals import checkpoint
+
 from faults.common import Row, Shape, folder, random_of
-from trainer.checkpoints import transaction as checkpoint
 
 Tree = dict[str, Any]  # name -> bytes, or the Tree of a directory
 
@@ -33,7 +36,8 @@ class File:
 
 @dataclass(eq=False)
 class Folder:
-    """`entries` as the processes see them; `changes` what was done to them, the first `synced` of them for good."""
+    """`entries` as the processes see them; `changes` what was done to them, the first `synced`
+    of them for good."""
 
     entries: dict[str, File | Folder] = field(default_factory=dict)
     changes: list[list[tuple[str, File | Folder | None]]] = field(default_factory=list)
@@ -61,7 +65,8 @@ class Folder:
 
 
 class Disk:
-    """What stands below `base`, told of every operation; `announced` is what the writer has said to be saved."""
+    """What stands below `base`, told of every operation; `announced` is what the writer has
+    said to be saved."""
 
     def __init__(self, base: Path, at_each: Callable[[Disk], None]):
         self.base, self.root, self.at_each = str(base), Folder(), at_each
@@ -153,7 +158,7 @@ def recorded(disk: Disk) -> Iterator[None]:
             setattr(os, name, real[name])
 
 
-# The states -----------------------------------------------------------------------------------------------------------
+# The states ---------------------------------------------------------------------------------------
 
 
 def states(disk: Disk) -> Iterator[Tree]:
@@ -171,7 +176,8 @@ def states(disk: Disk) -> Iterator[Tree]:
 
 
 def _collect(folder: Folder, folders: list[Folder], files: list[File]) -> None:
-    """What may be reached from here in some state, and of the files those that have more than one outcome."""
+    """What may be reached from here in some state, and of the files those that have more than
+    one outcome."""
     folders.append(folder)
     for count in range(folder.synced, len(folder.changes) + 1):
         for target in folder.after(count).values():
@@ -214,7 +220,7 @@ def _key(tree: Tree) -> Any:
     )
 
 
-# Writers --------------------------------------------------------------------------------------------------------------
+# Writers ------------------------------------------------------------------------------------------
 
 MOST_PER_MOMENT = 300  # a writer without fsync has thousands
 Writer = Callable[[Disk, Path, Shape, int], None]
@@ -300,11 +306,12 @@ def _remove_older(root: Path, step: int) -> None:
             shutil.rmtree(path)
 
 
-# The rows -------------------------------------------------------------------------------------------------------------
+# The rows -----------------------------------------------------------------------------------------
 
 
 def crash_states(writer: Writer, shape: Shape, num_saves: int) -> list[tuple[int, Tree]]:
-    """(what was announced, the disk) of every distinct state that a crash may leave while `writer` saves."""
+    """(what was announced, the disk) of every distinct state that a crash may leave while
+    `writer` saves."""
     found: dict[Any, tuple[int, Tree]] = {}
 
     def note(disk: Disk) -> None:
@@ -338,7 +345,8 @@ def loss_in(announced: int, tree: Tree, shape: Shape) -> str | None:
 
 
 def power(amount: int, seed: int) -> Row:
-    """Each state of the disk that a crash in a save or prune may leave, drawn from all of them, and loaded from."""
+    """Each state of the disk that a crash in a save or prune may leave, drawn from all of them,
+    and loaded from."""
     row = Row("disk state after a power loss", amount)
     shapes = [
         Shape(parts, size, keep)

@@ -1,7 +1,8 @@
-"""`python -m faults.rank`: the command as one rank. It marks when it begins to meet and when the group stands.
+"""`python -m faults.rank`: the command as one rank. It marks when it begins to meet and when the
+group stands.
 
-FAULTS_UNLIKE may tell the one rank that is unlike the others: its `rank`, more `words`, `paths` to import from first,
-its `environment`, and what to `set` in torch.
+FAULTS_UNLIKE may tell the one rank that is unlike the others: its `rank`, more `words`, `paths` to
+import from first, its `environment`, and what to `set` in torch.
 """
 
 from __future__ import annotations

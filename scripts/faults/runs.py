@@ -1,4 +1,5 @@
-"""Whole runs: ranks killed and started again, two writers of one run, a loss that is not finite, what saving costs."""
+"""Whole runs: ranks killed and started again, two writers of one run, a loss that is not
+finite, what saving costs."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from harness.internals import audit, checkpoint
+from harness.launch import environment_of_a_command as environment
+
 from faults.common import (
     Row,
     difference,
-    environment,
     errors_in,
     folder,
     random_of,
@@ -26,8 +29,6 @@ from faults.common import (
     words_of,
 )
 from faults.task import MARKS
-from trainer import audit
-from trainer.checkpoints import transaction as checkpoint
 
 PHASES = ("start-up", "first step", "mid step", "evaluation", "during save", "at the end")
 LAYOUTS = {
@@ -45,7 +46,7 @@ EVERY = (
 LIMIT_S = 120.0
 
 
-# Ranks killed ---------------------------------------------------------------------------------------------------------
+# Ranks killed -------------------------------------------------------------------------------------
 
 
 class Launched:
@@ -77,7 +78,8 @@ class Launched:
         self.process.wait()
 
     def ranks(self) -> dict[int, int]:
-        """Rank to process id, of the launcher's children that are alive; those of launch=spawn stand in their order."""
+        """Rank to process id, of the launcher's children that are alive; those of launch=spawn
+        stand in their order."""
         found: dict[int, int] = {}
         pid = self.process.pid
         with contextlib.suppress(OSError):
@@ -105,7 +107,8 @@ def _saving(directory: Path) -> bool:
 
 
 def _wait_for_phase(run: Launched, base: Path, phase: str, chance: random.Random) -> None:
-    """Until the run below `base` is in `phase`, and a random time more; also where it ended before."""
+    """Until the run below `base` is in `phase`, and a random time more; also where it ended
+    before."""
     at, is_over = chance.randrange(2, STEPS), lambda: run.process.poll() is not None
     wanted = {
         "start-up": lambda: run.ranks(),
@@ -127,7 +130,8 @@ def _layout_words(place: Path, layout: str, ranks: int, *more: str) -> list[str]
 
 
 def ranks(amount: int, seed: int) -> Row:
-    """One rank is killed at a random time, the run started again: the end is that of an undisturbed run."""
+    """One rank is killed at a random time, the run started again: the end is that of an
+    undisturbed run."""
     row, chance, hit = (
         Row("rank killed, run started again", amount),
         random_of(seed),
@@ -211,7 +215,7 @@ def _twice(directory: Path) -> str | None:
     return None
 
 
-# Two writers ----------------------------------------------------------------------------------------------------------
+# Two writers --------------------------------------------------------------------------------------
 
 ALONE = (
     "checkpoint.every_steps=3",
@@ -222,7 +226,8 @@ ALONE = (
 
 
 def doubles(amount: int, seed: int) -> Row:
-    """A second start is refused; a writer frozen in a save wakes after another took over, and publishes nothing."""
+    """A second start is refused; a writer frozen in a save wakes after another took over, and
+    publishes nothing."""
     row, chance, hit = Row("double start or woken writer", amount), random_of(seed), Counter[str]()
     with folder() as base:
         whole = Launched(
@@ -268,7 +273,8 @@ def _start_twice(place: Path, chance: random.Random, hit: Counter[str]) -> str |
 
 
 def _freeze_in_save(run: Launched, directory: Path, chance: random.Random) -> int | None:
-    """Stop the process while a staging directory stands, after the first checkpoint: the newest step published."""
+    """Stop the process while a staging directory stands, after the first checkpoint: the newest
+    step published."""
     for _ in range(60):
         if not wait_for(
             lambda: _saving(directory) or run.process.poll() is not None, LIMIT_S, 0.0002
@@ -315,7 +321,8 @@ def _wake(
 
 
 def _judge_successor(directory: Path, step: int, undisturbed: Any) -> str | None:
-    """Each checkpoint after `step` is of the second session, and what is left is what one run alone leaves."""
+    """Each checkpoint after `step` is of the second session, and what is left is what one run
+    alone leaves."""
     for other, path in checkpoint.steps(directory / "checkpoints").items():
         sessions = len(checkpoint.load(path).manifest["sessions"])
         if sessions != 1 + (other > step):

@@ -1,4 +1,5 @@
-"""The tests' tiny task, slowed down: it says where it is, may have an example that is not finite, or stand still."""
+"""The tests' tiny task, slowed down: it says where it is, may have an example that is not
+finite, or stand still."""
 
 from __future__ import annotations
 
@@ -29,10 +30,10 @@ class Slow(Tiny):
             inputs[self.options.poison] = float("nan")
         return ResidentDataset(inputs, targets)
 
-    def train_step(self, micro_batches):
+    def train_step(self, batch):
         self._mark(f"step {self.step + 1}")
         time.sleep(self.options.pause_s)
-        return super().train_step(micro_batches)
+        return super().train_step(batch)
 
     def metrics(self, outputs, targets):
         if self.step:
@@ -46,7 +47,8 @@ class Slow(Tiny):
 
 
 class Stuck(Slow):
-    """At step `at`, in `where` (step, metrics, worker), rank `rank` stands still; started again it does not.
+    """At step `at`, in `where` (step, metrics, worker), rank `rank` stands still; started again it
+    does not.
 
     A step of that rank takes `slow_s` longer.
     """
@@ -66,12 +68,12 @@ class Stuck(Slow):
         is_meant = split == "train" and self._is_meant("worker")
         return Stopping(split, self.options.at * share + 1 if is_meant else 0)
 
-    def train_step(self, micro_batches):
+    def train_step(self, batch):
         if self.world.rank == self.options.rank:
             time.sleep(self.options.slow_s)
         if self.step == self.options.at and self._is_meant("step"):
             stand_still(self.options.how, os.getpid())
-        return super().train_step(micro_batches)
+        return super().train_step(batch)
 
     def metrics(self, outputs, targets):
         if self.step == self.options.at and self._is_meant("metrics"):

@@ -1,4 +1,5 @@
-"""What tests share: ranks in forks, commands in forks, real launches, two machines, a SLURM, runs to compare."""
+"""What tests share: ranks in forks, commands in forks, real launches, two machines, a SLURM,
+runs to compare."""
 
 from harness.command import Command, Done
 from harness.launch import ELASTIC, PATHS, SPAWN, TORCHRUN, children_of, ended, launch, ranks_of

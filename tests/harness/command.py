@@ -1,8 +1,11 @@
-"""A verb in a fork of the tests, where torch is loaded already: 0.1 s in place of the 2 s of a new interpreter.
+"""A verb in a fork of the tests, where torch is loaded already: 0.1 s in place of the 2 s of a new
+interpreter.
 
-The fork has the working directory, the environment, the arguments and the files of a process of its own. With `ranks` it
-is an agent as torchrun's, whose ranks are forks too: it passes signals on, ends all ranks when one fails, and exits
-with 1 then. Restarts, and what a launcher prints, are for real launches (harness.launch).
+The fork has the working directory, the environment, the arguments and the files of a process of its
+own. With `ranks` it is an agent as torchrun's, whose ranks are forks too: it passes signals on,
+ends all ranks when one
+fails, and exits with 1 then. Restarts, and what a launcher prints, are for real launches
+(harness.launch).
 """
 
 import os
@@ -90,7 +93,8 @@ class Process:
 
 
 class Command:
-    """`command(*words, ranks=, environment=, verb=)` runs a verb in the folder of the test and returns how it ended."""
+    """`command(*words, ranks=, environment=, verb=)` runs a verb in the folder of the test and
+    returns how it ended."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -144,7 +148,8 @@ class Command:
 
 
 def _open_nameless() -> int:
-    """A file that is gone with its last descriptor: a pipe would be held open by whatever outlives the command."""
+    """A file that is gone with its last descriptor: a pipe would be held open by whatever
+    outlives the command."""
     descriptor, name = tempfile.mkstemp()
     Path(name).unlink()
     return descriptor
@@ -271,7 +276,8 @@ def _be_rank(rank, size, job, entrance, verb, words, before) -> None:
 
 
 def _forget() -> None:
-    """Have the package and the tests' tasks imported anew: some of it looks at this process when it is loaded."""
+    """Have the package and the tests' tasks imported anew: some of it looks at this process
+    when it is loaded."""
     for name in list(sys.modules):
         if name.partition(".")[0] in ("trainer", "tiny", "watched", "faults"):
             del sys.modules[name]

@@ -21,7 +21,8 @@ _OF_LAUNCHERS = re.compile(
 
 
 def environment_of_a_command(**more: str) -> dict[str, str]:
-    """Ours without what a launcher or pytest sets; the package, the tests' tasks and those of scripts/ are found."""
+    """Ours without what a launcher or pytest sets; the package, the tests' tasks and those of
+    scripts/ are found."""
     ours = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.match(name)}
     return {**ours, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", **more}
 
@@ -34,7 +35,8 @@ def launch(
     is_session: bool = False,
     **environment: str,
 ) -> subprocess.Popen:
-    """`python [launcher] -m verb words` in `folder`; with `is_session` signals can be sent to all of it at once."""
+    """`python [launcher] -m verb words` in `folder`; with `is_session` signals can be sent to
+    all of it at once."""
     return subprocess.Popen(
         [sys.executable, *launcher, "-m", verb, *words],
         cwd=folder,

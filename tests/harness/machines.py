@@ -1,10 +1,12 @@
-"""Two machines on one: network namespaces with a cable between them. Linux, root, and Debian's iproute2.
+"""Two machines on one: network namespaces with a cable between them. Linux, root, and Debian's
+iproute2.
 
     with Machines(tmp_path) as machines:
-        ranks = [machines.start(n, sys.executable, "-m", "trainer", "task=cifar", RANK=str(n)) for n in (0, 1)]
+        words = [sys.executable, "-m", "trainer", "task=cifar"]
+        ranks = [machines.start(number, *words, RANK=str(number)) for number in (0, 1)]
 
-Each has a loopback and an `eth0` of its own and nothing else to send by; files, process ids and the host's name are
-those of the host.
+Each has a loopback and an `eth0` of its own and nothing else to send by; files, process ids and the
+host's name are those of the host.
 """
 
 import contextlib
@@ -39,8 +41,8 @@ def unavailable() -> str:
 class Machines:
     """Number 0 and 1, while the block runs.
 
-    What is started has `folder` as its working directory and writes stdout and stderr to one file there: a pipe would
-    be held open by whatever outlives the process.
+    What is started has `folder` as its working directory and writes stdout and stderr to one file
+    there: a pipe would be held open by whatever outlives the process.
     """
 
     def __init__(self, folder: Path):
@@ -101,7 +103,10 @@ class Machines:
         return [int(pid) for pid in _ip("netns", "pids", self.names[number]).split()]
 
     def kill(self, number: int) -> None:
-        """SIGKILL for all that runs on a machine, again until nothing does. Its network stays, and says so to peers."""
+        """SIGKILL for all that runs on a machine, again until nothing does.
+
+        Its network stays, and says so to peers.
+        """
         end = time.monotonic() + LIMIT_S
         while pids := self.pids(number):
             assert time.monotonic() < end, f"processes {pids} do not die"
@@ -111,7 +116,10 @@ class Machines:
             time.sleep(0.02)
 
     def partition(self) -> None:
-        """Pull the cable: what is sent is lost and nobody is told. A link that is set down would tell its own side."""
+        """Pull the cable: what is sent is lost and nobody is told.
+
+        A link that is set down would tell its own side.
+        """
         for name, peer in zip(self.names, reversed(ADDRESSES), strict=True):
             _ip(
                 "-n",

@@ -1,4 +1,5 @@
-"""Several real ranks in one test: forked, over gloo, each runs the same body; what they return comes back in order."""
+"""Several real ranks in one test: forked, over gloo, each runs the same body; what they return
+comes back in order."""
 
 import faulthandler
 import gc
@@ -31,7 +32,8 @@ def environment_of_torchrun(rank: int, size: int) -> dict[str, str]:
 
 
 def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """`body(*arguments)` on `size` ranks under the environment that torchrun would set; their results by rank.
+    """`body(*arguments)` on `size` ranks under the environment that torchrun would set; their
+    results by rank.
 
     Raises AssertionError with the traceback of the first rank that failed.
     """
@@ -47,7 +49,8 @@ def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
             if data
             else (False, f"process {pid} died")
         )
-    # A traceback would keep it, and a later child that collects it waits for a thread that it does not have.
+    # A traceback would keep it, and a later child that collects it waits for a thread that it does
+    # not have.
     del server
     for rank, (is_good, value) in enumerate(outcomes):
         assert is_good, f"rank {rank} of {size}:\n{value}"

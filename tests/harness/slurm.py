@@ -1,9 +1,11 @@
-"""A real SLURM of two nodes, n1 and n2, on this machine: own munge, own ports, own files; /etc is not touched.
+"""A real SLURM of two nodes, n1 and n2, on this machine: own munge, own ports, own files; /etc is
+not touched.
 
     with Cluster(tmp_path) as cluster:
         cluster.srun("-N2", "--ntasks-per-node=2", sys.executable, "-m", "trainer", "task=cifar")
 
-It needs Debian's slurm-wlm and munge installed, no root, and disturbs no SLURM or munge that runs already.
+It needs Debian's slurm-wlm and munge installed, no root, and disturbs no SLURM or munge that runs
+already.
 """
 
 import contextlib
@@ -19,15 +21,19 @@ from pathlib import Path
 from typing import Any
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
-PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin"  # where the daemons are; only root looks there by itself
+# where the daemons are; only root looks there by itself
+PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin"
 START_S, CANCEL_S = (
     60,
     15,
 )  # limits: a start takes 1 s, the end up to 11 s where a job ignores SIGTERM
 
-# cred_expire is what a requeued job waits before it starts again: 120 s by default, 5 s is the least that SLURM takes.
-# sched_interval and bf_interval are how often SLURM looks (30 s until a restart without them), KillWait is the time
-# from SIGTERM to SIGKILL. The nodes claim more CPUs than there are, so that any layout starts at once.
+# cred_expire is what a requeued job waits before it starts again: 120 s by default, 5 s is the
+# least that SLURM takes.
+# sched_interval and bf_interval are how often SLURM looks (30 s until a restart without them),
+# KillWait is the time
+# from SIGTERM to SIGKILL. The nodes claim more CPUs than there are, so that any layout starts at
+# once.
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -68,7 +74,8 @@ def unavailable() -> str:
 
 
 class Cluster:
-    """Runs while the block does; its logs stay in `folder`, whose path must be short (it holds Unix sockets)."""
+    """Runs while the block does; its logs stay in `folder`, whose path must be short (it holds
+    Unix sockets)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
@@ -136,7 +143,8 @@ class Cluster:
         self._until(self._kill_leftovers, CANCEL_S, "no process left")
 
     def run(self, *words: str | Path, **options: Any) -> subprocess.CompletedProcess:
-        """A command in the cluster's environment; options are subprocess.run's: here text, captured, 60 s, no stdin."""
+        """A command in the cluster's environment; options are subprocess.run's: here text,
+        captured, 60 s, no stdin."""
         usual = {
             "env": self.environment,
             "stdin": subprocess.DEVNULL,
@@ -149,7 +157,8 @@ class Cluster:
         return self.run("srun", *words, **options)
 
     def submit(self, script: Path, *words: str) -> str:
-        """The job's number; `words` are sbatch's options, and the script's own arguments follow `--`."""
+        """The job's number; `words` are sbatch's options, and the script's own arguments follow
+        `--`."""
         split = words.index("--") if "--" in words else len(words)
         return self._said(
             "sbatch", "--parsable", *words[:split], script, *words[split + 1 :]
@@ -162,7 +171,8 @@ class Cluster:
         return int(self._shown(job)["Restarts"])
 
     def wait(self, job: str, states: Collection[str], limit_s: float) -> str:
-        """The first of `states` that the job is seen in; TimeoutError with all that SLURM knows of it."""
+        """The first of `states` that the job is seen in; TimeoutError with all that SLURM knows
+        of it."""
         end = time.monotonic() + limit_s
         while (shown := self._shown(job))["JobState"] not in states:
             if time.monotonic() > end:
@@ -210,7 +220,8 @@ class Cluster:
         ]
 
     def _kill_leftovers(self) -> bool:
-        """True once no process is left that was started in this cluster; a slurmstepd outlives its slurmd."""
+        """True once no process is left that was started in this cluster; a slurmstepd outlives
+        its slurmd."""
         mark, is_clean = f"SLURM_CONF={self.folder}/slurm.conf".encode(), True
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

@@ -26,7 +26,10 @@ def warm_up() -> None:
 
 
 def compose(folder: Path, *overrides: str) -> Config:
-    """The config of a run in `folder`. It is composed once, in the parent where ranks are forked."""
+    """The config of a run in `folder`.
+
+    It is composed once, in the parent where ranks are forked.
+    """
     if any(word.startswith("run.resume=") and word != "run.resume=auto" for word in overrides):
         return load_config([f"run.dir={folder}", "run.name=run", *overrides], [CONF])
     config = copy.deepcopy(_compose(overrides))
@@ -39,7 +42,8 @@ def _compose(overrides: tuple[str, ...]) -> Config:
 
 
 def fit(folder: Path, *overrides: str, task: type[Trainer] | None = None) -> dict[str, Any]:
-    """Train in this process, as one rank of those the environment tells of; what a test compares."""
+    """Train in this process, as one rank of those the environment tells of; what a test
+    compares."""
     config = compose(folder, *overrides)
     trainer = (task or load_task(config))(config)
     seen: list[list[int]] = []

@@ -58,7 +58,8 @@ def slowness() -> float:
 
 
 class Beside:
-    """A limit for what is timed, from what the same machine takes for something like it at the same time.
+    """A limit for what is timed, from what the same machine takes for something like it at the same
+    time.
 
     beside = Beside(lambda: command(...))   # the same without the wait
     assert seconds < limit_s + beside.allowance_s
