@@ -1,11 +1,12 @@
-"""Images per second of the CIFAR-10 recipe: through Lockstep, and in a bare script with the same net and arithmetic.
+"""Images per second of the CIFAR-10 recipe: Lockstep beside a bare script of the same net.
 
-    python scripts/bench_cifar.py [--rounds 3] [--steps 100] [--json FILE]           # the bundled images
+    python scripts/bench_cifar.py [--rounds 3] [--steps 100] [--json FILE]   # the bundled images
     python scripts/bench_cifar.py --epochs 8 --batch 2000 --root data/cifar-10-batches-bin
 
-The two take turns, each in a process of its own, on one rank; medians over the rounds. On a machine that has other work
-to do OMP_NUM_THREADS=1 and the CPU time of a step, over all threads, tell more than the speed. With --epochs they also
-evaluate after every epoch: the accuracy they reach, and the seconds to 94 % from the first step, evaluations included.
+The two take turns, each in a process of its own, on one rank; medians over the rounds. On a busy
+machine OMP_NUM_THREADS=1 and the CPU time of a step, over all threads, tell more than the speed.
+With --epochs both also evaluate after every epoch: the accuracy they reach, and the seconds to
+94 % from the first step, evaluations included.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Stopwatch:
 
 
 def bare(given: argparse.Namespace) -> dict[str, float | None]:
-    """What one would write by hand. The net, Muon and the reading of the files are the task's; all else stands here."""
+    """The script that one would write by hand, with the net, Muon and files of the task."""
     import torch
     import torch.nn.functional as F
 

@@ -3,9 +3,10 @@
 
     python scripts/bundle_cifar.py DIR          # DIR holds data_batch_1.bin ... test_batch.bin
 
-The first 500 training and the first 100 test images of each class, in the order of the files, as official records (a
-label byte, then 1,024 red, green and blue bytes each). Pixels are stored as differences modulo 256 (green and blue to
-red, then to the left, then to the row above) under zlib: lossless, 11 MB for 18, read in a tenth of a second.
+The first 500 training and the first 100 test images of each class, in the order of the files, as
+official records (a label byte, then 1,024 red, green and blue bytes each). Pixels are stored as
+differences modulo 256 (green and blue to red, then to the left, then to the row above) under
+zlib: lossless, 11 MB for 18, read in a tenth of a second.
 """
 
 import hashlib
@@ -34,9 +35,8 @@ def main(folder: Path) -> None:
     pixels[..., 1:, :] -= pixels[..., :-1, :].copy()
     OUT.parent.mkdir(exist_ok=True)
     OUT.write_bytes(zlib.compress(records[:, 0].tobytes() + pixels.tobytes(), 9))
-    print(
-        f"{OUT}: {OUT.stat().st_size:,} bytes, records' SHA-256 {hashlib.sha256(records.tobytes()).hexdigest()}"
-    )
+    sha256 = hashlib.sha256(records.tobytes()).hexdigest()
+    print(f"{OUT}: {OUT.stat().st_size:,} bytes, records' SHA-256 {sha256}")
 
 
 if __name__ == "__main__":
