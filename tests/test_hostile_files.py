@@ -17,7 +17,7 @@ import pytest
 import torch
 from harness import within
 from harness.download import FILES, KEY, SHA256, content, names, serving
-from harness.internals import checkpoint, packing, resume
+from harness.internals import checkpoint, manifest, packing, resume
 from torch import nn
 
 from trainer import CheckpointError, ConfigError
@@ -276,7 +276,7 @@ RAW = {
         '"step": 1', '"step": ' + "1" * 5000
     ),
     "bytes that are no text": lambda manifest: "\udcff",
-    "too long": lambda manifest: " " * manifest.MOST_BYTES + json.dumps(manifest),
+    "too long": lambda facts: " " * manifest.MOST_BYTES + json.dumps(facts),
 }
 
 

@@ -300,7 +300,7 @@ def test_parameter_without_gradient_is_named(tmp_path):
 def test_start_says_what_the_strategy_does(tmp_path, capfd):
     recipe = ["task=tiny", "strategy.precision=fp32"]
     fit_on(1, tmp_path / "dp", *recipe, "strategy=dp")
-    assert " per rank; without a GPU dp is one plain process" in capfd.readouterr().out
+    assert "\nwithout a GPU dp is one plain process\n" in capfd.readouterr().out
     hook = [*recipe, "strategy.comm_hook=powersgd", "strategy.sync_batchnorm=true"]
     fit_on(2, tmp_path / "hook", *hook)
     assert "2 ranks on 1 node, fp32, SyncBN, comm hook powersgd, " in capfd.readouterr().out
