@@ -76,14 +76,14 @@ def wrong(rows: dict[str, Any]) -> dict[str, str]:
 # As a person starts it ----------------------------------------------------------------------------
 
 
-def test_alone_it_prints_a_table_and_warnings_do_not_fail(command, tmp_path):
+def test_alone_it_prints_a_table_and_warnings_do_not_fail(tmp_path):
     threads = {
         "OMP_NUM_THREADS": "64",
         "MKL_DYNAMIC": "FALSE",
     }  # else MKL stops at the cores that there are
-    done = command(verb="trainer.doctor", environment=threads)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    lines = done.stdout.splitlines()
+    code, out, err = ended(launch(tmp_path, verb="trainer.doctor", **threads))
+    assert code == 0 and err == "", err
+    lines = out.splitlines()
     assert lines[0].split() == ["check", "result", "what", "was", "found", "what", "to", "do"]
     told = {line[1:18].strip(): line for line in lines[1:]}
     assert list(told) == ["rank 0", *ROWS, *SUMS]
