@@ -1,5 +1,5 @@
 """Launchers over two machines, a machine that is lost and comes back, a cable that is pulled
-(tests/machines.py)."""
+(tests/harness/machines.py)."""
 
 import contextlib
 import io

@@ -7,6 +7,7 @@ import torch
 from harness import FIFTY, Beside, check_parity, fit_on
 
 from trainer.engine.objective import Objective
+from trainer.tasks import cifar, cifar10
 
 TEXT = [
     *("task=text", "task.options.context=32", "task.options.width=32", "task.options.layers=2"),
@@ -52,6 +53,18 @@ SAME_MICRO_BATCH = {
     "ddp x 4": (4, []),
     "streamed, 3 workers": (2, ["data.path=streamed", "data.workers=3"]),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_images():
+    """1,200 of the bundled images, read once before the forks: each rank would read all of them."""
+    found = {}
+    for split, count in (("train", 1100), ("eval", 100)):
+        images, labels, source = cifar10.load(split, "bundled", "")
+        found[split] = (images[:count], labels[:count], source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cifar, "load", lambda split, data, root: found[split])
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,12 @@ import json
 
 import pytest
 import torch
-from harness import CONF, check_equal_bits, check_parity, fit, fit_on, newest, on_ranks
+from harness import check_equal_bits, check_parity, fit, fit_on, newest, on_ranks
+from harness.command import refuse_meeting
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trainer import ConfigError, load_config
-from trainer.__main__ import load_task
+from trainer import ConfigError
 from trainer.checkpoints.packing import unpack
-from trainer.setup import check_training
 
 # BatchNorm, dropout, weights and momentum: all the state there is. Stopped between log points 10
 # and 15.
@@ -162,28 +161,41 @@ def test_branch_from_an_older_checkpoint_needs_a_new_name(tmp_path):
     recipe = [*RICH, *EVERY_10]
     straight = fit_on(1, tmp_path, *recipe)
     old = straight["directory"] / "checkpoints/step-00000010"
-    with pytest.raises(ConfigError, match=r"its run went on to step 30; give run.name=<new>"):
-        refuse(tmp_path, "run.name=null", f"run.resume={old}")
+    (line,) = refused_at_once(tmp_path, ["run.name=null", f"run.resume={old}"])
+    assert "its run went on to step 30; give run.name=<new>" in line
     branch = fit_on(1, tmp_path, *recipe, "run.name=branch", f"run.resume={old}")
     assert len(branch["seen"]) == 20 and branch["directory"].name == "branch"
     check_equal_bits(straight, branch)
 
 
-def refuse(folder, *overrides):
-    """Run the first gate in this process; no group is made."""
-    config = load_config([f"run.dir={folder}", "run.name=run", *RICH, *overrides], [CONF])
-    check_training(config, load_task(config)(config).world)
+def refused_at_once(folder, *cases):
+    """The line of each case, a list of overrides: before any group is made."""
+
+    def each():
+        refuse_meeting()
+        found = []
+        for overrides in cases:
+            with pytest.raises(ConfigError) as caught:
+                fit(folder, *RICH, *overrides)
+            found.append(str(caught.value))
+        return found
+
+    return on_ranks(1, each)[0]
 
 
 def test_what_the_samples_follow_from_cannot_change(tmp_path):
     fit_on(1, tmp_path, *RICH)
-    for key, value, was in (("run.seed", 1, 0), ("data.global_batch", 20, 22)):
-        with pytest.raises(ConfigError, match=f"{key}={value}: the run to resume has {was}"):
-            refuse(tmp_path, "run.resume=auto", f"{key}={value}")
-    with pytest.raises(ConfigError, match="exists and is not being resumed"):
-        refuse(tmp_path)
-    with pytest.raises(ConfigError, match="no checkpoint there"):
-        refuse(tmp_path, f"run.resume={tmp_path}/nowhere")
+    seed, batch, again, nowhere = refused_at_once(
+        tmp_path,
+        ["run.resume=auto", "run.seed=1"],
+        ["run.resume=auto", "data.global_batch=20"],
+        [],
+        [f"run.resume={tmp_path}/nowhere"],
+    )
+    assert "run.seed=1: the run to resume has 0" in seed
+    assert "data.global_batch=20: the run to resume has 22" in batch
+    assert "exists and is not being resumed" in again
+    assert "no checkpoint there" in nowhere
 
 
 def test_checkpoint_of_another_model_or_other_data_is_refused_on_all_ranks(tmp_path):

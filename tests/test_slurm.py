@@ -1,4 +1,4 @@
-"""What SLURM does to a run, on a real one of two nodes (tests/slurm.py)."""
+"""What SLURM does to a run, on a real one of two nodes (tests/harness/slurm.py)."""
 
 import contextlib
 import io
