@@ -58,7 +58,7 @@ class Preparation:
         return prepared
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class LocalBatch:
     """This rank's rows of one global batch, in micro-batches.
 
