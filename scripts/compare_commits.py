@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -390,6 +391,7 @@ def main() -> int:
         return 0
     if len(given.revisions) != 2 or not chosen:
         parser.error("give two revisions or directories, and an --only that a case contains")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that worktrees are removed
     with ExitStack() as stack:
         a, b = (stack.enter_context(opened(name)) for name in given.revisions)
         a.check_import()
