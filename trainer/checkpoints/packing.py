@@ -57,7 +57,8 @@ def private_copy(tree: Any, copied: dict[Any, torch.Tensor] | None = None) -> An
             copied[key] = tree.detach().to("cpu", copy=True)
         return copied[key]
     if isinstance(tree, Mapping):
-        made = type(tree)((key, private_copy(value, copied)) for key, value in tree.items())  # type: ignore[call-arg]
+        pairs = [(key, private_copy(value, copied)) for key, value in tree.items()]
+        made = type(tree)(pairs)  # type: ignore[call-arg]
         if hasattr(tree, "_metadata"):  # of a module's state_dict: the versions of its layers
             made._metadata = tree._metadata  # type: ignore[attr-defined]
         return made
