@@ -6,7 +6,7 @@ Contestants take turns, each in a process of its own, on one rank and on two; th
 over the rounds and ratios to the bare loop, which reads its batches through a DataLoader.
 Lightning, Fabric and Accelerate take part where they are installed: pip install -e '.[bench]'.
 
-On one rank Lockstep is also compared with the bare step: forward, loss, backward, fused SGD and
+On one rank Lockstep is also compared with the bare step: forward, loss, backward, SGD and
 zero_grad on one batch that stays in memory. Blocks of both alternate in one process.
 
 `--beside DIR` adds the Lockstep of another checkout, to compare two commits in the same rounds.
@@ -90,11 +90,9 @@ class BareStep:
         self.blocks.append(time.perf_counter() - began)
 
     def build(self) -> Callable[[], None]:
-        import torch
         from torch.nn.functional import cross_entropy
 
-        model, data, _ = parts()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+        model, data, optimizer = parts()
         inputs, targets = data[:BATCH]
 
         def run_block() -> None:

@@ -285,11 +285,14 @@ EVERY = ["checkpoint.every_steps=5", "checkpoint.every_epochs=null", "eval.every
 @pytest.mark.parametrize(
     ("kind", "rank"),
     [
-        ("torchrun", 0),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("elastic", 0), ("elastic", 1), ("torchrun", 1), ("wrapper", 1))
-        ),
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("torchrun", 0),
+            ("elastic", 0),
+            ("elastic", 1),
+            ("torchrun", 1),
+            ("wrapper", 1),
+        )
     ],
 )
 def test_killed_rank_is_started_again_and_the_end_is_the_same(kind, rank, command, tmp_path):

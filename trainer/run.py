@@ -88,6 +88,8 @@ class Run:
         self._setup = setup
         self._ranks = setup.parts.ranks
         self._clock = Clock()
+        is_alone = self.world.world_size == 1
+        self._drift_every = None if is_alone else self.config.dist.drift_every_steps
         with self._ranks.group.agreed("planning the run"):
             self.batches = setup.open_batches()
             epochs = self.config.run.epochs * self.batches.steps_per_epoch
@@ -218,8 +220,7 @@ class Run:
     def observe(self) -> None:
         """Compare the ranks' state where that is due, and show progress."""
         step = self.state.step
-        every = self.config.dist.drift_every_steps
-        if every and step % every == 0 and self.world.world_size > 1:
+        if self._drift_every and step % self._drift_every == 0:
             state = {
                 "model": self.engine.strategy.shards(),
                 "optimizers": self.engine.optimizer_states(),

@@ -45,11 +45,12 @@ class Sink:
 
 
 def _in_every_sink(method: Method) -> Method:
-    """A method of Record that calls the same method of each of its sinks."""
+    """A method of Record that calls the same method of each sink that has its own."""
+    name = method.__name__
 
     def call(record: Record, *arguments: Any) -> None:
-        for sink in record.sinks:
-            getattr(sink, method.__name__)(*arguments)
+        for receive in record.receivers(name):
+            receive(*arguments)
 
     return cast(Method, call)
 
@@ -58,7 +59,14 @@ class Record(Sink):
     """All sinks of a run. Off rank 0 it has none, so callers never ask for the rank."""
 
     def __init__(self, sinks: Sequence[Sink] = ()):
-        self.sinks = sinks
+        self._receivers: dict[str, list[Callable[..., None]]] = {}
+        for name in vars(Sink):
+            own = [s for s in sinks if getattr(type(s), name) is not getattr(Sink, name)]
+            self._receivers[name] = [getattr(sink, name) for sink in own]
+
+    def receivers(self, name: str) -> Sequence[Callable[..., None]]:
+        """The methods of this name: bound once, since some are called after every step."""
+        return self._receivers[name]
 
     say = _in_every_sink(Sink.say)
     table = _in_every_sink(Sink.table)
