@@ -213,6 +213,24 @@ def test_step_that_returns_no_outcome_is_refused(tmp_path):
     on_ranks(1, body)
 
 
+class Crowded(Tiny):
+    """Names that a framework might be tempted to take; none of them is its own."""
+
+    skipped = "mine"
+    _session = _group = _writer = _engine = "mine"
+
+    def _refuse(self, *arguments):
+        raise AssertionError("a method of the user's was called")
+
+    _log = _train = _fit = _finish = _evaluate = step_once = check = save = _refuse
+
+
+def test_names_of_a_user_class_are_the_users_own(tmp_path):
+    plain = fit_on(1, tmp_path / "plain", *TINY)
+    crowded = fit_on(1, tmp_path / "crowded", *TINY, task=Crowded)
+    assert crowded["losses"] == plain["losses"] and crowded["metrics"] == plain["metrics"]
+
+
 class Compiled(Tiny):
     def fit(self):
         summary = super().fit()
