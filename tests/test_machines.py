@@ -211,7 +211,9 @@ def check_unbroken(directory: Path, folder: Path, steps: int, sizes: list[int]) 
         assert audit.main([str(directory)]) == 0, told.getvalue()
     undisturbed = fit_on(1, folder / "undisturbed", "task=tiny", *RECIPE, f"run.steps={steps}")
     entries = [
-        entry for _, entry in rundir.read_entries(directory / rundir.METRICS) if "train/loss" in entry
+        entry
+        for _, entry in rundir.read_entries(directory / rundir.METRICS)
+        if "train/loss" in entry
     ]
     losses = {entry["step"]: entry["train/loss"] for entry in entries}
     assert len(entries) == len(losses) == steps and losses.keys() == undisturbed["losses"].keys()
