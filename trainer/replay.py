@@ -42,9 +42,6 @@ class Replayed(Exception):
 
 
 def main(arguments: Sequence[str]) -> int:
-    if "-h" in arguments or "--help" in arguments:
-        print(HELP)
-        return 0
     place, words, config_dirs = run_directory(arguments, ADVICE)
     wanted = [word.removeprefix("step=") for word in words if word.startswith("step=")]
     if len(wanted) != 1 or not wanted[0].isdecimal() or int(wanted[0]) < 1:
@@ -159,4 +156,4 @@ def _recorded_loss(directory: Path, step: int) -> str:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, HELP)

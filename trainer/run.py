@@ -110,7 +110,9 @@ class Run:
         self._first_step = self.step
         self._began_s = self._clock.read()
         self._logged = (self.step, self._began_s)
-        self._announce(origin, manifest, [*opened.warnings, *skipped])
+        self._origin = origin
+        self._manifest = manifest
+        self._warnings = [*opened.warnings, *skipped]
 
     @property
     def model(self) -> nn.Module:
@@ -138,16 +140,21 @@ class Run:
         self.record.close()
         self.batches.close()
 
-    def _announce(self, origin: resume.Origin, manifest: Manifest | None, lines: list[str]) -> None:
-        """Show what is about to run: ranks, layout, batch arithmetic, data, model, changes."""
+    def announce(self) -> None:
+        """Show what is about to run: ranks, layout, batch arithmetic, data, model, changes.
+
+        A collective. Called within the run's context, which writes down what fails here too.
+        """
         config = self.config
         setup = self._setup
+        manifest = self._manifest
         ranks = self._ranks.group.gather_text(startup.describe_rank(self.world))
         self.record.table(startup.RANK_COLUMNS, startup.rank_rows(ranks))
         self.record.say(startup.layout(config, self.world, setup.threads))
         told = startup.arithmetic(config, self.batches.plan, self.num_steps)
         told += [startup.describe_data(split, data) for split, data in setup.datasets.items()]
-        told += [startup.describe_model(self.model), f"run directory: {self.directory}", *lines]
+        told += [startup.describe_model(self.model), f"run directory: {self.directory}"]
+        told += self._warnings
         if config.run.resume == "auto" and manifest is None:
             told.append("run.resume=auto found nothing to go on from: a fresh start")
         if manifest is not None:
@@ -155,10 +162,10 @@ class Run:
         told += setup.parts.strategy.list_remarks(is_resumed=manifest is not None)
         for line in told:
             self.record.say(line)
-        if not origin.is_resumed:
+        if not self._origin.is_resumed:
             self.record.hyper_parameters(config.flat())
-        if config.log.images:
-            inputs, _ = next(iter(self.batches.of_step(self.step % self.num_steps)))
+        if config.log.images and not self.is_over:
+            inputs, _ = next(iter(self.batches.of_step(self.step)))
             self.record.images(self.step, inputs)
 
     # Decisions ----------------------------------------------------------------------------------

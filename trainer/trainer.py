@@ -173,6 +173,7 @@ def loop(task: Trainer, run: Run) -> Summary:
     batches = run.batches
     engine = run.engine
     state = run.state
+    run.announce()
     if run.is_evaluation_owed:
         run.note(task.evaluate())
     while not run.is_over:

@@ -33,9 +33,6 @@ WORDS = {True: {"steps", "kills", "seed"}, False: {"steps", "layouts"}}  # with 
 
 
 def main(arguments: Sequence[str]) -> int:
-    if "-h" in arguments or "--help" in arguments:
-        print(HELP.format(layouts=", ".join(LAYOUTS)))
-        return 0
     if any(os.environ.get(name) for name in ("RANK", "WORLD_SIZE")):
         advice = "run it with python, not under a launcher"
         raise ConfigError(f"trainer.verify starts its ranks itself: {advice}")
@@ -83,4 +80,4 @@ def _whole_number(words: Mapping[str, str], name: str, default: int, least: int 
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, HELP.format(layouts=", ".join(LAYOUTS)))
