@@ -7,7 +7,8 @@ over the rounds and ratios to the bare loop, which reads its batches through a D
 Lightning, Fabric and Accelerate take part where they are installed: pip install -e '.[bench]'.
 
 On one rank Lockstep is also compared with the bare step: forward, loss, backward, SGD and
-zero_grad on one batch that stays in memory. Blocks of both alternate in one process.
+zero_grad on one batch that stays in memory. Blocks of both alternate in one process, and the
+overhead is the median of Lockstep's single steps minus that of the bare ones.
 
 `--beside DIR` adds the Lockstep of another checkout, to compare two commits in the same rounds.
 """
@@ -46,7 +47,7 @@ class Stopwatch:
 
     The median of the blocks counts: each holds one log, and other load falls into few of them.
     `between` runs after every other block, in nobody's time; the block that follows it fills the
-    caches again and is not counted.
+    caches again and is not counted. `single` has the steps of the counted blocks.
     """
 
     def __init__(self, steps: int, between: Callable[[], None] | None = None):
@@ -54,10 +55,15 @@ class Stopwatch:
         self.between = between
         self.count = 0
         self.blocks: list[float] = []
-        self.began = 0.0
+        self.single: list[float] = []
+        self.began = self.last = 0.0
         self.is_timed = False
 
     def __call__(self) -> None:
+        now = time.perf_counter()
+        if self.is_timed:
+            self.single.append(now - self.last)
+        self.last = now
         self.count += 1
         if self.count == 1:
             self.first = time.time() - float(os.environ["BENCH_BEGUN"])
@@ -67,45 +73,48 @@ class Stopwatch:
             self.is_timed = self.between is None or not self.is_timed
             if self.between is not None and not self.is_timed:
                 self.between()
-            self.began = time.perf_counter()
+            self.began = self.last = time.perf_counter()
 
     def result(self) -> dict[str, float]:
-        us_per_step = 1e6 * statistics.median(self.blocks) / LOG_EVERY
-        return {"first_step_s": self.first, "us_per_step": us_per_step}
+        return {
+            "first_step_s": self.first,
+            "us_per_step": 1e6 * statistics.median(self.blocks) / LOG_EVERY,
+            "single_us": 1e6 * statistics.median(self.single),
+        }
 
 
 class BareStep:
     """The bare step on resident tensors; a call runs a block to fill caches, then a timed one."""
 
     def __init__(self) -> None:
-        self.blocks: list[float] = []
-        self.run_block: Callable[[], None] | None = None
+        self.single: list[float] = []
+        self.run_block: Callable[[list[float]], None] | None = None
 
     def __call__(self) -> None:
         if self.run_block is None:  # not before the first step, whose time is measured too
             self.run_block = self.build()
-        self.run_block()
-        began = time.perf_counter()
-        self.run_block()
-        self.blocks.append(time.perf_counter() - began)
+        self.run_block([])
+        self.run_block(self.single)
 
-    def build(self) -> Callable[[], None]:
+    def build(self) -> Callable[[list[float]], None]:
         from torch.nn.functional import cross_entropy
 
         model, data, optimizer = parts()
         inputs, targets = data[:BATCH]
 
-        def run_block() -> None:
+        def run_block(single: list[float]) -> None:
             for _ in range(LOG_EVERY):
+                began = time.perf_counter()
                 loss = cross_entropy(model(inputs), targets)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                single.append(time.perf_counter() - began)
 
         return run_block
 
     def result(self) -> dict[str, float]:
-        return {"bare_step_us": 1e6 * statistics.median(self.blocks) / LOG_EVERY}
+        return {"bare_step_us": 1e6 * statistics.median(self.single)}
 
 
 def parts():
@@ -141,12 +150,11 @@ def bare(steps: int, ranks: int) -> dict[str, float]:
 
 
 def lockstep(steps: int, ranks: int) -> dict[str, float]:
-    from torch.nn.functional import cross_entropy
-
-    from trainer import Trainer, load_config
+    from trainer import Trainer, load_config  # before torch, as on the command line
 
     bare_step = BareStep()
     watch = Stopwatch(steps, bare_step) if ranks == 1 else Stopwatch(steps)
+    from torch.nn.functional import cross_entropy
 
     class Tiny(Trainer):
         def build_model(self):
@@ -308,7 +316,7 @@ def summarize(name: str, ranks: int, turns: list[dict]) -> dict:
         row[f"{key} ratio"] = statistics.median(ratios)
     if "bare_step_us" in turns[0][name]:
         row["bare_step_us"] = statistics.median(turn[name]["bare_step_us"] for turn in turns)
-        shares = [turn[name]["us_per_step"] / turn[name]["bare_step_us"] - 1 for turn in turns]
+        shares = [turn[name]["single_us"] / turn[name]["bare_step_us"] - 1 for turn in turns]
         row["overhead"] = statistics.median(shares)
     return row
 

@@ -33,6 +33,7 @@ ROOMS = [
 ]
 TOP_LEVEL = {
     "errors": "errors",
+    "loading": "errors",
     "schedule": "schedule",
     **dict.fromkeys(("task", "setup", "decisions", "run", "trainer"), "run"),
     **dict.fromkeys(("__init__", "tasks"), "package"),
@@ -47,7 +48,7 @@ BUDGETS = {
     "engine": 810,
     "checkpoints": 700,
     "record": 825,
-    "top level": 820,
+    "top level": 840,
 }
 MOST_OF_A_FUNCTION = 40
 MOST_OF_A_FILE = 300

@@ -14,7 +14,7 @@ from trainer.data.batches import count_rows
 from trainer.distributed.group import Group, process_group
 from trainer.distributed.world import World
 from trainer.engine.means import Means, weigh
-from trainer.engine.objective import BoundObjective, Objective
+from trainer.engine.objective import Objective
 from trainer.errors import ConfigError
 
 ALONE = Group(World(), dist.HashStore())
@@ -231,7 +231,7 @@ def test_counted_values_keep_no_graph():
 # The loss -----------------------------------------------------------------------------------------
 
 
-def made(loss, global_batch: int = 4, ranks: int = 1, wants_stop=bool) -> BoundObjective:
+def made(loss, global_batch: int = 4, ranks: int = 1, wants_stop=bool) -> Objective:
     objective = Objective("loss", Means(), global_batch, ranks, wants_stop=wants_stop)
     return objective.of(loss)
 
@@ -252,7 +252,7 @@ def test_gradient_of_plain_values_is_that_of_their_mean():
     objective = made(plain)
     for part in (slice(0, 1), slice(1, None)):
         (objective(outputs[part], targets[part])[0] * objective.scale).backward()
-    assert objective.objective.factor(torch.zeros(2)) is None
+    assert objective.factor(torch.zeros(2)) is None
     torch.testing.assert_close(outputs.grad, targets / 12, rtol=1e-15, atol=0)
 
 
@@ -268,7 +268,7 @@ def test_gradient_of_weighted_values_is_that_of_their_mean():
         (total * objective.scale).backward()
         totals += carried
     torch.testing.assert_close(
-        outputs.grad * objective.objective.factor(totals),
+        outputs.grad * objective.factor(totals),
         targets**2 / targets.sum(),
         rtol=1e-14,
         atol=0,

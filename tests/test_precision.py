@@ -124,7 +124,7 @@ def test_scale_is_that_of_grad_scaler():
     for step in range(8):
         rows = torch.randn(5, 3) * (float("inf") if step in (2, 5) else 1)
         backward(precision, ours(rows).square().mean())
-        found_inf = precision.unscale([p.grad for p in ours.parameters()], None)
+        found_inf = precision.unscale([[p.grad for p in ours.parameters()]], None)
         step_unless([mine], found_inf)
         precision.update_scale(found_inf)
         scaler.scale(theirs(rows).square().mean()).backward()

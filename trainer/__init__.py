@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import CheckpointError, ConfigError, RunError
+from trainer.loading import uncollected
 
 if TYPE_CHECKING:
     from trainer.config.compose import load_config
@@ -46,5 +47,6 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        with uncollected():
+            return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'trainer' has no attribute {name!r}")

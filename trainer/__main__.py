@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from trainer.cli import HYDRA_FLAGS, check_alone, collect_less, load_task, run, split_arguments
+from trainer.cli import HYDRA_FLAGS, check_alone, load_task, run, split_arguments
 from trainer.config.compose import find_options, load_config
 from trainer.config.schema import Config
 from trainer.distributed.launchers import MARK, find_launcher
@@ -53,7 +53,6 @@ ranks, their network and disk)."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    collect_less()
     if any(word.split("=")[0] in HYDRA_FLAGS for word in arguments):
         from trainer.sweep.command import answer_or_sweep
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import sys
@@ -16,6 +15,7 @@ from trainer.config.targets import resolve
 from trainer.distributed.launchers import CODES, find_launcher
 from trainer.distributed.signals import leave_pid_1, let_go
 from trainer.errors import ConfigError, RunError, visible
+from trainer.loading import uncollected
 
 Verb = Callable[[Sequence[str]], int]  # arguments -> exit code
 HELP_FLAGS = ("-h", "--help")
@@ -26,9 +26,6 @@ HYDRA_FLAGS = (*SWEEP_FLAGS, *QUESTIONS, "--resolve", "-p", "--package")
 # torchrun kills all ranks at the first exit, and with it the line that rank 0 is about to print
 WAIT_S = 3.0
 SOON_S = 0.9
-# Python's collector looks through torch again and again while it is imported: 0.1 s of 1.4 s
-_COLLECTIONS = gc.get_threshold()
-_FEW_COLLECTIONS = 100_000
 
 
 def run(verb: Verb, usage: str | Callable[[Sequence[str]], str] = "") -> None:
@@ -156,11 +153,7 @@ def check_alone(what: str, advice: str) -> None:
         raise ConfigError(f"{what}: {started}; {advice}")
 
 
-def collect_less() -> None:
-    """Collect garbage rarely until the task is loaded."""
-    gc.set_threshold(_FEW_COLLECTIONS)
-
-
+@uncollected()
 def load_task(config: Config) -> Any:
     """The Trainer that `task.trainer` names. Raises ConfigError for anything else."""
     name = config.task.trainer
@@ -169,8 +162,6 @@ def load_task(config: Config) -> Any:
     task = resolve(name, "task.trainer", config.packages)
     from trainer.trainer import Trainer
 
-    gc.freeze()  # what was imported stays
-    gc.set_threshold(*_COLLECTIONS)
     if not (isinstance(task, type) and issubclass(task, Trainer)) or task is Trainer:
         raise ConfigError(f"task.trainer={name}: must be a subclass of trainer.Trainer")
     return task

@@ -177,7 +177,7 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        return self.is_stopped or self.state.step >= self.num_steps
+        return self.decisions.is_stopped or self.state.step >= self.num_steps
 
     @property
     def is_evaluation_owed(self) -> bool:
@@ -196,7 +196,7 @@ class Run:
 
     def wants_stop(self) -> bool:
         """Does this rank ask all ranks to stop?"""
-        return bool(self._ranks.stop) or self.saver.has_failed
+        return self._ranks.stop.name is not None or self.saver.has_failed
 
     def request_save(self) -> Path:
         """Have the state after this step published; where it will be."""
@@ -234,7 +234,7 @@ class Run:
             }
             check_drift(self._ranks.group, step, state)
         self.record.progress(step, self.num_steps)
-        self.record.observe(step, self.model)
+        self.record.observe(step, self.engine.strategy.module)
 
     def _warn_of_unreadable(self) -> None:
         for index in self.batches.gather_replaced():

@@ -29,6 +29,7 @@ from trainer.engine.evaluation import Evaluator
 from trainer.engine.parts import Parts
 from trainer.engine.precision import Precision
 from trainer.errors import ConfigError
+from trainer.loading import uncollected
 from trainer.record import fingerprint, resume
 from trainer.record.gate import check_soon
 from trainer.schedule import Factor
@@ -55,6 +56,7 @@ def check_training(config: Config, world: World) -> resume.Origin:
     return check_soon(config, world.launcher)
 
 
+@uncollected()
 def try_optimizer(config: Config) -> None:
     """The end of the first gate: torch's optimizers check their own arguments in a second."""
     if config.optim["_target_"] in FUSED:

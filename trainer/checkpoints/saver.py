@@ -66,6 +66,7 @@ class DiskSaver(Saver):
         self._flush_record = flush_record
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._saving: Future[None] | None = None
+        self._is_lost = False
 
     def save(
         self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], best: int | None
@@ -75,7 +76,7 @@ class DiskSaver(Saver):
             self._publish(step, parts, facts, best)
             return
         copied = packing.private_copy(parts)
-        self._saving = self._pool.submit(self._publish, step, copied, facts, best)
+        self._saving = self._pool.submit(self._publish_behind, step, copied, facts, best)
 
     def settle(self, step: int | None = None) -> None:
         saving = self._saving
@@ -90,10 +91,15 @@ class DiskSaver(Saver):
 
     @property
     def has_failed(self) -> bool:
-        saving = self._saving
-        if self._disk.failure is not None:
-            return True
-        return bool(saving and saving.done() and saving.exception())
+        return self._is_lost or self._disk.failure is not None
+
+    def _publish_behind(self, *arguments: Any) -> None:
+        """Publish behind the loop, which asks `has_failed` after every step."""
+        try:
+            self._publish(*arguments)
+        except BaseException:
+            self._is_lost = True
+            raise  # to whoever settles
 
     def _publish(
         self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], best: int | None

@@ -107,6 +107,7 @@ class Batches:
         micro_batch = check_batch(data.global_batch, data.micro_batch, size)
         source = Source(dataset, "train", data, prepare.seed, prepare.device)
         self.plan = BatchPlan(num_examples, data.global_batch, micro_batch, size)
+        self.steps_per_epoch = self.plan.steps_per_epoch
         self.ledger = Ledger(self.plan, rank)
         self.replaced: dict[str, int] = {}
         self._first = rank * self.plan.accumulation
@@ -116,20 +117,17 @@ class Batches:
         self._sampler = EpochSampler(self.plan, prepare.seed, rank, source.index_device)
         self._loaders = [source.open(self._sampler)]
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.plan.steps_per_epoch
-
     def epoch(self, epoch: int, first: int = 0) -> Iterator[LocalBatch]:
         """The batches of an epoch, from its 0-based step `first` on."""
         self._sampler.set_epoch(epoch, first)
         pieces = iter(self._loaders[0])
+        heartbeat = self._ranks.heartbeat
         begin = epoch * self.steps_per_epoch
         for step in range(begin + first, begin + self.steps_per_epoch):
-            self._ranks.heartbeat.begin_step(step)
+            heartbeat.begin_step(step)
             batch = self._local(list(islice(pieces, self.plan.accumulation)), step, epoch)
             self.ledger.note(batch.indices, self._ranks.group)
-            self._ranks.heartbeat.enter(Phase.COMPUTE)
+            heartbeat.enter(Phase.COMPUTE)
             yield batch
 
     def of_step(self, step: int) -> LocalBatch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.utils.data import Sampler
@@ -69,11 +70,11 @@ class BatchPlan:
     micro_batch: int
     ranks: int
 
-    @property
+    @cached_property
     def accumulation(self) -> int:
         return math.ceil(math.ceil(self.global_batch / self.ranks) / self.micro_batch)
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         return self.num_examples // self.global_batch
 

@@ -155,10 +155,11 @@ class ResidentLoader:
         row_bytes = max(1, sum(tensor[:1].nbytes for tensor in self._tensors))
         batches = iter(self._sampler)
         for first in batches:
-            count = max(1, AHEAD_BYTES // (row_bytes * max(1, len(first))))
+            count = max(1, AHEAD_BYTES // (row_bytes * max(1, first.numel())))
             some = [first, *islice(batches, count - 1)]
             gathered, _ = self.read(torch.cat(some) if len(some) > 1 else first)
-            parts = [tensor.split([len(indices) for indices in some]) for tensor in gathered]
+            sizes = [indices.numel() for indices in some]
+            parts = [tensor.split(sizes) for tensor in gathered]
             yield from zip(zip(*parts, strict=True), some, strict=True)
 
     def read(self, indices: torch.Tensor, epoch: int = 0) -> Piece:

@@ -67,7 +67,7 @@ class Engine:
         self._objectives: dict[str, Objective] = {}
         rehearsal = next(iter(batch))
         torch.manual_seed(config.run.seed)  # lazy layers draw their weights in the rehearsal
-        strategy.prepare(rehearsal, self._objective("loss").of(parts.hooks.loss))
+        strategy.prepare(rehearsal, self._new_objective("loss").of(parts.hooks.loss))
         strategy.on_gradients(self._heartbeat.reduce_begun)
         self.means.clear()
         self.optimizers = check_optimizers(parts.hooks.build_optimizer(strategy.module))
@@ -107,14 +107,14 @@ class Engine:
         Only parameters of `optimizers` (all by default) keep one.
         """
         strategy = self.strategy
-        objective = self._objective(name)
+        objective = (self._objectives.get(name) or self._new_objective(name)).of(loss)
         statistics = strategy.running_statistics()
-        totals = strategy.forward_backward(batch, objective.of(loss))
+        totals = strategy.forward_backward(batch, objective)
         self._heartbeat.enter(Phase.UPDATE)
         if optimizers is not None:
             groups = [group for optimizer in optimizers for group in optimizer.param_groups]
             strategy.drop_gradients([p for group in groups for p in group["params"]])
-        found_inf = self.precision.unscale(strategy.gradients(), objective.factor(totals))
+        found_inf = self.precision.unscale(strategy.gradients_by_kind(), objective.factor(totals))
         return Gradients(totals, found_inf, statistics)
 
     def step(self, gradients: Gradients, optimizers: Sequence[Optimizer] | None = None) -> Outcome:
@@ -123,7 +123,8 @@ class Engine:
         if self._clip_norm is not None:
             self._clip(self._clip_norm)
         step_unless(optimizers or self.optimizers, found_inf)
-        self.precision.update_scale(found_inf)
+        if self.precision.is_scaled:
+            self.precision.update_scale(found_inf)
         if gradients.statistics:
             self.strategy.restore_statistics(gradients.statistics, found_inf)
         self.strategy.drop_gradients()
@@ -137,13 +138,8 @@ class Engine:
         norm = self.strategy.reduce(get_total_norm(gradients))
         clip_grads_with_norm_(self._parameters, max_norm, norm)
 
-    def _objective(self, name: str) -> Objective:
-        if name not in self._objectives:
-            self._objectives[name] = self._new_objective(name, 0)
-        return self._objectives[name]
-
-    def _new_objective(self, name: str, elements: int) -> Objective:
-        return Objective(
+    def _new_objective(self, name: str, elements: int = 0) -> Objective:
+        self._objectives[name] = Objective(
             name,
             self.means,
             self._global_batch,
@@ -152,6 +148,7 @@ class Engine:
             self._group.share_number,
             self._wants_stop,
         )
+        return self._objectives[name]
 
     def set_rate(self, step: int) -> None:
         """Set every group's rate for the update made at 0-based `step`."""
@@ -186,8 +183,9 @@ class Engine:
     def load_state_dict(self, model: dict[str, torch.Tensor], training: dict[str, Any]) -> None:
         """Raises CheckpointError for the state of another model or optimizer."""
         self.means.load(training["rows"])
-        elements = training["elements"]
-        self._objectives = {name: self._new_objective(name, n) for name, n in elements.items()}
+        self._objectives.clear()
+        for name, elements in training["elements"].items():
+            self._new_objective(name, elements)
         self.precision.load_state_dict(training["precision"])
         self.strategy.load(model)
         check_count(self.optimizers, training["optimizers"])

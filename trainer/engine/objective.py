@@ -41,23 +41,28 @@ class Objective:
         self._ranks = ranks
         self._agree = agree
         self._wants_stop = wants_stop
+        self._loss: Callable[[Any, Any], Values] | None = None
         self._carried: dict[tuple[float, bool], torch.Tensor] = {}
 
-    def of(self, loss: Callable[[Any, Any], Values]) -> BoundObjective:
-        """This objective with the loss function of one update."""
-        return BoundObjective(self, loss)
+    def of(self, loss: Callable[[Any, Any], Values]) -> Objective:
+        """This objective, from now on with the loss function of one update."""
+        self._loss = loss
+        return self
 
-    def weighed(self, returned: Values, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        values, weights = weigh(self._name, returned, rows)
+    def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._loss is not None
+        rows = count_rows(targets, outputs)
+        values, weights = weigh(self._name, self._loss(outputs, targets), rows)
         if weights is None:
             count = values.numel()
+            if count != rows * self.elements or self.is_weighted is not False:
+                self._check_constant(count // rows, False)
             total = values.sum()
-            self._check_constant(count // rows, False)
             self._means.count(self._name, total.detach(), count)
             return total, self._carry(total, count)
+        self._check_constant(values.numel() // rows, True)
         total = (values * weights).sum()
         weight = weights.sum()
-        self._check_constant(values.numel() // rows, True)
         self._means.count(self._name, total.detach(), weight)
         stop = self._carry(total, 0)[1]
         return total, torch.stack([weight.to(total.dtype), stop])
@@ -86,19 +91,3 @@ class Objective:
         if key not in self._carried:  # made once: a GPU would wait for the copy
             self._carried[key] = torch.tensor(key, dtype=total.dtype, device=total.device)
         return self._carried[key]
-
-
-class BoundObjective:
-    """An Objective with a loss function: what `strategy.forward_backward` takes."""
-
-    def __init__(self, objective: Objective, loss: Callable[[Any, Any], Values]):
-        self.objective = objective
-        self._loss = loss
-
-    @property
-    def scale(self) -> float:
-        return self.objective.scale
-
-    def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = count_rows(targets, outputs)
-        return self.objective.weighed(self._loss(outputs, targets), rows)

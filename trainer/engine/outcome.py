@@ -39,14 +39,14 @@ class OneStepLate:
 
     def push(self, outcome: Outcome) -> StepReport | None:
         """The report of the outcome pushed before, None the first time."""
-        before = self.flush()
-        if outcome.parts[0][0].device.type == "cuda":
+        report = self.flush()
+        if outcome.parts[0][0].is_cuda:
             self._copied = torch.cuda.Event()
             to_host = [[t.to("cpu", non_blocking=True) for t in part] for part in outcome.parts]
             outcome = Outcome(tuple((totals, found_inf) for totals, found_inf in to_host))
             self._copied.record()
         self._pending = outcome
-        return before
+        return report
 
     def flush(self) -> StepReport | None:
         """The report of the last outcome, once."""
@@ -54,11 +54,12 @@ class OneStepLate:
             return None
         if self._copied is not None:
             self._copied.synchronize()
-        report = StepReport(has_weight=True, is_skipped=False, is_stop_requested=False)
+        has_weight = True
+        is_skipped = is_stop_requested = False
         for totals, found_inf in self._pending.parts:
             weight, stops = totals.tolist()
-            report.has_weight &= weight != 0
-            report.is_stop_requested |= stops > 0
-            report.is_skipped |= found_inf.item() != 0
+            has_weight &= weight != 0
+            is_stop_requested |= stops > 0
+            is_skipped |= found_inf.item() != 0
         self._pending = None
-        return report
+        return StepReport(has_weight, is_skipped, is_stop_requested)

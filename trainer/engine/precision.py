@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -70,18 +70,21 @@ class Precision:
         return self._roots[key]
 
     def unscale(
-        self, gradients: Sequence[torch.Tensor], factor: torch.Tensor | None
+        self, gradients: Sequence[list[torch.Tensor]], factor: torch.Tensor | None
     ) -> torch.Tensor:
         """Multiply by `factor`, take the scale out; () on the device, 1 where one is not finite.
 
-        Found as GradScaler finds it, in one pass on the device.
+        Found as GradScaler finds it, in one pass on the device. `gradients` are a list for each
+        device and dtype.
         """
         if self.is_scaled:
             factor = (1.0 if factor is None else factor) / self._scale
-        if factor is not None:
-            torch._foreach_mul_(list(gradients), factor)
         found_inf = torch.zeros_like(self._one)
-        for alike in _by_kind(gradients):
+        for alike in gradients:
+            if not alike:
+                continue
+            if factor is not None:
+                torch._foreach_mul_(alike, factor)
             is_here = alike[0].device == found_inf.device
             found = found_inf if is_here else found_inf.to(alike[0].device)
             one = self._one if is_here else self._one.to(alike[0].device)
@@ -93,9 +96,8 @@ class Precision:
         return found_inf
 
     def update_scale(self, found_inf: torch.Tensor) -> None:
-        """After a step: halve or, in time, double the scale of fp16."""
-        if self.is_scaled:
-            torch._amp_update_scale_(self._scale, self._growth, found_inf, 2.0, 0.5, 2000)
+        """After a step of fp16: halve or, in time, double the scale."""
+        torch._amp_update_scale_(self._scale, self._growth, found_inf, 2.0, 0.5, 2000)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"scale": self._scale, "growth": self._growth} if self.is_scaled else {}
@@ -105,11 +107,3 @@ class Precision:
         if self.is_scaled and state:
             self._scale.copy_(state["scale"])
             self._growth.copy_(state["growth"])
-
-
-def _by_kind(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """The tensors of each device and dtype."""
-    groups: dict[Any, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return groups.values()

@@ -13,6 +13,7 @@ from trainer.checkpoints.saver import DiskSaver, Saver
 from trainer.config.schema import Config
 from trainer.distributed.launchers import Launcher
 from trainer.distributed.ranks import Ranks
+from trainer.loading import uncollected
 from trainer.record import startup
 from trainer.record.console import Console
 from trainer.record.directory import read_evaluation
@@ -52,6 +53,7 @@ def open_directory(
     return opened or Opened(directory, Record(), Saver(directory), evaluation, [])
 
 
+@uncollected()  # rich and TensorBoard
 def _open(
     config: Config, launcher: Launcher, origin: Origin, step: int, model: nn.Module
 ) -> Opened:

@@ -49,24 +49,23 @@ def _in_every_sink(method: Method) -> Method:
     name = method.__name__
 
     def call(record: Record, *arguments: Any) -> None:
-        for receive in record.receivers(name):
+        for receive in record.receivers[name]:
             receive(*arguments)
 
     return cast(Method, call)
 
 
 class Record(Sink):
-    """All sinks of a run. Off rank 0 it has none, so callers never ask for the rank."""
+    """All sinks of a run. Off rank 0 it has none, so callers never ask for the rank.
+
+    `receivers` are the sinks' methods by name, bound once: some are called after every step.
+    """
 
     def __init__(self, sinks: Sequence[Sink] = ()):
-        self._receivers: dict[str, list[Callable[..., None]]] = {}
+        self.receivers: dict[str, list[Callable[..., None]]] = {}
         for name in vars(Sink):
             own = [s for s in sinks if getattr(type(s), name) is not getattr(Sink, name)]
-            self._receivers[name] = [getattr(sink, name) for sink in own]
-
-    def receivers(self, name: str) -> Sequence[Callable[..., None]]:
-        """The methods of this name: bound once, since some are called after every step."""
-        return self._receivers[name]
+            self.receivers[name] = [getattr(sink, name) for sink in own]
 
     say = _in_every_sink(Sink.say)
     table = _in_every_sink(Sink.table)

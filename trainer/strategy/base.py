@@ -121,6 +121,8 @@ class Strategy(ABC):
         self.flops = 0.0
         self._is_compiled = config.run.compile
         self._running: list[torch.Tensor] = []
+        self._parameters: list[nn.Parameter] = []
+        self._kinds: list[list[nn.Parameter]] = []
         self.module = model.to(dtype=precision.dtype)
         if self.config.devices_per_rank == 1:  # else the model has placed its parts itself
             self.module.to(world.device)
@@ -128,7 +130,7 @@ class Strategy(ABC):
             self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self.config.sync_batchnorm and self.mesh.data_size > 1:
             self.module = synchronize(self.module, world.device)
-        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self._list_parameters()
         if not self._parameters:
             raise ConfigError("build_model returned a model without trainable parameters")
 
@@ -166,13 +168,17 @@ class Strategy(ABC):
         return [LocalParameter(name, p, p, size) for name, p in named if p.requires_grad]
 
     def gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self._parameters if p.grad is not None]
+        return [gradient for p in self._parameters if (gradient := p.grad) is not None]
+
+    def gradients_by_kind(self) -> list[list[torch.Tensor]]:
+        """The gradients of each device and dtype: an operation over many takes one kind."""
+        return [[g for p in alike if (g := p.grad) is not None] for alike in self._kinds]
 
     def drop_gradients(self, kept: Iterable[nn.Parameter] = ()) -> None:
         """Free all gradients but those of `kept`."""
-        ids = {id(parameter) for parameter in kept}
+        ids = set(map(id, kept))
         for parameter in self._parameters:
-            if not ids or id(parameter) not in ids:
+            if id(parameter) not in ids:
                 parameter.grad = None
 
     def shards(self) -> dict[str, torch.Tensor]:
@@ -189,13 +195,20 @@ class Strategy(ABC):
 
     def running_statistics(self) -> list[torch.Tensor]:
         """Copies of the buffers that a forward pass changes."""
-        return [buffer.clone() for buffer in self._running]
+        return [buffer.clone() for buffer in self._running] if self._running else []
 
     @torch.no_grad()
     def restore_statistics(self, before: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
         """Put the copies back where a step was skipped: its numbers are in the statistics."""
         for buffer, was in zip(self._running, before, strict=True):
             buffer.copy_(torch.where(found_inf.to(buffer.device) > 0, was, buffer))
+
+    def _list_parameters(self) -> None:
+        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        kinds: dict[Any, list[nn.Parameter]] = {}
+        for parameter in self._parameters:
+            kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+        self._kinds = list(kinds.values())
 
     def _rehearse(self, batch: MicroBatch, objective: Objective) -> None:
         """Run the bare module once: lazy layers make their weights, operations are counted."""
@@ -205,7 +218,7 @@ class Strategy(ABC):
                 total, _ = objective(call(self.module, inputs), targets)
             total.backward()
         self.flops = counter.total / count_rows(targets, inputs)
-        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self._list_parameters()
         if self._is_compiled:
             # Module.compile would leave modules of torch itself, such as nn.Sequential, as they are
             self.module.forward = torch.compile(self.module.forward)

@@ -44,7 +44,7 @@ class SingleDevice(Strategy):
         for inputs, targets in batch:
             with self.precision.autocast():
                 total, carried = objective(call(self._wrapped, inputs), targets)
-            total.backward(self.precision.root(total, objective.scale))
+            torch.autograd.backward(total, self.precision.root(total, objective.scale))
             totals = carried if totals is None else totals + carried
         assert totals is not None
         return totals

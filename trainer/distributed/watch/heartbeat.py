@@ -41,9 +41,11 @@ class Heartbeat:
 
     def begin_step(self, step: int) -> None:
         """Note that a step begins, with its data."""
-        self.enter(Phase.DATA)
-        self._page[watcher.STEP] = step
-        self._began = self._page[watcher.SINCE]
+        self._began = time.monotonic()
+        page = self._page
+        page[watcher.PHASE] = Phase.DATA
+        page[watcher.SINCE] = self._began
+        page[watcher.STEP] = step
 
     def reduce_begun(self, *_: Any) -> None:
         """Note that this rank's gradients are there, and that it waits for the other ranks'."""
