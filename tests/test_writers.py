@@ -188,6 +188,16 @@ def test_exit_file_says_how_the_run_ended(tmp_path):
     }
 
 
+def test_failure_that_a_watcher_has_told_is_not_told_again(tmp_path):
+    """Ranks that lose the one which a watcher ends know less than the watcher."""
+    record, _ = open_record(tmp_path)
+    told = '{"code": 1, "reason": "no progress: rank 1", "step": 4}'
+    (tmp_path / "exit.json").write_text(told)
+    record.exit(1, "RunError: rank 1 is gone", {"step": 4})
+    record.close()
+    assert (tmp_path / "exit.json").read_text() == told
+
+
 def test_record_without_sinks_and_saver_without_disk_write_nothing(tmp_path, capsys):
     record = Record()
     record.scalars(1, {"train/loss": 1.0})

@@ -16,8 +16,9 @@ from trainer.engine.engine import Engine
 from trainer.engine.means import weigh
 from trainer.engine.parts import Hooks
 from trainer.errors import RunError
-from trainer.strategy.base import call, untouched
+from trainer.strategy.base import call
 from trainer.strategy.batchnorm import has_batchnorm
+from trainer.strategy.rehearsal import untouched
 
 CHUNK = 2**22  # elements digested at once: the copies are of 64 bits
 _SPREAD = 0x1E3779B97F4A7C15

@@ -45,6 +45,8 @@ class RecordFiles(Sink):
         os.fsync(self._file.fileno())
 
     def exit(self, code: int, reason: str, facts: Mapping[str, Any]) -> None:
+        if code and (self._directory / files.EXIT).exists():
+            return  # a watcher ends this process, and has told why
         try:
             self._lease.check()
             files.write_exit(self._directory, code, reason, **facts)

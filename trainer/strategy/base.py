@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
@@ -12,9 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import flop_registry
 
 from trainer.config.schema import Config
 from trainer.config.schema import Strategy as Settings
@@ -23,6 +21,7 @@ from trainer.distributed.world import World
 from trainer.errors import CheckpointError, ConfigError
 from trainer.strategy.batchnorm import synchronize
 from trainer.strategy.mesh import Mesh
+from trainer.strategy.rehearsal import FlopCounter
 
 
 class Precision(Protocol):
@@ -213,7 +212,7 @@ class Strategy(ABC):
     def _rehearse(self, batch: MicroBatch, objective: Objective) -> None:
         """Run the bare module once: lazy layers make their weights, operations are counted."""
         inputs, targets = batch
-        with _FlopCounter() as counter:
+        with FlopCounter() as counter:
             with self.precision.autocast():
                 total, _ = objective(call(self.module, inputs), targets)
             total.backward()
@@ -249,56 +248,11 @@ def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous(memory_format=torch.channels_last)
 
 
-class _FlopCounter(TorchDispatchMode):
-    """torch's formulas by operation. FlopCounterMode imports torch._dynamo: 0.7 s at each start."""
-
-    total = 0.0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if func._overloadpacket in flop_registry:
-            formula = flop_registry[func._overloadpacket]
-            self.total += formula(*args, **kwargs, out_val=out)
-        return out
-
-
 def call(model: nn.Module, inputs: Any) -> Any:
     """`model(inputs)` for a tensor, `model(*inputs)` for a tuple, `model(**inputs)` for a dict."""
     if isinstance(inputs, (tuple, list)):
         return model(*inputs)
     return model(**inputs) if isinstance(inputs, dict) else model(inputs)
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Run a block, then restore the model's buffers and drop its gradients.
-
-    Yields the buffers as they were before.
-    """
-    before = {name: b.clone() for name, b in model.named_buffers() if not is_lazy(b)}
-    try:
-        yield before
-    finally:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in before:
-                    buffer.copy_(before[name])
-        model.zero_grad(set_to_none=True)
-
-
-def changed_buffers(model: nn.Module, before: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The floating buffers that are not as they were: running statistics, and not constants."""
-    found = []
-    for name, buffer in model.named_buffers():
-        is_same = name in before and torch.equal(buffer, before[name])
-        if buffer.is_floating_point() and not is_same:
-            found.append(buffer)
-    return found
 
 
 def _check_model(ours: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:

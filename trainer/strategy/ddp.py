@@ -23,10 +23,9 @@ from trainer.strategy.base import (
     Precision,
     Strategy,
     call,
-    changed_buffers,
-    untouched,
 )
 from trainer.strategy.hooks import COMPRESSING, open_hook
+from trainer.strategy.rehearsal import changed_buffers, untouched
 from trainer.strategy.single import SingleDevice
 
 # torch 2.13 renames the switch: buffers are not broadcast before every forward.

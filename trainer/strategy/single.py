@@ -15,9 +15,8 @@ from trainer.strategy.base import (
     Precision,
     Strategy,
     call,
-    changed_buffers,
-    untouched,
 )
+from trainer.strategy.rehearsal import changed_buffers, untouched
 
 
 class SingleDevice(Strategy):

@@ -18,7 +18,8 @@ from trainer.data.randomness import seed_layers
 from trainer.engine.means import weigh
 from trainer.engine.parts import Hooks
 from trainer.run import Run
-from trainer.strategy.base import call, untouched
+from trainer.strategy.base import call
+from trainer.strategy.rehearsal import untouched
 from trainer.verify.evidence import Probe, Tensors
 
 PROBED = 8  # examples, the same on every rank
