@@ -138,7 +138,7 @@ class OtherNames(Tiny):
 def other_names(folder):
     with pytest.raises(
         ConfigError,
-        match="metrics returned accuracy_0, loss on rank 0 and accuracy_1, loss on rank 1",
+        match="what metrics returned is accuracy_0, loss on rank 0 and accuracy_1, loss on rank 1",
     ):
         OtherNames(load_config([*RECIPE, f"run.dir={folder}"], [CONF])).fit()
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from harness import fit_on, newest
 
-from trainer.audit import expected
+from trainer import audit as audit_module
+from trainer.audit import count_taken, expected
 from trainer.audit import main as audit
 from trainer.data.ledger import CLOSE_EVERY, Ledger, digests
 from trainer.data.order import BatchPlan, EpochSampler, Order
@@ -18,8 +19,8 @@ RECIPE = ["task=tiny", "run.steps=30"]
 
 
 class Alone:
-    def gather(self, tensor):
-        return [tensor]
+    def total(self, tensor):
+        return tensor
 
 
 def test_chain_does_not_depend_on_layout(tmp_path):
@@ -110,6 +111,25 @@ def test_every_epoch_of_the_expected_run_takes_each_example_at_most_once():
         all(len(torch.cat(parts).unique()) == 9 * 22 for parts in epochs.values())
         and len(epochs) == 3
     )
+
+
+@pytest.mark.parametrize("block", [50, 2**20])
+def test_times_that_examples_were_taken_are_counted_without_a_count_of_all(block, monkeypatch):
+    """Example 5 is replaced where it is met; blocks cut epochs and data, and change nothing."""
+    monkeypatch.setattr(audit_module, "BLOCK", block)
+    replaced = {f"{epoch}/5": 6 for epoch in range(4)}
+    for run in ((3, 203, 22, 27), (0, 203, 22, 30), (1, 100, 10, 7)):
+        times = torch.zeros(run[1], dtype=torch.int64)
+        for _, _, indices in expected(*run, replaced):
+            assert 5 not in indices
+            times.index_add_(0, indices, torch.ones_like(indices))
+        assert count_taken(*run, replaced) == (int(times.min()), int(times.max()))
+
+
+def test_chain_does_not_depend_on_the_block(monkeypatch):
+    whole = [chain for _, chain, _ in expected(3, 203, 22, 27)]
+    monkeypatch.setattr(audit_module, "BLOCK", 50)
+    assert [chain for _, chain, _ in expected(3, 203, 22, 27)] == whole
 
 
 def test_chain_stands_in_metrics_jsonl_at_every_save(tmp_path):

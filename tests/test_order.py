@@ -59,6 +59,13 @@ def test_order_is_a_permutation_at_every_small_size():
         assert sorted(whole(size)) == list(range(size)), size
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_position_of_an_index_is_found_without_a_search(size):
+    order = Order(5, 2, size)
+    positions = torch.randint(0, size, (1000,), generator=torch.Generator().manual_seed(size))
+    assert torch.equal(order.invert(order(positions)), positions)
+
+
 def test_order_differs_by_epoch_and_by_seed():
     orders = {tuple(whole(203, epoch, seed)) for epoch in range(5) for seed in range(5)}
     assert len(orders) == 25
@@ -215,7 +222,7 @@ def test_evaluation_counts_each_example_once_in_equally_many_micro_batches(size,
     real = [
         index
         for s in shards
-        for batch, rows in zip(s, s.rows, strict=True)
+        for batch, rows in zip(s, s.rows(), strict=True)
         for index in batch[:rows].tolist()
     ]
     assert real == list(range(size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,13 @@ names the first save that differs.
 Exit codes: 0 every example was taken as it should be, 1 one was not, 2 nothing to audit."""
 
 
+BLOCK = 2**20  # examples looked at together: memory does not grow with the data
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """How often each example was taken, how many saves agree, and the steps of one that differs."""
+    """How many saves agree with the order recomputed, and the steps of one that does not."""
 
-    taken: torch.Tensor
     num_equal: int
     different: str = ""
 
@@ -65,20 +68,71 @@ def expected(
     `replaced` maps "<epoch>/<index>" of each unreadable example to the one taken instead.
     """
     chain = ""
+    by_epoch = _by_epoch(replaced or {})
+    per_block = max(1, BLOCK // global_batch)
+    for epoch, num_taken in _epochs(num_examples, global_batch, num_steps):
+        order = Order(seed, epoch, num_examples)
+        begin = epoch * (num_examples // global_batch)
+        last = num_taken // global_batch
+        for first in range(0, last, per_block):
+            end = min(first + per_block, last)
+            indices = order(torch.arange(first * global_batch, end * global_batch))
+            keys, others = _pairs(by_epoch.get(epoch, {}))
+            if len(keys):
+                place = torch.searchsorted(keys, indices).clamp_(max=len(keys) - 1)
+                indices = torch.where(keys[place] == indices, others[place], indices)
+            rows = indices.view(end - first, -1)
+            for number, digest in enumerate(digests(rows).tolist()):
+                step = begin + first + number
+                chain = extend(chain, step, digest)
+                yield step + 1, chain, rows[number]
+
+
+def _epochs(num_examples: int, global_batch: int, num_steps: int) -> Iterator[tuple[int, int]]:
+    """(epoch, number of examples that it takes) for each epoch begun."""
     per_epoch = num_examples // global_batch
-    for first in range(0, num_steps, per_epoch):
-        epoch = first // per_epoch
-        steps = min(per_epoch, num_steps - first)
-        taken = torch.arange(num_examples)
-        for place, other in (replaced or {}).items():
-            of, index = map(int, place.split("/"))
-            if of == epoch:
-                taken[index] = other
-        positions = torch.arange(steps * global_batch)
-        indices = taken[Order(seed, epoch, num_examples)(positions)].view(steps, -1)
-        for number, digest in enumerate(digests(indices).tolist()):
-            chain = extend(chain, first + number, digest)
-            yield first + number + 1, chain, indices[number]
+    for epoch in range(math.ceil(num_steps / per_epoch)):
+        yield epoch, min(per_epoch, num_steps - epoch * per_epoch) * global_batch
+
+
+def _by_epoch(replaced: Mapping[str, int]) -> dict[int, dict[int, int]]:
+    found: dict[int, dict[int, int]] = {}
+    for place, other in replaced.items():
+        epoch, index = map(int, place.split("/"))
+        found.setdefault(epoch, {})[index] = other
+    return found
+
+
+def _pairs(replaced: Mapping[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(indices that were replaced, in order; the indices taken instead)."""
+    keys = sorted(replaced)
+    others = [replaced[key] for key in keys]
+    return torch.tensor(keys, dtype=torch.int64), torch.tensor(others, dtype=torch.int64)
+
+
+def count_taken(
+    seed: int, num_examples: int, global_batch: int, num_steps: int, replaced: Mapping[str, int]
+) -> tuple[int, int]:
+    """The fewest and the most times that an example was taken.
+
+    By the places of a block of examples in each epoch's order, so that no count of all is kept.
+    """
+    by_epoch = _by_epoch(replaced)
+    fewest, most = num_steps * global_batch, 0
+    for first in range(0, num_examples, BLOCK):
+        indices = torch.arange(first, min(first + BLOCK, num_examples))
+        times = torch.zeros_like(indices)
+        for epoch, num_taken in _epochs(num_examples, global_batch, num_steps):
+            order = Order(seed, epoch, num_examples)
+            times += order.invert(indices) < num_taken
+            keys, others = _pairs(by_epoch.get(epoch, {}))
+            is_met = order.invert(keys) < num_taken
+            for met, sign in ((keys[is_met], -1), (others[is_met], 1)):
+                here = met[(met >= first) & (met < first + len(indices))] - first
+                times.index_add_(0, here, torch.full_like(here, sign))
+        fewest = min(fewest, int(times.min()))
+        most = max(most, int(times.max()))
+    return fewest, most
 
 
 def _read_chains(directory: Path) -> dict[int, str]:
@@ -94,23 +148,17 @@ def _compare(manifest: dict[str, Any], chains: dict[int, str]) -> Comparison:
     """Recompute the order up to the newest checkpoint; `chains` are those of the saves."""
     config = manifest["config"]
     length = manifest["data"]["train"]["length"]
-    try:
-        taken = torch.zeros(length, dtype=torch.int64)
-    except RuntimeError:
-        why = "counting them takes more memory than there is"
-        raise ConfigError(f"{length:,} examples: {why}") from None
     run = (config["run.seed"], length, config["data.global_batch"])
     last_equal = 0
     num_equal = 0
-    for step, chain, indices in expected(*run, manifest["step"], manifest["replaced"]):
-        taken[indices] += 1
+    for step, chain, _ in expected(*run, manifest["step"], manifest["replaced"]):
         if step not in chains:
             continue
         if chains[step] != chain:
-            return Comparison(taken, num_equal, f"{last_equal + 1:,} to {step:,}")
+            return Comparison(num_equal, f"{last_equal + 1:,} to {step:,}")
         last_equal = step
         num_equal += 1
-    return Comparison(taken, num_equal)
+    return Comparison(num_equal)
 
 
 def _print_sessions(manifest: dict[str, Any]) -> None:
@@ -126,10 +174,12 @@ def _print_sessions(manifest: dict[str, Any]) -> None:
 
 
 def _print_examples(manifest: dict[str, Any], comparison: Comparison, num_later: int) -> None:
-    taken = comparison.taken
-    times = f"{int(taken.min())} to {int(taken.max())} times"
-    print(f"each of the {len(taken):,} examples was taken {times}")
+    config = manifest["config"]
+    length = manifest["data"]["train"]["length"]
     replaced = manifest["replaced"]
+    run = (config["run.seed"], length, config["data.global_batch"])
+    fewest, most = count_taken(*run, manifest["step"], replaced)
+    print(f"each of the {length:,} examples was taken {fewest} to {most} times")
     for place, other in replaced.items():
         epoch, index = place.split("/")
         why = f"could not be read in epoch {epoch}"

@@ -148,7 +148,7 @@ class Run:
         config = self.config
         setup = self._setup
         manifest = self._manifest
-        ranks = self._ranks.group.gather_text(startup.describe_rank(self.world))
+        ranks = self._ranks.group.collect_text(startup.describe_rank(self.world))
         self.record.table(startup.RANK_COLUMNS, startup.rank_rows(ranks))
         self.record.say(startup.layout(config, self.world, setup.threads))
         told = startup.arithmetic(config, self.batches.plan, self.num_steps)
@@ -213,7 +213,6 @@ class Run:
     def scalars(self) -> dict[str, float]:
         """Means since the last log, the rate, and the speed. A collective."""
         self._ranks.heartbeat.enter(Phase.LOG)
-        self._warn_of_unreadable()
         means = self.engine.means.read(self._ranks.group)
         seconds = self._clock.read()
         step, then = self._logged
@@ -288,6 +287,7 @@ class Run:
         self._warn_of_unreadable()
         facts = self._facts()
         with group.agreed("saving a checkpoint"):
+            self.batches.check_length()
             self.saver.settle()
             if not self.saver.path_of(state.step).exists():
                 self.record.note(state.step, {"ledger": facts["ledger"]})

@@ -92,9 +92,9 @@ def agree_on_origin(
 
 
 def gather_starters(world: World, group: Group) -> World:
-    """This rank's world, with the starters of all ranks. A collective."""
-    lines = group.gather_text(" ".join(world.launcher.starters))
-    starters = tuple(" ".join(lines).split())
+    """This rank's world, on rank 0 with the starters of all ranks. A collective."""
+    lines = group.collect_text(" ".join(world.launcher.starters))
+    starters = tuple(dict.fromkeys(" ".join(lines).split()))
     return replace(world, launcher=replace(world.launcher, starters=starters))
 
 

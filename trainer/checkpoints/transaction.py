@@ -21,7 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoints.files import read_file, sync_directory, write_file
-from trainer.checkpoints.manifest import FORMAT, MANIFEST, STEP_NAME, digest, read_manifest
+from trainer.checkpoints.manifest import (
+    FORMAT,
+    MANIFEST,
+    MOST_BYTES,
+    STEP_NAME,
+    digest,
+    read_manifest,
+)
 from trainer.errors import CheckpointError
 
 
@@ -81,6 +88,11 @@ def _write_all(
         write_file(folder / name, data)
     manifest = {**facts, "files": listed}
     text = json.dumps({**manifest, "sha256": digest(manifest)}, indent=1)
+    if len(text) > MOST_BYTES:
+        num_replaced = len(manifest.get("replaced", ()))
+        why = f"its manifest has {len(text):,} bytes, of which {MOST_BYTES:,} can be read"
+        advice = f"mend or remove the {num_replaced:,} examples that data.on_error=skip replaced"
+        raise CheckpointError(f"{folder.parent}: cannot be saved, {why}; {advice}")
     write_file(folder / MANIFEST, text.encode())
 
 

@@ -110,6 +110,7 @@ class Batches:
         self.steps_per_epoch = self.plan.steps_per_epoch
         self.ledger = Ledger(self.plan, rank)
         self.replaced: dict[str, int] = {}
+        self._dataset = dataset
         self._first = rank * self.plan.accumulation
         self._may_replace = data.on_error == "skip"
         self._prepare = prepare
@@ -119,6 +120,7 @@ class Batches:
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[LocalBatch]:
         """The batches of an epoch, from its 0-based step `first` on."""
+        self.check_length()
         self._sampler.set_epoch(epoch, first)
         pieces = iter(self._loaders[0])
         heartbeat = self._ranks.heartbeat
@@ -144,18 +146,29 @@ class Batches:
         piece = self._loaders[0].read(indices.to(self._sampler.device))
         return LocalBatch([piece], 0, 0, 0, self._prepare, self._ranks.heartbeat)
 
+    def check_length(self) -> None:
+        """Raises RunError where the data has another length than at the start."""
+        now, then = len(self._dataset), self.plan.num_examples
+        if now != then:
+            why = "the order of the samples depends on it"
+            advice = "give the dataset one length, or start a new run"
+            had = f"has {now:,} examples and had {then:,}"
+            raise RunError(f"the train data {had} at the start: {why}; {advice}")
+
     def _local(self, pieces: Sequence[Piece], step: int, epoch: int) -> LocalBatch:
         return LocalBatch(pieces, self._first, step, epoch, self._prepare, self._ranks.heartbeat)
 
     def gather_replaced(self) -> list[int]:
-        """Exchange which training examples could not be read; the new ones. A collective.
+        """Exchange which training examples could not be read since the last time. A collective.
+
+        Returns those that no rank had met before.
 
         Raises RunError for more than 10 of them, or 1 % of the data.
         """
         if not self._may_replace:
             return []
         known = _examples(self.replaced)
-        for line in self._ranks.group.gather_text(json.dumps(self._loaders[0].replaced)):
+        for line in self._ranks.group.gather_text(json.dumps(self._loaders[0].take_replaced())):
             self.replaced |= json.loads(line)
         unreadable = _examples(self.replaced)
         most = max(MOST_UNREADABLE, self.plan.num_examples // 100)
@@ -194,11 +207,11 @@ class EvalBatches:
     @property
     def is_padding(self) -> bool:
         """Is this a shard of padding alone?"""
-        return not any(self._shard.rows)
+        return self._shard.is_padding
 
     def __iter__(self) -> Iterator[tuple[Any, Any, int]]:
         """(inputs, targets, number of rows that are no padding); padding comes last."""
-        pairs = zip(self._loader, self._shard.rows, strict=False)
+        pairs = zip(self._loader, self._shard.rows(), strict=False)
         for number, (piece, rows) in enumerate(pairs, 1):
             inputs, targets = self._prepare(piece, "eval", 0, -1, number)
             yield inputs, targets, rows

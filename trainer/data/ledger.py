@@ -42,8 +42,8 @@ class Ledger:
         if not self._pending:
             return
         indices = torch.cat([part for step in self._pending for part in step])
-        parts = group.gather(digests(indices.view(len(self._pending), -1), self._start))
-        for digest in torch.stack(parts).sum(0).tolist():
+        parts = digests(indices.view(len(self._pending), -1), self._start)
+        for digest in group.total(parts).tolist():
             self.chain = extend(self.chain, self.step, digest)
             self.step += 1
         self._pending.clear()

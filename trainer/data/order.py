@@ -39,6 +39,13 @@ class Order:
             found[outside] = self._encrypt(found[outside])
         return found
 
+    def invert(self, indices: torch.Tensor) -> torch.Tensor:
+        """The positions of example indices."""
+        found = self._decrypt(indices)
+        while (outside := found >= self.size).any():
+            found[outside] = self._decrypt(found[outside])
+        return found
+
     def _encrypt(self, values: torch.Tensor) -> torch.Tensor:
         left, right = values // self.b, values % self.b
         for number, key in enumerate(self.keys):
@@ -46,6 +53,15 @@ class Order:
                 right = (right + _scramble(left, key)) % self.b
             else:
                 left = (left + _scramble(right, key)) % self.a
+        return left * self.b + right
+
+    def _decrypt(self, values: torch.Tensor) -> torch.Tensor:
+        left, right = values // self.b, values % self.b
+        for number, key in reversed([*enumerate(self.keys)]):
+            if number % 2:
+                right = (right - _scramble(left, key)) % self.b
+            else:
+                left = (left - _scramble(right, key)) % self.a
         return left * self.b + right
 
 
@@ -153,19 +169,35 @@ class EpochSampler(IndexSampler):
 class ShardSampler(IndexSampler):
     """One rank's contiguous shard for evaluation, in micro-batches.
 
-    `rows` counts the real rows of each. Shards are padded to equal length, so that every rank
-    calls the model equally often. Padding is example 0, at the end of a micro-batch, and is cut
-    off before anything is counted.
+    Shards are padded to equal length, so that every rank calls the model equally often. Padding is
+    example 0, at the end of a micro-batch, and is cut off before anything is counted.
     """
 
     def __init__(
         self, num_examples: int, micro_batch: int, rank: int, ranks: int, device: torch.device
     ):
         length = -(-num_examples // ranks)
-        positions = torch.arange(rank * length, (rank + 1) * length)
-        is_real = positions < num_examples
-        self.rows = [int(part.sum()) for part in is_real.split(micro_batch)]
-        self._indices = torch.where(is_real, positions, 0).to(device).split(micro_batch)
+        self._num_examples = num_examples
+        self._micro_batch = micro_batch
+        self._start = rank * length
+        self._end = self._start + length
+        self._device = device
+
+    @property
+    def is_padding(self) -> bool:
+        """Is there no example in this shard?"""
+        return self._start >= self._num_examples
+
+    def rows(self) -> Iterator[int]:
+        """The number of real rows of each micro-batch."""
+        for first, last in self._parts():
+            yield min(last, self._num_examples) - min(first, self._num_examples)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._indices)
+        for first, last in self._parts():
+            positions = torch.arange(first, last)
+            yield torch.where(positions < self._num_examples, positions, 0).to(self._device)
+
+    def _parts(self) -> Iterator[tuple[int, int]]:
+        for first in range(self._start, self._end, self._micro_batch):
+            yield first, min(first + self._micro_batch, self._end)

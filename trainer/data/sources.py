@@ -147,7 +147,6 @@ class ResidentLoader:
     """
 
     def __init__(self, source: Source, sampler: IndexSampler):
-        self.replaced: dict[str, int] = {}  # never any
         self._tensors = [tensor.to(source.device) for tensor in source.dataset.tensors]
         self._sampler = sampler
 
@@ -166,16 +165,15 @@ class ResidentLoader:
         """Any examples as one micro-batch."""
         return tuple(tensor.index_select(0, indices) for tensor in self._tensors), indices
 
+    def take_replaced(self) -> dict[str, int]:
+        return {}  # a tensor's rows can be read
+
 
 class StreamedLoader:
-    """Reads examples one by one, in `data.workers` processes or in this one.
-
-    `replaced` maps "<epoch>/<index>" of each example that could not be read, on this rank, to
-    the index of the example taken instead.
-    """
+    """Reads examples one by one, in `data.workers` processes or in this one."""
 
     def __init__(self, source: Source, sampler: IndexSampler):
-        self.replaced: dict[str, int] = {}
+        self._replaced: dict[str, int] = {}
         self._source = source
         config = source.config
         self._answers = DataLoader(
@@ -196,7 +194,7 @@ class StreamedLoader:
             try:
                 for answer in self._answers:
                     batch, indices, replaced = self._take(answer)
-                    self.replaced |= replaced
+                    self._replaced |= replaced
                     yield batch, indices
             except (ConnectionError, FileNotFoundError, EOFError):
                 # A worker hands over the memory of a batch by a socket.
@@ -206,6 +204,12 @@ class StreamedLoader:
         """Any examples as one micro-batch, read in this process."""
         batch, taken, _ = self._take(self._source[epoch, indices.tolist()])
         return batch, taken
+
+    def take_replaced(self) -> dict[str, int]:
+        """Examples replaced since the last call: "<epoch>/<index>", and the index taken instead."""
+        replaced = self._replaced
+        self._replaced = {}
+        return replaced
 
     def _take(self, answer: Any) -> Any:
         """An answer of the source, on the device."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import os
 import re
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,7 +19,8 @@ import torch.distributed as dist
 
 from trainer.config.schema import Dist
 from trainer.distributed import mpi
-from trainer.distributed.rendezvous import meet, part
+from trainer.distributed.rendezvous import meet, part, read_keys
+from trainer.distributed.watch.watcher import name_ranks
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError
 
@@ -32,25 +35,48 @@ _KINDS = {"config": ConfigError, "run": RunError}
 
 
 class Group:
-    """All ranks of one run. Every rank calls every method, equally often and in the same order."""
+    """All ranks of one run. Every rank calls every method, equally often and in the same order.
+
+    Numbers go by collectives, which take the logarithm of the number of ranks. Texts go to rank 0
+    by the store: one message of each rank, and one back.
+    """
 
     def __init__(self, world: World, store: dist.Store):
         self.world = world
         self.store = store
         self._calls = 0
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensor (one shape everywhere) of every rank, in rank order.
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, alike on every rank.
 
-        A sum over it has the same bits at every position in the tensor; a ring all-reduce adds in
-        an order that depends on the position.
+        Rank 0 adds floating numbers in rank order: a ring all-reduce adds in an order that depends
+        on the position in the tensor, so a resume would have other bits. Whole numbers have one
+        sum in any order.
         """
         if self.world.world_size == 1:
-            return [tensor]
-        tensor = tensor.to(self._wire_device()).contiguous()
-        parts = [torch.empty_like(tensor) for _ in range(self.world.world_size)]
-        dist.all_gather(parts, tensor)
-        return parts
+            return tensor
+        home = tensor.device
+        total = tensor.to(self._wire_device(), copy=True).contiguous()
+        if not total.is_floating_point():
+            dist.all_reduce(total)
+            return total.to(home)
+        is_root = self.world.rank == 0
+        parts = [torch.empty_like(total) for _ in range(self.world.world_size)] if is_root else None
+        dist.gather(total, parts)
+        if parts is not None:
+            total.zero_()
+            for part in parts:
+                total += part
+        dist.broadcast(total, 0)
+        return total.to(home)
+
+    def find_unequal(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Where whole numbers are not the same on all ranks, as bools on the CPU."""
+        if self.world.world_size == 1:
+            return torch.zeros_like(numbers, dtype=torch.bool)
+        both = torch.stack([numbers, ~numbers]).to(self._wire_device())
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        return (both[0] != ~both[1]).cpu()  # the largest, and the smallest
 
     def max(self, *values: float) -> list[float]:
         """The largest of each value over all ranks."""
@@ -60,48 +86,84 @@ class Group:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.tolist()
 
-    def share_bytes(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes, on every rank; the other ranks' are ignored."""
+    def share_bytes(self, data: bytes | None, source: int = 0) -> bytes:
+        """The bytes of rank `source`, on every rank; the other ranks' are ignored."""
         if self.world.world_size == 1:
             return data or b""
-        own = (data or b"") if self.world.rank == 0 else b""
+        own = (data or b"") if self.world.rank == source else b""
         device = self._wire_device()
         size = torch.tensor([len(own)], device=device)
-        dist.broadcast(size, 0)
+        dist.broadcast(size, source)
         buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
         if own:
             buffer.copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
-        dist.broadcast(buffer, 0)
+        dist.broadcast(buffer, source)
         return buffer.cpu().numpy().tobytes()
 
-    def share_text(self, text: str) -> str:
-        """Rank 0's text, on every rank; the other ranks' are ignored."""
-        return self.share_bytes(text.encode()).decode()
+    def share_text(self, text: str, source: int = 0) -> str:
+        """The text of rank `source`, on every rank; the other ranks' are ignored."""
+        return self.share_bytes(text.encode(), source).decode()
 
     def share_number(self, number: int) -> int:
         return int(self.share_text(str(number)))
 
-    def gather_text(self, text: str) -> list[str]:
-        """The text of every rank, in rank order."""
+    def collect_text(self, text: str) -> list[str]:
+        """On rank 0 the text of every rank, in rank order; elsewhere nothing."""
+        size = self.world.world_size
+        if size == 1:
+            return [text]
         self._calls += 1
         store = dist.PrefixStore(f"text/{self._calls}", self.store)
         store.set(str(self.world.rank), text)
-        return [store.get(str(rank)).decode() for rank in range(self.world.world_size)]
+        if self.world.rank:
+            return []
+        keys = list(map(str, range(size)))
+        return [value.decode() for value in read_keys(store, keys)]
+
+    def gather_text(self, text: str) -> list[str]:
+        """The text of every rank, in rank order."""
+        return self.tell_all(self.collect_text(text))
+
+    def gather_text_of(self, kind: str, text: str) -> list[str]:
+        """The texts of the ranks that call it with this rank's `kind`, in rank order."""
+        alike: dict[str, list[str]] = {}
+        for line in self.collect_text(json.dumps([_hashed(kind), text])):
+            key, other = json.loads(line)
+            alike.setdefault(key, []).append(other)
+        if self.world.world_size == 1:
+            return [text]
+        store = dist.PrefixStore(f"kind/{self._calls}", self.store)
+        for key, texts in alike.items():
+            store.set(key, json.dumps(texts))
+        return json.loads(store.get(_hashed(kind)))
 
     def check_equal(self, facts: Mapping[str, Any]) -> None:
-        """Raises ConfigError on every rank, naming the first fact in which the ranks differ."""
-        lines = self.gather_text(json.dumps(facts))
-        if len({*lines}) == 1:
+        """Raises ConfigError on every rank, naming the first fact in which the ranks differ.
+
+        Before the group is made the digests meet in the store, then by a collective; whole texts
+        travel only where they differ.
+        """
+        if self.world.world_size == 1:
             return
-        each = [json.loads(line) for line in lines]
-        for name in {name: None for other in each for name in other}:
-            ranks: dict[str, list[int]] = {}
-            for rank, other in enumerate(each):
-                ranks.setdefault(str(other.get(name)), []).append(rank)
-            if len(ranks) > 1:
-                differ = " and ".join(f"{v} on {_name_ranks(r)}" for v, r in ranks.items())
-                advice = "must be the same; start all ranks with the same command"
-                raise ConfigError(f"{name} is {differ}: {advice}")
+        text = json.dumps(facts)
+        digest = _hashed(text)
+        if dist.is_initialized():
+            number = torch.tensor([int(digest, 16) - 2**63])
+            is_equal = not self.find_unequal(number).any()
+        else:
+            is_equal = self.tell_all(len({*self.collect_text(digest)}) == 1)
+        if not is_equal:
+            raise ConfigError(self.tell_all(_find_difference(self.collect_text(text))))
+
+    def tell_all(self, finding: Any) -> Any:
+        """Rank 0's finding on every rank: by a collective, and before there are any by the store."""
+        if self.world.world_size == 1 or dist.is_initialized():
+            return json.loads(self.share_text(json.dumps(finding)))
+        self._calls += 1
+        key = f"finding/{self._calls}"
+        if self.world.rank == 0:
+            self.store.set(key, json.dumps(finding))
+        return json.loads(self.store.get(key))
 
     @contextmanager
     def agreed(self, doing: str) -> Iterator[None]:
@@ -115,12 +177,13 @@ class Group:
             yield
         except Exception as error:
             problem = error
-        if self.max(float(problem is not None))[0]:
-            lines = self.gather_text(_describe(problem))
+        size = self.world.world_size
+        (first,) = self.max(size - self.world.rank if problem is not None else 0)
+        if first:
+            rank = size - int(first)
+            kind, line = self.share_text(_describe(problem), rank).split(" ", 1)
             if problem is not None:
                 raise problem
-            rank = next(r for r, line in enumerate(lines) if line)
-            kind, line = lines[rank].split(" ", 1)
             if kind in _KINDS:
                 raise _KINDS[kind](line)
             raise RuntimeError(f"rank {rank} failed {doing}: {line}")
@@ -149,8 +212,21 @@ def _describe(problem: Exception | None) -> str:
     return f"other {''.join(traceback.format_exception_only(problem)).strip()}" if problem else ""
 
 
-def _name_ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def _hashed(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _find_difference(lines: list[str]) -> str:
+    """The first fact in which the ranks' facts differ; empty off rank 0, which has no lines."""
+    each = [json.loads(line) for line in lines]
+    for name in {name: None for other in each for name in other}:
+        ranks: dict[str, list[int]] = {}
+        for rank, other in enumerate(each):
+            ranks.setdefault(str(other.get(name)), []).append(rank)
+        if len(ranks) > 1:
+            differ = " and ".join(f"{v} on {name_ranks(r)}" for v, r in ranks.items())
+            return f"{name} is {differ}: must be the same; start all ranks with the same command"
+    return ""
 
 
 def choose_backend(config: Dist, world: World) -> str:
@@ -179,10 +255,11 @@ def choose_backend(config: Dist, world: World) -> str:
 def _check_own_gpu(group: Group) -> None:
     """Raises ConfigError where ranks share a GPU, which each may see as its only one."""
     uuid = torch.cuda.get_device_properties(group.world.device).uuid
-    gpus = group.gather_text(f"{group.world.host} {uuid}")
-    shared = [rank for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
+    gpus = group.collect_text(f"{group.world.host} {uuid}")
+    counts = Counter(gpus)
+    shared = group.tell_all([rank for rank, gpu in enumerate(gpus) if counts[gpu] > 1])
     if shared:
-        problem = f"needs a GPU per rank, and ranks {shared} share theirs; use gloo"
+        problem = f"needs a GPU per rank, and {name_ranks(shared)} share theirs; use gloo"
         raise ConfigError(f"dist.backend=nccl: {problem}")
 
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +18,12 @@ import torch.distributed as dist
 
 from trainer.config.schema import Dist
 from trainer.distributed.signals import check_start
+from trainer.distributed.watch.watcher import name_ranks
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError
 
-MIN_POLL_S = 0.001
 MAX_POLL_S = 0.05
+FOREVER = timedelta(days=30)
 GRACE_S = 0.6  # the other ranks wait this much longer than rank 0, for its reply
 
 num_meetings = 0  # that this process has begun; from the first on, its ranks fail together
@@ -72,6 +74,16 @@ def _describe_place(config: Dist, world: World) -> str:
     return f"{path} (if it is of an earlier run, remove it)"
 
 
+def read_keys(store: dist.Store, keys: list[str]) -> list[bytes]:
+    """The values of keys, once they are there: by one message where the store can."""
+    base = store
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    if isinstance(base, dist.FileStore):
+        return [*map(store.get, keys)]
+    return store.multi_get(keys)
+
+
 def _file_of(config: Dist) -> Path:
     """Under torchrun each launch and restart has its own file."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
@@ -79,7 +91,7 @@ def _file_of(config: Dist) -> Path:
     return Path(".".join([str(config.path), *launch])).absolute()
 
 
-def _open(config: Dist, world: World, deadline: float) -> dist.Store:
+def _open(config: Dist, world: World, deadline: float, may_serve: bool = True) -> dist.Store:
     if config.init == "file":
         return dist.FileStore(str(_file_of(config)), world.world_size)
     if config.init == "env":  # torchrun has a store of its own, and rank 0 is a client too
@@ -90,6 +102,7 @@ def _open(config: Dist, world: World, deadline: float) -> dist.Store:
         host = host.strip("[]")
         port = int(digits)
         is_server = world.rank == 0
+    is_server = is_server and may_serve
     while not is_server:  # torch's client retries beyond its limit and prints 20 lines of C++
         try:
             socket.create_connection((host, port), timeout=1).close()
@@ -136,7 +149,8 @@ class _Meeting:
         self._deadline = time.monotonic() + config.timeout_s
         self._own = _Hello(world.rank, world.world_size, world.host, world.pid)
         self._base = self._open_in_time()
-        self._store = dist.PrefixStore(f"roll-call/{num_meetings}", self._base)
+        self._prefix = f"roll-call/{num_meetings}"
+        self._store = dist.PrefixStore(self._prefix, self._base)
         # Under torchrun a rank may be started again, and a file may be an earlier run's.
         is_agents = "TORCHELASTIC_RUN_ID" in os.environ
         self._is_fresh = isinstance(self._base, dist.TCPStore) and not is_agents
@@ -198,18 +212,27 @@ class _Meeting:
         members = {0: self._own}
         while len(members) < self._own.size:
             number = max(hellos) + 1
-            value = self._wait_for(f"hello/{number}", self._deadline)
-            if value is None:
+            values = self._read_hellos(number)
+            if not values:
                 here = "; ".join(f"rank {rank} is {members[rank]}" for rank in sorted(members)[:8])
-                missing = self._missing(members)
-                ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
-                raise ConfigError(f"{self._failure}: {ranks} did not come; {here}")
-            hello = hellos[number] = _Hello(*value)
-            if self._is_fresh:
-                self._check(hello, members)
-            if hello.rank and hello.size == self._own.size:
-                members[hello.rank] = hello
+                missing = name_ranks(self._missing(members))
+                raise ConfigError(f"{self._failure}: {missing} did not come; {here}")
+            for value in values:
+                hello = hellos[max(hellos) + 1] = _Hello(*value)
+                if self._is_fresh:
+                    self._check(hello, members)
+                if hello.rank and hello.size == self._own.size:
+                    members[hello.rank] = hello
         return members
+
+    def _read_hellos(self, first: int) -> list[Any]:
+        """The hellos from a number on, all that are there or the next; none at the deadline."""
+        last = self._store.add("hellos", 0)
+        keys = [f"hello/{number}" for number in range(first, last + 1)]
+        if len(keys) > 1 and self._store.check(keys):
+            return [*map(json.loads, read_keys(self._store, keys))]
+        value = self._wait_for(f"hello/{first}", self._deadline)
+        return [] if value is None else [value]
 
     def _check(self, hello: _Hello, members: Mapping[int, _Hello]) -> None:
         size = self._own.size
@@ -218,11 +241,11 @@ class _Meeting:
             raise ConfigError(f"WORLD_SIZE is {size} on rank 0 and {other}: must be the same")
         if hello.rank in members:
             twice = f"rank {hello.rank} was started twice, as {members[hello.rank]} and {hello}"
-            missing = ", ".join(self._missing(members)) or "none"
-            raise ConfigError(f"{twice}; missing: {missing}")
+            missing = self._missing(members)
+            raise ConfigError(f"{twice}; missing: {name_ranks(missing) if missing else 'none'}")
 
-    def _missing(self, members: Mapping[int, _Hello]) -> list[str]:
-        return [str(rank) for rank in range(self._own.size) if rank not in members]
+    def _missing(self, members: Mapping[int, _Hello]) -> list[int]:
+        return [rank for rank in range(self._own.size) if rank not in members]
 
     def _follow(self) -> str:
         while True:
@@ -255,13 +278,41 @@ class _Meeting:
     def _wait_for(self, key: str, deadline: float) -> Any:
         """The value of a key once it is set; None at the deadline.
 
-        By polling, ever more slowly: a blocking wait holds Python's signal handlers back, and its
-        timeout prints lines of C++.
+        The wait is a thread's: it would hold Python's signal handlers back, and its timeout prints
+        lines of C++. Ranks that poll instead keep rank 0 from its own work, from 256 ranks on.
         """
-        began = time.monotonic()
-        while (now := time.monotonic()) < deadline:
-            check_start()
-            if self._store.check([key]):
-                return json.loads(self._store.get(key))
-            time.sleep(min(max((now - began) / 10, MIN_POLL_S), MAX_POLL_S))
-        return None
+        if not self._store.check([key]):
+            errors: list[Exception] = []
+            thread = threading.Thread(target=self._block, args=(key, errors), daemon=True)
+            thread.start()
+            while thread.is_alive():
+                thread.join(MAX_POLL_S)
+                check_start()
+                if time.monotonic() > deadline:
+                    self._unblock(key)
+                    thread.join(GRACE_S)
+                    return None
+            if errors:
+                raise errors[0]
+        return json.loads(self._store.get(key))
+
+    def _block(self, key: str, errors: list[Exception]) -> None:
+        try:
+            if isinstance(self._base, dist.TCPStore):
+                self._store.wait([key], FOREVER)
+            else:
+                self._poll(key)
+        except Exception as error:
+            errors.append(error)
+
+    def _poll(self, key: str) -> None:
+        """A file's wait reads it all the time, and holds the lock meanwhile."""
+        while time.monotonic() < self._deadline + GRACE_S and not self._store.check([key]):
+            time.sleep(MAX_POLL_S)
+
+    def _unblock(self, key: str) -> None:
+        """Set a key by a connection of its own: the other is the waiting thread's."""
+        if isinstance(self._base, dist.TCPStore):
+            with suppress(OSError, RuntimeError):
+                base = _open(self._config, self._world, time.monotonic(), may_serve=False)
+                dist.PrefixStore(self._prefix, base).set(key, "null")

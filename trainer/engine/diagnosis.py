@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from trainer.data.batches import LocalBatch, count_rows
 from trainer.distributed.group import Group
+from trainer.distributed.watch.watcher import name_ranks
 from trainer.engine.engine import Engine
 from trainer.engine.means import weigh
 from trainer.engine.parts import Hooks
@@ -20,6 +22,7 @@ from trainer.strategy.base import call
 from trainer.strategy.batchnorm import has_batchnorm
 from trainer.strategy.rehearsal import untouched
 
+MOST_RANKS_TOLD = 8
 CHUNK = 2**22  # elements digested at once: the copies are of 64 bits
 _SPREAD = 0x1E3779B97F4A7C15
 
@@ -47,8 +50,11 @@ def name_bad_examples(engine: Engine, hooks: Hooks, batch: LocalBatch, group: Gr
         line = _name_bad([e for e in examine(engine, hooks, batch) if e.is_bad])
     except Exception as error:  # a train_step of its own may have other losses
         line = f"recomputing it failed ({type(error).__name__})"
-    lines = group.gather_text(line)
-    named = "; ".join(f"{line}, on rank {rank}" for rank, line in enumerate(lines) if line)
+    lines = [(rank, line) for rank, line in enumerate(group.collect_text(line)) if line]
+    told = [f"{line}, on rank {rank}" for rank, line in lines[:MOST_RANKS_TOLD]]
+    if len(lines) > len(told):
+        told.append(f"and more on {name_ranks(rank for rank, _ in lines[len(told) :])}")
+    named = group.share_text("; ".join(told))
     nothing = "the gradient is not finite, and recomputing finds no example that makes it so"
     return named or nothing
 
@@ -128,17 +134,18 @@ def check_drift(group: Group, step: int, state: Mapping[str, Any]) -> None:
     Raises RunError, alike on every rank, naming the first tensor that differs and where.
     """
     named = dict(_tensors(state))
-    table = torch.tensor([_digest(tensor) for tensor in named.values()], dtype=torch.int64)
-    parts = torch.stack([part.cpu() for part in group.gather(table)])
-    for name, column in zip(named, parts.t().tolist(), strict=True):
-        usual = max(column, key=column.count)  # the ranks' majority; of two, rank 0
-        astray = [str(rank) for rank, digest in enumerate(column) if digest != usual]
-        if astray:
-            which = f"rank {astray[0]}" if len(astray) == 1 else f"ranks {', '.join(astray)}"
-            why = "a rank changed its own copy, or memory failed"
-            advice = "go on from a checkpoint before it with run.resume"
-            line = f"{name} on {which} is not what the other ranks have"
-            raise RunError(f"step {step}: {line}; {why}; {advice}")
+    digests = torch.tensor([_digest(tensor) for tensor in named.values()], dtype=torch.int64)
+    unequal = group.find_unequal(digests).nonzero().flatten().tolist()
+    if not unequal:
+        return
+    first = unequal[0]
+    column = group.gather_text(str(int(digests[first])))
+    usual = Counter(column).most_common(1)[0][0]  # the ranks' majority; of two, rank 0
+    astray = name_ranks(rank for rank, digest in enumerate(column) if digest != usual)
+    why = "a rank changed its own copy, or memory failed"
+    advice = "go on from a checkpoint before it with run.resume"
+    line = f"{list(named)[first]} on {astray} is not what the other ranks have"
+    raise RunError(f"step {step}: {line}; {why}; {advice}")
 
 
 def _tensors(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:

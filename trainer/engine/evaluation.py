@@ -80,7 +80,7 @@ class Evaluator:
             for inputs, targets, rows in islice(self._batches, 1):
                 self._heartbeat.enter(Phase.EVALUATE)
                 self._count(means, self._strategy.forward(inputs), targets, rows)
-        self._check_names(means.names())
+        self._group.check_equal({"what metrics returned": ", ".join(means.names())})
         return list(self._finish(means))
 
     def _averaged(self) -> Any:
@@ -127,10 +127,3 @@ class Evaluator:
             except (RuntimeError, ValueError):
                 if rows:
                     raise
-
-    def _check_names(self, names: list[str]) -> None:
-        lines = self._group.gather_text(", ".join(names))
-        for rank, line in enumerate(lines):
-            if line != lines[0]:
-                other = f"{lines[0]} on rank 0 and {line} on rank {rank}"
-                raise ConfigError(f"metrics returned {other}: must be the same")

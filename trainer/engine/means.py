@@ -97,16 +97,13 @@ class Means:
     def reduced(self, group: Group) -> dict[str, torch.Tensor]:
         """The rows of every name, (rows, 2) of (sum, weight) over all ranks. A collective.
 
-        In float64 on the CPU. Gathered and added in rank order: a ring all-reduce adds in an
-        order that depends on the position, so a resume would have other bits.
+        In float64 on the CPU.
         """
         self.end_row()
         names = sorted(self._rows)
         if names:
             local = _stack([row for name in names for row in self._rows[name]])
-            total = torch.zeros_like(local)
-            for part in group.gather(local):
-                total = total + part.cpu()
+            total = group.total(local)
             sizes = [len(self._rows[name]) for name in names]
             for name, rows in zip(names, total.split(sizes), strict=True):
                 before = self._reduced.get(name)

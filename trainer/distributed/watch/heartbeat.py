@@ -80,17 +80,17 @@ def watched(timeout_s: float | None, group: Group) -> Iterator[Heartbeat]:
     faulthandler.register(watcher.DUMP, file=memory)
     facts = {
         "rank": group.world.rank,
-        "node": _node(group.world),
         "pid": os.getpid(),
         "memory": memory,
         "launcher": PARENT if "TORCHELASTIC_RUN_ID" in os.environ else None,
     }
     process: subprocess.Popen[bytes] | None = None
     try:
-        ranks = [json.loads(line) for line in group.gather_text(json.dumps(facts))]
-        local = [other for other in ranks if other["node"] == facts["node"]]
+        lines = group.gather_text_of(_node(group.world), json.dumps(facts))
+        local = [json.loads(line) for line in lines]
         if local[0] == facts:
-            settings = {"ranks": local, "is_only_node": local == ranks, "timeout_s": timeout_s}
+            is_only_node = len(local) == group.world.world_size
+            settings = {"ranks": local, "is_only_node": is_only_node, "timeout_s": timeout_s}
             process = _start_watcher(settings)
         yield heartbeat
     finally:

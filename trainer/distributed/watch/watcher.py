@@ -15,7 +15,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -241,16 +241,28 @@ class Watcher:
         return True
 
 
+def name_ranks(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0, 1`, `ranks 0-6, 9`."""
+    ranges: list[list[int]] = []
+    for rank in sorted(ranks):
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [rank]
+        else:
+            ranges.append([rank])
+    parts = [f"{r[0]}-{r[-1]}" if r[-1] - r[0] > 1 else ", ".join(map(str, r)) for r in ranges]
+    is_one = len(ranges) == 1 and len(ranges[0]) == 1
+    return f"rank{'s' * (not is_one)} {', '.join(parts)}"
+
+
 def _describe_waiting(states: Sequence[State], waiting: Sequence[State]) -> Iterator[str]:
     """The phases, or collectives in them, that ranks are blocked in."""
-    places: dict[str, list[str]] = {}
+    places: dict[str, list[int]] = {}
     for s in states:
         collective = "a collective in " * (s in waiting and s.phase != Phase.REDUCE)
         place = f"{collective}{PHASES[s.phase]} of step {s.step}"
-        places.setdefault(place, []).append(str(s.rank))
+        places.setdefault(place, []).append(s.rank)
     for place, ranks in places.items():
-        is_one = len(ranks) == 1
-        yield f"rank{'s' * (not is_one)} {', '.join(ranks)} wait{'s' * is_one} in {place}"
+        yield f"{name_ranks(ranks)} wait{'s' * (len(ranks) == 1)} in {place}"
 
 
 def _kernel_state(pid: int) -> tuple[str, int]:
