@@ -16,6 +16,7 @@ from trainer.distributed.launchers import CODES, find_launcher
 from trainer.distributed.signals import leave_pid_1, let_go
 from trainer.errors import ConfigError, RunError, visible
 from trainer.loading import uncollected
+from trainer.terminal import outlive_terminal
 
 Verb = Callable[[Sequence[str]], int]  # arguments -> exit code
 HELP_FLAGS = ("-h", "--help")
@@ -34,6 +35,7 @@ def run(verb: Verb, usage: str | Callable[[Sequence[str]], str] = "") -> None:
     An error of one line is printed by rank 0 alone; a bad setting ends with code 2.
     """
     leave_pid_1()
+    outlive_terminal()
     arguments = sys.argv[1:]
     words = [word for word in arguments if word not in HELP_FLAGS]
     try:

@@ -103,6 +103,7 @@ class Run:
         place = (self.config, launcher, self._ranks, origin, self.step, setup.model)
         opened = open_directory(*place)
         self.directory = opened.directory
+        self._shown = self.config.shown(opened.directory)
         self.record = opened.record
         self.saver = opened.saver
         self.state.recall(opened.evaluation)
@@ -153,7 +154,7 @@ class Run:
         self.record.say(startup.layout(config, self.world, setup.threads))
         told = startup.arithmetic(config, self.batches.plan, self.num_steps)
         told += [startup.describe_data(split, data) for split, data in setup.datasets.items()]
-        told += [startup.describe_model(self.model), f"run directory: {self.directory}"]
+        told += [startup.describe_model(self.model), f"run directory: {self._shown}"]
         told += self._warnings
         if config.run.resume == "auto" and manifest is None:
             told.append("run.resume=auto found nothing to go on from: a fresh start")
@@ -346,11 +347,12 @@ class Run:
         with group.agreed("saving a checkpoint"):
             self.saver.settle(state.step)
         summary = self._sum_up()
-        again = startup.resume_command(self.world, self.directory)
         steps = state.step - self._first_step
         block = self.config.checkpoint
-        for line in startup.ending(summary, self.num_steps, steps, block.metric, stop.name, again):
+        place = self._shown
+        for line in startup.ending(summary, self.num_steps, steps, block.metric, stop.name, place):
             self.record.say(line)
+        self.record.say(f"go on with: {startup.resume_command(self.world, place)}")
         facts = {"step": state.step, "metrics": state.metrics, "best": state.best}
         self.record.exit(summary.exit_code, "stopped" if self.is_stopped else "done", facts)
         # SIGTERM is also scancel's, and then nobody wants a requeue; SLURM requeues a preempted job

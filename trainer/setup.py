@@ -69,7 +69,7 @@ def check_evaluation(config: Config, world: World, fitted: Path | None) -> resum
     check_layout(config, world)
     if world.rank:
         return resume.Origin()
-    return resume.find_checkpoint(config.run.resume or (str(fitted) if fitted else None))
+    return resume.find_checkpoint(config, config.run.resume or (str(fitted) if fitted else None))
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def _read_saved(place: str, prefix: str) -> Any:
     wrong = f"{prefix}{place}: its config.yaml is not that of a run"
     with _explained(f"{wrong}: "):
         saved: Any = OmegaConf.create((home / "config.yaml").read_text(encoding="utf-8"))
-        groups = [field.name for field in dataclasses.fields(Config)]
+        groups = [field.name for field in dataclasses.fields(Config) if not field.metadata]
         if not all(OmegaConf.is_dict(block) for block in (saved, *map(saved.get, groups))):
             raise ConfigError(f"{wrong}: it has not all groups of settings")
         OmegaConf.set_struct(saved, True)
@@ -149,7 +149,7 @@ def _explained(prefix: str = "", line: str = "") -> Iterator[None]:
 
 
 def to_yaml(config: Config) -> str:
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(config.plain()))
 
 
 def find_options(config_dirs: Sequence[str] = ()) -> dict[str, dict[str, list[Path]]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from trainer.config.typed import limit
+from trainer.config.typed import NO_SETTING, limit
 
 # The layout: where and how a run is computed, saved and shown. Every other setting is the run.
 _LAYOUT = """
@@ -123,7 +125,11 @@ class Task:
 
 @dataclass
 class Config:
-    """All settings; `optim` and `schedule` are a `_target_` and its arguments."""
+    """All settings; `optim` and `schedule` are a `_target_` and its arguments.
+
+    `folder` is no setting: the working directory when they were loaded. Relative paths begin there,
+    wherever a task goes with os.chdir.
+    """
 
     run: Run
     data: Data
@@ -136,6 +142,16 @@ class Config:
     task: Task
     optim: dict[str, Any]
     schedule: dict[str, Any]
+    folder: str = field(default_factory=os.getcwd, metadata=NO_SETTING)
+
+    @property
+    def runs(self) -> Path:
+        """`run.dir`, wherever the process is now."""
+        return Path(self.folder, self.run.dir)
+
+    def shown(self, path: Path) -> Path:
+        """A path as it can be typed where the run was started."""
+        return path.relative_to(self.folder) if path.is_relative_to(self.folder) else path
 
     @property
     def packages(self) -> list[str]:
@@ -144,7 +160,13 @@ class Config:
 
     def flat(self) -> dict[str, Any]:
         """Every value by its full name, `{"data.global_batch": 250, ...}`."""
-        return flatten(dataclasses.asdict(self))
+        return flatten(self.plain())
+
+    def plain(self) -> dict[str, Any]:
+        """The groups of settings as nested dicts."""
+        groups = dataclasses.asdict(self)
+        del groups["folder"]
+        return groups
 
     def run_hash(self) -> str:
         """A digest of the run: the same in any layout."""

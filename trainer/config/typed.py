@@ -15,6 +15,7 @@ from trainer.errors import ConfigError
 T = TypeVar("T")
 Limits = Mapping[str, Any]
 _NO_LIMITS: Limits = {}
+NO_SETTING = {"is_setting": False}  # the metadata of a field that nobody sets
 _NAMES: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -45,7 +46,7 @@ def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
     Raises ConfigError naming the full key, what was given and what is allowed.
     """
     hints = typing.get_type_hints(cls, include_extras=True)
-    known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    known = {f.name: f for f in dataclasses.fields(cls) if not f.metadata}  # type: ignore[arg-type]
     for name in values:
         if name not in known:
             near = suggest(str(name), known).replace("mean ", f"mean {prefix}")

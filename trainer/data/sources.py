@@ -265,7 +265,7 @@ def _prepare_worker(number: int) -> None:
     sys.excepthook = lambda kind, *rest: (
         None if issubclass(kind, ConnectionError) else sys.__excepthook__(kind, *rest)
     )
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(each, signal.SIG_IGN)
 
 

@@ -156,7 +156,7 @@ class Group:
             raise ConfigError(self.tell_all(_find_difference(self.collect_text(text))))
 
     def tell_all(self, finding: Any) -> Any:
-        """Rank 0's finding on every rank: by a collective, and before there are any by the store."""
+        """Rank 0's finding on every rank: by a collective, before there are any by the store."""
         if self.world.world_size == 1 or dist.is_initialized():
             return json.loads(self.share_text(json.dumps(finding)))
         self._calls += 1

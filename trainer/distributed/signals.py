@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from trainer.distributed.launchers import find_launcher
 from trainer.errors import RunError
@@ -16,7 +16,9 @@ GRACE_S = 1.0  # torchrun sends Ctrl-C a second time at once; a person's second 
 START_S = 3.0  # a rank asked to stop still waits this long for the others, which may be coming
 # submitit has SLURM send SIGUSR2 before the time limit.
 _BY_SUBMITIT = [signal.SIGUSR2] * ("SUBMITIT_EXECUTOR" in os.environ)
-SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_BY_SUBMITIT]
+# A terminal that goes away; nohup has it ignored.
+_BY_TERMINAL = [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_BY_SUBMITIT, *_BY_TERMINAL]
 PARENT = os.getppid()  # read as early as possible, so that a launcher that dies later is noticed
 REQUEUE = ("SIGUSR1", "SIGUSR2")
 
@@ -52,7 +54,7 @@ def leave_pid_1() -> None:
     """
     if os.getpid() != 1 or (child := os.fork()) == 0:
         return
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (*SIGNALS, signal.SIGUSR2):
         signal.signal(number, lambda number, frame: os.kill(child, number))
     pid = 0
     while pid != child:
@@ -80,7 +82,8 @@ def catch_early() -> None:
 def _interrupt(number: int, frame: object) -> None:
     """End the process: KeyboardInterrupt in an import may be lost, or leave half a module."""
     if find_launcher().variables.get("RANK", "0") == "0":
-        os.write(2, b"interrupted; nothing was saved\n")
+        with suppress(OSError):
+            os.write(2, b"interrupted; nothing was saved\n")
     os._exit(1)
 
 

@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from trainer.errors import visible
@@ -32,7 +33,8 @@ class Console(Sink):
         self._last = self._began
 
     def say(self, text: str) -> None:
-        self._terminal.print(visible(text), markup=False, soft_wrap=True)
+        with suppress(OSError):  # the terminal is gone, and the run goes on
+            self._terminal.print(visible(text), markup=False, soft_wrap=True)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         from rich.table import Table
@@ -41,7 +43,8 @@ class Console(Sink):
         table = Table(*columns, box=None, header_style="bold")
         for row in rows:
             table.add_row(*(Text(visible(cell)) for cell in row))  # in a Text, brackets are text
-        self._terminal.print(table)
+        with suppress(OSError):
+            self._terminal.print(table)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._values |= values
@@ -61,8 +64,9 @@ class Console(Sink):
             return
         if self._bar is None:
             self._open_bar(num_steps)
-        self._bar.update(0, completed=step, shown=shown)
-        self._bar.refresh()
+        with suppress(OSError):
+            self._bar.update(0, completed=step, shown=shown)
+            self._bar.refresh()
         if step == num_steps:
             self.close()
 

@@ -28,12 +28,14 @@ class Origin:
 
     `directory` None means a new one, named by the time. `source` is the run whose newest
     checkpoint counts, unless `checkpoint` names one. `is_resumed` says that the run continues
-    in its own directory. `refused` is the error to raise unless another rank knows the origin.
+    in its own directory, `is_attempt` that an earlier attempt of this launch made it. `refused` is
+    the error to raise unless another rank knows the origin.
     """
 
     directory: Path | None = None
     checkpoint: Path | None = None
     source: Path | None = None
+    is_attempt: bool = False
     refused: str = ""
 
     @property
@@ -48,7 +50,7 @@ class Origin:
 
 def base_of(config: Config) -> Path:
     """The folder that holds the task's runs."""
-    return Path(config.run.dir) / config.task.name
+    return config.runs / config.task.name
 
 
 def _named(config: Config) -> Path | None:
@@ -84,14 +86,14 @@ def _from_settings(config: Config) -> Origin:
     named = _named(config)
     resume = config.run.resume
     if resume is None:
-        return Origin(_check_unused(named))
+        return Origin(_check_unused(config, named))
     if resume == "auto":
         directory = named or _find_latest(base_of(config))
         exists = directory is not None and directory.is_dir()
         return Origin(directory, source=directory if exists else None)
-    begun = find_checkpoint(resume)
+    begun = find_checkpoint(config, resume)
     if named is not None and begun.source and named.resolve() != begun.source.resolve():
-        return replace(begun, directory=_check_unused(named))
+        return replace(begun, directory=_check_unused(config, named))
     last = max(transaction.steps(begun.root), default=0)
     if begun.checkpoint and last > manifest.read_manifest(begun.checkpoint)["step"]:
         advice = f"give run.name=<new> to branch off, or run.resume={begun.source}"
@@ -99,13 +101,22 @@ def _from_settings(config: Config) -> Origin:
     return replace(begun, directory=begun.source)
 
 
-def _check_unused(named: Path | None) -> Path | None:
+def _check_unused(config: Config, named: Path | None) -> Path | None:
     if named is not None and named.exists() and not _is_empty_folder(named):
         check_free(named)
-        why = f"{named} exists and is not being resumed"
-        advice = "add run.resume=auto or choose another run.name"
-        raise ConfigError(f"run.name={named.name}: {why}; {advice}")
+        raise ConfigError(_is_taken(config, named))
     return named
+
+
+def _is_taken(config: Config, named: Path) -> str:
+    why = f"{config.shown(named)} exists and is not being resumed"
+    return f"run.name={named.name}: {why}; add run.resume=auto or choose another run.name"
+
+
+def _has_run(directory: Path) -> bool:
+    metrics = directory / files.METRICS
+    is_logged = metrics.is_file() and metrics.stat().st_size > 0
+    return is_logged or bool(transaction.steps(directory / "checkpoints"))
 
 
 def _is_empty_folder(path: Path) -> bool:
@@ -119,20 +130,20 @@ def _find_latest(base: Path) -> Path | None:
     return max(saved)[1] if saved else None
 
 
-def find_checkpoint(resume: str | None) -> Origin:
+def find_checkpoint(config: Config, resume: str | None) -> Origin:
     """The run or checkpoint at a path; its run is not taken over.
 
     Raises ConfigError where there is none.
     """
     if resume is None:
         return Origin()
-    path = Path(resume)
+    path = Path(config.folder, resume)
     if (path / manifest.MANIFEST).is_file():
         return Origin(checkpoint=path, source=path.resolve().parent.parent)
     if transaction.steps(path / "checkpoints"):
         return Origin(source=path)
     allowed = "give auto, a run directory, or a directory step-<number> in its checkpoints"
-    raise ConfigError(f"run.resume={path}: no checkpoint there; {allowed}")
+    raise ConfigError(f"run.resume={resume}: no checkpoint there; {allowed}")
 
 
 def find_previous_attempt(config: Config, launcher: Launcher) -> Origin | None:
@@ -146,9 +157,9 @@ def find_previous_attempt(config: Config, launcher: Launcher) -> Origin | None:
     begun = Origin()
     resume = config.run.resume
     if resume is not None and resume != "auto":
-        begun = Origin(source=Path(resume).absolute().parent.parent)
+        begun = Origin(source=Path(config.folder, resume).parent.parent)
         with suppress(ConfigError):  # a checkpoint that has been pruned since
-            begun = find_checkpoint(resume)
+            begun = find_checkpoint(config, resume)
     launch = _identify(config, launcher)
     named = _named(config)
     attempts: dict[float, Path] = {}
@@ -170,7 +181,7 @@ def _identify(config: Config, launcher: Launcher) -> str:
 def roll_back(directory: Path, begun: Origin) -> Origin:
     """The run's own newest checkpoint, else the one that it began with."""
     if begun.source not in (None, directory) and not transaction.steps(directory / "checkpoints"):
-        return replace(begun, directory=directory)
+        return replace(begun, directory=directory, is_attempt=True)
     return Origin(directory, source=directory)
 
 
@@ -222,6 +233,9 @@ def take(config: Config, origin: Origin, step: int, launcher: Launcher) -> tuple
         directory.mkdir(parents=True, exist_ok=True)
         files.check_plain(directory)
         lease = Lease(directory, _count_attempt(config, launcher, directory, step))
+        if not (origin.is_resumed or origin.is_attempt) and _has_run(directory):
+            lease.release()
+            raise ConfigError(_is_taken(config, directory))  # since the first gate looked
         (directory / files.EXIT).unlink(missing_ok=True)
         files.replace_file(directory / files.CONFIG, to_yaml(config) + "\n")
         root = directory / "checkpoints"

@@ -128,10 +128,9 @@ def resume_command(world: World, directory: Path) -> str:
 
 
 def ending(
-    summary: Any, num_steps: int, trained: int, metric: str, signal: str | None, again: str
+    summary: Any, num_steps: int, trained: int, metric: str, signal: str | None, place: Path
 ) -> list[str]:
-    """The end of a run: how it ended, its metrics, its files, and the command that resumes it."""
-    place = summary.directory
+    """The end of a run: how it ended, its metrics, and its files in the run directory `place`."""
     if summary.exit_code:
         by = signal or "a signal to another rank"
         at = f"at step {summary.step:,} of {num_steps:,}"
@@ -151,7 +150,6 @@ def ending(
         lines.append(f"trained {counted(trained, 'step')} in {summary.seconds:.1f} s, {speed}")
     lines.append(f"files: {place}/metrics.jsonl, {place}/checkpoints")
     lines.append(f"curves: tensorboard --logdir {place}/tensorboard")
-    lines.append(f"go on with: {again}")
     return lines
 
 

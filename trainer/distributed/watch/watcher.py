@@ -207,7 +207,7 @@ class Watcher:
         if overdue > 1 and now > self._next_report:
             return self._judge(states, overdue)
         for line in self._stragglers.find(states):
-            print(line, file=sys.stderr, flush=True)
+            _say(line)
         return False
 
     def _end_orphans(self, states: Sequence[State]) -> None:
@@ -228,11 +228,11 @@ class Watcher:
         parts = [s.describe() for s in hung] or [ALL_WAIT if self._is_only_node else ALL_WAIT_HERE]
         parts += _describe_waiting([s for s in states if s not in hung], waiting)
         line = f"no progress: {'; '.join(parts)}"
-        print(f"error: {line}", file=sys.stderr)
+        _say(f"error: {line}")
         for s in hung or states:
             frames = stacks[s.rank][:12]
             title = ", innermost call first:" if frames else ": its stack cannot be had"
-            print(f"rank {s.rank}{title}", *frames, sep="\n  ", file=sys.stderr, flush=True)
+            _say("\n  ".join([f"rank {s.rank}{title}", *frames]))
         if directory := self._ranks[0].directory():
             with suppress(OSError):
                 _write_exit(Path(directory), line, min(s.step for s in states))
@@ -284,6 +284,11 @@ def _send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
+def _say(line: str) -> None:
+    with suppress(OSError):  # of a terminal that is gone
+        print(line, file=sys.stderr, flush=True)
+
+
 def _write_exit(directory: Path, reason: str, step: int) -> None:
     staged = directory / ".exit.json.new"
     staged.unlink(missing_ok=True)
@@ -294,7 +299,7 @@ def _write_exit(directory: Path, reason: str, step: int) -> None:
 
 def main() -> None:
     """Watch until a rank ends, or that which started this process writes a second line."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # they are for the ranks
     with open(0, "rb", buffering=0) as lines:  # unbuffered: `select` sees what follows the line
         settings = json.loads(lines.readline())

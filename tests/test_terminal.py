@@ -1,0 +1,111 @@
+"""Terminals that go away: the run goes on, saves, and its exit code stays true."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from harness.launch import TESTS, environment_of_a_command
+from harness.waiting import wait_for
+
+TINY = ("--config-dir", str(TESTS / "conf"), "task=tiny", "run.name=a")
+
+
+def start(folder, *words: str, prefix: tuple[str, ...] = (), **given) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*prefix, sys.executable, "-m", "trainer", *TINY, *words],
+        cwd=folder,
+        env=environment_of_a_command(),
+        stdin=subprocess.DEVNULL,
+        **given,
+    )
+
+
+def last_step(folder) -> int:
+    path = folder / "runs/tiny/a/metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def exit_record(folder) -> dict:
+    return json.loads((folder / "runs/tiny/a/exit.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "closed",
+    [
+        "0<&- 1>&- 2>&-",
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ("1>&-", "2>&-", ">/dev/full 2>/dev/full")
+        ),
+    ],
+)
+def test_run_without_a_working_output_ends_as_it_should(closed, tmp_path):
+    words = (sys.executable, "-m", "trainer", *TINY, "run.steps=12")
+    shell = f"{' '.join(words)} {closed}"
+    done = subprocess.run(
+        ["bash", "-c", shell], cwd=tmp_path, env=environment_of_a_command(), check=False
+    )
+    assert done.returncode == 0
+    assert exit_record(tmp_path)["code"] == 0
+    assert (tmp_path / "runs/tiny/a/checkpoints/step-00000012").is_dir()
+
+
+def test_bad_setting_without_an_error_output_is_still_code_2(tmp_path):
+    words = " ".join([sys.executable, "-m", "trainer", *TINY, "optim.lr=no"])
+    done = subprocess.run(
+        ["bash", "-c", f"{words} 2>&-"], cwd=tmp_path, env=environment_of_a_command(), check=False
+    )
+    assert done.returncode == 2
+
+
+def test_reader_that_goes_away_does_not_end_the_run(tmp_path):
+    process = start(
+        tmp_path, "run.steps=100", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(60) == 0
+    assert exit_record(tmp_path)["step"] == 100
+
+
+def test_terminal_that_hangs_up_saves_and_ends_with_75(tmp_path):
+    """The terminal's end of a pseudo-terminal is closed: the kernel sends SIGHUP."""
+    ours, theirs = pty.openpty()
+    process = start(
+        tmp_path,
+        "run.steps=1000000",
+        "log.every_steps=10",
+        stdout=theirs,
+        stderr=theirs,
+        preexec_fn=lambda: (os.setsid(), __import__("fcntl").ioctl(theirs, 0x540E, 0)),
+    )
+    os.close(theirs)
+    wait_for(lambda: last_step(tmp_path) > 20)
+    os.close(ours)
+    assert process.wait(30) == 75
+    record = exit_record(tmp_path)
+    assert record["code"] == 75
+    assert (tmp_path / f"runs/tiny/a/checkpoints/step-{record['step']:08d}").is_dir()
+
+
+@pytest.mark.slow
+def test_hang_up_that_nohup_has_ignored_stays_ignored(tmp_path):
+    process = start(
+        tmp_path,
+        "run.steps=1000",
+        "log.every_steps=10",
+        prefix=("nohup",),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    wait_for(lambda: last_step(tmp_path) > 20)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 0
+    assert exit_record(tmp_path)["step"] == 1000
