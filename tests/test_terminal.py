@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-
 from harness.launch import TESTS, environment_of_a_command
 from harness.waiting import wait_for
 

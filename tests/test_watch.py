@@ -183,6 +183,30 @@ class LateStart(Sticks):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_at_work", [True, False])
+def test_long_build_that_works_is_no_hang_and_one_that_sleeps_is(is_at_work, command, tmp_path):
+    """dist.hang_timeout_s=1 bears 5 s before the first step; rank 1 builds for 9 s."""
+    busy = "while time.monotonic() < end: sum(range(1000))" if is_at_work else "time.sleep(900)"
+    task = f"""import time
+from watched import Sticks
+class LongBuild(Sticks):
+    def build_model(self):
+        if self.world.rank == 1:
+            end = time.monotonic() + 9
+            {busy}
+        return super().build_model()
+"""
+    (tmp_path / "long.py").write_text(task)
+    words = [*STICKS, "task.trainer=long.LongBuild", "dist.hang_timeout_s=1"]
+    code, out, err = command(*words, ranks=2)
+    if is_at_work:
+        assert code == 0 and "done: 20 steps" in out, err
+    else:
+        assert code != 0
+        assert re.search(r"no progress: rank 1 \(.*\) has been in building data and model", err), err
+
+
 def start_two_nodes(command, *words):
     """Rank 0 and rank 1, on two nodes as far as Lockstep can tell: a watcher each."""
     port = str(free_port())

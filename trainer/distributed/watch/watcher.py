@@ -49,6 +49,10 @@ OTHER_NODES_FIRST = 1.5  # times the limit, where all ranks of this node wait
 POLL_S = 0.25
 ASLEEP_S = 2.0  # between two looks: this process or the machine slept, and the ranks with it
 STOPPED = ("T", "t")  # the kernel's states: stopped by a signal, by a debugger
+# A rank that builds data and model works, and does not hang, above this.
+LEAST_LOAD = 0.05  # of a core
+LEAST_BYTES = 2**16  # read and written
+LOAD_S = 0.5  # the least time over which they are taken
 STRAGGLER = 3.0  # times the median
 STRAGGLER_STEPS = 50
 
@@ -104,6 +108,8 @@ class Rank:
         self.pid: int = facts["pid"]
         self._launcher: int | None = facts["launcher"]
         self._memory = Path(f"/proc/{self.pid}/fd/{facts['memory']}")
+        self._work = (time.monotonic(), 0.0, 0)
+        self._worked = 0.0
         with open(self._memory, "rb") as file:
             self._page = mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
 
@@ -113,7 +119,8 @@ class Rank:
         if kernel in ("", "Z", "X"):
             return None
         fields = memoryview(self._page)[: FIELDS * 8].cast("d").tolist()
-        seconds = time.monotonic() - max(fields[SINCE], woke)
+        worked = self._last_work() if fields[PHASE] == Phase.BUILD else 0.0
+        seconds = time.monotonic() - max(fields[SINCE], woke, worked)
         children = _children(self.pid) if seconds > 1 else []
         return State(
             rank=self.rank,
@@ -127,6 +134,18 @@ class Rank:
             is_stopped=kernel in STOPPED,
             stopped_children=[pid for pid in children if _kernel_state(pid)[0] in STOPPED],
         )
+
+    def _last_work(self) -> float:
+        """The last time when it was seen to use a processor or files: preprocessing may be long."""
+        now = time.monotonic()
+        then, spent, moved = self._work
+        pids = (self.pid, *_children(self.pid))
+        work = (now, sum(map(_seconds_of_work, pids)), sum(map(_bytes_moved, pids)))
+        if work[1] - spent > LEAST_LOAD * (now - then) or work[2] - moved > LEAST_BYTES:
+            self._worked = now
+        if now - then > LOAD_S:
+            self._work = work
+        return self._worked
 
     def directory(self) -> str:
         """The run directory; empty before there is one."""
@@ -222,6 +241,10 @@ class Watcher:
         stacks = {rank.rank: rank.stack() for rank in self._ranks}
         waiting = [s for s in states if s.is_waiting(stacks[s.rank])]
         hung = [s for s in states if s not in waiting and s.seconds > self._timeout_s / 2]
+        at_work = [s for s in states if s not in (*waiting, *hung) and s.phase == Phase.BUILD]
+        if at_work:
+            self._next_report = time.monotonic() + self._timeout_s
+            return False
         if not hung and not self._is_only_node and overdue < OTHER_NODES_FIRST:
             self._next_report = time.monotonic() + self._timeout_s * (OTHER_NODES_FIRST - 1)
             return False
@@ -271,6 +294,22 @@ def _kernel_state(pid: int) -> tuple[str, int]:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
         return state, int(parent)
     return "", 0
+
+
+def _seconds_of_work(pid: int) -> float:
+    """Processor time of a process."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def _bytes_moved(pid: int) -> int:
+    """Bytes that a process has read and written."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+    return 0
 
 
 def _children(pid: int) -> list[int]:
