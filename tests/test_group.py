@@ -1,11 +1,13 @@
 """The ranks meet by environment, address or file, under torchrun and by hand, and every
 finished run exits 0."""
 
+import json
 import os
 import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from harness import CONF, TORCHRUN, Beside, Command, ended, free_port, launch, on_ranks
 
 from trainer import ConfigError, World, load_config
@@ -53,12 +55,28 @@ def test_two_ranks_meet_under_torchrun(name, tmp_path):
     assert code == 0 and "2 ranks on 1 node" in out, out + err
 
 
-def test_old_file_is_refused(command, tmp_path):
+@pytest.mark.parametrize("age_s", [-7200, 7200])
+def test_file_that_an_earlier_run_left_is_used_again(age_s, command, tmp_path):
+    """Whatever the clocks say: a hello in it is believed once its process has said it again."""
     left = tmp_path / "meet"
-    left.write_bytes(b"left over")
-    os.utime(left, (time.time() - 60, time.time() - 60))
+    store = dist.PrefixStore("roll-call/1", dist.FileStore(str(left), 2))
+    for number, rank in ((1, 0), (2, 1)):
+        store.add("hellos", 1)
+        store.set(f"hello/{number}", json.dumps([rank, 2, "gone", 1]))
+        store.set(f"reply/{number}", json.dumps({"name": "old"}))
+    text = left.read_bytes()
+    del store  # which removes the file
+    left.write_bytes(text)
+    os.utime(left, (time.time() - age_s, time.time() - age_s))
+    for code, out, err in by_hand(command, *method("file", tmp_path)):
+        assert code == 0, out + err
+    assert not left.exists()
+
+
+def test_file_of_something_else_is_refused(command, tmp_path):
+    (tmp_path / "meet").write_text("left over")
     for code, _, err in by_hand(command, *method("file", tmp_path)):
-        assert code == 2 and f"{left} was left by an earlier run; remove it" in err
+        assert code == 2 and "meet: is a file of something else; choose another" in err
 
 
 def test_nobody_at_the_address_is_one_line_in_time(command):

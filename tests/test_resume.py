@@ -2,14 +2,30 @@
 another."""
 
 import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from harness import check_equal_bits, check_parity, fit, fit_on, newest, on_ranks
+from harness import (
+    CONF,
+    check_equal_bits,
+    check_parity,
+    ended,
+    fit,
+    fit_on,
+    launch,
+    newest,
+    on_ranks,
+)
 from harness.command import refuse_meeting
+from harness.training import compose
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny import Items, Tiny
 
-from trainer import ConfigError
+from trainer import ConfigError, RunError
 from trainer.checkpoints.packing import unpack
 
 # BatchNorm, dropout, weights and momentum: all the state there is. Stopped between log points 10
@@ -252,3 +268,84 @@ def test_best_starts_anew_when_it_goes_by_another_metric(tmp_path):
     }
     best = max(accuracies, key=lambda step: (accuracies[step], -step))
     assert (run["directory"] / f"checkpoints/step-{best:08d}").is_dir()
+
+
+# What a hostile machine does ----------------------------------------------------------------------
+
+
+def ends(folder, *words, task) -> str:
+    """The line that a run ends with."""
+    try:
+        fit(folder, *words, task=task)
+    except (ConfigError, RunError) as error:
+        return str(error)
+    return ""
+
+
+def test_newest_run_is_the_one_begun_last_whatever_the_clock_says(tmp_path):
+    for name in ("first", "second"):
+        fit_on(1, tmp_path, "task=tiny", "run.steps=5", f"run.name={name}")
+    second = tmp_path / "tiny/second/checkpoints"
+    os.utime(second, (1, 1))  # a clock that was set back
+    resumed = fit_on(1, tmp_path, "task=tiny", "run.steps=8", "run.name=null", "run.resume=auto")
+    assert resumed["directory"] == tmp_path / "tiny/second"
+
+
+class Wanders(Tiny):
+    """A task that changes the working directory while it is built."""
+
+    def build_dataset(self, split):
+        os.chdir("/")
+        return super().build_dataset(split)
+
+
+def test_task_that_changes_the_working_directory_leaves_its_run_where_it_was_asked(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    config = compose(tmp_path, "task=tiny", "run.steps=5")
+    config = replace(config, run=replace(config.run, dir="runs"), folder=str(tmp_path))
+    on_ranks(1, lambda: Wanders(config).fit() and None)
+    assert (tmp_path / "runs/tiny/run/checkpoints/step-00000005").is_dir()
+
+
+class MeetsASecond(Tiny):
+    """While it is built, another start of the same name trains and ends."""
+
+    def build_model(self):
+        words = [f"run.dir={self.config.run.dir}", "run.name=run", "run.steps=5"]
+        other = launch(Path.cwd(), "--config-dir", CONF, "task=tiny", *words)
+        assert ended(other)[0] == 0
+        return super().build_model()
+
+
+def test_second_start_of_a_name_that_ends_first_keeps_its_run(tmp_path):
+    (said,) = on_ranks(1, lambda: ends(tmp_path, "task=tiny", "run.steps=5", task=MeetsASecond))
+    assert re.match(r"run.name=run: .*tiny/run exists and is not being resumed", said)
+    kept = sorted(path.name for path in (tmp_path / "tiny/run/checkpoints").iterdir())
+    assert kept == ["step-00000005"]
+
+
+class Grows(Items):
+    """Items that become more while they are read."""
+
+    reads = 0
+
+    def __len__(self):
+        return super().__len__() + (type(self).reads > 300)
+
+    def __getitem__(self, index):
+        type(self).reads += 1
+        return super().__getitem__(index)
+
+
+class GrowingData(Tiny):
+    def build_dataset(self, split):
+        return Grows(split) if split == "train" else super().build_dataset(split)
+
+
+def test_data_whose_length_changes_ends_the_run_and_what_was_saved_stays_readable(tmp_path):
+    words = ["task=tiny", "run.steps=30", "data.path=streamed"]
+    (said,) = on_ranks(1, lambda: ends(tmp_path, *words, task=GrowingData))
+    assert said.startswith("the train data has 204 examples and had 203 at the start")
+    assert newest(tmp_path / "tiny/run").manifest["step"] == 9

@@ -204,7 +204,9 @@ class LongBuild(Sticks):
         assert code == 0 and "done: 20 steps" in out, err
     else:
         assert code != 0
-        assert re.search(r"no progress: rank 1 \(.*\) has been in building data and model", err), err
+        assert re.search(r"no progress: rank 1 \(.*\) has been in building data and model", err), (
+            err
+        )
 
 
 def start_two_nodes(command, *words):

@@ -34,7 +34,8 @@ def outlive_terminal() -> None:
         except OSError:
             descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
             os.set_inheritable(descriptor, True)
-            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+            mode = "r" if number == 0 else "w"
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
         stream = getattr(sys, name)
         if number and _is_on(stream, number):
             raw = io.BufferedWriter(_Lasting(number, "w", closefd=False))

@@ -24,6 +24,7 @@ from trainer.errors import ConfigError, RunError
 
 MAX_POLL_S = 0.05
 FOREVER = timedelta(days=30)
+MOST_OF_AN_ENTRY = 2**24  # bytes in the file of dist.init=file
 GRACE_S = 0.6  # the other ranks wait this much longer than rank 0, for its reply
 
 num_meetings = 0  # that this process has begun; from the first on, its ranks fail together
@@ -65,13 +66,10 @@ def part(config: Dist, world: World) -> None:
 
 
 def _describe_place(config: Dist, world: World) -> str:
-    """The address or file. Raises ConfigError for a file that an earlier run left."""
+    """The address or file."""
     if config.init != "file":
         return config.address or "{}:{}".format(*world.launcher.master)
-    path = _file_of(config)
-    if path.exists() and time.time() - path.stat().st_mtime > config.timeout_s:
-        raise ConfigError(f"dist.path={config.path}: {path} was left by an earlier run; remove it")
-    return f"{path} (if it is of an earlier run, remove it)"
+    return str(_file_of(config))
 
 
 def read_keys(store: dist.Store, keys: list[str]) -> list[bytes]:
@@ -91,9 +89,26 @@ def _file_of(config: Dist) -> Path:
     return Path(".".join([str(config.path), *launch])).absolute()
 
 
+def _is_store(path: Path) -> bool:
+    """May torch's FileStore take the file? It reads lengths there, and hangs with wrong ones."""
+    if not path.exists():
+        return True
+    data = path.read_bytes()
+    place = 0
+    while place < len(data):
+        length = int.from_bytes(data[place : place + 4], "little")
+        if length > MOST_OF_AN_ENTRY:
+            return False
+        place += 4 + length
+    return True
+
+
 def _open(config: Dist, world: World, deadline: float, may_serve: bool = True) -> dist.Store:
     if config.init == "file":
-        return dist.FileStore(str(_file_of(config)), world.world_size)
+        path = _file_of(config)
+        if not _is_store(path):
+            raise ConfigError(f"dist.path={path}: is a file of something else; choose another")
+        return dist.FileStore(str(path), world.world_size)
     if config.init == "env":  # torchrun has a store of its own, and rank 0 is a client too
         host, port = world.launcher.master
         is_server = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -181,6 +196,8 @@ class _Meeting:
             raise ConfigError(f"{self._failure}: {advice}")
         if isinstance(results[0], dist.Store):
             return results[0]
+        if isinstance(results[0], ConfigError):
+            raise results[0]
         reason = _first_line(results[0])
         if "EADDRINUSE" in reason or "address already in use" in reason.lower():
             advice = "the port is in use on rank 0's host; choose another, the same on every rank"

@@ -65,15 +65,18 @@ class Lease:
         return os.pread(self._descriptor, _MOST, 0).decode(errors="replace")
 
 
-def last_facts(directory: Path) -> dict[str, Any]:
-    """The facts that the last writer of a run directory left there, if it was another process."""
+def read_facts(directory: Path) -> dict[str, Any]:
+    """The facts that the last writer of a run directory left there; none while it is ours."""
     path = directory / NAME
     try:
-        if _identity(path.lstat()) in _held:
-            return {}
-        facts = _parse(read_file(path, _MOST)[1])
+        return {} if _identity(path.lstat()) in _held else _parse(read_file(path, _MOST)[1])
     except OSError:
         return {}
+
+
+def last_facts(directory: Path) -> dict[str, Any]:
+    """The facts that the last writer left there, if it was another process."""
+    facts = read_facts(directory)
     is_ours = (facts.get("host"), facts.get("pid")) == (socket.gethostname(), os.getpid())
     return {} if is_ours else facts
 

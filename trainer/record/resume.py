@@ -15,7 +15,7 @@ from trainer.config.schema import Config
 from trainer.distributed.launchers import Launcher
 from trainer.errors import CheckpointError, ConfigError, RunError
 from trainer.record import directory as files
-from trainer.record.lease import NAME, Lease, check_free, last_facts
+from trainer.record.lease import NAME, Lease, check_free, last_facts, read_facts
 
 # These cannot change within a run: the samples follow from them.
 FIXED = ("task.name", "run.seed", "data.global_batch")
@@ -124,10 +124,19 @@ def _is_empty_folder(path: Path) -> bool:
 
 
 def _find_latest(base: Path) -> Path | None:
-    """The run under `base` that saved last."""
+    """The run under `base` with checkpoints that was begun or resumed last.
+
+    By the numbers that runs are given in their order: a clock may have been set back.
+    """
     roots = [root for root in base.glob("*/checkpoints") if transaction.steps(root)]
-    saved = [(root.stat().st_mtime, root.parent) for root in roots]
-    return max(saved)[1] if saved else None
+    saved = [(_number(root.parent), root.stat().st_mtime, root.parent) for root in roots]
+    return max(saved)[2] if saved else None
+
+
+def _number(directory: Path) -> int:
+    """The place of a run among those of its task; 0 for one of the first edition."""
+    number = read_facts(directory).get("number", 0)
+    return number if isinstance(number, int) else 0
 
 
 def find_checkpoint(config: Config, resume: str | None) -> Origin:
@@ -232,7 +241,10 @@ def take(config: Config, origin: Origin, step: int, launcher: Launcher) -> tuple
         directory = origin.directory or files.make_timestamped(base)
         directory.mkdir(parents=True, exist_ok=True)
         files.check_plain(directory)
-        lease = Lease(directory, _count_attempt(config, launcher, directory, step))
+        others = [_number(place) for place in base.glob("*/")]
+        facts = {"number": 1 + max(others, default=0)}
+        facts |= _count_attempt(config, launcher, directory, step)
+        lease = Lease(directory, facts)
         if not (origin.is_resumed or origin.is_attempt) and _has_run(directory):
             lease.release()
             raise ConfigError(_is_taken(config, directory))  # since the first gate looked
