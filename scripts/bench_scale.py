@@ -13,6 +13,8 @@ is that of the last step: 1 is linear in N, 2 is quadratic.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import math
 import os
@@ -37,6 +39,8 @@ from trainer.distributed import rendezvous
 from trainer.distributed.group import Group
 from trainer.distributed.watch.watcher import name_ranks
 
+MOST = 1024  # ranks
+numbers = itertools.count()
 CPU = torch.device("cpu")
 TEXT = "a fact of a rank, " * 100  # 1.8 KB
 
@@ -80,8 +84,12 @@ def on_threads(size: int, body: Callable[[int], object]) -> Times:
     return seconds, work[0]
 
 
+@functools.cache
 def connect(size: int) -> list[dist.Store]:
-    """A store per rank: rank 0's serves, the others are clients of it."""
+    """A store per rank: rank 0's serves, the others are clients of it.
+
+    Connected once: torch looks up the name of each client, which may take seconds.
+    """
     timeout = timedelta(seconds=120)
     place = ("127.0.0.1", free_port(), None)
     served = dist.TCPStore(*place, True, timeout, wait_for_workers=False, multi_tenant=True)
@@ -95,7 +103,8 @@ def roll_call(size: int) -> Times:
     """Meeting, once connected: every rank says hello and is answered."""
     words = ["task=cifar", "dist.init=tcp", "dist.address=127.0.0.1:1", "dist.timeout_s=300"]
     config = load_config(words).dist
-    stores = connect(size)
+    stores = connect(MOST)
+    rendezvous.num_meetings += 1
 
     def meet(rank: int) -> None:
         world = World(rank=rank, world_size=size, pid=rank)
@@ -109,7 +118,8 @@ def with_groups(call: Callable[[Group], object]) -> Callable[[int], Times]:
     """`call(group)` on every rank, before there are collectives."""
 
     def operation(size: int) -> Times:
-        stores = [dist.PrefixStore("bench", store) for store in connect(size)]
+        name = str(next(numbers))
+        stores = [dist.PrefixStore(name, store) for store in connect(MOST)[:size]]
         made = [Group(World(rank=r, world_size=size), store) for r, store in enumerate(stores)]
         return on_threads(size, lambda rank: call(made[rank]))
 
@@ -200,9 +210,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args()
-    if len(given.ranks) < 2:
-        parser.error("--ranks: give at least two numbers")
-    files = 4 * max(given.ranks) + 100  # a socket at each end, and more while they connect
+    if len(given.ranks) < 2 or max(given.ranks) > MOST:
+        parser.error(f"--ranks: give at least two numbers, of at most {MOST}")
+    files = 4 * MOST + 100  # a socket at each end, and more while they connect
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < files:
         parser.error(f"--ranks: needs {files} open files, and ulimit -Hn allows {hard}")

@@ -131,11 +131,11 @@ def port_in_use(chance: random.Random, port: int, place: Path, stack: ExitStack)
     return Broken([("0", "2"), ("1", "2")], lines, words)
 
 
-def old_file(chance: random.Random, port: int, place: Path, stack: ExitStack) -> Broken:
+def foreign_file(chance: random.Random, port: int, place: Path, stack: ExitStack) -> Broken:
     path = place / "meet"
-    path.write_bytes(os.urandom(chance.randrange(1, 300)))
-    os.utime(path, (time.time() - 100,) * 2)
-    return Broken([("0", "2"), ("1", "2")], ["was left by an earlier run; remove it"], _file(path))
+    path.write_bytes(b"?" + os.urandom(chance.randrange(1, 300)))
+    line = "meet: is a file of something else; choose another"
+    return Broken([("0", "2"), ("1", "2")], [line], _file(path))
 
 
 def fresh_file(chance: random.Random, port: int, place: Path, stack: ExitStack) -> Broken:
@@ -192,7 +192,7 @@ KINDS: dict[str, Callable[[random.Random, int, Path, ExitStack], Broken]] = {
     "no master at the address": no_master,
     "foreign process at the address": foreign_process,
     "port in use": port_in_use,
-    "old init file": old_file,
+    "foreign init file": foreign_file,
     "fresh init file": fresh_file,
     "tcp:// under torchrun": tcp_under_torchrun,
     "rank beyond the world size": beyond,

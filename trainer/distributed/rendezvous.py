@@ -24,7 +24,7 @@ from trainer.errors import ConfigError, RunError
 
 MAX_POLL_S = 0.05
 FOREVER = timedelta(days=30)
-MOST_OF_AN_ENTRY = 2**24  # bytes in the file of dist.init=file
+FIRST_ENTRY = b"\x09\0\0\0refcount/"  # of every file of a FileStore (torch 2.13)
 GRACE_S = 0.6  # the other ranks wait this much longer than rank 0, for its reply
 
 num_meetings = 0  # that this process has begun; from the first on, its ranks fail together
@@ -91,16 +91,8 @@ def _file_of(config: Dist) -> Path:
 
 def _is_store(path: Path) -> bool:
     """May torch's FileStore take the file? It reads lengths there, and hangs with wrong ones."""
-    if not path.exists():
-        return True
-    data = path.read_bytes()
-    place = 0
-    while place < len(data):
-        length = int.from_bytes(data[place : place + 4], "little")
-        if length > MOST_OF_AN_ENTRY:
-            return False
-        place += 4 + length
-    return True
+    begin = path.read_bytes()[: len(FIRST_ENTRY)] if path.exists() else b""
+    return begin == FIRST_ENTRY[: len(begin)]
 
 
 def _open(config: Dist, world: World, deadline: float, may_serve: bool = True) -> dist.Store:
