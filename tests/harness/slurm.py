@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -62,6 +63,21 @@ ReturnToService=2
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=64
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=64
 PartitionName=test Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+"""
+
+# A step ends for SLURM once nothing is left in its process group, and an ended process counts
+# until it is reaped. What outlives its parent there (a rank's watcher, the sleep of a killed
+# script) goes to the next subreaper above: in tests that is pytest, which reaps only between
+# tests, and a container's first process may never do so. The step then hangs (COMPLETING, or srun
+# itself), and after 60 s its node is drained with "Kill task failed". So each slurmd runs below
+# this process, which adopts and reaps at once; 36 is PR_SET_CHILD_SUBREAPER.
+REAPER = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+daemon = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ)
+signal.signal(signal.SIGTERM, lambda *_: os.kill(daemon, signal.SIGTERM))
+while os.wait()[0] != daemon:
+    pass
 """
 
 
@@ -114,8 +130,9 @@ class Cluster:
             )
             self._until(munge.exists, START_S, "munged up")
             self._start("slurmctld", "-D")
-            self._start("slurmd", "-D", "-N", "n1")
-            self._start("slurmd", "-D", "-N", "n2")
+            reaper = (sys.executable, "-I", "-S", "-c", REAPER)
+            self._start("slurmd", "-D", "-N", "n1", below=reaper)
+            self._start("slurmd", "-D", "-N", "n2", below=reaper)
             self._until(self._is_idle, START_S, "both nodes idle")
         except BaseException:
             self.__exit__()
@@ -191,12 +208,14 @@ class Cluster:
         assert done.returncode == 0, f"{words[0]}: exit {done.returncode}: {done.stderr}"
         return done.stdout
 
-    def _start(self, *words: str) -> None:
+    def _start(self, *words: str, below: tuple[str, ...] = ()) -> None:
         with (self.folder / f"{words[0]}{len(self._daemons)}.log").open("w") as log:
             # a session of its own: Ctrl-C reaches the tests, which then end it in order
             own = {"cwd": self.folder, "env": self.environment, "start_new_session": True}
             self._daemons.append(
-                subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **own)
+                subprocess.Popen(
+                    [*below, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, **own
+                )
             )
 
     def _until(self, is_so: Callable[[], bool], limit_s: float, what: str) -> None:
