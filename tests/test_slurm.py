@@ -108,7 +108,7 @@ def test_job_that_is_asked_to_stop_requeues_itself_and_goes_on(cluster, tmp_path
     said = (tmp_path / f"slurm-{job}.out").read_text()
     assert (
         cluster.requeues(job) == 1
-        and f"SLURM job {job} is requeued" in said
+        and f"requeueing SLURM job {job}" in said
         and "resumed at step" in said
     )
     (directory,) = (tmp_path / "slow").iterdir()

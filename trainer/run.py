@@ -357,8 +357,8 @@ class Run:
         self.record.exit(summary.exit_code, "stopped" if self.is_stopped else "done", facts)
         # SIGTERM is also scancel's, and then nobody wants a requeue; SLURM requeues a preempted job
         is_asked = self.is_stopped and group.max(stop.name in REQUEUE)[0]
-        if is_asked and self.world.rank == 0 and (line := requeue()):
-            self.record.say(line)
+        if is_asked and self.world.rank == 0:
+            requeue(self.record.say)
         return summary
 
     def _sum_up(self) -> Summary:

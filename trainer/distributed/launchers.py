@@ -12,7 +12,7 @@ import shutil
 import socket
 import subprocess
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -168,21 +168,28 @@ def _by_srun(environment: Mapping[str, str]) -> Launcher:
     return Launcher("srun", variables | {"MASTER_PORT": port} | master, job, requeues, requeues)
 
 
-def requeue(environment: Mapping[str, str] = os.environ) -> str:
-    """Have SLURM end this job and start it again; the outcome in a line, empty without a job."""
+def requeue(say: Callable[[str], None], environment: Mapping[str, str] = os.environ) -> None:
+    """Have SLURM end this job and start it again, if it is one; `say` hears of it first.
+
+    SLURM then ends srun, scontrol and this process, in any order: a later line can be lost, and
+    an scontrol that a signal ended has done its work.
+    """
     job = environment.get("SLURM_JOB_ID", "")
     scontrol = shutil.which("scontrol")
     if not job:
-        return ""
+        return
     if not re.fullmatch(r"\d+", job) or scontrol is None:
-        return f"not requeued: SLURM_JOB_ID={job!r}, and scontrol is {scontrol or 'not there'}"
+        say(f"not requeued: SLURM_JOB_ID={job!r}, and scontrol is {scontrol or 'not there'}")
+        return
+    say(f"requeueing SLURM job {job}")
     words = [str(Path(scontrol).absolute()), "requeue", job]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=60)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"SLURM job {job} not requeued: {error}"
-    outcome = f"not requeued: {done.stderr.strip()}" if done.returncode else "is requeued"
-    return f"SLURM job {job} {outcome}"
+        say(f"SLURM job {job} not requeued: {error}")
+        return
+    if done.returncode > 0:
+        say(f"SLURM job {job} not requeued: {done.stderr.strip()}")
 
 
 def expand_hosts(text: str) -> list[str]:
