@@ -161,6 +161,15 @@ def test_tensorboard_goes_on_after_a_record_that_was_cut_off(tmp_path, monkeypat
     ]
 
 
+def test_tensorboard_that_cannot_open_is_a_warning(tmp_path, capsys):
+    (tmp_path / "tensorboard").write_text("a file")
+    write(tmp_path, (1, 2))
+    said = capsys.readouterr().out
+    assert said.count("warning: ") == 1 and "opening TensorBoard's events" in said
+    assert "the run goes on without it" in said
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+
+
 def test_save_publishes_with_the_record_on_the_disk_and_prunes(tmp_path):
     record, saver = open_record(tmp_path)
     for step in (1, 2):

@@ -30,9 +30,19 @@ class Disk:
         if self._stops:
             advice = "make room and go on with run.resume, or give checkpoint.on_error=continue"
             self.failure = RunError(f"{line}; {advice}")
-        elif kind not in self._warned:
+        else:
+            self._warn(kind, f"{line}; going on, as checkpoint.on_error=continue says")
+
+    def bear(self, error: OSError, doing: str) -> None:
+        """Warn, once for each kind of error, of what a run can do without."""
+        place = error.filename or self._directory
+        line = f"{place}: {error.strerror or error} in {doing}; the run goes on without it"
+        self._warn((doing, error.errno), line)
+
+    def _warn(self, kind: tuple[str, int | None], line: str) -> None:
+        if kind not in self._warned:
             self._warned.add(kind)
-            self._say(f"warning: {line}; going on, as checkpoint.on_error=continue says")
+            self._say(f"warning: {line}")
 
     def recover(self, doing: str) -> None:
         """Note that `doing` works again: its next failure is another one."""

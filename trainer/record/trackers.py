@@ -32,8 +32,9 @@ class TensorBoard(Sink):
         self._profiled = config.profile_steps or [0, 0]
         self._profiler: Any = None
         self._open = partial(SummaryWriter, self._folder)
-        self._board: Any = self._open(purge_step=step + 1 if is_resumed else None)
+        self._board: Any = None
         self._reopen_at = 0.0
+        self._try_to_open(step + 1 if is_resumed else None)
         self._on_thread_error = threading.excepthook
         threading.excepthook = self._hide_thread_error
 
@@ -89,15 +90,23 @@ class TensorBoard(Sink):
 
     def _draw(self, draw: Callable[[Any], None]) -> None:
         """TensorBoard's thread ends with its first error; seconds later another is opened."""
+        if self._board is None and time.monotonic() > self._reopen_at:
+            self._try_to_open()
         try:
-            if self._board is None and time.monotonic() > self._reopen_at:
-                self._board = self._open()
             if self._board is not None:
                 draw(self._board)
         except OSError as error:
             self._board = None
             self._reopen_at = time.monotonic() + REOPEN_S
             self._disk.report(error, "writing TensorBoard's events")
+
+    def _try_to_open(self, purge_step: int | None = None) -> None:
+        """A run can do without a board; a disk that fails, metrics.jsonl finds too."""
+        try:
+            self._board = self._open(purge_step=purge_step)
+        except OSError as error:
+            self._reopen_at = time.monotonic() + REOPEN_S
+            self._disk.bear(error, "opening TensorBoard's events")
 
     def _hide_thread_error(self, error: threading.ExceptHookArgs) -> None:
         """TensorBoard's thread fails where `_draw` does, which reports it: no traceback."""
