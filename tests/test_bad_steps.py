@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -270,6 +271,25 @@ def test_example_of_another_form_is_named(workers, tmp_path):
         f"train example {BAD} cannot be read: it is ((2,), ()), where others are ((4,), ()); "
         f"mend it"
     )
+
+
+class Pictures(Items):
+    """All alike, and of a kind that no batch is made of."""
+
+    def __getitem__(self, index):
+        return Path("picture.png"), super().__getitem__(index)[1]
+
+
+class PictureData(TinyItems):
+    def build_dataset(self, split):
+        return Pictures(split)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_examples_of_a_kind_that_makes_no_batch_are_one_line(workers, tmp_path):
+    said = on_ranks(1, ends, PictureData, tmp_path, f"data.workers={workers}")[0]
+    assert "cannot be read: no batch is made of ('PosixPath', ())" in said
+    assert said.endswith("return tensors, arrays, numbers, or tuples and dicts of them")
 
 
 def test_too_many_examples_that_cannot_be_read_end_the_run(tmp_path):

@@ -129,7 +129,8 @@ class Source(Dataset):
                     reason = f"it is {form}, where others are {usual}"
                     advice = "mend it, or raise in __getitem__ and give data.on_error=skip"
                     raise self._unreadable(index, reason, advice) from None
-            raise
+            advice = "return tensors, arrays, numbers, or tuples and dicts of them"
+            raise self._unreadable(indices[0], f"no batch is made of {usual}", advice) from None
 
     def _unreadable(self, index: int, reason: str, advice: str) -> RunError:
         return RunError(f"{self.split} example {index} cannot be read: {reason}; {advice}")
