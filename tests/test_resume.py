@@ -282,6 +282,16 @@ def ends(folder, *words, task) -> str:
     return ""
 
 
+def test_resume_on_other_software_says_what_changed(tmp_path, capfd, monkeypatch):
+    fit_on(1, tmp_path, "task=tiny", "run.steps=5")
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    capfd.readouterr()
+    fit_on(1, tmp_path, "task=tiny", "run.steps=8", "run.resume=auto")
+    said = capfd.readouterr().out
+    assert re.search(r"changed at this resume: torch: 2\..* -> 9\.9\.9", said)
+    assert newest(tmp_path / "tiny/run").manifest["machine"]["torch"] == "9.9.9"
+
+
 def test_newest_run_is_the_one_begun_last_whatever_the_clock_says(tmp_path):
     for name in ("first", "second"):
         fit_on(1, tmp_path, "task=tiny", "run.steps=5", f"run.name={name}")

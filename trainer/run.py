@@ -99,8 +99,7 @@ class Run:
         self.evaluator = setup.open_evaluator(self.engine.ema, self.wants_stop)
         manifest, skipped = self._restore(origin)
         self._check_metrics()
-        launcher = self.world.launcher
-        place = (self.config, launcher, self._ranks, origin, self.step, setup.model)
+        place = (self.config, self.world.launcher, self._ranks, origin, self.step, setup.model)
         opened = open_directory(*place)
         self.directory = opened.directory
         self._shown = self.config.shown(opened.directory)
@@ -159,7 +158,7 @@ class Run:
         if config.run.resume == "auto" and manifest is None:
             told.append("run.resume=auto found nothing to go on from: a fresh start")
         if manifest is not None:
-            told += startup.resumed(config, manifest.config, self.step, self.num_steps)
+            told += startup.resumed(config, manifest, self.world, self.num_steps)
         told += setup.parts.strategy.list_remarks(is_resumed=manifest is not None)
         for line in told:
             self.record.say(line)
@@ -302,6 +301,7 @@ class Run:
         return {
             "config": self.config.flat(),
             "data": fingerprint.of_data(self._setup.datasets),
+            "machine": fingerprint.of_machine(self.world),
             "run": state.run_id,
             "run_hash": self.config.run_hash(),
             "strategy": self.config.strategy.name,

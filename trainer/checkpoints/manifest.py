@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,12 +40,14 @@ class Manifest:
     config: dict[str, Any]
     metrics: dict[str, Any]
     files: dict[str, Any]
+    machine: dict[str, Any] = field(default_factory=dict)  # none in the first edition
 
     @classmethod
     def of_run(cls, raw: Mapping[str, Any], path: Path) -> Manifest:
         """Raises CheckpointError for a manifest that lacks a fact of a run, or forges one."""
         try:
-            facts = {field.name: raw[field.name] for field in fields(cls)}
+            facts = {each.name: raw[each.name] for each in fields(cls) if each.name != "machine"}
+            facts["machine"] = raw.get("machine", {})
             if facts["ledger"] == "":  # of no step
                 facts["ledger"] = None
             manifest = build(cls, facts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import platform
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.nn.parameter import is_lazy
 import trainer
 from trainer.config import PACKAGE
 from trainer.config.schema import Config
+from trainer.distributed.world import World
 from trainer.errors import CheckpointError
 
 OF_RANK_0 = ("run.dir", "run.name", "run.resume")  # only rank 0 knows where files are
@@ -34,6 +36,19 @@ def of_start(config: Config, task: type) -> dict[str, Any]:
         if not is_ours or module.startswith("trainer.tasks."):
             facts[f"the code of {module}"] = _module_digest(base)
     return facts
+
+
+def of_machine(world: World) -> dict[str, str]:
+    """The software and the kind of device: other ones may round otherwise."""
+    device = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    if world.device.type == "cuda":
+        device = torch.cuda.get_device_name(world.device)
+    return {
+        "Lockstep": trainer.__version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "the device": device,
+    }
 
 
 def of_data(datasets: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from trainer.checkpoints import packing
+from trainer.checkpoints.manifest import Manifest
 from trainer.config.schema import Config
 from trainer.data.order import BatchPlan, counted
 from trainer.distributed.group import choose_backend
@@ -100,9 +101,13 @@ def lack_of_room(directory: Path, model: nn.Module, kept: int) -> list[str]:
     return [f"warning: {directory}: {count}; {free / 1e6:,.0f} MB are free; {advice}"]
 
 
-def resumed(config: Config, saved: Mapping[str, Any], step: int, num_steps: int) -> list[str]:
-    """Where a resume begins, and the settings that differ from the saved ones."""
-    lines = [f"resumed at step {step:,} of {num_steps:,}"]
+def resumed(config: Config, manifest: Manifest, world: World, num_steps: int) -> list[str]:
+    """Where a resume begins, and what differs from what was saved: settings, machine."""
+    saved = manifest.config
+    lines = [f"resumed at step {manifest.step:,} of {num_steps:,}"]
+    for name, now in fingerprint.of_machine(world).items():
+        if (then := manifest.machine.get(name, now)) != now:
+            lines.append(f"changed at this resume: {name}: {then} -> {now}")
     ours = config.flat()
     keys = [key for key in {**saved, **ours} if ours.get(key) != saved.get(key)]
     for key in keys:
