@@ -493,3 +493,13 @@ def test_checkpoint_set_aside_is_kept_and_frees_its_step(tmp_path):
     assert aside.name.startswith("invalid-step-00000001-") and (aside / "model.pt").is_file()
     save(tmp_path, 1)
     assert list(checkpoint.steps(tmp_path)) == [1]
+
+
+def test_manifest_that_could_not_be_read_again_is_refused_before_it_is_published(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(checkpoint, "MOST_BYTES", 500)
+    replaced = {f"0/{index}": index + 1 for index in range(100)}
+    with pytest.raises(CheckpointError, match="mend or remove the 100 examples"):
+        checkpoint.save(tmp_path, 1, [("model.pt", b"weights")], {"replaced": replaced})
+    assert not checkpoint.steps(tmp_path)

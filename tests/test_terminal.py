@@ -1,8 +1,9 @@
-"""Terminals that go away: the run goes on, saves, and its exit code stays true."""
+"""What a run can do without: its terminal, which may go away, and any network."""
 
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,3 +109,12 @@ def test_hang_up_that_nohup_has_ignored_stays_ignored(tmp_path):
     process.send_signal(signal.SIGHUP)
     assert process.wait(60) == 0
     assert exit_record(tmp_path)["step"] == 1000
+
+
+def test_one_process_needs_no_network(tmp_path):
+    apart = ("unshare", "-rn")
+    if shutil.which("unshare") is None or subprocess.run([*apart, "true"], check=False).returncode:
+        pytest.skip("unshare -rn, for a namespace without an interface, does not work here")
+    process = start(tmp_path, "run.steps=3", prefix=apart, stdout=subprocess.DEVNULL)
+    assert process.wait(60) == 0
+    assert exit_record(tmp_path)["step"] == 3
