@@ -186,7 +186,8 @@ def _print_examples(manifest: dict[str, Any], comparison: Comparison, num_later:
         print(f"example {index} {why}: example {other} was taken (data.on_error=skip)")
     but = ", but for these" if replaced else ""
     saves = counted(comparison.num_equal, "save")
-    print(f"{saves} agree with the order recomputed: nothing was repeated or skipped{but}")
+    agree = "agrees" if comparison.num_equal == 1 else "agree"
+    print(f"{saves} {agree} with the order recomputed: nothing was repeated or skipped{but}")
     if num_later:
         later = f"{counted(num_later, 'save')} after step {manifest['step']:,}"
         print(f"{later} not compared: no checkpoint is left of them")
