@@ -254,19 +254,24 @@ def test_skipped_example_is_replaced_alike_in_any_layout_and_resume_and_audited(
     assert said.endswith("nothing was repeated or skipped, but for these\n")
 
 
+def reading(items):
+    """A task whose data are these items."""
+
+    class Reading(TinyItems):
+        def build_dataset(self, split):
+            return items(split)
+
+    return Reading
+
+
 class OddItems(Items):
     def __getitem__(self, index):
         return (torch.zeros(2), torch.tensor(0)) if index == BAD else super().__getitem__(index)
 
 
-class Odd(TinyItems):
-    def build_dataset(self, split):
-        return OddItems(split)
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_example_of_another_form_is_named(workers, tmp_path):
-    said = on_ranks(1, ends, Odd, tmp_path, f"data.workers={workers}")[0]
+    said = on_ranks(1, ends, reading(OddItems), tmp_path, f"data.workers={workers}")[0]
     assert said.startswith(
         f"train example {BAD} cannot be read: it is ((2,), ()), where others are ((4,), ()); "
         f"mend it"
@@ -280,14 +285,9 @@ class Pictures(Items):
         return Path("picture.png"), super().__getitem__(index)[1]
 
 
-class PictureData(TinyItems):
-    def build_dataset(self, split):
-        return Pictures(split)
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_examples_of_a_kind_that_makes_no_batch_are_one_line(workers, tmp_path):
-    said = on_ranks(1, ends, PictureData, tmp_path, f"data.workers={workers}")[0]
+    said = on_ranks(1, ends, reading(Pictures), tmp_path, f"data.workers={workers}")[0]
     assert "cannot be read: no batch is made of ('PosixPath', ())" in said
     assert said.endswith("return tensors, arrays, numbers, or tuples and dicts of them")
 

@@ -68,7 +68,7 @@ def expected(
     `replaced` maps "<epoch>/<index>" of each unreadable example to the one taken instead.
     """
     chain = ""
-    by_epoch = _by_epoch(replaced or {})
+    others = _by_epoch(replaced or {})
     per_block = max(1, BLOCK // global_batch)
     for epoch, num_taken in _epochs(num_examples, global_batch, num_steps):
         order = Order(seed, epoch, num_examples)
@@ -77,10 +77,10 @@ def expected(
         for first in range(0, last, per_block):
             end = min(first + per_block, last)
             indices = order(torch.arange(first * global_batch, end * global_batch))
-            keys, others = _pairs(by_epoch.get(epoch, {}))
-            if len(keys):
-                place = torch.searchsorted(keys, indices).clamp_(max=len(keys) - 1)
-                indices = torch.where(keys[place] == indices, others[place], indices)
+            if epoch in others:
+                unread, taken = others[epoch]
+                place = torch.searchsorted(unread, indices).clamp_(max=len(unread) - 1)
+                indices = torch.where(unread[place] == indices, taken[place], indices)
             rows = indices.view(end - first, -1)
             for number, digest in enumerate(digests(rows).tolist()):
                 step = begin + first + number
@@ -95,19 +95,16 @@ def _epochs(num_examples: int, global_batch: int, num_steps: int) -> Iterator[tu
         yield epoch, min(per_epoch, num_steps - epoch * per_epoch) * global_batch
 
 
-def _by_epoch(replaced: Mapping[str, int]) -> dict[int, dict[int, int]]:
+def _by_epoch(replaced: Mapping[str, int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """By epoch: the indices that could not be read, in order, and those taken instead."""
     found: dict[int, dict[int, int]] = {}
     for place, other in replaced.items():
         epoch, index = map(int, place.split("/"))
         found.setdefault(epoch, {})[index] = other
-    return found
-
-
-def _pairs(replaced: Mapping[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(indices that were replaced, in order; the indices taken instead)."""
-    keys = sorted(replaced)
-    others = [replaced[key] for key in keys]
-    return torch.tensor(keys, dtype=torch.int64), torch.tensor(others, dtype=torch.int64)
+    return {
+        epoch: tuple(torch.tensor(sorted(pairs.items())).unbind(1))  # type: ignore[misc]
+        for epoch, pairs in found.items()
+    }
 
 
 def count_taken(
@@ -117,19 +114,25 @@ def count_taken(
 
     By the places of a block of examples in each epoch's order, so that no count of all is kept.
     """
-    by_epoch = _by_epoch(replaced)
+    orders = []  # with the number of examples that each epoch takes
+    moved: list[tuple[torch.Tensor, int]] = []  # examples that were taken once less, or once more
+    others = _by_epoch(replaced)
+    for epoch, num_taken in _epochs(num_examples, global_batch, num_steps):
+        order = Order(seed, epoch, num_examples)
+        orders.append((order, num_taken))
+        if epoch in others:
+            unread, taken = others[epoch]
+            is_met = order.invert(unread) < num_taken
+            moved += [(unread[is_met], -1), (taken[is_met], 1)]
     fewest, most = num_steps * global_batch, 0
     for first in range(0, num_examples, BLOCK):
         indices = torch.arange(first, min(first + BLOCK, num_examples))
         times = torch.zeros_like(indices)
-        for epoch, num_taken in _epochs(num_examples, global_batch, num_steps):
-            order = Order(seed, epoch, num_examples)
+        for order, num_taken in orders:
             times += order.invert(indices) < num_taken
-            keys, others = _pairs(by_epoch.get(epoch, {}))
-            is_met = order.invert(keys) < num_taken
-            for met, sign in ((keys[is_met], -1), (others[is_met], 1)):
-                here = met[(met >= first) & (met < first + len(indices))] - first
-                times.index_add_(0, here, torch.full_like(here, sign))
+        for found, sign in moved:
+            here = found[(found >= first) & (found < first + len(indices))] - first
+            times.index_add_(0, here, torch.full_like(here, sign))
         fewest = min(fewest, int(times.min()))
         most = max(most, int(times.max()))
     return fewest, most

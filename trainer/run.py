@@ -324,7 +324,7 @@ class Run:
         self.batches.restore(manifest.step, manifest.ledger or "", manifest.replaced)
         progress = training["progress"]
         size = self.world.world_size
-        is_same_run = group.share_text("yes" if origin.is_resumed else "") == "yes"
+        is_same_run = group.tell_all(origin.is_resumed)
         self.state = TrainState.resume(manifest, progress, size, is_same_run)
         if self.state.step > self.num_steps:
             run = self.config.run

@@ -46,8 +46,7 @@ class Manifest:
     def of_run(cls, raw: Mapping[str, Any], path: Path) -> Manifest:
         """Raises CheckpointError for a manifest that lacks a fact of a run, or forges one."""
         try:
-            facts = {each.name: raw[each.name] for each in fields(cls) if each.name != "machine"}
-            facts["machine"] = raw.get("machine", {})
+            facts = {each.name: raw[each.name] for each in fields(cls) if each.name in raw}
             if facts["ledger"] == "":  # of no step
                 facts["ledger"] = None
             manifest = build(cls, facts)

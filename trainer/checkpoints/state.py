@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 from collections.abc import Callable, Iterator
@@ -120,9 +119,7 @@ def read_on_all_ranks(group: Group, read: Callable[[], Found]) -> tuple[Restored
     with group.agreed("reading the checkpoint"):
         if group.world.rank == 0:
             loaded, skipped = read()
-    raw, skipped = json.loads(
-        group.share_text(json.dumps([loaded.manifest if loaded else None, skipped]))
-    )
+    raw, skipped = group.tell_all([loaded.manifest if loaded else None, skipped])
     if raw is None:
         return None, skipped
     name = f"step-{raw['step']:08d}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,16 +34,16 @@ class Order:
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
         """Example indices at `positions`, int64 of any shape, with values in range(size)."""
-        found = self._encrypt(positions)
-        while (outside := found >= self.size).any():
-            found[outside] = self._encrypt(found[outside])
-        return found
+        return self._walk(self._encrypt, positions)
 
     def invert(self, indices: torch.Tensor) -> torch.Tensor:
         """The positions of example indices."""
-        found = self._decrypt(indices)
+        return self._walk(self._decrypt, indices)
+
+    def _walk(self, step: Callable[..., torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+        found = step(values)
         while (outside := found >= self.size).any():
-            found[outside] = self._decrypt(found[outside])
+            found[outside] = step(found[outside])
         return found
 
     def _encrypt(self, values: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from trainer.config.schema import Data
 from trainer.data.order import IndexSampler
 from trainer.data.randomness import key_of, seed_example
+from trainer.distributed.watch.watcher import OF_A_JOB
 from trainer.errors import ConfigError, RunError, one_line
 
 AHEAD_BYTES = 2**18  # gathered at once, at most, unless one micro-batch is larger
@@ -266,7 +267,7 @@ def _prepare_worker(number: int) -> None:
     sys.excepthook = lambda kind, *rest: (
         None if issubclass(kind, ConnectionError) else sys.__excepthook__(kind, *rest)
     )
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for each in OF_A_JOB:
         signal.signal(each, signal.SIG_IGN)
 
 

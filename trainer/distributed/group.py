@@ -104,9 +104,6 @@ class Group:
         """The text of rank `source`, on every rank; the other ranks' are ignored."""
         return self.share_bytes(text.encode(), source).decode()
 
-    def share_number(self, number: int) -> int:
-        return int(self.share_text(str(number)))
-
     def collect_text(self, text: str) -> list[str]:
         """On rank 0 the text of every rank, in rank order; elsewhere nothing."""
         size = self.world.world_size
@@ -126,12 +123,12 @@ class Group:
 
     def gather_text_of(self, kind: str, text: str) -> list[str]:
         """The texts of the ranks that call it with this rank's `kind`, in rank order."""
+        if self.world.world_size == 1:
+            return [text]
         alike: dict[str, list[str]] = {}
         for line in self.collect_text(json.dumps([_hashed(kind), text])):
             key, other = json.loads(line)
             alike.setdefault(key, []).append(other)
-        if self.world.world_size == 1:
-            return [text]
         store = dist.PrefixStore(f"kind/{self._calls}", self.store)
         for key, texts in alike.items():
             store.set(key, json.dumps(texts))

@@ -91,8 +91,10 @@ def _file_of(config: Dist) -> Path:
 
 def _is_store(path: Path) -> bool:
     """May torch's FileStore take the file? It reads lengths there, and hangs with wrong ones."""
-    begin = path.read_bytes()[: len(FIRST_ENTRY)] if path.exists() else b""
-    return begin == FIRST_ENTRY[: len(begin)]
+    if not path.exists():
+        return True
+    with path.open("rb") as file:
+        return FIRST_ENTRY.startswith(file.read(len(FIRST_ENTRY)))
 
 
 def _open(config: Dist, world: World, deadline: float, may_serve: bool = True) -> dist.Store:

@@ -127,7 +127,7 @@ def check_open_files() -> Check:
 
 def find_existing(config: Config) -> Path:
     """Where a run would make its directory: run.dir, or its nearest parent that exists."""
-    path = config.runs.absolute()
+    path = config.runs
     return next(place for place in (path, *path.parents) if place.exists())
 
 

@@ -54,7 +54,7 @@ def name_bad_examples(engine: Engine, hooks: Hooks, batch: LocalBatch, group: Gr
     told = [f"{line}, on rank {rank}" for rank, line in lines[:MOST_RANKS_TOLD]]
     if len(lines) > len(told):
         told.append(f"and more on {name_ranks(rank for rank, _ in lines[len(told) :])}")
-    named = group.share_text("; ".join(told))
+    named = group.tell_all("; ".join(told))
     nothing = "the gradient is not finite, and recomputing finds no example that makes it so"
     return named or nothing
 

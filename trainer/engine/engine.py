@@ -145,7 +145,7 @@ class Engine:
             self._global_batch,
             self.strategy.mesh.data_size,
             elements,
-            self._group.share_number,
+            self._group.tell_all,
             self._wants_stop,
         )
         return self._objectives[name]

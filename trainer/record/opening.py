@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +46,7 @@ def open_directory(
         if group.world.rank == 0:
             opened = _open(config, launcher, origin, step, model)
     facts = [str(opened.directory), opened.evaluation] if opened else []
-    name, evaluation = json.loads(group.share_text(json.dumps(facts)))
+    name, evaluation = group.tell_all(facts)
     directory = Path(name)
     ranks.heartbeat.set_directory(str(directory.absolute()))
     return opened or Opened(directory, Record(), Saver(directory), evaluation, [])

@@ -171,14 +171,14 @@ def find_previous_attempt(config: Config, launcher: Launcher) -> Origin | None:
             begun = find_checkpoint(config, resume)
     launch = _identify(config, launcher)
     named = _named(config)
-    attempts: dict[float, Path] = {}
+    attempts: dict[tuple[int, float], Path] = {}
     own = [begun.source] if begun.source else []
     for place in [named] if named else [*base_of(config).glob("*/"), *own]:
         facts = last_facts(place)
         starters = {*str(facts.get("starters", "")).split()}
         is_known = launcher.requeues or starters & {*launcher.starters}
         if facts.get("launch") == launch and is_known:
-            attempts[(place / NAME).stat().st_mtime] = place
+            attempts[_number(place), (place / NAME).stat().st_mtime] = place
     return roll_back(attempts[max(attempts)], begun) if attempts else None
 
 

@@ -102,7 +102,7 @@ class Sweep:
     def __init__(self, name: str, config: Config):
         self.name = name
         self.config = config
-        self.place = config.runs / "sweeps" / name
+        self.place = Path(config.run.dir) / "sweeps" / name
         self.jobs: list[Job] = []
         self.is_stopped = False
         self.place.mkdir(parents=True, exist_ok=True)

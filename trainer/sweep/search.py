@@ -52,7 +52,7 @@ def search(steering: Sequence[str], overrides: Sequence[str], config_dirs: Seque
     command = [word for word in steering if not word.startswith(f"{_KEY}n_trials=")]
     digest = hashlib.sha256(json.dumps([*command, *overrides]).encode()).hexdigest()[:8]
     name = config.run.name or digest
-    _check_place(config.runs / "sweeps" / name, settings)
+    _check_place(Path(config.run.dir) / "sweeps" / name, settings)
     sweep = Sweep(name, config)
     study = Study(sweep.place / JOURNAL, settings, digest, space, points)
     for number in range(study.num_trials):

@@ -24,6 +24,8 @@ from typing import Any
 
 # The signal for a stack (Linux only): SIGUSR1 asks to stop, and SIGUSR2 is the task's.
 DUMP = getattr(signal, "SIGRTMIN", 0) + 7
+# What torchrun, SLURM, systemd or a terminal sends to all processes of a job.
+OF_A_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # The page: float64 fields, then a path of at most MAX_PATH bytes.
 STEP, PHASE, SINCE, BUSY, TOTAL, STEPS, FIELDS = range(7)
 MAX_PATH = 3000
@@ -338,7 +340,7 @@ def _write_exit(directory: Path, reason: str, step: int) -> None:
 
 def main() -> None:
     """Watch until a rank ends, or that which started this process writes a second line."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in OF_A_JOB:
         signal.signal(number, signal.SIG_IGN)  # they are for the ranks
     with open(0, "rb", buffering=0) as lines:  # unbuffered: `select` sees what follows the line
         settings = json.loads(lines.readline())
