@@ -1,13 +1,15 @@
 """What grows with the number of ranks: seconds against N, and the exponent of the growth.
 
-    python scripts/bench_scale.py [--ranks 16 64 256 1024] [--rounds 3] [--json FILE]
+    python scripts/bench_scale.py [--ranks 16 64 256 1024] [--real 2 4 8 16] [--rounds 3]
+        [--json FILE]
 
 Each operation runs on N simulated ranks: threads of this process, each with its own connection to
-a real TCPStore, do what one rank does with Lockstep's own code. The collectives between them are
-left out, torch's own; what one rank computes alone (plans, digests, sums, ranges) is timed as it
-is. All threads share this process's interpreter, so times are those of N ranks' work one after
-another; beside them stands rank 0's own processor time, in microseconds for each rank. The exponent
-is that of the last step: 1 is linear in N, 2 is quadratic.
+a real TCPStore, do what one rank does with Lockstep's own code; what one rank computes alone
+(plans, digests, sums, ranges) is timed as it is. All threads share this process's interpreter, so
+times are those of N ranks' work one after another; beside them stands rank 0's own processor time,
+in microseconds for each rank. The exponent is that of the last step: 1 is linear in N, 2 is
+quadratic. What needs collectives runs on real ranks over gloo, beside a bare all-reduce of as many
+numbers.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import json
 import math
 import os
 import resource
-import socket
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,27 +30,29 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it resolves each client's name
+# torch looks up the name of each client of a store, and a name server may be silent.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from harness import free_port, on_ranks
+
 from trainer import World, load_config
+from trainer.data.ledger import Ledger
 from trainer.data.order import BatchPlan, ShardSampler
 from trainer.distributed import rendezvous
-from trainer.distributed.group import Group
+from trainer.distributed.group import Group, process_group
 from trainer.distributed.watch.watcher import name_ranks
+from trainer.engine.diagnosis import check_drift
+from trainer.engine.means import Means
 
 MOST = 1024  # ranks
 numbers = itertools.count()
 CPU = torch.device("cpu")
 TEXT = "a fact of a rank, " * 100  # 1.8 KB
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 Times = tuple[float, float]  # seconds until the last rank is through; of rank 0's own work
@@ -180,7 +184,84 @@ OPERATIONS: dict[str, Callable[[int], Times]] = {
     "means on rank 0": means,
     "a message about all ranks": message,
 }
-STORE = list(OPERATIONS)[:4]  # the start of a run does the third twice
+# How often the start of a run does each.
+AT_START = {
+    "roll call": 1,
+    "facts compared before the group": 1,
+    "texts to rank 0": 2,
+    "facts of a node's 8 ranks": 1,
+}
+
+
+# Real ranks ---------------------------------------------------------------------------------------
+
+TENSORS = 1_000
+STEPS = 50  # between two logs
+TURNS = 30
+
+
+def bare(group: Group, rank: int) -> None:
+    dist.all_reduce(torch.zeros(2 * TENSORS, dtype=torch.int64))
+
+
+def real_drift(group: Group, rank: int) -> None:
+    """The digests of as many tensors, one number each."""
+    check_drift(group, 1, {"weights": [torch.ones(1)] * TENSORS})
+
+
+def real_means(group: Group, rank: int) -> None:
+    means = Means()
+    for _ in range(STEPS):
+        for name in ("loss", "accuracy", "top5", "norm"):
+            means.count(name, torch.ones(()), 1.0)
+        means.end_row()
+    means.read(group)
+
+
+def real_ledger(group: Group, rank: int) -> None:
+    size = group.world.world_size
+    ledger = Ledger(BatchPlan(10**6, 8 * size, 8, size), rank)
+    for _ in range(STEPS):
+        ledger.note([torch.arange(8)], group)
+    ledger.close(group)
+
+
+REAL = {
+    "a bare all-reduce": bare,
+    "drift of 1,000 tensors": real_drift,
+    "means of 50 steps": real_means,
+    "ledger of 50 steps": real_ledger,
+}
+
+
+def on_real_ranks(size: int) -> dict[str, float]:
+    """Median seconds of each on rank 0."""
+    config = load_config(["task=cifar"]).dist
+
+    def on_rank() -> dict[str, float]:
+        torch.set_num_threads(1)
+        with process_group(config, World.from_environment()) as group:
+            times: dict[str, list[float]] = {name: [] for name in REAL}
+            for _ in range(TURNS):
+                for name, body in REAL.items():
+                    dist.barrier()
+                    began = time.perf_counter()
+                    body(group, group.world.rank)
+                    times[name].append(time.perf_counter() - began)
+        return {name: statistics.median(each) for name, each in times.items()}
+
+    return on_ranks(size, on_rank)[0]
+
+
+def measure_real(sizes: list[int]) -> list[dict]:
+    found = {size: on_real_ranks(size) for size in sizes}
+    rows = []
+    for name in REAL:
+        seconds = {size: found[size][name] for size in sizes}
+        rows.append({"name": name, "seconds": seconds})
+        shown = "  ".join(f"{1e3 * value:9.2f}" for value in seconds.values())
+        print(f"{name:<32} {shown} ms", flush=True)
+    return rows
 
 
 def measure(sizes: list[int], rounds: int) -> list[dict]:
@@ -207,6 +288,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256, 1024])
+    parser.add_argument("--real", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args()
@@ -217,14 +299,18 @@ def main() -> None:
     if hard != resource.RLIM_INFINITY and hard < files:
         parser.error(f"--ranks: needs {files} open files, and ulimit -Hn allows {hard}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-    heads = "  ".join(f"{size:9}" for size in given.ranks)
+    sys.setswitchinterval(0.1)  # a thousand threads would look every 5 ms whether it is their turn
+    heads = "  ".join(f"{size:9}" for size in sorted(given.real))
+    print(f"{'real ranks':<32} {heads}")
+    real = measure_real(sorted(given.real))  # first: threads do not go with forks
+    heads = "  ".join(f"{size:9}" for size in sorted(given.ranks))
     print(f"{'ranks':<32} {heads}     rank 0, each  growth")
     rows = measure(sorted(given.ranks), given.rounds)
     largest = max(given.ranks)
-    start = sum(row["seconds"][largest] for row in rows if row["name"] in STORE)
+    start = sum(row["seconds"][largest] * AT_START.get(row["name"], 0) for row in rows)
     print(f"start-up work at {largest:,} ranks: {start:.2f} s")
     if given.json:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+        given.json.write_text(json.dumps([*real, *rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,17 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from faults import calls, damage, groups, hangs, launches, numbers, power, runs  # noqa: E402
+from faults import (  # noqa: E402
+    calls,
+    damage,
+    groups,
+    hangs,
+    launches,
+    machine,
+    numbers,
+    power,
+    runs,
+)
 from faults.common import Row  # noqa: E402
 
 # name -> (what runs, cases in full, cases in --quick)
@@ -43,6 +53,9 @@ ROWS = {
     "hangs": (hangs.hangs, 20, 1),
     "groups": (groups.groups, 13, 2),
     "unequal": (groups.unequal, 10, 2),
+    "starts": (machine.starts, 24, 2),
+    "terminals": (machine.terminals, 20, 2),
+    "places": (machine.places, 18, 2),
 }
 
 

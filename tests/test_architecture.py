@@ -43,13 +43,13 @@ TOP_LEVEL = {
 # design's are in docs/decisions.md.
 BUDGETS = {
     "config": 640,
-    "distributed": 1_520,
-    "data": 580,
+    "distributed": 1_590,
+    "data": 660,
     "strategy": 560,
     "engine": 810,
     "checkpoints": 700,
     "record": 870,
-    "top level": 880,
+    "top level": 900,
 }
 MOST_OF_A_FUNCTION = 40
 MOST_OF_A_FILE = 300

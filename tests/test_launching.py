@@ -1,5 +1,6 @@
 """Every way to start ranks on one machine, and what the launchers make of the ranks' ends."""
 
+import contextlib
 import json
 import os
 import re
@@ -37,6 +38,29 @@ from trainer.distributed.rendezvous import meet
 
 TINY = ["--config-dir", CONF, "task=tiny", "run.name=a"]
 SLOW = ["--config-dir", CONF, "--config-dir", str(SCRIPTS / "faults/conf"), "task=slow"]
+
+
+@pytest.mark.slow
+def test_rank_of_spawn_that_is_asked_to_stop_before_it_has_handlers_is_not_silent(tmp_path):
+    """Python's resource tracker unblocks SIGTERM, and a rank would die of it without a line."""
+    process = launch(tmp_path, *TINY, *SPAWN)
+    first, second = wait_for(
+        lambda: spawned(process.pid) if len(spawned(process.pid)) > 1 else None
+    )
+    os.kill(second, signal.SIGTERM)
+    code, _, err = ended(process)
+    assert code == 75 or "asked to stop (SIGTERM) before the ranks had met" in err, (code, err)
+    assert first != second
+
+
+def spawned(pid):
+    """The ranks of launch=spawn; another child is Python's resource tracker."""
+    found = []
+    for child in children_of(pid):
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{child}/cmdline").read_bytes()
+            found += [child] * (b"multiprocessing.spawn" in words)
+    return found
 
 
 @pytest.mark.parametrize("words", [ELASTIC, SPAWN], ids=["elastic", "spawn"])

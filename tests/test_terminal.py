@@ -1,5 +1,6 @@
 """What a run can do without: its terminal, which may go away, and any network."""
 
+import fcntl
 import json
 import os
 import pty
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 
 import pytest
 from harness.launch import TESTS, environment_of_a_command
@@ -78,18 +80,22 @@ def test_reader_that_goes_away_does_not_end_the_run(tmp_path):
 def test_terminal_that_hangs_up_saves_and_ends_with_75(tmp_path):
     """The terminal's end of a pseudo-terminal is closed: the kernel sends SIGHUP."""
     ours, theirs = pty.openpty()
-    process = start(
-        tmp_path,
-        "run.steps=1000000",
-        "log.every_steps=10",
-        stdout=theirs,
-        stderr=theirs,
-        preexec_fn=lambda: (os.setsid(), __import__("fcntl").ioctl(theirs, 0x540E, 0)),
-    )
+
+    def take_terminal():
+        os.setsid()
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started the tests may ignore it
+
+    words = ("run.steps=1000000", "log.every_steps=10")
+    process = start(tmp_path, *words, stdout=theirs, stderr=theirs, preexec_fn=take_terminal)
     os.close(theirs)
-    wait_for(lambda: last_step(tmp_path) > 20)
-    os.close(ours)
-    assert process.wait(30) == 75
+    try:
+        wait_for(lambda: last_step(tmp_path) > 20)
+        os.close(ours)
+        assert process.wait(30) == 75
+    finally:
+        process.kill()
+        process.wait()
     record = exit_record(tmp_path)
     assert record["code"] == 75
     assert (tmp_path / f"runs/tiny/a/checkpoints/step-{record['step']:08d}").is_dir()

@@ -132,6 +132,7 @@ class Run:
         traceback: TracebackType | None,
     ) -> None:
         """Write how it ended, where it failed, and close everything."""
+        self._ranks.end_child(error)
         if error is not None:
             code = 2 if isinstance(error, ConfigError) else 1
             reason = f"{type(error).__name__}: {error}"
@@ -264,8 +265,7 @@ class Run:
         names = self.evaluator.rehearse()
         best = self.config.checkpoint.metric
         if names and best not in names:
-            near = suggest(best, names)
-            must = f"must be one of {', '.join(names)}{near}"
+            must = f"must be one of {', '.join(names)}{suggest(best, names)}"
             raise ConfigError(f"checkpoint.best_metric={best}: {must}")
 
     # State --------------------------------------------------------------------------------------
@@ -297,7 +297,6 @@ class Run:
     def _facts(self) -> dict[str, Any]:
         """The manifest's, beside files and step."""
         state = self.state
-        is_evaluated = state.evaluated == state.step
         return {
             "config": self.config.flat(),
             "data": fingerprint.of_data(self._setup.datasets),
@@ -309,7 +308,7 @@ class Run:
             "sessions": state.sessions,
             "ledger": self.batches.ledger.chain,
             "replaced": self.batches.replaced,
-            "metrics": strict(state.metrics if is_evaluated else {}),
+            "metrics": strict(state.metrics if state.evaluated == state.step else {}),
         }
 
     def _restore(self, origin: resume.Origin) -> tuple[Manifest | None, list[str]]:
@@ -330,8 +329,9 @@ class Run:
             run = self.config.run
             asked = f"run.epochs={run.epochs}" if run.steps is None else f"run.steps={run.steps}"
             reached = f"the run to resume is at step {self.state.step:,} already"
-            wanted = f"it asks for {self.num_steps:,}; ask for more"
-            raise ConfigError(f"{asked}: {reached}, and {wanted}")
+            raise ConfigError(
+                f"{asked}: {reached}, and it asks for {self.num_steps:,}; ask for more"
+            )
         return manifest, skipped
 
     def finish(self) -> Summary:

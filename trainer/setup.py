@@ -18,7 +18,8 @@ from trainer.config.schema import Config
 from trainer.config.targets import call_target, check_target
 from trainer.data.batches import Batches, EvalBatches, Preparation
 from trainer.data.order import check_batch
-from trainer.data.sources import check_dataset, workers_named
+from trainer.data.sources import check_dataset
+from trainer.data.workers import workers_named
 from trainer.distributed.group import Group, choose_backend
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.rendezvous import check_init
@@ -28,7 +29,7 @@ from trainer.engine.ema import Ema
 from trainer.engine.evaluation import Evaluator
 from trainer.engine.parts import Parts
 from trainer.engine.precision import Precision
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, RunError, place_of
 from trainer.loading import uncollected
 from trainer.record import fingerprint, resume
 from trainer.record.gate import check_soon
@@ -74,9 +75,15 @@ def check_evaluation(config: Config, world: World, fitted: Path | None) -> resum
 
 @contextmanager
 def failures_named(group: Group) -> Iterator[None]:
-    """Raise RunError, one line, where a peer or a data worker is gone or silent."""
+    """Raise RunError, one line, where a peer or a data worker is gone or silent, or sys.exit is
+    called: a run that ends in the middle is not done, whatever its exit code.
+    """
     with group.peers_named(), workers_named():
-        yield
+        try:
+            yield
+        except SystemExit as error:
+            what = f"sys.exit({error.code!r}) was called at {place_of(error)}"
+            raise RunError(f"{what}; raise an error, or set run.steps to end earlier") from None
 
 
 def agree_on_origin(
@@ -123,6 +130,7 @@ class Setup:
             for split in splits:
                 self._open_data(task, split)
             strategy = _build_model(task, precision)
+            ranks.end_child()
         self.parts = Parts(config, task, strategy, precision, ranks)
         ranks.group.check_equal(fingerprint.of_built(self.datasets, self.model))
 

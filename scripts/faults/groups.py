@@ -253,11 +253,7 @@ def _judge_group(
     limit = time.monotonic() + LIMIT_S
     while len(ended) < len(runs) and time.monotonic() < limit:
         now = time.monotonic()
-        ended |= {
-            n: now
-            for n, run in enumerate(runs)
-            if n not in ended and run.process.poll() is not None
-        }
+        ended |= {n: now for n, run in enumerate(runs) if n not in ended and run.is_over()}
         time.sleep(0.005)
     late_s = 0.0
     for number, (run, (rank, _)) in enumerate(zip(runs, broken.ranks, strict=True)):
@@ -383,9 +379,7 @@ def _judge_unequal(place: Path, kind: str, size: int, rank: int) -> tuple[str | 
     paths = os.pathsep.join([environment()["PYTHONPATH"], str(place)])
     told = {"PYTHONPATH": paths, UNLIKE: json.dumps(_unlike(place, kind, rank))}
     run = Launched(words, place, "run", **told)
-    is_standing = wait_for(
-        lambda: len(_stands(run)) == size or run.process.poll() is not None, LIMIT_S
-    )
+    is_standing = wait_for(lambda: len(_stands(run)) == size or run.is_over(), LIMIT_S)
     stands = _stands(run)
     is_over = wait_for(lambda: all(map(is_gone, stands)), LIMIT_S) if len(stands) == size else False
     ended = time.monotonic()

@@ -58,7 +58,7 @@ class Undisturbed:
         if key not in self.found:
             place, begun = self.base / f"whole-{len(self.found)}", time.monotonic()
             run = Launched(command("torchrun", task, place, size, *more), place, "whole")
-            wait_for(lambda: run.has_marked("step 1") or run.process.poll() is not None, LIMIT_S)
+            wait_for(lambda: run.has_marked("step 1") or run.is_over(), LIMIT_S)
             start_s = time.monotonic() - begun
             assert run.end() == 0, run.tail()
             self.found[key] = state_of(place / task / "run"), start_s
@@ -240,7 +240,7 @@ class _Signal:
             "saving": lambda: run.has_marked(f"step {at}") and _saving(self.directory),
             "exit": lambda: run.has_marked(f"step {STEPS}"),
         }[self.moment]
-        wait_for(lambda: wanted() or run.process.poll() is not None, LIMIT_S, 0.0005)
+        wait_for(lambda: wanted() or run.is_over(), LIMIT_S, 0.0005)
         time.sleep(
             chance.random() * {"saving": 0.004, "exit": 0.4}.get(self.moment, 0.03)
             + 0.02 * (at == STEPS)

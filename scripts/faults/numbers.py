@@ -93,6 +93,8 @@ def _slow_options(example: int) -> list[str]:
     return [
         "+task.options.pause_s=0.0",
         f"+task.options.poison={example}",
+        "+task.options.build=''",
+        "+task.options.build_s=0.0",
         "task.trainer=faults.task.Slow",
     ]
 

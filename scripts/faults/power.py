@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pathlib
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -149,13 +150,18 @@ def recorded(disk: Disk) -> Iterator[None]:
 
         return call
 
+    # pathlib of Python 3.10 has references of its own, under the same names
+    own = getattr(pathlib, "_NormalAccessor", None)
+    places = [(os, name) for name in names]
+    places += [(own, name) for name in ("mkdir", "rename", "unlink", "rmdir") if own is not None]
+    before = [place.__dict__[name] for place, name in places]
     try:
-        for name in names:
-            setattr(os, name, wrapped(name))
+        for place, name in places:
+            setattr(place, name, wrapped(name) if place is os else staticmethod(wrapped(name)))
         yield
     finally:
-        for name in names:
-            setattr(os, name, real[name])
+        for (place, name), value in zip(places, before, strict=True):
+            setattr(place, name, value)
 
 
 # The states ---------------------------------------------------------------------------------------

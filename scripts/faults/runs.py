@@ -4,12 +4,14 @@ finite, what saving costs."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
 import random
 import signal
 import subprocess
+import termios
 import time
 from collections import Counter
 from pathlib import Path
@@ -52,16 +54,29 @@ LIMIT_S = 120.0
 class Launched:
     """A run in a process, or under a launcher; what it prints goes to a file."""
 
-    def __init__(self, words: list[str], place: Path, name: str, **more: str):
-        """`more` is its environment's."""
+    def __init__(
+        self, words: list[str], place: Path, name: str, terminal: int | None = None, **more: str
+    ):
+        """On a `terminal` of its own, if one is given; `more` is its environment's."""
         place.mkdir(parents=True, exist_ok=True)
         self.marks, self.log = place / f"{name}.marks", place / f"{name}.log"
         self.marks.touch()
         told = environment(**{MARKS: str(self.marks), **more})
         with open(self.log, "wb") as log:
+            shown = log if terminal is None else terminal
             self.process = subprocess.Popen(
-                words, env=told, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                words,
+                cwd=place,
+                env=told,
+                stdin=subprocess.DEVNULL,
+                stdout=shown,
+                stderr=shown,
+                start_new_session=terminal is not None,
+                preexec_fn=None if terminal is None else lambda: _take(terminal),
             )
+
+    def is_over(self) -> bool:
+        return self.process.poll() is not None
 
     def end(self) -> int | None:
         """Its exit code; None where it had to be killed after LIMIT_S."""
@@ -98,6 +113,12 @@ class Launched:
         return " | ".join(self.log.read_text(errors="replace").splitlines()[-4:])[-500:]
 
 
+def _take(terminal: int) -> None:
+    """Make it the terminal of this session: when it goes away, the kernel sends SIGHUP."""
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started this may ignore it
+
+
 def _saving(directory: Path) -> bool:
     with contextlib.suppress(OSError):
         return any(
@@ -109,7 +130,7 @@ def _saving(directory: Path) -> bool:
 def _wait_for_phase(run: Launched, base: Path, phase: str, chance: random.Random) -> None:
     """Until the run below `base` is in `phase`, and a random time more; also where it ended
     before."""
-    at, is_over = chance.randrange(2, STEPS), lambda: run.process.poll() is not None
+    at = chance.randrange(2, STEPS)
     wanted = {
         "start-up": lambda: run.ranks(),
         "first step": lambda: run.has_marked("step 1"),
@@ -118,7 +139,7 @@ def _wait_for_phase(run: Launched, base: Path, phase: str, chance: random.Random
         "during save": lambda: run.has_marked(f"step {at}") and any(map(_saving, base.glob("*/"))),
         "at the end": lambda: run.has_marked(f"step {STEPS}"),
     }[phase]
-    wait_for(lambda: wanted() or is_over(), LIMIT_S, 0.0005)
+    wait_for(lambda: wanted() or run.is_over(), LIMIT_S, 0.0005)
     longest = {"start-up": 4.0, "at the end": 0.3, "during save": 0.004}.get(phase, 0.03)
     time.sleep(chance.random() * longest)
 
@@ -276,12 +297,10 @@ def _freeze_in_save(run: Launched, directory: Path, chance: random.Random) -> in
     """Stop the process while a staging directory stands, after the first checkpoint: the newest
     step published."""
     for _ in range(60):
-        if not wait_for(
-            lambda: _saving(directory) or run.process.poll() is not None, LIMIT_S, 0.0002
-        ):
+        if not wait_for(lambda: _saving(directory) or run.is_over(), LIMIT_S, 0.0002):
             return None
         time.sleep(chance.random() * 0.004)
-        if run.process.poll() is not None:
+        if run.is_over():
             return None
         run.process.send_signal(signal.SIGSTOP)
         time.sleep(0.02)

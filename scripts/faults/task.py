@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tiny import Items, Tiny, points
@@ -23,12 +24,26 @@ class Slow(Tiny):
     class Options(Tiny.Options):
         pause_s: float
         poison: int | None
+        build: str
+        build_s: float
 
     def build_dataset(self, split):
+        if split == "train":
+            self._build()
         inputs, targets = points(self.options.examples, split)
         if split == "train" and self.options.poison is not None:
             inputs[self.options.poison] = float("nan")
         return ResidentDataset(inputs, targets)
+
+    def _build(self) -> None:
+        """Take `build_s`, busy or asleep; or leave for another folder."""
+        self._mark("building")
+        how, end = self.options.build, time.monotonic() + self.options.build_s
+        if how == "elsewhere":
+            os.chdir("/")
+        while time.monotonic() < end:
+            if how != "busy":
+                time.sleep(0.01)
 
     def train_step(self, batch):
         self._mark(f"step {self.step + 1}")
@@ -44,6 +59,27 @@ class Slow(Tiny):
     def _mark(self, text: str) -> None:
         if self.world.rank == 0:
             mark(text)
+
+
+class Growing(Slow):
+    """Once there is a file `grown` where it started, its data has another length."""
+
+    def build_dataset(self, split):
+        self._build()
+        is_train = split == "train"
+        return GrowingItems(split, Path("grown").absolute() if is_train else None)
+
+
+class GrowingItems(Items):
+    def __init__(self, split: str, sign: Path | None):
+        super().__init__(split)
+        self.sign = sign
+
+    def __len__(self):
+        return super().__len__() + 22 * (self.sign is not None and self.sign.exists())
+
+    def __getitem__(self, index):
+        return super().__getitem__(index % super().__len__())
 
 
 class Stuck(Slow):

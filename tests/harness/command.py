@@ -26,7 +26,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from harness.launch import PATHS, environment_of_a_command, kill_with_descendants
+from harness.launch import (
+    PATHS,
+    environment_of_a_command,
+    kill_with_descendants,
+    without_noise,
+)
 from harness.ranks import begin_child, environment_of_torchrun, open_store
 
 GRACE_S = 30.0  # torchrun's, from SIGTERM to SIGKILL
@@ -105,7 +110,7 @@ class Command:
             out, err = process.communicate(limit_s)
         finally:
             process.kill()
-        return Done(process.returncode or 0, out, err)
+        return Done(process.returncode or 0, without_noise(out), without_noise(err))
 
     def start(
         self,

@@ -15,6 +15,9 @@ PATHS = os.pathsep.join([str(ROOT), str(TESTS), str(SCRIPTS)])
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 ELASTIC = ("launch=elastic", "launch.nproc_per_node=2")
 SPAWN = ("launch=spawn", "launch.nproc_per_node=2")
+_NOISE = re.compile(
+    r"nanobind: | - leaked | - ... skipped remainder|See https://nanobind|\[Gloo\] Rank \d+ is "
+)
 _OF_LAUNCHERS = re.compile(
     "RANK$|WORLD_|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|LOCKSTEP_|OMPI_|PMI_|PMIX_|SLURM_|PYTEST_"
 )
@@ -55,7 +58,13 @@ def ended(process, limit_s: float = 120) -> tuple[int, str, str]:
         out, err = process.communicate(timeout=limit_s)
     finally:
         process.kill()
-    return process.returncode, out, err
+    return process.returncode, out, without_noise(err)
+
+
+def without_noise(text: str) -> str:
+    """Without what torch adds: gloo of 2.10 at its start, triton of 2.15 with CUDA at its end."""
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if not _NOISE.match(line))
 
 
 def children_of(pid: int) -> list[int]:

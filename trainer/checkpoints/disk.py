@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import resource
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.config.schema import Checkpoint
 from trainer.errors import RunError
+
+# Limits of a process that look like a disk that fails: their name in a shell and their unit.
+LIMITS = {
+    errno.EFBIG: (resource.RLIMIT_FSIZE, "ulimit -f", "bytes a file"),
+    errno.EMFILE: (resource.RLIMIT_NOFILE, "ulimit -n", "open files"),
+}
 
 
 class Disk:
@@ -23,15 +32,26 @@ class Disk:
     def report(self, error: OSError, doing: str, need: int = 0) -> None:
         """End the run, or warn once for each kind of error; `need` counts the bytes wanted."""
         place = error.filename or self._directory
-        free = shutil.disk_usage(self._directory).free
-        sizes = f"{need / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB free"
-        line = f"{place}: {error.strerror or error} in {doing}; {sizes}"
+        fact, cure = self._explain(error, need)
+        line = f"{place}: {error.strerror or error} in {doing}; {fact}"
         kind = (doing.split(" step ")[0], error.errno)
         if self._stops:
-            advice = "make room and go on with run.resume, or give checkpoint.on_error=continue"
+            advice = f"{cure} and go on with run.resume, or give checkpoint.on_error=continue"
             self.failure = RunError(f"{line}; {advice}")
         else:
             self._warn(kind, f"{line}; going on, as checkpoint.on_error=continue says")
+
+    def _explain(self, error: OSError, need: int) -> tuple[str, str]:
+        """(what limits the run, what to do about it)."""
+        if error.errno in LIMITS:
+            limit, command, unit = LIMITS[error.errno]
+            most = resource.getrlimit(limit)[0]
+            if most != resource.RLIM_INFINITY:  # else the limit is the file system's
+                return f"{command} allows {most:,} {unit}", f"raise {command}"
+        sizes = f"{need / 1e6:,.1f} MB are needed"
+        with suppress(OSError):  # also where the directory was removed
+            sizes += f", {shutil.disk_usage(self._directory).free / 1e6:,.1f} MB free"
+        return sizes, "make room"
 
     def bear(self, error: OSError, doing: str) -> None:
         """Warn, once for each kind of error, of what a run can do without."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -46,6 +46,7 @@ class Preparation:
     convert: Callable[[Any, Any], MicroBatch]
     seed: int
     device: torch.device
+    checked: set[str] = field(default_factory=set)  # splits of which a micro-batch was looked at
 
     def __call__(self, piece: Piece, split: str, epoch: int, step: int, number: int) -> MicroBatch:
         """The micro-batch, with dropout seeded for its `number` in the global batch of `step`."""
@@ -53,9 +54,23 @@ class Preparation:
         inputs, targets = self.split_batch(batch)
         random = Random(self.seed, split, epoch, indices)
         inputs, targets = self.augment(inputs, targets, random, split == "train")
+        if split not in self.checked:
+            for tree in (inputs, targets):
+                _check_not_text(tree, split, int(indices[0]))
+            self.checked.add(split)
         prepared = self.convert(inputs, targets)
         seed_layers(self.seed, step, number, self.device)
         return prepared
+
+
+def _check_not_text(tree: Any, split: str, index: int) -> None:
+    """Text beside tensors is the task's own affair; without any, torch's error says nothing."""
+    leaves = tree_leaves(tree)
+    text = next((leaf for leaf in leaves if isinstance(leaf, (str, bytes))), None)
+    if text is not None and not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        example = f"{split} example {index} is {text!r:.40}"
+        advice = "make one of it in the dataset, in split_batch or in augment"
+        raise ConfigError(f"{example}, and a model takes tensors: {advice}")
 
 
 @dataclass(eq=False, slots=True)

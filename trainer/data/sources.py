@@ -6,27 +6,30 @@
 
 from __future__ import annotations
 
-import copy
-import multiprocessing
-import signal
-import sys
-import traceback
+import errno
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from trainer.config.schema import Data
 from trainer.data.order import IndexSampler
 from trainer.data.randomness import key_of, seed_example
-from trainer.distributed.watch.watcher import OF_A_JOB
-from trainer.errors import ConfigError, RunError, one_line
+from trainer.data.workers import (
+    SHARED,
+    check_limits,
+    context_that_kills,
+    no_answer,
+    prepare_worker,
+    workers_named,
+)
+from trainer.errors import ConfigError, RunError, one_line, place_of
 
 AHEAD_BYTES = 2**18  # gathered at once, at most, unless one micro-batch is larger
 MOST_IN_A_ROW = 10  # examples that are tried in place of one that cannot be read
@@ -58,6 +61,8 @@ def check_dataset(dataset: Any, split: str, path: str) -> None:
         raise ConfigError(f"data.path=resident: {why}; use data.path=auto or streamed")
     if len(dataset) == 0:
         raise ConfigError(f"{returned} 0 examples: there must be at least 1")
+    if isinstance(dataset, TensorDataset) and requires_grad(dataset.tensors):
+        raise ConfigError(f"{returned} tensors that require a gradient; give tensor.detach()")
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,10 +113,9 @@ class Source(Dataset):
             seed_example(seed, epoch, taken)
             try:
                 return taken, self.dataset[taken]
-            except Exception as error:
-                line = traceback.extract_tb(error.__traceback__)[-1]
-                place = f"{line.filename}:{line.lineno}"
-                reason = " ".join(f"{type(error).__name__}: {error} ({place})".split())
+            except (Exception, SystemExit) as error:
+                kind = type(error).__name__
+                reason = f"{kind}: {one_line(error)} ({place_of(error)})"
             # In evaluation each example counts exactly once, so none is replaced.
             if self.config.on_error != "skip" or self.split != "train":
                 advice = "mend it, or give data.on_error=skip for training data"
@@ -121,20 +125,37 @@ class Source(Dataset):
 
     def _collate(self, examples: list[Any], indices: list[int]) -> Any:
         try:
-            return default_collate(examples)
-        except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
-            forms = [str(tree_map(_form, example)) for example in examples]
-            usual = max(forms, key=forms.count)
-            for index, form in zip(indices, forms, strict=True):
-                if form != usual:
-                    reason = f"it is {form}, where others are {usual}"
-                    advice = "mend it, or raise in __getitem__ and give data.on_error=skip"
-                    raise self._unreadable(index, reason, advice) from None
-            advice = "return tensors, arrays, numbers, or tuples and dicts of them"
-            raise self._unreadable(indices[0], f"no batch is made of {usual}", advice) from None
+            batch = default_collate(examples)
+            if not requires_grad(batch):  # else no worker could hand it over
+                return batch
+        except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            if os.strerror(errno.ENOSPC) in str(error):
+                raise RunError(SHARED) from None
+        raise self._find_odd(examples, indices)
+
+    def _find_odd(self, examples: list[Any], indices: list[int]) -> RunError:
+        """Why no batch is made of them."""
+        for index, example in zip(indices, examples, strict=True):
+            if requires_grad(example):
+                reason = "it is a tensor that requires a gradient"
+                return self._unreadable(index, reason, "return tensor.detach()")
+        forms = [str(tree_map(_form, example)) for example in examples]
+        usual = max(forms, key=forms.count)
+        for index, form in zip(indices, forms, strict=True):
+            if form != usual:
+                reason = f"it is {form}, where others are {usual}"
+                advice = "mend it, or raise in __getitem__ and give data.on_error=skip"
+                return self._unreadable(index, reason, advice)
+        advice = "return tensors, arrays, numbers, or tuples and dicts of them"
+        return self._unreadable(indices[0], f"no batch is made of {usual}", advice)
 
     def _unreadable(self, index: int, reason: str, advice: str) -> RunError:
         return RunError(f"{self.split} example {index} cannot be read: {reason}; {advice}")
+
+
+def requires_grad(tree: Any) -> bool:
+    """True if any tensor of the tree requires a gradient."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(tree))
 
 
 def _form(leaf: Any) -> Any:
@@ -178,6 +199,8 @@ class StreamedLoader:
         self._replaced: dict[str, int] = {}
         self._source = source
         config = source.config
+        if config.workers:
+            check_limits(config.workers)
         self._answers = DataLoader(
             source,
             sampler=_Requests(sampler),
@@ -186,8 +209,8 @@ class StreamedLoader:
             timeout=config.timeout_s if config.workers else 0,
             persistent_workers=config.workers > 0 and source.split == "train",
             pin_memory=source.device.type == "cuda",
-            worker_init_fn=_prepare_worker,
-            multiprocessing_context=_context() if config.workers else None,
+            worker_init_fn=prepare_worker,
+            multiprocessing_context=context_that_kills() if config.workers else None,
         )
 
     def __iter__(self) -> Iterator[Piece]:
@@ -200,7 +223,7 @@ class StreamedLoader:
                     yield batch, indices
             except (ConnectionError, FileNotFoundError, EOFError):
                 # A worker hands over the memory of a batch by a socket.
-                raise _no_answer(name, "it ended while a batch was on its way") from None
+                raise no_answer(name, "it ended while a batch was on its way") from None
 
     def read(self, indices: torch.Tensor, epoch: int = 0) -> Piece:
         """Any examples as one micro-batch, read in this process."""
@@ -221,29 +244,6 @@ class StreamedLoader:
         return tree_map_only(torch.Tensor, move, answer)
 
 
-@contextmanager
-def workers_named(name: str = "a data worker", timeout_s: float = 0.0) -> Iterator[None]:
-    """Raises RunError, one line, where torch reports a lost data worker.
-
-    torch may report it at any statement: it raises in a signal handler.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        said = one_line(error)
-        is_lost = any(word in said for word in ("timed out", "exited unexpect", "is killed by"))
-        if isinstance(error, RunError) or not ("DataLoader" in said and is_lost):
-            raise
-        why = said.split(". ")[0].rstrip(".")
-        if "timed out" in said:
-            why = f"data.timeout_s={timeout_s:g} is over"
-        raise _no_answer(name, why) from None
-
-
-def _no_answer(name: str, why: str) -> RunError:
-    return RunError(f"{name} does not answer: {why}; look at its dataset")
-
-
 class _Requests:
     """A sampler's index tensors as (epoch, indices).
 
@@ -256,30 +256,3 @@ class _Requests:
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         for indices in self.sampler:
             yield self.sampler.epoch, indices.tolist()
-
-
-def _prepare_worker(number: int) -> None:
-    """Have a data worker end when its rank says so, and silently.
-
-    torchrun, SLURM and systemd send signals to all processes of a job; a worker ignores them.
-    A lost connection means that the rank or another worker has died, which the rank reports.
-    """
-    sys.excepthook = lambda kind, *rest: (
-        None if issubclass(kind, ConnectionError) else sys.__excepthook__(kind, *rest)
-    )
-    for each in OF_A_JOB:
-        signal.signal(each, signal.SIG_IGN)
-
-
-def _context() -> Any:
-    """Start processes that `terminate` kills: torch's last resort for a worker that hangs."""
-    context: Any = copy.copy(multiprocessing.get_context())
-    make = context.Process
-
-    def process(*args: Any, **kwargs: Any) -> Any:
-        worker = make(*args, **kwargs)
-        worker.terminate = worker.kill
-        return worker
-
-    context.Process = process
-    return context

@@ -7,11 +7,14 @@ import hashlib
 import json
 import os
 import re
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -261,6 +264,23 @@ def _check_own_gpu(group: Group) -> None:
 
 
 @contextmanager
+def _quietly() -> Iterator[None]:
+    """Hide a line that gloo of torch 2.10 prints: JSON of a verb goes to stdout too."""
+    if not torch.__version__.startswith("2.10."):
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with open(os.devnull, "wb") as null:
+        os.dup2(null.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextmanager
 def process_group(
     config: Dist, world: World, facts: Mapping[str, Any] | None = None
 ) -> Iterator[Group]:
@@ -270,6 +290,8 @@ def process_group(
     collective. Raises ConfigError when the ranks do not find each other, or differ.
     """
     backend = choose_backend(config, world)
+    if config.path:  # the task may change the working directory before the end
+        config = replace(config, path=str(Path(config.path).absolute()))
     group = Group(world, dist.HashStore() if world.world_size == 1 else meet(config, world))
     with group.peers_named():
         group.check_equal({**(facts or {}), "the backend": backend})
@@ -278,7 +300,7 @@ def process_group(
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     # One process needs no group: gloo fails on a machine without a network, even to itself.
-    with suppress(RuntimeError) if world.world_size == 1 else nullcontext():
+    with suppress(RuntimeError) if world.world_size == 1 else nullcontext(), _quietly():
         dist.init_process_group(
             mpi.register() if backend == "mpi" else backend,
             store=group.store,

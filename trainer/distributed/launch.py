@@ -11,6 +11,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,11 +22,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainer.config.schema import Launch
 from trainer.distributed.launchers import CODES, MARK, MASTER, RANKS
-from trainer.distributed.signals import check_start
+from trainer.distributed.signals import SIGNALS, check_start
 from trainer.distributed.world import count_ranks
 
 _ERRORS = (ChildFailedError, SignalException, mp.ProcessExitedException, mp.ProcessRaisedException)
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def launch(config: Launch, words: Sequence[str]) -> int:
@@ -66,9 +66,9 @@ def _elastic(max_restarts: int, size: int, words: Sequence[str]) -> None:
         rdzv_endpoint="localhost:0",
         max_restarts=max_restarts,
         logs_specs=DefaultLogsSpecs(),
-        signals_to_handle=",".join(s.name for s in _SIGNALS),
+        signals_to_handle=",".join(s.name for s in SIGNALS),
     )
-    for number in _SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, _end)  # until torchrun's engine has handlers of its own
     check_start(0.0)
     elastic_launch(engine, sys.executable)("-m", "trainer", *words)
@@ -85,8 +85,10 @@ def _spawn(size: int, words: Sequence[str]) -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     with _environment(variables):
-        # Each rank unblocks the signals once it can act on them.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        # Each rank unblocks the signals once it can act on them. Python's resource tracker, which a
+        # first rank would start, unblocks SIGTERM for all that come after it.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         check_start(0.0)
         ranks = mp.start_processes(_enter, (list(words),), size, join=False, start_method="spawn")
 
@@ -95,7 +97,7 @@ def _spawn(size: int, words: Sequence[str]) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    handlers = {number: signal.signal(number, pass_on) for number in _SIGNALS}
+    handlers = {number: signal.signal(number, pass_on) for number in SIGNALS}
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         while not ranks.join():

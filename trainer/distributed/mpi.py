@@ -189,6 +189,10 @@ class MpiGroup(dist.ProcessGroup):
         _open_groups.add(self)
         atexit.register(_finalize, os.getpid())
 
+    def _get_backend(self, device: torch.device) -> MpiGroup:
+        """Itself: torch 2.15 asks it in batch_isend_irecv."""
+        return self
+
     def getGroupName(self) -> str:
         return self._name
 

@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,8 @@ from trainer.distributed.watch.watcher import name_ranks
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError
 
-MAX_POLL_S = 0.05
+MAX_POLL_S = 0.05  # of a file
+LOOK_S = 0.25  # how often a rank that waits looks whether it is asked to stop
 FOREVER = timedelta(days=30)
 FIRST_ENTRY = b"\x09\0\0\0refcount/"  # of every file of a FileStore (torch 2.13)
 GRACE_S = 0.6  # the other ranks wait this much longer than rank 0, for its reply
@@ -74,12 +75,22 @@ def _describe_place(config: Dist, world: World) -> str:
 
 def read_keys(store: dist.Store, keys: list[str]) -> list[bytes]:
     """The values of keys, once they are there: by one message where the store can."""
-    base = store
-    while isinstance(base, dist.PrefixStore):
-        base = base.underlying_store
-    if isinstance(base, dist.FileStore):
-        return [*map(store.get, keys)]
-    return store.multi_get(keys)
+    return [*map(store.get, keys)] if _is_file(store) else store.multi_get(keys)
+
+
+def write_keys(store: Any, keys: list[str], value: str) -> None:
+    """Give all keys of a store one value: by one message where it can."""
+    if _is_file(store):
+        for key in keys:
+            store.set(key, value)
+    elif keys:
+        store.multi_set(keys, [value] * len(keys))  # torch's stubs do not know it
+
+
+def _is_file(store: dist.Store) -> bool:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.FileStore)
 
 
 def _file_of(config: Dist) -> Path:
@@ -200,36 +211,33 @@ class _Meeting:
 
     def _lead(self) -> str:
         first = self._say_hello()
-        for number in range(1, first):
-            self._reply(number, again=True)
+        self._reply(range(1, first), again=True)
         hellos = {first: self._own}
         try:
-            members = self._collect(hellos)
+            members = self._collect(first, hellos)
         except ConfigError as error:
-            for number in hellos:
-                self._reply(number, problem=str(error))
+            self._reply(hellos, problem=str(error))
             time.sleep(GRACE_S / 2)  # the store may end with this process before it is read
             raise
         name = secrets.token_hex(8)
-        for number, hello in hellos.items():
-            if members.get(hello.rank) is hello:
-                self._reply(number, name=name)
+        taken = [n for n, hello in hellos.items() if members.get(hello.rank) is hello]
+        self._reply(taken, name=name)
         if self._is_fresh:  # the next hello comes too late
-            self._reply(max(hellos) + 1, members={r: str(h) for r, h in members.items()})
+            self._reply([max(hellos) + 1], members=members)
         return name
 
-    def _collect(self, hellos: dict[int, _Hello]) -> dict[int, _Hello]:
-        """Add hellos as they come until all ranks are there; the newest of each rank."""
+    def _collect(self, number: int, hellos: dict[int, _Hello]) -> dict[int, _Hello]:
+        """Add hellos after `number` until all ranks are there; the newest of each rank."""
         members = {0: self._own}
         while len(members) < self._own.size:
-            number = max(hellos) + 1
-            values = self._read_hellos(number)
+            values = self._read_hellos(number + 1)
             if not values:
                 here = "; ".join(f"rank {rank} is {members[rank]}" for rank in sorted(members)[:8])
                 missing = name_ranks(self._missing(members))
                 raise ConfigError(f"{self._failure}: {missing} did not come; {here}")
             for value in values:
-                hello = hellos[max(hellos) + 1] = _Hello(*value)
+                number += 1
+                hello = hellos[number] = _Hello(*value)
                 if self._is_fresh:
                     self._check(hello, members)
                 if hello.rank and hello.size == self._own.size:
@@ -241,7 +249,7 @@ class _Meeting:
         last = self._store.add("hellos", 0)
         keys = [f"hello/{number}" for number in range(first, last + 1)]
         if len(keys) > 1 and self._store.check(keys):
-            return [*map(json.loads, read_keys(self._store, keys))]
+            return json.loads(b"[%b]" % b",".join(read_keys(self._store, keys)))
         value = self._wait_for(f"hello/{first}", self._deadline)
         return [] if value is None else [value]
 
@@ -267,15 +275,15 @@ class _Meeting:
             if "problem" in reply:
                 raise ConfigError(reply["problem"])
             if "members" in reply:
-                self._reply(number + 1, **reply)  # for the next that is late
+                self._reply([number + 1], **reply)  # for the next that is late
                 raise ConfigError(f"{self._place}: {self._explain_late(reply['members'])}")
             if "name" in reply:
                 return reply["name"]
 
-    def _explain_late(self, members: Mapping[str, str]) -> str:
+    def _explain_late(self, members: Mapping[str, list[Any]]) -> str:
         rank, size, *_ = self._own
         if who := members.get(str(rank)):
-            return f"rank {rank} is taken by {who}; give each process a RANK of its own"
+            return f"rank {rank} is taken by {_Hello(*who)}; give each process a RANK of its own"
         return f"the group there has {len(members)} ranks, and this one came with WORLD_SIZE={size}"
 
     def _say_hello(self) -> int:
@@ -283,8 +291,9 @@ class _Meeting:
         self._store.set(f"hello/{number}", json.dumps(self._own))
         return number
 
-    def _reply(self, number: int, **reply: Any) -> None:
-        self._store.set(f"reply/{number}", json.dumps(reply))
+    def _reply(self, numbers: Iterable[int], **reply: Any) -> None:
+        keys = [f"reply/{number}" for number in numbers]
+        write_keys(self._store, keys, json.dumps(reply))
 
     def _wait_for(self, key: str, deadline: float) -> Any:
         """The value of a key once it is set; None at the deadline.
@@ -297,11 +306,11 @@ class _Meeting:
             thread = threading.Thread(target=self._block, args=(key, errors), daemon=True)
             thread.start()
             while thread.is_alive():
-                thread.join(MAX_POLL_S)
+                thread.join(min(LOOK_S, max(0.0, deadline - time.monotonic())))
                 check_start()
-                if time.monotonic() > deadline:
-                    self._unblock(key)
-                    thread.join(GRACE_S)
+                if time.monotonic() >= deadline:
+                    if self._unblock(key):
+                        thread.join(GRACE_S)
                     return None
             if errors:
                 raise errors[0]
@@ -321,9 +330,11 @@ class _Meeting:
         while time.monotonic() < self._deadline + GRACE_S and not self._store.check([key]):
             time.sleep(MAX_POLL_S)
 
-    def _unblock(self, key: str) -> None:
+    def _unblock(self, key: str) -> bool:
         """Set a key by a connection of its own: the other is the waiting thread's."""
-        if isinstance(self._base, dist.TCPStore):
+        is_blocked = isinstance(self._base, dist.TCPStore)
+        if is_blocked:
             with suppress(OSError, RuntimeError):
                 base = _open(self._config, self._world, time.monotonic(), may_serve=False)
                 dist.PrefixStore(self._prefix, base).set(key, "null")
+        return is_blocked

@@ -61,6 +61,7 @@ class Engine:
         self._clip_norm = config.run.clip_norm
         self._group = parts.ranks.group
         self._heartbeat = parts.ranks.heartbeat
+        self._end_child = parts.ranks.end_child
         self._wants_stop = wants_stop
         self._schedule = schedule
         self._rate_scale = rate_scale(config)
@@ -106,6 +107,7 @@ class Engine:
 
         Only parameters of `optimizers` (all by default) keep one.
         """
+        self._end_child()
         strategy = self.strategy
         objective = (self._objectives.get(name) or self._new_objective(name)).of(loss)
         statistics = strategy.running_statistics()
@@ -158,6 +160,7 @@ class Engine:
 
     def end_step(self) -> None:
         """Close the step's row of means, and advance the moving average of the weights."""
+        self._end_child()
         self.means.end_row()
         if self.ema is not None:
             self.ema.update()

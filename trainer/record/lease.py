@@ -54,8 +54,10 @@ class Lease:
                 return
         except FileNotFoundError:
             pass
-        why = "another process has taken this run over; nothing was published"
-        raise CheckpointError(f"{self.path.parent}: {why}")
+        why = "another process has taken this run over"
+        if not self.path.parent.is_dir():
+            why = "somebody has removed or moved the run directory"
+        raise CheckpointError(f"{self.path.parent}: {why}; nothing was published")
 
     def release(self) -> None:
         _held.discard(_identity(os.fstat(self._descriptor)))

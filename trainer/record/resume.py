@@ -275,5 +275,5 @@ def _count_attempt(
         if ended.is_file():
             reason = json.loads(ended.read_text())["reason"]
         why = f"given up, {RESTARTS} restarts came no further than step {step}"
-        raise RunError(f"{directory}: {why}: {reason}")
+        raise RunError(f"{config.shown(directory)}: {why}: {reason}")
     return {**facts, "vain": vain, "starters": " ".join(sorted({*launcher.starters}))}

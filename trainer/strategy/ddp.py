@@ -71,6 +71,9 @@ class DistributedDataParallel(Strategy):
         self._last: torch.Tensor = self._ride
 
     def prepare(self, batch: MicroBatch, objective: Objective) -> None:
+        if not dist.is_initialized():  # one process on a machine without a network
+            hook = self.config.comm_hook
+            raise ConfigError(f"strategy.comm_hook={hook}: needs a network interface; use none")
         with untouched(self.module) as before:
             self._rehearse(batch, objective)
             self._running = self._agree_on_changed(before)

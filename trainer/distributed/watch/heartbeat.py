@@ -94,6 +94,7 @@ def watched(timeout_s: float | None, group: Group) -> Iterator[Heartbeat]:
             process = _start_watcher(settings)
         yield heartbeat
     finally:
+        heartbeat.enter(Phase.LEFT)
         if process is not None:
             with suppress(OSError):
                 process.communicate(b"\n")

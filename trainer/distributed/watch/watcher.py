@@ -55,14 +55,15 @@ STOPPED = ("T", "t")  # the kernel's states: stopped by a signal, by a debugger
 LEAST_LOAD = 0.05  # of a core
 LEAST_BYTES = 2**16  # read and written
 LOAD_S = 0.5  # the least time over which they are taken
+ENDING_S = 0.5  # from the end of a process's files to its own
 STRAGGLER = 3.0  # times the median
 STRAGGLER_STEPS = 50
 
 
 class Phase(IntEnum):
-    """A rank's occupation; PHASES has the words."""
+    """A rank's occupation; PHASES has the words, but for LEFT: the group, in good order."""
 
-    START, BUILD, DATA, COMPUTE, REDUCE, UPDATE, LOG, EVALUATE, SAVE, END = range(10)
+    START, BUILD, DATA, COMPUTE, REDUCE, UPDATE, LOG, EVALUATE, SAVE, END, LEFT = range(11)
 
 
 @dataclass(frozen=True)
@@ -115,12 +116,16 @@ class Rank:
         with open(self._memory, "rb") as file:
             self._page = mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
 
+    def fields(self) -> Sequence[float]:
+        """The last that the rank has written, also once it is gone."""
+        return memoryview(self._page)[: FIELDS * 8].cast("d").tolist()
+
     def read(self, woke: float) -> State | None:
         """The rank's state, its time counted since this node woke; None once it is gone."""
         kernel, parent = _kernel_state(self.pid)
         if kernel in ("", "Z", "X"):
             return None
-        fields = memoryview(self._page)[: FIELDS * 8].cast("d").tolist()
+        fields = self.fields()
         worked = self._last_work() if fields[PHASE] == Phase.BUILD else 0.0
         seconds = time.monotonic() - max(fields[SINCE], woke, worked)
         children = _children(self.pid) if seconds > 1 else []
@@ -222,14 +227,30 @@ class Watcher:
         self._looked = now
         states = [state for rank in self._ranks if (state := rank.read(self._woke))]
         if len(states) < len(self._ranks):
-            return True  # its launcher knows
+            self.tell_ends()
+            return True
         self._end_orphans(states)
-        overdue = max(s.seconds / s.patience for s in states) / self._timeout_s
+        states = [state for state in states if state.phase != Phase.LEFT]
+        overdue = max((s.seconds / s.patience for s in states), default=0.0) / self._timeout_s
         if overdue > 1 and now > self._next_report:
             return self._judge(states, overdue)
-        for line in self._stragglers.find(states):
-            _say(line)
+        if len(states) == len(self._ranks):
+            for line in self._stragglers.find(states):
+                _say(line)
         return False
+
+    def tell_ends(self) -> None:
+        """Report each rank that has ended without an error message: its code may even be 0."""
+        for rank in self._ranks:
+            fields = rank.fields()
+            phase = int(fields[PHASE])
+            if phase != Phase.LEFT and rank.read(self._woke) is None:
+                where = f"in {PHASES[phase]}, at step {int(fields[STEP])}"
+                why = (
+                    "it was killed (by a launcher, a second signal, the kernel) or called os._exit"
+                )
+                who = f"rank {rank.rank} (process {rank.pid} on {HOST})"
+                _say(f"error: {who} ended without an error message {where}: {why}")
 
     def _end_orphans(self, states: Sequence[State]) -> None:
         """Ask ranks to stop whose torchrun is gone: a SIGUSR1 kills it before it can tell them."""
@@ -240,7 +261,8 @@ class Watcher:
 
     def _judge(self, states: Sequence[State], overdue: float) -> bool:
         """Report and end the ranks; later where all wait and another node may have the hung one."""
-        stacks = {rank.rank: rank.stack() for rank in self._ranks}
+        numbers = {state.rank for state in states}
+        stacks = {rank.rank: rank.stack() for rank in self._ranks if rank.rank in numbers}
         waiting = [s for s in states if s.is_waiting(stacks[s.rank])]
         hung = [s for s in states if s not in waiting and s.seconds > self._timeout_s / 2]
         at_work = [s for s in states if s not in (*waiting, *hung) and s.phase == Phase.BUILD]
@@ -339,7 +361,7 @@ def _write_exit(directory: Path, reason: str, step: int) -> None:
 
 
 def main() -> None:
-    """Watch until a rank ends, or that which started this process writes a second line."""
+    """Watch until a rank has ended, or the rank that started this process writes a second line."""
     for number in OF_A_JOB:
         signal.signal(number, signal.SIG_IGN)  # they are for the ranks
     with open(0, "rb", buffering=0) as lines:  # unbuffered: `select` sees what follows the line
@@ -350,6 +372,9 @@ def main() -> None:
             return  # a rank is gone already
         while not watcher.look():
             if select.select([lines], [], [], min(POLL_S, settings["timeout_s"] / 10))[0]:
+                if not lines.read(1):
+                    time.sleep(ENDING_S)  # the rank that started this process is ending
+                watcher.tell_ends()
                 return
 
 
