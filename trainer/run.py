@@ -156,11 +156,9 @@ class Run:
         told += [startup.describe_data(split, data) for split, data in setup.datasets.items()]
         told += [startup.describe_model(self.model), f"run directory: {self._shown}"]
         told += self._warnings
-        if config.run.resume == "auto" and manifest is None:
-            told.append("run.resume=auto found nothing to go on from: a fresh start")
-        if manifest is not None:
-            told += startup.resumed(config, manifest, self.world, self.num_steps)
-        told += setup.parts.strategy.list_remarks(is_resumed=manifest is not None)
+        told += startup.resumed(config, manifest, self.world, self.num_steps)
+        told += setup.parts.strategy.list_remarks(manifest is not None)
+        told += self.engine.draws.list_remarks()
         for line in told:
             self.record.say(line)
         if not self._origin.is_resumed:

@@ -25,6 +25,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.distributed.rendezvous import check_init
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.distributed.world import World
+from trainer.draws.mode import Draws
 from trainer.engine.ema import Ema
 from trainer.engine.evaluation import Evaluator
 from trainer.engine.parts import Parts
@@ -124,14 +125,15 @@ class Setup:
         self._mesh = Mesh.replicated(world)
         seed = config.run.seed
         methods = (task.split_batch, task.augment, to_model)
-        self._prepare = Preparation(*methods, seed, world.device)
+        draws = Draws(seed, world.device, config.run.dropout == "example")
+        self._prepare = Preparation(*methods, seed, world.device, draws)
         ranks.heartbeat.enter(Phase.BUILD)
         with ranks.group.agreed("building data and model"):
             for split in splits:
                 self._open_data(task, split)
             strategy = _build_model(task, precision)
             ranks.end_child()
-        self.parts = Parts(config, task, strategy, precision, ranks)
+        self.parts = Parts(config, task, strategy, precision, draws, ranks)
         ranks.group.check_equal(fingerprint.of_built(self.datasets, self.model))
 
     @property

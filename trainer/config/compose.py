@@ -25,7 +25,7 @@ from yaml import YAMLError
 from trainer.config import CONF
 from trainer.config.guard import check_override
 from trainer.config.rules import check
-from trainer.config.schema import Config, flatten
+from trainer.config.schema import ONCE, Config, flatten
 from trainer.config.typed import show, suggest
 from trainer.errors import ConfigError, one_line
 
@@ -117,6 +117,8 @@ def _read_saved(place: str, prefix: str) -> Any:
         groups = [field.name for field in dataclasses.fields(Config) if not field.metadata]
         if not all(OmegaConf.is_dict(block) for block in (saved, *map(saved.get, groups))):
             raise ConfigError(f"{wrong}: it has not all groups of settings")
+        for key, value in ONCE.items():
+            OmegaConf.update(saved, key, OmegaConf.select(saved, key, default=value))
         OmegaConf.set_struct(saved, True)
         saved.run.name = None  # a run lives where its directory is now
     return saved

@@ -22,6 +22,9 @@ _LAYOUT = """
 """
 LAYOUT = tuple(_LAYOUT.split())
 
+# Settings that did not exist once, and the values by which older runs go on as they were.
+ONCE = {"run.dropout": "torch"}
+
 
 @dataclass
 class Run:
@@ -36,6 +39,7 @@ class Run:
     lr_batch: Annotated[int | None, limit(min=1)]
     compile: bool
     clip_norm: Annotated[float | None, limit(above=0)]
+    dropout: Literal["example", "torch"]
     on_bad_step: Literal["skip", "stop", "rollback"]
 
 

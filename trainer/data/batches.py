@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from trainer.config.schema import Config
 from trainer.data.ledger import Ledger
 from trainer.data.order import BatchPlan, EpochSampler, ShardSampler, check_batch, counted
-from trainer.data.randomness import Random, seed_layers
+from trainer.data.randomness import Random
 from trainer.data.sources import Piece, Source
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.watch.heartbeat import Heartbeat, Phase
@@ -34,6 +34,13 @@ def count_rows(*trees: Any) -> int:
     raise ConfigError("neither targets nor outputs hold a tensor with a batch axis")
 
 
+class Draws(Protocol):
+    """Whoever draws at random in forward and loss: it is told for which rows."""
+
+    def begin(self, step: int, number: int, indices: torch.Tensor) -> None: ...
+    def end(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Preparation:
     """Turns what a dataset gives into a micro-batch, by a task's `split_batch` and `augment`.
@@ -46,10 +53,12 @@ class Preparation:
     convert: Callable[[Any, Any], MicroBatch]
     seed: int
     device: torch.device
+    draws: Draws
     checked: set[str] = field(default_factory=set)  # splits of which a micro-batch was looked at
 
     def __call__(self, piece: Piece, split: str, epoch: int, step: int, number: int) -> MicroBatch:
-        """The micro-batch, with dropout seeded for its `number` in the global batch of `step`."""
+        """The micro-batch, the `number`-th of `step`, for which draws begin with its rows."""
+        self.draws.end()  # augment has a Random of its own
         batch, indices = piece
         inputs, targets = self.split_batch(batch)
         random = Random(self.seed, split, epoch, indices)
@@ -59,7 +68,7 @@ class Preparation:
                 _check_not_text(tree, split, int(indices[0]))
             self.checked.add(split)
         prepared = self.convert(inputs, targets)
-        seed_layers(self.seed, step, number, self.device)
+        self.draws.begin(step, number, indices)
         return prepared
 
 

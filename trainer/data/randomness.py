@@ -6,6 +6,8 @@ import hashlib
 import math
 import random
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -104,15 +106,51 @@ def _mixed(*parts: int) -> int:
     return state >> 1
 
 
+def splitmix(state: torch.Tensor) -> torch.Tensor:
+    """64 random bits from each number of an int64 tensor, in place: splitmix64's finalizer.
+
+    Steele et al., OOPSLA 2014. Integer arithmetic modulo 2**64: equal on every device.
+    """
+    shifted = torch.empty_like(state)
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
+        torch.bitwise_right_shift(state, shift, out=shifted)
+        state.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))
+        if factor != 1:
+            state.mul_(factor)
+    return state
+
+
 def seed_layers(seed: int, step: int, number: int, device: torch.device) -> None:
     """Seed the generators of dropout for one micro-batch, numbered within the global batch.
 
     They are seeded directly in 1 us: torch.manual_seed visits every accelerator in 75 us.
     """
     value = _mixed(seed, step, number)
-    torch.default_generator.manual_seed(value)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(value)
+    for generator in _generators(device):
+        generator.manual_seed(value)
+
+
+@contextmanager
+def seed_generators(device: torch.device) -> Iterator[Callable[[int], None]]:
+    """Yields a function that seeds torch's generators; they are put back at the end."""
+    generators = _generators(device)
+    states = [generator.get_state() for generator in generators]
+
+    def seed(value: int) -> None:
+        for generator in generators:
+            generator.manual_seed(value & 0xFFFFFFFFFFFFFFFF)
+
+    try:
+        yield seed
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    if device.type != "cuda":
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
 
 
 def seed_example(seed: int, epoch: int, index: int) -> None:

@@ -79,7 +79,7 @@ def examine(engine: Engine, hooks: Hooks, batch: LocalBatch) -> list[Example]:
     found: list[Example] = []
     module.train(not has_batchnorm(module))
     try:
-        with untouched(module):
+        with untouched(module), engine.draws.update("loss"):
             for indices, (inputs, targets) in zip(batch.indices, batch, strict=True):
                 losses = _losses(engine, hooks, inputs, targets).detach()
                 finite = losses.isfinite()
@@ -113,6 +113,7 @@ def _find_bad_gradients(
     while pending:
         first, last = pending.pop()
         part = partial(tree_map_only, torch.Tensor, lambda t, rows=slice(first, last): t[rows])
+        engine.draws.begin_again(first, last)
         total = _losses(engine, hooks, part(inputs), part(targets)).sum()
         gradients: Any = ()
         if total.requires_grad:

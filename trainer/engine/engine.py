@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from trainer.config.schema import Config
 from trainer.distributed.watch.heartbeat import Phase
+from trainer.draws.mode import take_rows
 from trainer.engine.ema import Ema
 from trainer.engine.means import Means, Values
 from trainer.engine.objective import Objective
@@ -28,7 +29,8 @@ from trainer.engine.optimizers import (
 from trainer.engine.outcome import Outcome
 from trainer.engine.parts import Parts
 from trainer.schedule import Factor, rate_scale
-from trainer.strategy.base import MicroBatches, Strategy
+from trainer.strategy.base import MicroBatches, Strategy, call
+from trainer.strategy.rehearsal import untouched
 
 Loss = Callable[[Any, Any], Values]
 
@@ -59,7 +61,9 @@ class Engine:
         self.means = Means()
         self._global_batch = config.data.global_batch
         self._clip_norm = config.run.clip_norm
+        self._is_compiled = config.run.compile
         self._group = parts.ranks.group
+        self.draws = parts.draws
         self._heartbeat = parts.ranks.heartbeat
         self._end_child = parts.ranks.end_child
         self._wants_stop = wants_stop
@@ -70,6 +74,8 @@ class Engine:
         torch.manual_seed(config.run.seed)  # lazy layers draw their weights in the rehearsal
         strategy.prepare(rehearsal, self._new_objective("loss").of(parts.hooks.loss))
         strategy.on_gradients(self._heartbeat.reduce_begun)
+        self._few_rows = take_rows(rehearsal, 3)
+        self._rehearse_draws("loss", parts.hooks.loss)
         self.means.clear()
         self.optimizers = check_optimizers(parts.hooks.build_optimizer(strategy.module))
         for optimizer in self.optimizers:
@@ -111,7 +117,10 @@ class Engine:
         strategy = self.strategy
         objective = (self._objectives.get(name) or self._new_objective(name)).of(loss)
         statistics = strategy.running_statistics()
-        totals = strategy.forward_backward(batch, objective)
+        if not self.draws.is_known(name):
+            self._rehearse_draws(name, loss)
+        with self.draws.update(name):
+            totals = strategy.forward_backward(batch, objective)
         self._heartbeat.enter(Phase.UPDATE)
         if optimizers is not None:
             groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -131,6 +140,17 @@ class Engine:
             self.strategy.restore_statistics(gradients.statistics, found_inf)
         self.strategy.drop_gradients()
         return Outcome(((gradients.totals, found_inf),))
+
+    def _rehearse_draws(self, name: str, loss: Loss) -> None:
+        """Find out what an update draws at random; nothing changes."""
+
+        def compute(inputs: Any, targets: Any) -> None:
+            with self.precision.autocast():
+                loss(call(self.model, inputs), targets)
+
+        eagerly = torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext()
+        with eagerly, untouched(self.model):
+            self.draws.rehearse(name, compute, self._few_rows)
 
     def _clip(self, max_norm: float) -> None:
         """Scale the gradients down to the global norm `max_norm`."""

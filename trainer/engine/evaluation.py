@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from trainer.data.batches import EvalBatches, count_rows
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.engine.ema import Ema
-from trainer.engine.means import Means, weigh
+from trainer.engine.means import Means, Values, weigh
 from trainer.engine.parts import Parts
 from trainer.errors import ConfigError
 
@@ -37,6 +37,7 @@ class Evaluator:
         self._hooks = parts.hooks
         self._strategy = parts.strategy
         self._precision = parts.precision
+        self._draws = parts.draws
         self._group = parts.ranks.group
         self._heartbeat = parts.ranks.heartbeat
         self._batches = batches
@@ -52,10 +53,12 @@ class Evaluator:
         """
         if self._batches is None:
             return {}
+        if not self._draws.is_known("eval"):
+            self.rehearse()
         means = Means()
         every = 1
         begun = time.monotonic()
-        with self._averaged():
+        with self._averaged(), self._draws.update("eval"):
             for number, (inputs, targets, rows) in enumerate(self._batches, 1):
                 self._heartbeat.enter(Phase.EVALUATE)
                 self._count(means, self._strategy.forward(inputs), targets, rows)
@@ -79,6 +82,7 @@ class Evaluator:
         with self._averaged(), self._group.agreed("trying metrics"):
             for inputs, targets, rows in islice(self._batches, 1):
                 self._heartbeat.enter(Phase.EVALUATE)
+                self._draws.rehearse("eval", self._compute, (inputs, targets))
                 self._count(means, self._strategy.forward(inputs), targets, rows)
         self._group.check_equal({"what metrics returned": ", ".join(means.names())})
         return list(self._finish(means))
@@ -102,14 +106,21 @@ class Evaluator:
         values |= self._hooks.summarize(dict(values))
         return {f"eval/{name}": float(value) for name, value in values.items()}
 
-    def _count(self, means: Means, outputs: Any, targets: Any, rows: int) -> None:
+    def _compute(self, inputs: Any, targets: Any) -> None:
+        self._values(self._strategy.forward(inputs), targets)
+
+    def _values(self, outputs: Any, targets: Any) -> dict[str, Values]:
+        """Metrics and loss of a micro-batch by name."""
         with self._precision.autocast():
             returned = dict(self._hooks.metrics(outputs, targets))
             if "loss" in returned:
                 why = "the loss is there already; choose another name"
                 raise ConfigError(f"metrics returned a value called loss: {why}")
             returned["loss"] = self._hooks.loss(outputs, targets)
-        for name, value in returned.items():
+        return returned
+
+    def _count(self, means: Means, outputs: Any, targets: Any, rows: int) -> None:
+        for name, value in self._values(outputs, targets).items():
             values, weights = weigh(name, value, count_rows(targets, outputs))
             means.add(name, values[:rows], None if weights is None else weights[:rows])
         assert self._batches is not None

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from trainer.config.schema import Config
 from trainer.distributed.ranks import Ranks
+from trainer.draws.mode import Draws
 from trainer.engine.means import Values
 from trainer.engine.precision import Precision
 from trainer.strategy.base import Strategy
@@ -32,4 +33,5 @@ class Parts:
     hooks: Hooks
     strategy: Strategy
     precision: Precision
+    draws: Draws
     ranks: Ranks

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer.checkpoints import packing
 from trainer.checkpoints.manifest import Manifest
-from trainer.config.schema import Config
+from trainer.config.schema import ONCE, Config
 from trainer.data.order import BatchPlan, counted
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World
@@ -101,9 +101,12 @@ def lack_of_room(directory: Path, model: nn.Module, kept: int) -> list[str]:
     return [f"warning: {directory}: {count}; {free / 1e6:,.0f} MB are free; {advice}"]
 
 
-def resumed(config: Config, manifest: Manifest, world: World, num_steps: int) -> list[str]:
+def resumed(config: Config, manifest: Manifest | None, world: World, num_steps: int) -> list[str]:
     """Where a resume begins, and what differs from what was saved: settings, machine."""
-    saved = manifest.config
+    if manifest is None:
+        is_asked = config.run.resume == "auto"
+        return ["run.resume=auto found nothing to go on from: a fresh start"] if is_asked else []
+    saved = {**ONCE, **manifest.config}
     lines = [f"resumed at step {manifest.step:,} of {num_steps:,}"]
     for name, now in fingerprint.of_machine(world).items():
         if (then := manifest.machine.get(name, now)) != now:

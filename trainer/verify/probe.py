@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.data.batches import MicroBatch, count_rows
 from trainer.data.order import Order
-from trainer.data.randomness import seed_layers
 from trainer.engine.means import weigh
 from trainer.engine.parts import Hooks
 from trainer.run import Run
@@ -39,14 +38,16 @@ def probe(run: Run, hooks: Hooks) -> Probe:
     layers = list(module.modules())
     dropouts = [layer for layer in layers if isinstance(layer, _DropoutNd) and layer.p > 0]
     with torch.no_grad(), untouched(module):
-        first = _evaluate(run, hooks, batch)
-        second = _evaluate(run, hooks, batch)
+        first = _evaluate(run, hooks, batch, indices)
+        second = _evaluate(run, hooks, batch, indices)
         with _disabled(dropouts):
-            other_seed = _evaluate(run, hooks, batch, seed=1)
-            draws = not _are_equal(other_seed, _evaluate(run, hooks, batch))  # such as F.dropout
+            other_seed = _evaluate(run, hooks, batch, indices, 1)
+            draws = not _are_equal(
+                other_seed, _evaluate(run, hooks, batch, indices)
+            )  # such as F.dropout
             module.train(not draws)  # else the rows would differ by what they draw
-            whole = _evaluate(run, hooks, batch)
-            part = _evaluate(run, hooks, _rows_from(count // 2, batch))
+            whole = _evaluate(run, hooks, batch, indices)
+            part = _evaluate(run, hooks, _rows_from(count // 2, batch), indices[count // 2 :])
             module.train()
     return Probe(
         indices=indices.tolist(),
@@ -75,11 +76,14 @@ def _disabled(dropouts: Sequence[_DropoutNd]) -> Iterator[None]:
             layer.p = rate
 
 
-def _evaluate(run: Run, hooks: Hooks, batch: MicroBatch, seed: int = 0) -> Tensors:
+def _evaluate(
+    run: Run, hooks: Hooks, batch: MicroBatch, indices: torch.Tensor, seed: int = 0
+) -> Tensors:
     """{"outputs": (rows, n) of the model, "values": (rows, n) of the loss and its weights}."""
     inputs, targets = batch
-    seed_layers(run.config.run.seed, 0, seed, run.world.device)
-    with run.engine.precision.autocast():
+    draws = run.engine.draws
+    with draws.update("loss"), run.engine.precision.autocast():
+        draws.begin(seed, 0, indices)
         outputs = call(run.engine.model, inputs)
         rows = count_rows(targets, outputs)
         values, weights = weigh("loss", hooks.loss(outputs, targets), rows)

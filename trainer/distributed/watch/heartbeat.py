@@ -91,7 +91,7 @@ def watched(timeout_s: float | None, group: Group) -> Iterator[Heartbeat]:
         if local[0] == facts:
             is_only_node = len(local) == group.world.world_size
             settings = {"ranks": local, "is_only_node": is_only_node, "timeout_s": timeout_s}
-            process = _start_watcher(settings)
+            process = _start_watcher(settings, memory)
         yield heartbeat
     finally:
         heartbeat.enter(Phase.LEFT)
@@ -115,10 +115,10 @@ def _node(world: World) -> str:
     return " ".join(parts)
 
 
-def _start_watcher(settings: dict[str, Any]) -> subprocess.Popen[bytes]:
+def _start_watcher(settings: dict[str, Any], memory: int) -> subprocess.Popen[bytes]:
     """Start it by its file (`-m` loads the package); -S -E make it 15 ms instead of 60."""
     words = [sys.executable, "-S", "-E", watcher.__file__]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE)  # noqa: S603
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=[memory])  # noqa: S603
     assert process.stdin is not None
     process.stdin.write(json.dumps(settings).encode() + b"\n")
     process.stdin.flush()

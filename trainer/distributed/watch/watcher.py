@@ -106,11 +106,13 @@ class State:
 class Rank:
     """A rank's page, and its stacks behind it, reached through the file that it holds open."""
 
-    def __init__(self, facts: Mapping[str, Any]):
+    def __init__(self, facts: Mapping[str, Any], is_inherited: bool):
+        """`is_inherited`: this process has the file too, so the rank may be gone already."""
         self.rank: int = facts["rank"]
         self.pid: int = facts["pid"]
         self._launcher: int | None = facts["launcher"]
-        self._memory = Path(f"/proc/{self.pid}/fd/{facts['memory']}")
+        owner = "self" if is_inherited else self.pid
+        self._memory = Path(f"/proc/{owner}/fd/{facts['memory']}")
         self._work = (time.monotonic(), 0.0, 0)
         self._worked = 0.0
         with open(self._memory, "rb") as file:
@@ -212,7 +214,8 @@ class Watcher:
     def __init__(self, settings: Mapping[str, Any]):
         self._timeout_s: float = settings["timeout_s"]
         self._is_only_node: bool = settings["is_only_node"]
-        self._ranks = [Rank(facts) for facts in settings["ranks"]]
+        starter, *others = settings["ranks"]
+        self._ranks = [Rank(starter, True), *(Rank(facts, False) for facts in others)]
         self._stragglers = Stragglers()
         self._orphans: set[int] = set()
         self._looked = time.monotonic()

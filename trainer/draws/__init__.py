@@ -1,0 +1,1 @@
+"""Draws: what forward and loss draw at random, as a function of the example."""

@@ -1,0 +1,312 @@
+"""Row-wise draws: torch's random functions with a key for each row.
+
+Bits are splitmix64 of a counter (Steele et al., OOPSLA 2014), in integer arithmetic: equal on
+every device, and on a CPU as fast as torch's own generator.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from trainer.data.randomness import seed_generators, splitmix
+
+Sizes = tuple[int, ...]
+Handler = Callable[..., Any]
+DIGITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}  # of a uniform number; else 24
+warnings.filterwarnings("ignore", "Dropout mask should only be used for testing")  # _attention
+ALPHA = -1.7580993408473766  # SELU's limit at minus infinity, which alpha dropout puts in
+
+
+class Draws(Protocol):
+    """Who says which draws are by row, and gives the keys."""
+
+    def numbers(self, name: str, sizes: Sizes, device: torch.device) -> Numbers | None: ...
+    def counters(self, width: int, device: torch.device) -> torch.Tensor: ...
+    def by_micro_batch(self, name: str) -> int: ...
+
+
+class Numbers:
+    """Random numbers of one call: `sizes`, of which `axis` holds `parts` for each row."""
+
+    def __init__(self, draws: Draws, keys: torch.Tensor, sizes: Sizes, axis: int, parts: int):
+        self.keys = keys
+        self.axis = axis
+        self._draws = draws
+        self._sizes = (*sizes[:axis], parts, *sizes[axis + 1 :])
+        self._width = math.prod(self._sizes)
+
+    def bits(self) -> torch.Tensor:
+        """(rows, width) int64 of 64 random bits."""
+        counters = self._draws.counters(self._width, self.keys.device)
+        return splitmix(self.keys.unsqueeze(1) + counters)
+
+    def words(self) -> torch.Tensor:
+        """(rows, width) int32 of 32 random bits."""
+        counters = self._draws.counters(-(-self._width // 2), self.keys.device)
+        return splitmix(self.keys.unsqueeze(1) + counters).view(torch.int32)[:, : self._width]
+
+    def shaped(self, values: torch.Tensor) -> torch.Tensor:
+        """(rows, width) in the sizes of the call."""
+        values = values.reshape(len(values), *self._sizes)
+        return values.movedim(0, self.axis).flatten(self.axis, self.axis + 1)
+
+    def kept(self, share: float) -> torch.Tensor:
+        """True with this probability."""
+        limit = min(int(share * 2**32) - 2**31, 2**31 - 1)
+        return self.shaped(self.words() < limit)
+
+    def uniform(self, dtype: torch.dtype) -> torch.Tensor:
+        """In [0, 1), with as many binary digits as torch gives this dtype."""
+        digits = DIGITS.get(dtype, 24)
+        if digits > 32:
+            bits = (self.bits() >> (64 - digits)) & ((1 << digits) - 1)
+        else:
+            bits = (self.words() >> (32 - digits)) & ((1 << digits) - 1)
+        return self.shaped(bits.to(dtype).mul_(2.0**-digits))
+
+    def normal(self, dtype: torch.dtype) -> torch.Tensor:
+        """Mean 0 and deviation 1 (Box and Muller)."""
+        at_least = torch.promote_types(dtype, torch.float32)
+        bits = self.bits()
+        radius = ((bits >> 32) & 0xFFFFFFFF).to(at_least).add_(1).mul_(2.0**-32)
+        angle = (bits & 0xFFFFFFFF).to(at_least).mul_(2 * math.pi * 2.0**-32)
+        values = radius.log_().mul_(-2).sqrt_().mul_(angle.cos_())
+        return self.shaped(values.to(dtype))
+
+    def integers(self, low: int, high: int) -> torch.Tensor:
+        """In [low, high)."""
+        return self.shaped((self.bits() & (2**63 - 1)) % (high - low) + low)
+
+
+# Dropout ------------------------------------------------------------------------------------------
+
+
+def _dropout(is_feature: bool = False, is_alpha: bool = False) -> Handler:
+    """A handler for one of torch's functions of dropout, with torch's arithmetic."""
+
+    def handle(draws: Draws, func: Any, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        sizes = tuple(input.shape)
+        if is_feature:
+            sizes = (*sizes[:2], *[1] * (len(sizes) - 2))
+        numbers = draws.numbers("dropout", sizes, input.device) if train else None
+        if numbers is None or not 0 < p < 1 or not input.numel():
+            return func(input, p, train)
+        mask = numbers.kept(1 - p).to(input.dtype)
+        is_in_place = func.__name__.endswith("_")
+        if not is_alpha:
+            mask.mul_(1 / (1 - p))
+            return input.mul_(mask) if is_in_place else input * mask
+        a = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
+        shift = (mask - 1).mul_(-ALPHA * a).add_(-ALPHA * a * p)
+        mask.mul_(a)
+        return input.mul_(mask).add_(shift) if is_in_place else (input * mask).add_(shift)
+
+    return handle
+
+
+def _attention(
+    draws: Draws,
+    func: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """scaled_dot_product_attention with dropout: torch's plain one, which takes a mask."""
+    sizes = (*query.shape[:-1], key.shape[-2])
+    numbers = draws.numbers("attention", sizes, query.device) if dropout_p else None
+    if numbers is None or dropout_p >= 1:
+        return func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+    plain = torch.ops.aten._scaled_dot_product_attention_math
+    mask = numbers.kept(1 - dropout_p)
+    return plain(query, key, value, attn_mask, dropout_p, is_causal, mask, **kwargs)[0]
+
+
+# Noise --------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _fill(numbers: Numbers, out: torch.Tensor, kind: str, *given: Any) -> torch.Tensor:
+    """Fill `out` as torch's method of this name does."""
+    dtype = out.dtype if out.dtype.is_floating_point else torch.float32
+    if kind == "bernoulli_":
+        (share,) = given
+        is_tensor = isinstance(share, torch.Tensor)
+        values = numbers.uniform(share.dtype) < share if is_tensor else numbers.kept(share)
+    elif kind == "integers":
+        values = numbers.integers(*given)
+    elif kind == "normal_":
+        values = numbers.normal(dtype).mul_(given[1]).add_(given[0])
+    elif kind == "exponential_":
+        values = (-numbers.uniform(dtype)).log1p_().div_(-given[0])
+    else:
+        values = numbers.uniform(dtype).mul_(given[1] - given[0]).add_(given[0])
+    return out.copy_(values)
+
+
+def _method(kind: str, **defaults: float) -> Handler:
+    """A handler for a method that fills its tensor: `tensor.normal_(mean, std)`."""
+
+    def handle(draws: Draws, func: Any, out: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        own = kwargs.pop("generator", None)
+        numbers = None
+        if own is None:
+            numbers = draws.numbers(kind, tuple(out.shape), out.device)
+        if numbers is None:
+            return func(out, *args, generator=own, **kwargs)
+        given = dict(zip(defaults, args, strict=False)) | kwargs
+        return _fill(numbers, out, kind, *(given.get(name, d) for name, d in defaults.items()))
+
+    return handle
+
+
+def _factory(kind: str, *given: Any) -> Handler:
+    """A handler for a function that makes a tensor and fills it."""
+
+    def handle(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("generator") is not None or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        own = {"device": "meta", "requires_grad": False, "pin_memory": False}
+        like = func(*args, **{**kwargs, **own})  # draws nothing
+        source = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
+        device = torch.device(kwargs.get("device") or source or torch.get_default_device())
+        numbers = draws.numbers(func.__name__, tuple(like.shape), device)
+        if numbers is None:
+            return func(*args, **kwargs)
+        bounds = given or _bounds(args, **kwargs)
+        out = _fill(numbers, torch.empty_like(like, device=device), kind, *bounds)
+        return out.requires_grad_(kwargs.get("requires_grad", False))
+
+    return handle
+
+
+def _bounds(args: Any, low: int = 0, high: int = 0, **_: Any) -> tuple[int, int]:
+    """(low, high) of randint([low,] high, size) and randint_like(tensor, [low,] high)."""
+    numbers = [a for a in args if isinstance(a, int)]
+    if len(numbers) == 2:
+        return numbers[0], numbers[1]
+    return low, numbers[0] if numbers else high
+
+
+def _normal(draws: Draws, func: Any, mean: Any, std: Any = 1.0, *args: Any, **kwargs: Any) -> Any:
+    """torch.normal; a task calls it with a tensor for mean, for std, or for both."""
+    tensors = [given for given in (mean, std) if isinstance(given, torch.Tensor)]
+    numbers = None
+    if tensors and not kwargs:
+        sizes = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+        numbers = draws.numbers("normal", tuple(sizes), tensors[0].device)
+    if numbers is not None:
+        return numbers.normal(tensors[0].dtype).mul_(std).add_(mean)
+    if tensors:
+        return func(mean, std, *args, **kwargs)
+    return _factory("normal_", mean, std)(draws, func, mean, std, *args, **kwargs)
+
+
+def _bernoulli(draws: Draws, func: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    numbers = None
+    if kwargs.get("generator") is None and kwargs.get("out") is None:
+        numbers = draws.numbers("bernoulli", tuple(input.shape), input.device)
+    if numbers is None:
+        return func(input, *args, **kwargs)
+    share = kwargs.get("p", args[0] if args else input)
+    return _fill(numbers, torch.empty_like(input), "bernoulli_", share)
+
+
+# What has no formula here -------------------------------------------------------------------------
+
+
+def _row_by_row(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch's own function, one row after another, each from a generator of its key."""
+    first = args[0]
+    numbers = None
+    if kwargs.get("generator") is None:
+        numbers = draws.numbers(func.__name__, tuple(first.shape), first.device)
+    if numbers is None:
+        return func(*args, **kwargs)
+    rows = len(numbers.keys)
+    axis = numbers.axis
+    parts = []
+    with seed_generators(first.device) as seed:
+        for row, key in enumerate(numbers.keys.tolist()):
+            seed(key)
+            own = [_chunk(a, first.shape[axis], rows, row, axis) for a in args]
+            parts.append(func(*own, **kwargs))
+    return first if func.__name__.endswith("_") else torch.cat(parts, axis)
+
+
+def _chunk(value: Any, length: int, rows: int, row: int, axis: int) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dim() <= axis or value.shape[axis] != length:
+        return value
+    return value.narrow(axis, row * (length // rows), length // rows)
+
+
+def _by_micro_batch(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """A kernel that draws by itself, such as a recurrent one between its layers."""
+    rate = next((number for number, a in enumerate(args) if isinstance(a, float)), None)
+    if func in RECURRENT and rate is not None and not (args[rate] and args[rate + 1]):
+        return func(*args, **kwargs)  # no dropout, or no training
+    with seed_generators(args[0].device) as seed:
+        seed(draws.by_micro_batch(func.__name__))
+        return func(*args, **kwargs)
+
+
+HANDLERS: dict[Any, Handler] = {
+    F.scaled_dot_product_attention: _attention,
+    torch.rand: _factory("uniform_", 0, 1),
+    torch.randn: _factory("normal_", 0, 1),
+    torch.rand_like: _factory("uniform_", 0, 1),
+    torch.randn_like: _factory("normal_", 0, 1),
+    torch.randint: _factory("integers"),
+    torch.randint_like: _factory("integers"),
+    torch.normal: _normal,
+    torch.bernoulli: _bernoulli,
+    torch.Tensor.bernoulli: _bernoulli,
+    torch.Tensor.bernoulli_: _method("bernoulli_", p=0.5),
+    torch.Tensor.uniform_: _method("uniform_", low=0, high=1),
+    torch.Tensor.normal_: _method("normal_", mean=0, std=1),
+    torch.Tensor.exponential_: _method("exponential_", lambd=1),
+}
+for _name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"):
+    _made = _dropout("feature" in _name, "alpha" in _name)
+    HANDLERS |= {getattr(torch, _name): _made, getattr(torch, f"{_name}_"): _made}
+for _name in ("poisson", "multinomial", "binomial", "_standard_gamma", "_sample_dirichlet"):
+    HANDLERS[getattr(torch, _name)] = _row_by_row
+for _name in ("multinomial", "cauchy_", "log_normal_", "geometric_", "random_"):
+    HANDLERS[getattr(torch.Tensor, _name)] = _row_by_row
+HANDLERS |= {torch.rrelu: _row_by_row, torch.rrelu_: _row_by_row}
+RECURRENT = {torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu}
+HANDLERS |= dict.fromkeys(
+    (*RECURRENT, F.fractional_max_pool2d, F.fractional_max_pool3d), _by_micro_batch
+)
+
+# Written in Python around draws, or around a recomputation that draws again.
+_AROUND = {
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(F.rrelu, F.gumbel_softmax, F.multi_head_attention_forward),
+    *(torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward),
+}
+_ASKED = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+@cache
+def _reopen(func: FunctionType) -> Any:
+    """A copy of a torch function that does not hand itself over to a mode."""
+    globals_ = {**func.__globals__, **dict.fromkeys(_ASKED, lambda *_: False)}
+    made = FunctionType(func.__code__, globals_, func.__name__, func.__defaults__, func.__closure__)
+    return partial(made, **(func.__kwdefaults__ or {}))
+
+
+def reopened(func: Any) -> Any:
+    """For a function of torch that draws inside: one whose inner calls a mode sees. Else None."""
+    return _reopen(func) if func in _AROUND else None
