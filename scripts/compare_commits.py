@@ -36,7 +36,7 @@ EQUAL = "equal"
 # are for its full width and batch; a net this small collapses under them to a constant loss.
 SETTINGS = {
     "cifar": (
-        "task=cifar task.options.data=bundled task.options.widths=[16,32,32] data.global_batch=96"
+        "task=cifar task.options.data=bundled task.options.widths=[16,32,32] data.global_batch=100"
         " task.options.bias_lr=0.002 task.options.head_lr=0.02 optim.lr=0.05"
         " run.steps=20 eval.micro_batch=250 log.every_steps=1"
     ),

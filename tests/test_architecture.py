@@ -43,14 +43,14 @@ TOP_LEVEL = {
 # Code lines: without blanks, comments and docstrings. Reasons for each number that is not the
 # design's are in docs/decisions.md.
 BUDGETS = {
-    "config": 640,
+    "config": 660,
     "distributed": 1_590,
-    "data": 690,
+    "data": 700,
     "draws": 380,
-    "strategy": 560,
+    "strategy": 800,
     "engine": 830,
     "checkpoints": 700,
-    "record": 870,
+    "record": 880,
     "top level": 900,
 }
 MOST_OF_A_FUNCTION = 40
@@ -254,7 +254,7 @@ def test_no_object_sets_the_attributes_of_another():
 
 KNOWN = {
     "BaseContainer._resolvers",  # OmegaConf's registry, put back after
-    "layer.__class__",  # BatchNorm layers become SyncBatchNorm in place
+    *("layer.__class__", "layer.groups"),  # BatchNorm layers become another kind in place
     "made._metadata",  # of a state_dict that is copied
     "mpi4py.rc.thread_level",
     "report.has_weight",  # of a report that is being made

@@ -333,7 +333,7 @@ BAD = [
     # settings that contradict each other, or where they run
     (
         "task=cifar data.micro_batch=500",
-        "data.micro_batch=500: must be at most data.global_batch=250",
+        "data.micro_batch=500: must be at most data.global_batch=240",
     ),
     ("task=cifar run.lr_batch=250", "run.lr_scaling=none: takes no run.lr_batch"),
     ("task=cifar run.lr_scaling=sqrt", "run.lr_scaling=sqrt: give run.lr_batch=<the global batch"),
@@ -605,7 +605,7 @@ BAD = [
     ("-m task=cifar,cifra", "task=cifra: must be one of cifar, text; did you mean cifar?"),
     (
         "-m task=cifar data.micro_batch=10,500",
-        "data.micro_batch=500: must be at most data.global_batch=250",
+        "data.micro_batch=500: must be at most data.global_batch=240",
     ),
     (
         "-m task=cifar optim.lr=0.1,0.2 run.name=a,b",

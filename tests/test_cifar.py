@@ -175,7 +175,10 @@ def test_task_fetches_the_official_files_and_reads_them(tmp_path, monkeypatch):
     )
 
 
-RESNET = ["task=cifar", "task.options.model=resnet18", "task.options.data=bundled"]
+RESNET = [
+    *("task=cifar", "task.options.model=resnet18", "task.options.data=bundled"),
+    "run.norm_rows=null",
+]
 
 
 def test_resnet18_has_its_eleven_million_parameters():

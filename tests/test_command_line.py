@@ -25,11 +25,11 @@ TINY = ["--config-dir", CONF, "task=tiny"]
             "error: strategy=single: works on 1 rank, and 2 were started",
         ),
         (
-            ["task=cifar", "data.global_batch=1"],
+            ["task=cifar", "data.global_batch=1", "run.norm_rows=null"],
             "error: data.global_batch=1: must be at least the 2 data-parallel ranks",
         ),
         (
-            ["task=cifar", "data.global_batch=9999"],
+            ["task=cifar", "data.global_batch=9999", "run.norm_rows=null"],
             "error: data.global_batch=9999: must be at most the 5000 training",
         ),
     ],

@@ -106,10 +106,13 @@ def _find_micro_batch(directory: Path, config: Config) -> int:
     ranks = Manifest.of_run(raw, directory).world_size if raw else 1
     batch = config.data.global_batch
     largest = -(-batch // ranks)
-    was = BatchPlan(batch, batch, min(config.data.micro_batch or batch, largest), ranks)
+    unit = config.unit
+    largest += -largest % unit
+    was = BatchPlan(batch, batch, min(config.data.micro_batch or batch, largest), ranks, unit)
     joined = 1 if config.strategy.sync_batchnorm else ranks
     micro_batch = -(-batch // (joined * was.accumulation))
-    ours = BatchPlan(batch, batch, micro_batch, 1).micro_batches(0)
+    micro_batch += -micro_batch % unit
+    ours = BatchPlan(batch, batch, micro_batch, 1, unit).micro_batches(0)
     theirs = [piece for rank in range(ranks) for piece in was.micro_batches(rank)]
     if ours != theirs and not (joined < ranks and was.accumulation == 1):
         how = "its micro-batches were cut otherwise than one process can"

@@ -48,7 +48,9 @@ def check_layout(config: Config, world: World) -> None:
     find_strategy(config.strategy.name).check(config, world)
     choose_backend(config.dist, world)
     check_init(config.dist, world)
-    check_batch(config.data.global_batch, config.data.micro_batch, world.world_size)
+    data = config.data
+    unit = config.unit
+    check_batch(data.global_batch, data.micro_batch, world.world_size, unit)
 
 
 def check_training(config: Config, world: World) -> resume.Origin:

@@ -42,6 +42,8 @@ def _find_problems(config: Config, strategies: Iterable[str]) -> Problems:
         yield "run.lr_scaling", "takes no run.lr_batch"
     if run.lr_scaling != "none" and run.lr_batch is None:
         yield "run.lr_scaling", "give run.lr_batch=<the global batch that optim.lr was chosen for>"
+    if config.norm_rows is not None:
+        yield from _find_group_problems(config, config.norm_rows)
     steps = config.log.profile_steps
     if steps is not None and (len(steps) != 2 or not 0 < steps[0] < steps[1]):
         yield "log.profile_steps", "must be [<step to begin after>, <last step>], as in [10,20]"
@@ -52,6 +54,17 @@ def _find_problems(config: Config, strategies: Iterable[str]) -> Problems:
         yield "strategy.name", f"must be one of {', '.join(strategies)}"
     yield from _find_launch_problems(config.launch)
     yield from _find_dist_problems(config.dist)
+
+
+def _find_group_problems(config: Config, rows: int) -> Problems:
+    whole = config.data.global_batch
+    micro_batch = config.data.micro_batch
+    if whole % rows:
+        near = " or ".join(str(n * rows) for n in (whole // rows, whole // rows + 1) if n)
+        must = f"must be a multiple of run.norm_rows={rows}, as {near}"
+        yield "data.global_batch", f"{must}; or give run.norm_rows=null"
+    if micro_batch is not None and micro_batch % rows:
+        yield "data.micro_batch", f"must be a multiple of run.norm_rows={rows}"
 
 
 def _is_folder_name(name: str) -> bool:

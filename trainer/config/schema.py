@@ -23,7 +23,7 @@ _LAYOUT = """
 LAYOUT = tuple(_LAYOUT.split())
 
 # Settings that did not exist once, and the values by which older runs go on as they were.
-ONCE = {"run.dropout": "torch"}
+ONCE = {"run.dropout": "torch", "run.norm_rows": None}
 
 
 @dataclass
@@ -40,6 +40,7 @@ class Run:
     compile: bool
     clip_norm: Annotated[float | None, limit(above=0)]
     dropout: Literal["example", "torch"]
+    norm_rows: Annotated[int | None, limit(min=1)]
     on_bad_step: Literal["skip", "stop", "rollback"]
 
 
@@ -156,6 +157,16 @@ class Config:
     def shown(self, path: Path) -> Path:
         """A path as it can be typed where the run was started."""
         return path.relative_to(self.folder) if path.is_relative_to(self.folder) else path
+
+    @property
+    def norm_rows(self) -> int | None:
+        """`run.norm_rows`, where BatchNorm is plain: SyncBN normalises over all rows."""
+        return None if self.strategy.sync_batchnorm else self.run.norm_rows
+
+    @property
+    def unit(self) -> int:
+        """The rows of a global batch that no layout parts."""
+        return self.norm_rows or 1
 
     @property
     def packages(self) -> list[str]:

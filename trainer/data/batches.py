@@ -128,9 +128,10 @@ class Batches:
         if data.global_batch > num_examples:
             most = f"must be at most the {num_examples} training examples"
             raise ConfigError(f"data.global_batch={data.global_batch}: {most}")
-        micro_batch = check_batch(data.global_batch, data.micro_batch, size)
+        unit = config.unit
+        micro_batch = check_batch(data.global_batch, data.micro_batch, size, unit)
         source = Source(dataset, "train", data, prepare.seed, prepare.device)
-        self.plan = BatchPlan(num_examples, data.global_batch, micro_batch, size)
+        self.plan = BatchPlan(num_examples, data.global_batch, micro_batch, size, unit)
         self.steps_per_epoch = self.plan.steps_per_epoch
         self.ledger = Ledger(self.plan, rank)
         self.replaced: dict[str, int] = {}
@@ -222,7 +223,8 @@ class EvalBatches:
     def __init__(self, dataset: Any, config: Config, rank: int, size: int, prepare: Preparation):
         data = config.data
         source = Source(dataset, "eval", data, prepare.seed, prepare.device)
-        default = check_batch(data.global_batch, data.micro_batch, size)
+        unit = config.unit
+        default = check_batch(data.global_batch, data.micro_batch, size, unit)
         rows = config.eval.micro_batch or default
         self._shard = ShardSampler(len(dataset), rows, rank, size, source.index_device)
         self._prepare = prepare

@@ -77,18 +77,20 @@ def _scramble(values: torch.Tensor, key: int) -> torch.Tensor:
 class BatchPlan:
     """The arithmetic of a global batch: each rank's rows, cut into micro-batches.
 
-    The ranks' parts are contiguous, in rank order, and differ by at most one row; so do the
-    micro-batches of a part. Every rank has the same number of them, none empty.
+    The ranks' parts are contiguous, in rank order, and differ by at most one `unit` of rows; so do
+    the micro-batches of a part. Every rank has the same number of them, none empty.
     """
 
     num_examples: int
     global_batch: int
     micro_batch: int
     ranks: int
+    unit: int = 1
 
     @cached_property
     def accumulation(self) -> int:
-        return math.ceil(math.ceil(self.global_batch / self.ranks) / self.micro_batch)
+        units = math.ceil(self.global_batch / self.unit / self.ranks)
+        return math.ceil(units / (self.micro_batch // self.unit))
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -96,9 +98,9 @@ class BatchPlan:
 
     def micro_batches(self, rank: int) -> list[tuple[int, int]]:
         """(start, end) within the global batch of each micro-batch of a rank."""
-        rows = (0, self.global_batch)
-        mine = _part(rows, self.ranks, rank)
-        return [_part(mine, self.accumulation, number) for number in range(self.accumulation)]
+        mine = _part((0, self.global_batch // self.unit), self.ranks, rank)
+        parts = [_part(mine, self.accumulation, number) for number in range(self.accumulation)]
+        return [(first * self.unit, last * self.unit) for first, last in parts]
 
 
 def _part(rows: tuple[int, int], parts: int, number: int) -> tuple[int, int]:
@@ -113,8 +115,17 @@ def counted(number: int, noun: str, plural: str = "s") -> str:
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
-def check_batch(global_batch: int, micro_batch: int | None, ranks: int) -> int:
-    """The micro-batch size in force. Raises ConfigError where a micro-batch would be empty."""
+def check_batch(global_batch: int, micro_batch: int | None, ranks: int, unit: int = 1) -> int:
+    """The micro-batch size in force, a multiple of `unit`, which divides the global batch.
+
+    Raises ConfigError where a micro-batch would be empty.
+    """
+    if unit > 1:
+        groups = global_batch // unit
+        if groups < ranks:
+            why = f"data.global_batch={global_batch} is {groups} groups, for {ranks} ranks"
+            raise ConfigError(f"run.norm_rows={unit}: {why}; use fewer ranks or a smaller group")
+        return unit * check_batch(groups, micro_batch and micro_batch // unit, ranks)
     if global_batch < ranks:
         least = f"must be at least the {ranks} data-parallel ranks"
         raise ConfigError(f"data.global_batch={global_batch}: {least}")

@@ -90,22 +90,25 @@ class Draws(TorchFunctionMode):
             self._is_entered = False
             self.end()
 
-    def rehearse(self, name: str, compute: Callable[[Any, Any], Any], batch: Any) -> None:
+    def rehearse(
+        self, name: str, compute: Callable[[Any, Any], Any], batch: Any, unit: int = 1
+    ) -> None:
         """Find out what `compute(inputs, targets)` draws, and which axis grows with the rows.
 
-        `compute` runs on 2 and on 3 rows of `batch`. Where it takes no such number, any first
-        axis that the rows divide is theirs.
+        `compute` runs on 2 and on 3 times `unit` rows of `batch`. Where it takes no such number,
+        any first axis that the rows divide is theirs.
         """
         if not self._is_by_example:
             return
         try:
-            two, three = (self._watch(compute, take_rows(batch, rows), rows) for rows in (2, 3))
+            sizes = (2 * unit, 3 * unit)
+            two, three = (self._watch(compute, take_rows(batch, rows), rows) for rows in sizes)
         except Exception:
             self._used[name] = True
             return
         self._used[name] = bool(two)
         self._fixed |= set(two) & set(three)
-        self._grown |= _find_places(two, 2) & _find_places(three, 3)
+        self._grown |= _find_places(two, sizes[0]) & _find_places(three, sizes[1])
 
     def _watch(
         self, compute: Callable[[Any, Any], Any], batch: Any, rows: int

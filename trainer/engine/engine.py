@@ -41,7 +41,6 @@ class Gradients:
 
     totals: torch.Tensor  # (2,): weight of the batch, stop requests, summed over the ranks
     found_inf: torch.Tensor  # (): 1 where one is not finite
-    statistics: Sequence[torch.Tensor]  # running statistics before the forward pass
 
 
 class Engine:
@@ -74,7 +73,8 @@ class Engine:
         torch.manual_seed(config.run.seed)  # lazy layers draw their weights in the rehearsal
         strategy.prepare(rehearsal, self._new_objective("loss").of(parts.hooks.loss))
         strategy.on_gradients(self._heartbeat.reduce_begun)
-        self._few_rows = take_rows(rehearsal, 3)
+        self._unit = config.unit
+        self._few_rows = take_rows(rehearsal, 3 * self._unit)
         self._rehearse_draws("loss", parts.hooks.loss)
         self.means.clear()
         self.optimizers = check_optimizers(parts.hooks.build_optimizer(strategy.module))
@@ -116,7 +116,6 @@ class Engine:
         self._end_child()
         strategy = self.strategy
         objective = (self._objectives.get(name) or self._new_objective(name)).of(loss)
-        statistics = strategy.running_statistics()
         if not self.draws.is_known(name):
             self._rehearse_draws(name, loss)
         with self.draws.update(name):
@@ -126,7 +125,7 @@ class Engine:
             groups = [group for optimizer in optimizers for group in optimizer.param_groups]
             strategy.drop_gradients([p for group in groups for p in group["params"]])
         found_inf = self.precision.unscale(strategy.gradients_by_kind(), objective.factor(totals))
-        return Gradients(totals, found_inf, statistics)
+        return Gradients(totals, found_inf)
 
     def step(self, gradients: Gradients, optimizers: Sequence[Optimizer] | None = None) -> Outcome:
         """The second half of an update: clip, step, free the gradients."""
@@ -136,8 +135,7 @@ class Engine:
         step_unless(optimizers or self.optimizers, found_inf)
         if self.precision.is_scaled:
             self.precision.update_scale(found_inf)
-        if gradients.statistics:
-            self.strategy.restore_statistics(gradients.statistics, found_inf)
+        self.strategy.statistics.undo(found_inf)
         self.strategy.drop_gradients()
         return Outcome(((gradients.totals, found_inf),))
 
@@ -150,7 +148,7 @@ class Engine:
 
         eagerly = torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext()
         with eagerly, untouched(self.model):
-            self.draws.rehearse(name, compute, self._few_rows)
+            self.draws.rehearse(name, compute, self._few_rows, self._unit)
 
     def _clip(self, max_norm: float) -> None:
         """Scale the gradients down to the global norm `max_norm`."""

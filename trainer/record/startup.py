@@ -45,6 +45,7 @@ def layout(config: Config, world: World, threads: int) -> str:
     backend = choose_backend(config.dist, world)
     ranks = f"{counted(world.world_size, 'rank')} on {counted(world.num_nodes, 'node')}"
     learned = block.precision + ", SyncBN" * block.sync_batchnorm
+    learned += f", BatchNorm over {config.norm_rows} rows" * bool(config.norm_rows)
     if block.comm_hook != "none":
         learned += f", comm hook {block.comm_hook}"
     each = f"{counted(threads, 'thread')} per rank"
@@ -69,8 +70,9 @@ def arithmetic(config: Config, plan: BatchPlan, num_steps: int) -> list[str]:
 
 def _cut(plan: BatchPlan) -> str:
     """How a global batch is cut into micro-batches."""
-    size, larger = divmod(plan.global_batch, plan.ranks * plan.accumulation)
-    rows = f"{size} or {size + 1}" if larger else str(size)
+    units, larger = divmod(plan.global_batch // plan.unit, plan.ranks * plan.accumulation)
+    size = units * plan.unit
+    rows = f"{size} or {size + plan.unit}" if larger else str(size)
     each = f"{counted(plan.accumulation, 'micro-batch', 'es')} of {rows} rows each"
     return f"A global batch of {plan.global_batch:,} is {counted(plan.ranks, 'rank')} x {each}."
 

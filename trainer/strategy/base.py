@@ -19,9 +19,10 @@ from trainer.config.schema import Strategy as Settings
 from trainer.data.batches import MicroBatch, count_rows
 from trainer.distributed.world import World
 from trainer.errors import CheckpointError, ConfigError
-from trainer.strategy.batchnorm import synchronize
+from trainer.strategy.batchnorm import normalize_groups, synchronize
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.rehearsal import FlopCounter
+from trainer.strategy.statistics import RunningStatistics
 
 
 class Precision(Protocol):
@@ -119,7 +120,8 @@ class Strategy(ABC):
         self.mesh = Mesh.replicated(world)
         self.flops = 0.0
         self._is_compiled = config.run.compile
-        self._running: list[torch.Tensor] = []
+        rows = config.data.global_batch / self.mesh.data_size
+        self.statistics = RunningStatistics(None if config.norm_rows is None else rows)
         self._parameters: list[nn.Parameter] = []
         self._kinds: list[list[nn.Parameter]] = []
         self.module = model.to(dtype=precision.dtype)
@@ -129,6 +131,8 @@ class Strategy(ABC):
             self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self.config.sync_batchnorm and self.mesh.data_size > 1:
             self.module = synchronize(self.module, world.device)
+        if config.norm_rows is not None:
+            normalize_groups(self.module, config.norm_rows)
         self._list_parameters()
         if not self._parameters:
             raise ConfigError("build_model returned a model without trainable parameters")
@@ -191,16 +195,6 @@ class Strategy(ABC):
         """
         _check_model(self.module.state_dict(), state)
         self.module.load_state_dict(state)
-
-    def running_statistics(self) -> list[torch.Tensor]:
-        """Copies of the buffers that a forward pass changes."""
-        return [buffer.clone() for buffer in self._running] if self._running else []
-
-    @torch.no_grad()
-    def restore_statistics(self, before: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
-        """Put the copies back where a step was skipped: its numbers are in the statistics."""
-        for buffer, was in zip(self._running, before, strict=True):
-            buffer.copy_(torch.where(found_inf.to(buffer.device) > 0, was, buffer))
 
     def _list_parameters(self) -> None:
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]

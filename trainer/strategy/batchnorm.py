@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainer.data.batches import count_rows
 from trainer.errors import ConfigError
 
+SMALL = 2**14  # numbers in a group; above, a CPU copies it for longer than it calls a kernel
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -34,6 +38,112 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
         if isinstance(layer, PLAIN):
             layer.__class__ = SyncBatchNorm  # type: ignore[assignment]
     return model
+
+
+def normalize_groups(model: nn.Module, rows: int) -> None:
+    """Make every BatchNorm layer normalise groups of so many rows of a micro-batch.
+
+    Raises ConfigError for a lazy layer.
+    """
+    groups = Groups(rows)
+    for name, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, PLAIN):
+            given = f"{name} is a {type(layer).__name__}"
+            raise ConfigError(f"run.norm_rows={rows}: {given}; use nn.BatchNorm2d")
+        if isinstance(layer, PLAIN):
+            layer.__class__ = GroupBatchNorm  # type: ignore[assignment]
+            layer.groups = groups  # type: ignore[assignment]
+    model.register_forward_pre_hook(groups.count, with_kwargs=True)
+
+
+class Groups:
+    """The groups in the micro-batch that a model is called with."""
+
+    def __init__(self, rows: int):
+        self.rows = rows
+        self.number = 1
+        self._given = rows
+
+    def count(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A hook before the model's forward pass."""
+        self._given = count_rows(args, kwargs)
+        self.number = self._given // self.rows
+
+    def check(self, length: int) -> None:
+        """Raises ConfigError for rows that are no whole groups."""
+        if self._given % self.rows or length % self.number:
+            why = f"a BatchNorm layer got {length} rows for {self._given} examples"
+            raise ConfigError(f"run.norm_rows={self.rows}: {why}; must be whole groups of examples")
+
+
+class GroupBatchNorm(_BatchNorm):
+    """BatchNorm over groups of rows: Ghost BatchNorm (Hoffer et al., arXiv:1705.08741).
+
+    A call updates the running statistics once, by the mean of its groups'.
+    """
+
+    groups: Groups
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected (rows, channels, ...), got {tuple(input.shape)}")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        number = self.groups.number
+        if self.training:
+            self.groups.check(len(input))
+        if not self.training or number == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        is_slow_to_copy = input.device.type == "cpu" and input.numel() > number * SMALL
+        output, found = (self._one_by_one if is_slow_to_copy else self._folded)(input)
+        self._update(found)
+        return output
+
+    def _folded(self, input: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+        """All groups at once, as channels of their own."""
+        number = self.groups.number
+        is_first = input.is_contiguous()
+        moved = input if is_first else input.movedim(1, -1)
+        shape = (number, -1, self.num_features, math.prod(input.shape[2:]) if is_first else 1)
+        folded = moved.reshape(shape).transpose(0, 1)
+        output, *found = self._normalize(folded.flatten(1, 2), number)
+        output = output.view(folded.shape).transpose(0, 1).reshape(moved.shape)
+        return output if is_first else output.movedim(-1, 1), [found]
+
+    def _one_by_one(self, input: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+        """A kernel for each group: on a CPU cheaper than copying large groups (decisions.md)."""
+        found = [self._normalize(group) for group in input.chunk(self.groups.number)]
+        return torch.cat([output for output, *_ in found]), [rest for _, *rest in found]
+
+    def _normalize(self, input: torch.Tensor, number: int = 1) -> tuple[Any, Any, Any]:
+        """The output for groups that lie side by side as channels, their means and variances."""
+        mean = variance = None
+        if self.running_mean is not None and self.running_var is not None:
+            mean = self.running_mean.new_zeros(number * self.num_features)
+            variance = self.running_var.new_zeros(number * self.num_features)
+        weight = None if self.weight is None else self.weight.repeat(number)
+        bias = None if self.bias is None else self.bias.repeat(number)
+        # With momentum 1, so that mean and variance become those of the groups.
+        output = F.batch_norm(input, mean, variance, weight, bias, True, 1.0, self.eps)
+        return output, mean, variance
+
+    @torch.no_grad()
+    def _update(self, found: list[Any]) -> None:
+        """Take the mean of the groups' statistics."""
+        if (
+            self.running_mean is None
+            or self.running_var is None
+            or self.num_batches_tracked is None
+        ):
+            return
+        self.num_batches_tracked.add_(1)
+        share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        means, variances = (
+            torch.cat(each).view(-1, self.num_features) for each in zip(*found, strict=True)
+        )
+        self.running_mean.lerp_(means.mean(0), share)
+        self.running_var.lerp_(variances.mean(0), share)
 
 
 class SyncBatchNorm(_BatchNorm):

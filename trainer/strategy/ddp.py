@@ -25,7 +25,7 @@ from trainer.strategy.base import (
     call,
 )
 from trainer.strategy.hooks import COMPRESSING, open_hook
-from trainer.strategy.rehearsal import changed_buffers, untouched
+from trainer.strategy.rehearsal import untouched
 from trainer.strategy.single import SingleDevice
 
 # torch 2.13 renames the switch: buffers are not broadcast before every forward.
@@ -76,12 +76,13 @@ class DistributedDataParallel(Strategy):
             raise ConfigError(f"strategy.comm_hook={hook}: needs a network interface; use none")
         with untouched(self.module) as before:
             self._rehearse(batch, objective)
-            self._running = self._agree_on_changed(before)
+            self.statistics.find(self.module, before, self._any_rank)
             self._check_reached()
         is_compressed = self.config.comm_hook in COMPRESSING
         at_least_float32 = torch.promote_types(self.precision.dtype, torch.float32)
         dtype = torch.float64 if is_compressed else at_least_float32
-        carrier = _Carrier(self.module, 2 + sum(b.numel() for b in self._running), dtype)
+        riding = sum(buffer.numel() for buffer in self.statistics.buffers)
+        carrier = _Carrier(self.module, 2 + riding, dtype)
         self._ride = carrier.ride
         self._wrapped = TorchDDP(carrier, **self._switches())
         if self.config.comm_hook != "none":
@@ -98,13 +99,16 @@ class DistributedDataParallel(Strategy):
 
     def forward_backward(self, batch: MicroBatches, objective: Objective) -> torch.Tensor:
         last = len(batch)
+        self.statistics.begin()
         for number, (inputs, targets) in enumerate(batch, 1):
+            self.statistics.rewind()
             with nullcontext() if number == last else self._wrapped.no_sync():
                 with self.precision.autocast():
                     outputs, ride = call(self._wrapped, inputs)
                     total, carried = objective(outputs, targets)
-                if number == last and self._running:
-                    statistics = [buffer.detach().flatten() for buffer in self._running]
+                self.statistics.note(targets, inputs)
+                if number == last and self.statistics.buffers:
+                    statistics = [part.detach().flatten() for part in self.statistics.read()]
                     carried = torch.cat([carried, *statistics])
                 root = self.precision.root(total, objective.scale)
                 parts = [total, ride[: len(carried)]]
@@ -144,15 +148,11 @@ class DistributedDataParallel(Strategy):
             switches["device_ids"] = [self.world.device]
         return switches
 
-    def _agree_on_changed(self, before: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The floating buffers that a forward pass changed on any rank."""
-        buffers = [b for b in self.module.buffers() if b.is_floating_point()]
-        here = {id(b) for b in changed_buffers(self.module, before)}
-        flags = [id(b) in here for b in buffers]
+    def _any_rank(self, flags: list[bool]) -> list[bool]:
+        """True where it is on any rank."""
         agreed = torch.tensor(flags, dtype=torch.uint8, device=self.world.device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
-        pairs = zip(buffers, agreed.tolist(), strict=True)
-        return [buffer for buffer, is_changed in pairs if is_changed]
+        return agreed.bool().tolist()
 
     @torch.no_grad()
     def _unload(self) -> torch.Tensor:
@@ -160,10 +160,9 @@ class DistributedDataParallel(Strategy):
         gradient = self._ride.grad
         assert gradient is not None
         totals = gradient[:2] * self.mesh.data_size
-        if self._running:
-            parts = gradient[2:].split([b.numel() for b in self._running])
-            means = [p.view_as(b) for p, b in zip(parts, self._running, strict=True)]
-            torch._foreach_copy_(self._running, means)
+        if buffers := self.statistics.buffers:
+            parts = gradient[2:].split([buffer.numel() for buffer in buffers])
+            self.statistics.write([p.view_as(b) for p, b in zip(parts, buffers, strict=True)])
         self._ride.grad = None
         return totals
 

@@ -49,10 +49,9 @@ def untouched(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def changed_buffers(model: nn.Module, before: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The floating buffers that are not as they were: running statistics, and not constants."""
+    """The buffers that are not as they were: running statistics, and not constants."""
     found = []
     for name, buffer in model.named_buffers():
-        is_same = name in before and torch.equal(buffer, before[name])
-        if buffer.is_floating_point() and not is_same:
+        if name not in before or not torch.equal(buffer, before[name]):
             found.append(buffer)
     return found

@@ -16,7 +16,7 @@ from trainer.strategy.base import (
     Strategy,
     call,
 )
-from trainer.strategy.rehearsal import changed_buffers, untouched
+from trainer.strategy.rehearsal import untouched
 
 
 class SingleDevice(Strategy):
@@ -36,16 +36,20 @@ class SingleDevice(Strategy):
     def prepare(self, batch: MicroBatch, objective: Objective) -> None:
         with untouched(self.module) as before:
             self._rehearse(batch, objective)
-            self._running = changed_buffers(self.module, before)
+            self.statistics.find(self.module, before)
 
     def forward_backward(self, batch: MicroBatches, objective: Objective) -> torch.Tensor:
         totals = None
+        self.statistics.begin()
         for inputs, targets in batch:
+            self.statistics.rewind()
             with self.precision.autocast():
                 total, carried = objective(call(self._wrapped, inputs), targets)
+            self.statistics.note(targets, inputs)
             torch.autograd.backward(total, self.precision.root(total, objective.scale))
             totals = carried if totals is None else totals + carried
         assert totals is not None
+        self.statistics.write(self.statistics.read())
         return totals
 
 

@@ -1,0 +1,166 @@
+"""run.norm_rows: BatchNorm over groups of the global batch, alike in any layout (law 12)."""
+
+import copy
+
+import pytest
+import torch
+from harness import CONF, check_parity, fit_on
+from torch import nn
+
+from trainer.data.order import BatchPlan, check_batch
+from trainer.errors import ConfigError
+from trainer.strategy.batchnorm import SMALL, normalize_groups
+from trainer.strategy.statistics import RunningStatistics
+
+GROUPS, ROWS = 4, 3
+KINDS = {
+    "1d": (nn.BatchNorm1d, (5,), torch.contiguous_format),
+    "1d with length": (nn.BatchNorm1d, (5, 7), torch.contiguous_format),
+    "2d": (nn.BatchNorm2d, (5, 4, 6), torch.contiguous_format),
+    "2d channels_last": (nn.BatchNorm2d, (5, 4, 6), torch.channels_last),
+    "2d large": (nn.BatchNorm2d, (16, 32, 24), torch.channels_last),
+    "3d": (nn.BatchNorm3d, (5, 2, 3, 4), torch.contiguous_format),
+    "3d channels_last": (nn.BatchNorm3d, (5, 2, 3, 4), torch.channels_last_3d),
+}
+OPTIONS = [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_group_is_normalised_as_torch_does(kind, options):
+    layer_type, sizes, memory_format = KINDS[kind]
+    torch.manual_seed(0)
+    plain = layer_type(sizes[0], **options).double()
+    ours = copy.deepcopy(plain)
+    normalize_groups(ours, ROWS)
+    x = torch.randn(GROUPS * ROWS, *sizes, dtype=torch.float64) * 3 + 1
+    assert (kind == "2d large") == (x.numel() > GROUPS * SMALL)
+    x = x.contiguous(memory_format=memory_format).requires_grad_()
+    twin = x.detach().clone(memory_format=memory_format).requires_grad_()
+    outputs = []
+    statistics = []
+    for group in twin.chunk(GROUPS):
+        one = copy.deepcopy(plain)
+        one.weight, one.bias = plain.weight, plain.bias
+        outputs.append(one(group))
+        statistics.append(dict(one.named_buffers()))
+    output = ours(x)
+    torch.testing.assert_close(output, torch.cat(outputs))
+    assert output.is_contiguous(memory_format=memory_format)
+    output.cos().sum().backward()
+    torch.cat(outputs).cos().sum().backward()
+    torch.testing.assert_close(x.grad, twin.grad)
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    for name, buffer in ours.named_buffers():
+        mean = torch.stack([each[name] for each in statistics]).double().mean(0)
+        torch.testing.assert_close(buffer.double(), mean)
+    ours.eval()
+    plain.load_state_dict(ours.state_dict())
+    torch.testing.assert_close(ours(x), plain.eval()(x))
+
+
+def test_layer_that_is_called_twice_counts_twice_and_parts_of_examples_are_theirs():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5)).double()
+    ours = copy.deepcopy(model)
+    calls = lambda m, x: m[1](m[1](m[0](x.flatten(0, 1))) * 2)  # noqa: E731
+    ours.forward = lambda x: calls(ours, x)
+    normalize_groups(ours, ROWS)
+    x = torch.randn(GROUPS * ROWS, 7, 2, dtype=torch.float64)
+    parts = torch.cat([calls(model, group) for group in x.chunk(GROUPS)])
+    torch.testing.assert_close(ours(x), parts)
+    assert ours[1].num_batches_tracked == 2
+    with pytest.raises(ConfigError, match=r"got 70 rows for 10 examples; must be whole groups"):
+        ours(x[:10])
+
+
+def test_statistics_of_a_step_are_the_mean_over_its_micro_batches():
+    model = nn.BatchNorm1d(2)
+    statistics = RunningStatistics(rows=6)
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    batches = [torch.randn(4, 2), torch.randn(2, 2) + 3]
+    model(batches[0])
+    statistics.find(model, before)
+    model.load_state_dict(model.state_dict() | before)
+    statistics.begin()
+    found = []
+    for batch in batches:
+        statistics.rewind()
+        model(batch)
+        found.append(model.running_mean.clone())
+        statistics.note(batch, batch)
+    statistics.write(statistics.read())
+    torch.testing.assert_close(model.running_mean, found[0] * 4 / 6 + found[1] * 2 / 6)
+    assert model.num_batches_tracked == 1
+    statistics.undo(torch.ones(()))
+    assert torch.equal(model.running_mean, torch.zeros(2))
+
+
+RECIPE = [
+    *("task=tiny", "task.options.norm=true", "task.options.dropout=0.2"),
+    *("data.global_batch=24", "run.norm_rows=4", "optim.lr=0.3", "experiment=parity"),
+]
+LAYOUTS = [
+    (2, []),
+    (3, []),
+    (3, ["data.micro_batch=4"]),
+    (4, []),
+    (1, ["data.micro_batch=4"]),
+    (1, ["data.micro_batch=8", "strategy=single", "strategy.precision=fp64"]),
+    (2, ["data.micro_batch=4", "data.path=streamed"]),
+]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    return fit_on(1, tmp_path_factory.mktemp("one"), *RECIPE)
+
+
+@pytest.mark.parametrize(("ranks", "overrides"), LAYOUTS, ids=str)
+def test_run_with_batchnorm_and_dropout_is_the_same_in_any_layout(
+    ranks, overrides, reference, tmp_path
+):
+    other = fit_on(ranks, tmp_path, *RECIPE, *overrides)
+    check_parity(reference, other)
+    assert other["weights"]["1.num_batches_tracked"] == 50
+
+
+def test_ranks_and_micro_batches_take_whole_groups():
+    plan = BatchPlan(1000, 240, check_batch(240, None, 7, 10), 7, 10)
+    pieces = [piece for rank in range(7) for piece in plan.micro_batches(rank)]
+    assert [first for first, _ in pieces[1:]] == [last for _, last in pieces[:-1]]
+    assert {last - first for first, last in pieces} == {30, 40}
+    assert check_batch(240, 50, 2, 10) == 50
+    with pytest.raises(ConfigError) as error:
+        check_batch(240, None, 9, 30)
+    why = "data.global_batch=240 is 8 groups, for 9 ranks"
+    assert str(error.value) == f"run.norm_rows=30: {why}; use fewer ranks or a smaller group"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["run.norm_rows=4"],
+            "data.global_batch=22: must be a multiple of run.norm_rows=4, as 20 or 24; or give"
+            " run.norm_rows=null",
+        ),
+        (
+            ["run.norm_rows=2", "data.micro_batch=5"],
+            "data.micro_batch=5: must be a multiple of run.norm_rows=2",
+        ),
+    ],
+)
+def test_what_does_not_divide_is_refused(words, line, command):
+    code, _, err = command("--config-dir", CONF, "task=tiny", *words)
+    assert code == 2
+    assert f"error: {line}" in err.splitlines()
+
+
+def test_syncbn_normalises_over_all_rows(command, tmp_path):
+    words = ["task=tiny", "task.options.norm=true", "run.norm_rows=2", "run.steps=1"]
+    for more, is_grouped in (([], True), (["strategy.sync_batchnorm=true"], False)):
+        code, out, _ = command("--config-dir", CONF, *words, *more)
+        assert code == 0
+        assert ("BatchNorm over 2 rows" in out) == is_grouped

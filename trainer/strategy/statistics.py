@@ -1,0 +1,80 @@
+"""Running statistics: the buffers that a forward pass changes, such as BatchNorm's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.data.batches import count_rows
+from trainer.strategy.rehearsal import changed_buffers
+
+
+class RunningStatistics:
+    """The buffers of a model that training changes, over the micro-batches of one step.
+
+    As torch has it, each micro-batch goes on from the one before. With `rows`, those of a step on
+    this rank on average, every micro-batch begins with what the step began with, and the step ends
+    with their mean, weighted by rows: then neither ranks nor accumulation matter.
+    """
+
+    def __init__(self, rows: float | None):
+        self.buffers: list[torch.Tensor] = []
+        self._rows = rows
+        self._counters: list[torch.Tensor] = []
+        self._before: list[torch.Tensor] = []
+        self._total: list[torch.Tensor] = []
+
+    def find(
+        self,
+        model: nn.Module,
+        before: Mapping[str, torch.Tensor],
+        agree: Callable[[list[bool]], list[bool]] = list,
+    ) -> None:
+        """Take the buffers that are not as they were in `before`, on any rank by `agree`."""
+        buffers = list(model.buffers())
+        here = {id(buffer) for buffer in changed_buffers(model, before)}
+        flags = agree([id(buffer) in here for buffer in buffers])
+        changed = [buffer for buffer, is_changed in zip(buffers, flags, strict=True) if is_changed]
+        self.buffers = [buffer for buffer in changed if buffer.is_floating_point()]
+        self._counters = [buffer for buffer in changed if not buffer.is_floating_point()]
+
+    def begin(self) -> None:
+        """Begin a step."""
+        if self.buffers:
+            self._before = [buffer.clone() for buffer in (*self.buffers, *self._counters)]
+            self._total = []
+
+    @torch.no_grad()
+    def rewind(self) -> None:
+        """Before a forward pass: begin with what the step began with, where it is a mean."""
+        if self._total:
+            torch._foreach_copy_([*self.buffers, *self._counters], self._before)
+
+    @torch.no_grad()
+    def note(self, targets: Any, inputs: Any) -> None:
+        """After the forward pass of a micro-batch."""
+        if self._rows is None or not self.buffers:
+            return
+        share = count_rows(targets, inputs) / self._rows
+        if not self._total:
+            self._total = [torch.zeros_like(buffer) for buffer in self.buffers]
+        torch._foreach_add_(self._total, self.buffers, alpha=share)
+
+    def read(self) -> Sequence[torch.Tensor]:
+        """This rank's part of the mean, once all its micro-batches have been noted."""
+        return self._total or self.buffers
+
+    @torch.no_grad()
+    def write(self, values: Sequence[torch.Tensor]) -> None:
+        """Have these values from now on."""
+        if values and values is not self.buffers:
+            torch._foreach_copy_(self.buffers, list(values))
+
+    @torch.no_grad()
+    def undo(self, found_inf: torch.Tensor) -> None:
+        """Have those of the step before where a step was skipped: its numbers are in them."""
+        for buffer, was in zip(self.buffers, self._before, strict=False):
+            buffer.copy_(torch.where(found_inf.to(buffer.device) > 0, was, buffer))
