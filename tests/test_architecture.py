@@ -45,10 +45,10 @@ TOP_LEVEL = {
 BUDGETS = {
     "config": 660,
     "distributed": 1_590,
-    "data": 700,
+    "data": 750,
     "draws": 380,
-    "strategy": 800,
-    "engine": 830,
+    "strategy": 900,
+    "engine": 840,
     "checkpoints": 700,
     "record": 880,
     "top level": 900,

@@ -7,7 +7,7 @@ import torch
 from harness import CONF, check_parity, fit_on
 from torch import nn
 
-from trainer.data.order import BatchPlan, check_batch
+from trainer.data.order import BatchPlan, Cut, check_batch
 from trainer.errors import ConfigError
 from trainer.strategy.batchnorm import SMALL, normalize_groups
 from trainer.strategy.statistics import RunningStatistics
@@ -127,15 +127,15 @@ def test_run_with_batchnorm_and_dropout_is_the_same_in_any_layout(
 
 
 def test_ranks_and_micro_batches_take_whole_groups():
-    plan = BatchPlan(1000, 240, check_batch(240, None, 7, 10), 7, 10)
+    plan = BatchPlan(1000, 240, check_batch(240, Cut(10), 7), 7, 10)
     pieces = [piece for rank in range(7) for piece in plan.micro_batches(rank)]
     assert [first for first, _ in pieces[1:]] == [last for _, last in pieces[:-1]]
     assert {last - first for first, last in pieces} == {30, 40}
-    assert check_batch(240, 50, 2, 10) == 50
+    assert check_batch(240, Cut(10, 50), 2) == 50
     with pytest.raises(ConfigError) as error:
-        check_batch(240, None, 9, 30)
-    why = "data.global_batch=240 is 8 groups, for 9 ranks"
-    assert str(error.value) == f"run.norm_rows=30: {why}; use fewer ranks or a smaller group"
+        check_batch(240, Cut(30), 9)
+    why = "is 8 groups of 30 rows, and 9 ranks need one each"
+    assert str(error.value) == f"data.global_batch=240: {why}"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.data import order
-from trainer.data.order import BatchPlan, EpochSampler, Order, ShardSampler, check_batch
+from trainer.data.order import BatchPlan, Cut, EpochSampler, Order, ShardSampler, check_batch
 from trainer.errors import ConfigError
 
 SIZES = [1, 2, 3, 5, 203, 5000, 65537]
@@ -26,7 +26,9 @@ def accepted(most: int) -> list[BatchPlan]:
         range(1, most + 1), range(1, most + 1), range(1, 10)
     ):
         try:
-            plans.append(BatchPlan(1000, rows, check_batch(rows, micro_batch, ranks), ranks))
+            plans.append(
+                BatchPlan(1000, rows, check_batch(rows, Cut(1, micro_batch), ranks), ranks)
+            )
         except ConfigError:
             continue
     return plans
@@ -142,19 +144,19 @@ def test_every_rank_makes_as_many_micro_batches_none_empty_none_too_large():
 
 
 def test_no_micro_batch_given_means_one_per_rank():
-    assert check_batch(22, None, 3) == 8
+    assert check_batch(22, Cut(1, None), 3) == 8
     assert BatchPlan(203, 22, 8, 3).accumulation == 1
 
 
 def test_micro_batch_is_no_larger_than_the_largest_share():
-    assert check_batch(22, 100, 3) == 8
+    assert check_batch(22, Cut(1, 100), 3) == 8
 
 
 def test_global_batch_below_the_ranks_is_refused():
     with pytest.raises(
         ConfigError, match=r"^data\.global_batch=3: must be at least the 4 data-parallel ranks$"
     ):
-        check_batch(3, None, 4)
+        check_batch(3, Cut(1, None), 4)
 
 
 def test_empty_micro_batch_is_refused_with_an_advice():
@@ -163,20 +165,23 @@ def test_empty_micro_batch_is_refused_with_an_advice():
         r"use data\.micro_batch=2, or a global batch that 4 divides$"
     )
     with pytest.raises(ConfigError, match=text):
-        check_batch(5, 1, 4)
+        check_batch(5, Cut(1, 1), 4)
 
 
 def test_advised_micro_batch_and_global_batch_are_accepted():
     refused = 0
     for rows, micro_batch, ranks in itertools.product(range(1, 40), range(1, 40), range(1, 10)):
         try:
-            check_batch(rows, micro_batch, ranks)
+            check_batch(rows, Cut(1, micro_batch), ranks)
         except ConfigError as error:
             if rows >= ranks:
                 refused += 1
                 advised = int(str(error).split("use data.micro_batch=")[1].split(",")[0])
-                assert check_batch(rows, advised, ranks) == advised
-                assert check_batch(-(-rows // ranks) * ranks, micro_batch, ranks) == micro_batch
+                assert check_batch(rows, Cut(1, advised), ranks) == advised
+                assert (
+                    check_batch(-(-rows // ranks) * ranks, Cut(1, micro_batch), ranks)
+                    == micro_batch
+                )
     assert refused > 100
 
 

@@ -20,6 +20,7 @@ from trainer.errors import CheckpointError, ConfigError, visible
 from trainer.record.directory import METRICS, read_entries
 from trainer.record.resume import FIXED
 from trainer.run import STOPPED
+from trainer.strategy.base import find_strategy
 from trainer.strategy.batchnorm import has_batchnorm
 
 HELP = """usage: python -m trainer.replay DIR step=N [key=value ...] [--config-dir DIR]
@@ -106,9 +107,10 @@ def _find_micro_batch(directory: Path, config: Config) -> int:
     ranks = Manifest.of_run(raw, directory).world_size if raw else 1
     batch = config.data.global_batch
     largest = -(-batch // ranks)
-    unit = config.unit
+    cut = find_strategy(config.strategy.name).cut(config)
+    unit = cut.unit
     largest += -largest % unit
-    was = BatchPlan(batch, batch, min(config.data.micro_batch or batch, largest), ranks, unit)
+    was = BatchPlan(batch, batch, min(cut.micro_batch or batch, largest), ranks, unit)
     joined = 1 if config.strategy.sync_batchnorm else ranks
     micro_batch = -(-batch // (joined * was.accumulation))
     micro_batch += -micro_batch % unit

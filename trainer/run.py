@@ -300,7 +300,7 @@ class Run:
             "data": fingerprint.of_data(self._setup.datasets),
             "machine": fingerprint.of_machine(self.world),
             "run": state.run_id,
-            "run_hash": self.config.run_hash(),
+            "run_hash": self.config.run_hash(self.engine.strategy.of_the_run),
             "strategy": self.config.strategy.name,
             "world_size": self.world.world_size,
             "sessions": state.sessions,

@@ -45,12 +45,11 @@ from trainer.task import FUSED, Split, Task
 def check_layout(config: Config, world: World) -> None:
     """Refuse what this layout cannot run. Raises ConfigError."""
     Precision.check(config.strategy.precision, world.device)
-    find_strategy(config.strategy.name).check(config, world)
+    kind = find_strategy(config.strategy.name)
+    kind.check(config, world)
     choose_backend(config.dist, world)
     check_init(config.dist, world)
-    data = config.data
-    unit = config.unit
-    check_batch(data.global_batch, data.micro_batch, world.world_size, unit)
+    check_batch(config.data.global_batch, kind.cut(config), world.world_size)
 
 
 def check_training(config: Config, world: World) -> resume.Origin:
@@ -121,7 +120,9 @@ class Setup:
         to_model = partial(convert, precision, config.strategy.channels_last)
         self.config = config
         self.world = world
-        self.threads = world.divide_threads()
+        kind = find_strategy(config.strategy.name)
+        self.threads = kind.set_threads(world)
+        self._cut = kind.cut(config)
         self.datasets: dict[str, Any] = {}
         self._metrics: dict[str, Any] = {}
         self._mesh = Mesh.replicated(world)
@@ -157,13 +158,13 @@ class Setup:
         data = self.datasets["train"]
         mesh = self._mesh
         numbers = (mesh.data_rank, mesh.data_size)
-        return Batches(data, self.config, *numbers, self._prepare, self.parts.ranks)
+        return Batches(data, self.config, self._cut, *numbers, self._prepare, self.parts.ranks)
 
     def open_evaluator(self, ema: Ema | None, wants_stop: Callable[[], bool]) -> Evaluator:
         batches: EvalBatches | None = None
         if (data := self.datasets.get("eval")) is not None:
             numbers = (self._mesh.data_rank, self._mesh.data_size)
-            batches = EvalBatches(data, self.config, *numbers, self._prepare)
+            batches = EvalBatches(data, self.config, self._cut, *numbers, self._prepare)
         return Evaluator(self.parts, batches, self._metrics, ema, wants_stop)
 
 

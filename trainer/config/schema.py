@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -164,11 +164,6 @@ class Config:
         return None if self.strategy.sync_batchnorm else self.run.norm_rows
 
     @property
-    def unit(self) -> int:
-        """The rows of a global batch that no layout parts."""
-        return self.norm_rows or 1
-
-    @property
     def packages(self) -> list[str]:
         """Where a `_target_` may be defined besides torch and trainer."""
         return [self.task.trainer.split(".")[0], *self.task.packages]
@@ -183,9 +178,10 @@ class Config:
         del groups["folder"]
         return groups
 
-    def run_hash(self) -> str:
-        """A digest of the run: the same in any layout."""
-        run = {key: value for key, value in self.flat().items() if not key.startswith(LAYOUT)}
+    def run_hash(self, more: Collection[str] = ()) -> str:
+        """A digest of the run: the same in any layout. `more` are settings that belong to it."""
+        flat = self.flat().items()
+        run = {key: v for key, v in flat if key in more or not key.startswith(LAYOUT)}
         text = json.dumps(run, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

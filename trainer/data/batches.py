@@ -14,7 +14,15 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.config.schema import Config
 from trainer.data.ledger import Ledger
-from trainer.data.order import BatchPlan, EpochSampler, ShardSampler, check_batch, counted
+from trainer.data.order import (
+    BatchPlan,
+    Cut,
+    EpochSampler,
+    Leaves,
+    ShardSampler,
+    check_batch,
+    counted,
+)
 from trainer.data.randomness import Random
 from trainer.data.sources import Piece, Source
 from trainer.distributed.ranks import Ranks
@@ -117,7 +125,14 @@ class Batches:
     """The training data in the order of the run, as one LocalBatch per step."""
 
     def __init__(
-        self, dataset: Any, config: Config, rank: int, size: int, prepare: Preparation, ranks: Ranks
+        self,
+        dataset: Any,
+        config: Config,
+        cut: Cut,
+        rank: int,
+        size: int,
+        prepare: Preparation,
+        ranks: Ranks,
     ):
         """`rank` of `size` counts data-parallel ranks.
 
@@ -128,15 +143,14 @@ class Batches:
         if data.global_batch > num_examples:
             most = f"must be at most the {num_examples} training examples"
             raise ConfigError(f"data.global_batch={data.global_batch}: {most}")
-        unit = config.unit
-        micro_batch = check_batch(data.global_batch, data.micro_batch, size, unit)
+        micro_batch = check_batch(data.global_batch, cut, size)
         source = Source(dataset, "train", data, prepare.seed, prepare.device)
-        self.plan = BatchPlan(num_examples, data.global_batch, micro_batch, size, unit)
+        self.plan = BatchPlan(num_examples, data.global_batch, micro_batch, size, cut.unit)
         self.steps_per_epoch = self.plan.steps_per_epoch
         self.ledger = Ledger(self.plan, rank)
         self.replaced: dict[str, int] = {}
         self._dataset = dataset
-        self._first = rank * self.plan.accumulation
+        self._first = self.plan.first(rank)
         self._may_replace = data.on_error == "skip"
         self._prepare = prepare
         self._ranks = ranks
@@ -152,7 +166,7 @@ class Batches:
         begin = epoch * self.steps_per_epoch
         for step in range(begin + first, begin + self.steps_per_epoch):
             heartbeat.begin_step(step)
-            batch = self._local(list(islice(pieces, self.plan.accumulation)), step, epoch)
+            batch = self._local(list(islice(pieces, len(self._sampler.pieces))), step, epoch)
             self.ledger.note(batch.indices, self._ranks.group)
             heartbeat.enter(Phase.COMPUTE)
             yield batch
@@ -162,7 +176,7 @@ class Batches:
         epoch, first = divmod(step, self.steps_per_epoch)
         sampler = copy.copy(self._sampler)
         sampler.set_epoch(epoch, first)
-        wanted = islice(sampler, self.plan.accumulation)
+        wanted = islice(sampler, len(sampler.pieces))
         pieces = [self._loaders[0].read(indices, epoch) for indices in wanted]
         return self._local(pieces, step, epoch)
 
@@ -220,15 +234,26 @@ def _examples(replaced: dict[str, int]) -> set[int]:
 class EvalBatches:
     """This rank's shard of the evaluation data: every example in exactly one shard."""
 
-    def __init__(self, dataset: Any, config: Config, rank: int, size: int, prepare: Preparation):
+    def __init__(
+        self,
+        dataset: Any,
+        config: Config,
+        cut: Cut,
+        rank: int,
+        size: int,
+        prepare: Preparation,
+    ):
         data = config.data
         source = Source(dataset, "eval", data, prepare.seed, prepare.device)
-        unit = config.unit
-        default = check_batch(data.global_batch, data.micro_batch, size, unit)
-        rows = config.eval.micro_batch or default
-        self._shard = ShardSampler(len(dataset), rows, rank, size, source.index_device)
+        rows = config.eval.micro_batch or check_batch(data.global_batch, cut, size)
+        place = (rank, size, source.index_device, cut.is_fixed)
+        self._shard = ShardSampler(len(dataset), rows, *place)
         self._prepare = prepare
         self._loader = source.open(self._shard)
+
+    @property
+    def leaves(self) -> Leaves | None:
+        return self._shard.leaves
 
     @property
     def is_padding(self) -> bool:

@@ -74,11 +74,32 @@ def _scramble(values: torch.Tensor, key: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How a run lets its global batch be cut: units of rows that stay together, micro-batches.
+
+    With `is_fixed` every micro-batch of training and evaluation has this size, in any layout.
+    """
+
+    unit: int = 1
+    micro_batch: int | None = None
+    is_fixed: bool = False
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """A rank's micro-batches, among all of a fixed size that make up a batch."""
+
+    first: int
+    count: int
+    total: int
+
+
+@dataclass(frozen=True)
 class BatchPlan:
     """The arithmetic of a global batch: each rank's rows, cut into micro-batches.
 
     The ranks' parts are contiguous, in rank order, and differ by at most one `unit` of rows; so do
-    the micro-batches of a part. Every rank has the same number of them, none empty.
+    the micro-batches of a part. None is empty; a rank with fewer units may have fewer.
     """
 
     num_examples: int
@@ -89,6 +110,7 @@ class BatchPlan:
 
     @cached_property
     def accumulation(self) -> int:
+        """The micro-batches of rank 0; no rank has more."""
         units = math.ceil(self.global_batch / self.unit / self.ranks)
         return math.ceil(units / (self.micro_batch // self.unit))
 
@@ -98,12 +120,22 @@ class BatchPlan:
 
     def micro_batches(self, rank: int) -> list[tuple[int, int]]:
         """(start, end) within the global batch of each micro-batch of a rank."""
-        mine = _part((0, self.global_batch // self.unit), self.ranks, rank)
-        parts = [_part(mine, self.accumulation, number) for number in range(self.accumulation)]
-        return [(first * self.unit, last * self.unit) for first, last in parts]
+        first, last = split((0, self.global_batch // self.unit), self.ranks, rank)
+        count = min(self.accumulation, last - first)
+        parts = [split((first, last), count, number) for number in range(count)]
+        return [(start * self.unit, end * self.unit) for start, end in parts]
+
+    def first(self, rank: int) -> int:
+        """The number of a rank's first micro-batch in the global batch."""
+        units = self.global_batch // self.unit
+        return rank * self.accumulation - max(0, rank - units % self.ranks) * self._is_uneven
+
+    @property
+    def _is_uneven(self) -> bool:
+        return self.global_batch // self.unit // self.ranks < self.accumulation
 
 
-def _part(rows: tuple[int, int], parts: int, number: int) -> tuple[int, int]:
+def split(rows: tuple[int, int], parts: int, number: int) -> tuple[int, int]:
     """(start, end) of one of several parts of rows, the larger ones first."""
     start, end = rows
     size, larger = divmod(end - start, parts)
@@ -115,25 +147,22 @@ def counted(number: int, noun: str, plural: str = "s") -> str:
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
-def check_batch(global_batch: int, micro_batch: int | None, ranks: int, unit: int = 1) -> int:
-    """The micro-batch size in force, a multiple of `unit`, which divides the global batch.
+def check_batch(global_batch: int, cut: Cut, ranks: int) -> int:
+    """The micro-batch size in force, a multiple of the unit, which divides the global batch.
 
     Raises ConfigError where a micro-batch would be empty.
     """
-    if unit > 1:
-        groups = global_batch // unit
-        if groups < ranks:
-            why = f"data.global_batch={global_batch} is {groups} groups, for {ranks} ranks"
-            raise ConfigError(f"run.norm_rows={unit}: {why}; use fewer ranks or a smaller group")
-        return unit * check_batch(groups, micro_batch and micro_batch // unit, ranks)
-    if global_batch < ranks:
+    units = global_batch // cut.unit
+    if units < ranks:
         least = f"must be at least the {ranks} data-parallel ranks"
+        if cut.unit > 1:
+            least = f"is {units} groups of {cut.unit} rows, and {ranks} ranks need one each"
         raise ConfigError(f"data.global_batch={global_batch}: {least}")
-    largest = -(-global_batch // ranks)
-    micro_batch = min(micro_batch or largest, largest)
+    largest = -(-units // ranks) * cut.unit
+    micro_batch = min(cut.micro_batch or largest, largest)
     accumulation = -(-largest // micro_batch)
     rows = global_batch // ranks
-    if rows < accumulation:
+    if cut.unit == 1 and rows < accumulation:
         why = f"some ranks have {rows} rows for {accumulation} micro-batches, so one would be empty"
         advice = f"use data.micro_batch={micro_batch + 1}, or a global batch that {ranks} divides"
         raise ConfigError(f"data.micro_batch={micro_batch}: {why}; {advice}")
@@ -185,9 +214,21 @@ class ShardSampler(IndexSampler):
     """
 
     def __init__(
-        self, num_examples: int, micro_batch: int, rank: int, ranks: int, device: torch.device
+        self,
+        num_examples: int,
+        micro_batch: int,
+        rank: int,
+        ranks: int,
+        device: torch.device,
+        is_fixed: bool = False,
     ):
+        """With `is_fixed` all micro-batches have one size, the last ones by padding."""
         length = -(-num_examples // ranks)
+        self.leaves: Leaves | None = None
+        if is_fixed:
+            each = -(-length // micro_batch)
+            length = each * micro_batch
+            self.leaves = Leaves(rank * each, each, ranks * each)
         self._num_examples = num_examples
         self._micro_batch = micro_batch
         self._start = rank * length

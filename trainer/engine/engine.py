@@ -57,7 +57,7 @@ class Engine:
         strategy = parts.strategy
         self.strategy = strategy
         self.precision = parts.precision
-        self.means = Means()
+        self.means = Means(strategy.leaves)
         self._global_batch = config.data.global_batch
         self._clip_norm = config.run.clip_norm
         self._is_compiled = config.run.compile
@@ -73,7 +73,7 @@ class Engine:
         torch.manual_seed(config.run.seed)  # lazy layers draw their weights in the rehearsal
         strategy.prepare(rehearsal, self._new_objective("loss").of(parts.hooks.loss))
         strategy.on_gradients(self._heartbeat.reduce_begun)
-        self._unit = config.unit
+        self._unit = config.norm_rows or 1
         self._few_rows = take_rows(rehearsal, 3 * self._unit)
         self._rehearse_draws("loss", parts.hooks.loss)
         self.means.clear()
@@ -163,7 +163,7 @@ class Engine:
             name,
             self.means,
             self._global_batch,
-            self.strategy.mesh.data_size,
+            self.strategy.mesh.data_size if self.strategy.averages else 1,
             elements,
             self._group.tell_all,
             self._wants_stop,

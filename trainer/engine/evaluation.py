@@ -55,7 +55,7 @@ class Evaluator:
             return {}
         if not self._draws.is_known("eval"):
             self.rehearse()
-        means = Means()
+        means = Means(self._batches.leaves)
         every = 1
         begun = time.monotonic()
         with self._averaged(), self._draws.update("eval"):
@@ -78,7 +78,7 @@ class Evaluator:
         """
         if self._batches is None:
             return []
-        means = Means()
+        means = Means(None)
         with self._averaged(), self._group.agreed("trying metrics"):
             for inputs, targets, rows in islice(self._batches, 1):
                 self._heartbeat.enter(Phase.EVALUATE)

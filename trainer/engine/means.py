@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 
+from trainer.data.order import Leaves
 from trainer.distributed.group import Group
 from trainer.errors import ConfigError
 
@@ -59,12 +61,15 @@ def _check_weights(name: str, values: torch.Tensor, weights: object) -> torch.Te
 class Means:
     """Weighted sums by name, kept on the device; the ranks' sums meet once, when they are read.
 
-    A row is what one step (or one evaluation) added; rows are summed in order and in float64.
+    A row is what one step (or one evaluation) added; rows are summed in order and in float64. With
+    `leaves`, what each micro-batch added is kept until then, and summed in the order of all ranks'
+    micro-batches: then a sum has the same bits on any number of ranks.
     """
 
-    def __init__(self) -> None:
-        self._open: dict[str, Row] = {}
-        self._rows: dict[str, list[Row]] = {}
+    def __init__(self, leaves: Leaves | None = None) -> None:
+        self._leaves = leaves
+        self._open: dict[str, list[Row]] = {}
+        self._rows: dict[str, list[list[Row]]] = {}
         self._reduced: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, values: torch.Tensor, weights: torch.Tensor | None) -> None:
@@ -75,11 +80,12 @@ class Means:
 
     def count(self, name: str, total: torch.Tensor, weight: torch.Tensor | float) -> None:
         """Add values that are summed already."""
-        if name in self._open:
-            before, weight_before = self._open[name]
+        row = self._open.setdefault(name, [])
+        if row and self._leaves is None:
+            before, weight_before = row.pop()
             total = total + before
             weight = weight + weight_before
-        self._open[name] = (total, weight)
+        row.append((total, weight))
 
     def end_row(self) -> None:
         for name, row in self._open.items():
@@ -102,14 +108,29 @@ class Means:
         self.end_row()
         names = sorted(self._rows)
         if names:
-            local = _stack([row for name in names for row in self._rows[name]])
-            total = group.total(local)
+            local = [row for name in names for row in self._rows[name]]
+            if self._leaves is None:
+                total = group.total(_stack([row[0] for row in local]))
+            else:
+                total = self._sum_leaves(local, group)
             sizes = [len(self._rows[name]) for name in names]
             for name, rows in zip(names, total.split(sizes), strict=True):
                 before = self._reduced.get(name)
                 self._reduced[name] = rows if before is None else torch.cat([before, rows])
         self._rows = {}
         return dict(self._reduced)
+
+    def _sum_leaves(self, rows: list[list[Row]], group: Group) -> torch.Tensor:
+        """(rows, 2), each the sum over all leaves in their order."""
+        leaves = self._leaves
+        assert leaves is not None
+        passes = max(len(row) for row in rows) // leaves.count
+        table = torch.zeros(len(rows), passes, leaves.total, 2, dtype=torch.float64)
+        for number, row in enumerate(rows):
+            found = _stack(row).view(-1, leaves.count, 2)
+            table[number, : len(found), leaves.first : leaves.first + leaves.count] = found
+        columns = group.total(table).view(len(rows), -1, 2).unbind(1)
+        return functools.reduce(torch.add, columns)
 
     def read(self, group: Group) -> dict[str, float]:
         """The mean by name over everything since the last read; nan where nothing weighs.

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from trainer.config.schema import Config
 from trainer.config.schema import Strategy as Settings
 from trainer.data.batches import MicroBatch, count_rows
+from trainer.data.order import Cut, Leaves
 from trainer.distributed.world import World
 from trainer.errors import CheckpointError, ConfigError
 from trainer.strategy.batchnorm import normalize_groups, synchronize
@@ -67,6 +68,9 @@ class Strategy(ABC):
 
     takes_device_ids = False
     takes_comm_hook = False
+    averages = True  # gradients over the ranks, and does not add them up
+    of_the_run: tuple[str, ...] = ()  # settings that are layout under other strategies
+    leaves: Leaves | None = None  # this rank's, where micro-batches have one size in any layout
 
     @classmethod
     def check(cls, config: Config, world: World) -> None:
@@ -76,8 +80,18 @@ class Strategy(ABC):
             why = "is for strategy=dp; other strategies take what CUDA_VISIBLE_DEVICES shows"
             raise ConfigError(f"strategy.device_ids: {why}")
         if block.comm_hook != "none" and not cls.takes_comm_hook:
-            why = f"strategy={block.name} reduces no gradients; use ddp"
+            why = f"strategy={block.name} takes none; use ddp"
             raise ConfigError(f"strategy.comm_hook={block.comm_hook}: {why}")
+
+    @classmethod
+    def cut(cls, config: Config) -> Cut:
+        """How a global batch may be cut."""
+        return Cut(config.norm_rows or 1, config.data.micro_batch)
+
+    @classmethod
+    def set_threads(cls, world: World) -> int:
+        """Set torch's number of threads for this rank, and return it."""
+        return world.divide_threads()
 
     @classmethod
     def find_devices(cls, config: Settings, world: World) -> tuple[torch.device, ...]:
@@ -120,8 +134,9 @@ class Strategy(ABC):
         self.mesh = Mesh.replicated(world)
         self.flops = 0.0
         self._is_compiled = config.run.compile
-        rows = config.data.global_batch / self.mesh.data_size
-        self.statistics = RunningStatistics(None if config.norm_rows is None else rows)
+        rows = config.data.global_batch / (self.mesh.data_size if self.averages else 1)
+        is_mean = config.norm_rows is not None or self.cut(config).is_fixed
+        self.statistics = RunningStatistics(rows if is_mean else None)
         self._parameters: list[nn.Parameter] = []
         self._kinds: list[list[nn.Parameter]] = []
         self.module = model.to(dtype=precision.dtype)
@@ -202,6 +217,17 @@ class Strategy(ABC):
         for parameter in self._parameters:
             kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
         self._kinds = list(kinds.values())
+
+    def _check_reached(self) -> None:
+        """Raise ConfigError naming a parameter without a gradient: other ranks may have one."""
+        if self.config.find_unused_parameters:
+            return
+        if any(p.grad is None for p in self._parameters):
+            named = self.module.named_parameters()
+            name = next(n for n, p in named if p.requires_grad and p.grad is None)
+            missing = f"the loss does not depend on the parameter {name}"
+            advice = "set requires_grad=False, or give strategy.find_unused_parameters=true"
+            raise ConfigError(f"strategy={self.config.name}: {missing}; use it, {advice}")
 
     def _rehearse(self, batch: MicroBatch, objective: Objective) -> None:
         """Run the bare module once: lazy layers make their weights, operations are counted."""

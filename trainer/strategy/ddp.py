@@ -124,17 +124,6 @@ class DistributedDataParallel(Strategy):
             return ["PowerSGD begins with an empty error memory: this resume is not exact"]
         return []
 
-    def _check_reached(self) -> None:
-        """Raise ConfigError naming a parameter without a gradient: DDP would wait for it."""
-        if self.config.find_unused_parameters:
-            return
-        if any(p.grad is None for p in self._parameters):
-            named = self.module.named_parameters()
-            name = next(n for n, p in named if p.requires_grad and p.grad is None)
-            missing = f"the loss does not depend on the parameter {name}"
-            advice = "set requires_grad=False, or give strategy.find_unused_parameters=true"
-            raise ConfigError(f"strategy=ddp: {missing}; use it, {advice}")
-
     def _switches(self) -> dict[str, Any]:
         block = self.config
         switches: dict[str, Any] = {

@@ -22,7 +22,8 @@ class RunningStatistics:
 
     def __init__(self, rows: float | None):
         self.buffers: list[torch.Tensor] = []
-        self._rows = rows
+        self.rows = rows
+        self._is_first = True
         self._counters: list[torch.Tensor] = []
         self._before: list[torch.Tensor] = []
         self._total: list[torch.Tensor] = []
@@ -46,22 +47,30 @@ class RunningStatistics:
         if self.buffers:
             self._before = [buffer.clone() for buffer in (*self.buffers, *self._counters)]
             self._total = []
+            self._is_first = True
 
     @torch.no_grad()
     def rewind(self) -> None:
         """Before a forward pass: begin with what the step began with, where it is a mean."""
-        if self._total:
+        if self.rows is not None and self.buffers and not self._is_first:
             torch._foreach_copy_([*self.buffers, *self._counters], self._before)
+        self._is_first = False
 
     @torch.no_grad()
     def note(self, targets: Any, inputs: Any) -> None:
         """After the forward pass of a micro-batch."""
-        if self._rows is None or not self.buffers:
+        if self.rows is None or not self.buffers:
             return
-        share = count_rows(targets, inputs) / self._rows
-        if not self._total:
-            self._total = [torch.zeros_like(buffer) for buffer in self.buffers]
-        torch._foreach_add_(self._total, self.buffers, alpha=share)
+        part = self.part(targets, inputs)
+        self._total = list(torch._foreach_add(self._total, part)) if self._total else part
+
+    @torch.no_grad()
+    def part(self, targets: Any, inputs: Any) -> list[torch.Tensor]:
+        """A micro-batch's part of the mean, after its forward pass."""
+        assert self.rows is not None
+        if not self.buffers:
+            return []
+        return list(torch._foreach_mul(self.buffers, count_rows(targets, inputs) / self.rows))
 
     def read(self) -> Sequence[torch.Tensor]:
         """This rank's part of the mean, once all its micro-batches have been noted."""

@@ -1,0 +1,161 @@
+"""strategy=exact: the same bits on any number of ranks (law 13)."""
+
+import pytest
+import torch
+from harness import CONF, fit_on
+
+from trainer.data.order import BatchPlan, split
+from trainer.strategy.tree import Node, Tree, nodes_of
+
+TEXT = [
+    *("task=text", "task.options.files=24", "task.options.context=32", "task.options.width=32"),
+    *("task.options.layers=2", "task.options.heads=2", "run.clip_norm=1.0", "run.steps=40"),
+    *("data.global_batch=24", "eval.every_steps=20", "log.every_steps=5"),
+]
+CIFAR = [
+    *("task=cifar", "task.options.data=bundled", "task.options.widths=[8,16,16]"),
+    *("data.global_batch=96", "run.norm_rows=6", "run.steps=40", "task.options.bias_lr=0.002"),
+    *("task.options.head_lr=0.02", "optim.lr=0.05", "eval.every_steps=20", "log.every_steps=5"),
+    *("eval.micro_batch=100", "data.micro_batch=12"),
+]
+RECIPES = {"text": TEXT, "cifar": CIFAR}
+
+
+def exact(recipe, precision):
+    return [*RECIPES[recipe], "strategy=exact", f"strategy.precision={precision}"]
+
+
+def check_same_bits(one, other):
+    assert one["record"] == other["record"]
+    for name, tensor in one["weights"].items():
+        assert torch.equal(tensor, other["weights"][name]), name
+    assert one["seen"] == other["seen"]
+
+
+@pytest.mark.parametrize("leaves", [*range(1, 20), 24, 37])
+def test_tree_adds_in_one_order_however_leaves_are_dealt(leaves):
+    values = [torch.randn(3, generator=torch.Generator().manual_seed(n)) * 10**n for n in range(3)]
+    values = [torch.randn(3) * 10.0 ** (n % 7) for n in range(leaves)]
+    whole = Tree()
+    for number, value in enumerate(values):
+        whole.add(Node(0, number), value.clone())
+    root = whole.root()
+    for ranks in range(1, min(leaves, 9) + 1):
+        joined = Tree()
+        for rank in range(ranks):
+            first, last = split((0, leaves), ranks, rank)
+            own = Tree()
+            for number in range(first, last):
+                own.add(Node(0, number), values[number].clone())
+            assert own.nodes() == nodes_of(first, last)
+            for node, vector in zip(own.nodes(), own.vectors(), strict=True):
+                joined.add(node, vector)
+        assert torch.equal(joined.root(), root)
+    torch.testing.assert_close(root, torch.stack(values).double().sum(0).float(), rtol=1e-4, atol=1)
+
+
+@pytest.mark.parametrize("ranks", range(1, 10))
+def test_ranks_take_whole_leaves_and_know_their_numbers(ranks):
+    plan = BatchPlan(1000, 96, 12, min(ranks, 8), 12)
+    found = []
+    for rank in range(plan.ranks):
+        assert plan.first(rank) == len(found)
+        found += plan.micro_batches(rank)
+    assert found == [(first, first + 12) for first in range(0, 96, 12)]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    made = {}
+
+    def run(*words):
+        if words not in made:
+            made[words] = fit_on(1, tmp_path_factory.mktemp("one"), *words)
+        return made[words]
+
+    return run
+
+
+SLOW = pytest.mark.slow
+CASES = [
+    *(("text", "fp32", ranks) for ranks in (2, 3)),
+    *(("cifar", "amp_bf16", ranks) for ranks in (3,)),
+    *(pytest.param("text", "fp32", ranks, marks=SLOW) for ranks in (4, 6, 8)),
+    *(pytest.param("text", "amp_bf16", ranks, marks=SLOW) for ranks in (2, 3, 8)),
+    *(pytest.param("cifar", "amp_bf16", ranks, marks=SLOW) for ranks in (2, 4, 6, 8)),
+    *(pytest.param("cifar", "fp32", ranks, marks=SLOW) for ranks in (2, 3, 4, 6, 8)),
+    *(pytest.param("text", kind, 3, marks=SLOW) for kind in ("bf16", "fp64", "fp16")),
+]
+
+
+@pytest.mark.parametrize(("recipe", "precision", "ranks"), CASES)
+def test_bits_are_those_of_one_rank(recipe, precision, ranks, references, tmp_path):
+    words = exact(recipe, precision)
+    check_same_bits(references(*words), fit_on(ranks, tmp_path, *words))
+
+
+def test_ddp_has_other_bits(references, tmp_path):
+    """Else nothing is shown above."""
+    words = [*TEXT, "strategy.precision=fp32", "data.micro_batch=3"]
+    one, three = references(*words), fit_on(3, tmp_path, *words)
+    differ = [n for n, t in one["weights"].items() if not torch.equal(t, three["weights"][n])]
+    assert differ
+    assert one["record"] != three["record"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["run.ema_decay=0.9"],
+        pytest.param(["data.path=streamed", "data.workers=1"], marks=SLOW),
+        pytest.param(["task.options.weights=true", "data.micro_batch=2"], marks=SLOW),
+    ],
+    ids=str,
+)
+def test_what_belongs_to_a_run_keeps_its_bits(more, references, tmp_path):
+    words = ["task=tiny", "task.options.norm=true", "task.options.dropout=0.2", "strategy=exact"]
+    words += ["strategy.precision=fp32", "data.global_batch=24", "optim.lr=0.3", *more]
+    check_same_bits(references(*words), fit_on(3, tmp_path, *words))
+
+
+def test_run_that_changes_its_ranks_at_every_resume_keeps_its_bits(references, tmp_path):
+    words = [*exact("text", "fp32"), "schedule=constant", "optim.lr=0.003", "log.every_steps=8"]
+    whole = references(*words)
+    fit_on(4, tmp_path, *words, "run.steps=16")
+    fit_on(2, tmp_path, *words, "run.steps=24", "run.resume=auto")
+    last = fit_on(3, tmp_path, *words, "run.resume=auto")
+    for name, tensor in whole["weights"].items():
+        assert torch.equal(tensor, last["weights"][name]), name
+    assert {**whole["losses"], **last["losses"]} == whole["losses"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["data.micro_batch=5"],
+            "data.micro_batch=5: must divide data.global_batch=22 under strategy=exact, as does 2",
+        ),
+        (
+            ["strategy.sync_batchnorm=true"],
+            "strategy.sync_batchnorm=true: its sums have no fixed order; strategy=exact takes"
+            " run.norm_rows",
+        ),
+        (
+            ["strategy.comm_hook=fp16"],
+            "strategy.comm_hook=fp16: strategy=exact takes none; use ddp",
+        ),
+    ],
+)
+def test_what_has_no_fixed_order_is_refused(words, line, command):
+    code, _, err = command("--config-dir", CONF, "task=tiny", "strategy=exact", *words)
+    assert code == 2
+    assert f"error: {line}" in err.splitlines()
+
+
+def test_too_many_ranks_are_refused(command):
+    words = ["task=tiny", "strategy=exact", "data.micro_batch=11"]
+    code, _, err = command("--config-dir", CONF, *words, ranks=3)
+    count = "data.global_batch=22 is 2 leaves, and 3 ranks need one each"
+    assert code
+    assert f"error: data.micro_batch=11: {count}; make it smaller" in err.splitlines()

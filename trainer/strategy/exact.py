@@ -1,0 +1,178 @@
+"""Exact: the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer.config.schema import Config
+from trainer.data.batches import MicroBatch
+from trainer.data.order import Cut, Leaves, split
+from trainer.distributed.world import World
+from trainer.errors import ConfigError
+from trainer.strategy.base import MicroBatches, Objective, Precision, Strategy, call
+from trainer.strategy.rehearsal import untouched
+from trainer.strategy.tree import Node, Tree, nodes_of
+
+MOST_LEAVES = 8  # by default, where the global batch has such divisors: for up to 8 ranks
+
+
+class Exact(Strategy):
+    """Gradients, weights of the batch and running statistics, summed in one fixed binary tree.
+
+    Its leaves are the run's micro-batches, wherever they are computed. A rank adds up the subtrees
+    that it holds whole; the rest is exchanged in equal parts, added up in the tree's order, and
+    gathered: for a power of two of ranks the bytes of a ring all-reduce. Bit-exact elasticity is
+    the aim of EasyScale (Li et al., SC 2023), which keeps virtual workers for it.
+    """
+
+    averages = False
+    of_the_run = ("strategy.name", "data.micro_batch", "eval.micro_batch")
+
+    @classmethod
+    def cut(cls, config: Config) -> Cut:
+        rows = config.data.micro_batch or _default_leaf(config)
+        return Cut(rows, rows, is_fixed=True)
+
+    @classmethod
+    def check(cls, config: Config, world: World) -> None:
+        super().check(config, world)
+        block = config.strategy
+        rows = cls.cut(config).unit
+        whole = config.data.global_batch
+        if block.sync_batchnorm:
+            why = "its sums have no fixed order"
+            raise ConfigError(
+                f"strategy.sync_batchnorm=true: {why}; strategy=exact takes run.norm_rows"
+            )
+        if block.devices_per_rank > 1:
+            given = f"strategy.devices_per_rank={block.devices_per_rank}"
+            raise ConfigError(f"{given}: strategy=exact has one device per rank; use ddp")
+        if whole % rows:
+            must = f"must divide data.global_batch={whole} under strategy=exact"
+            raise ConfigError(f"data.micro_batch={rows}: {must}, as does {_default_leaf(config)}")
+        if whole // rows < world.world_size:
+            count = f"data.global_batch={whole} is {whole // rows} leaves"
+            ranks = f"{world.world_size} ranks need one each"
+            raise ConfigError(f"data.micro_batch={rows}: {count}, and {ranks}; make it smaller")
+
+    @classmethod
+    def set_threads(cls, world: World) -> int:
+        """One on a CPU, where the number of threads decides in what order a kernel adds."""
+        if world.device.type != "cpu":
+            return super().set_threads(world)
+        torch.set_num_threads(1)
+        return 1
+
+    def __init__(self, config: Config, world: World, precision: Precision, model: nn.Module):
+        super().__init__(config, world, precision, model)
+        self._leaf = self.cut(config).unit
+        total = config.data.global_batch // self._leaf
+        parts = [split((0, total), self.mesh.data_size, r) for r in range(self.mesh.data_size)]
+        first, last = parts[self.mesh.data_rank]
+        self.leaves = Leaves(first, last - first, total)
+        self._nodes = [nodes_of(first, last) for first, last in parts]
+        self._reduce_begun: Callable[[Any], Any] = id
+
+    def prepare(self, batch: MicroBatch, objective: Objective) -> None:
+        with untouched(self.module) as before:
+            self._rehearse(batch, objective)
+            self.statistics.find(self.module, before)
+            self._check_reached()
+
+    def forward_backward(self, batch: MicroBatches, objective: Objective) -> torch.Tensor:
+        assert self.leaves is not None
+        tree = Tree()
+        self.statistics.begin()
+        for number, (inputs, targets) in enumerate(batch, self.leaves.first):
+            self.statistics.rewind()
+            with self.precision.autocast():
+                total, carried = objective(call(self.module, inputs), targets)
+            part = self.statistics.part(targets, inputs)
+            torch.autograd.backward(total, self.precision.root(total, objective.scale))
+            self._check_reached()
+            tree.add(Node(0, number), self._pack(carried, part))
+            self.drop_gradients()
+        self._reduce_begun(None)
+        return self._unpack(self._reduce(tree))
+
+    def on_gradients(self, hook: Callable[[Any], None]) -> None:
+        self._reduce_begun = hook
+
+    def list_remarks(self, is_resumed: bool) -> list[str]:
+        assert self.leaves is not None
+        number = f"{self.leaves.total} leaves of {self._leaf} rows"
+        same = "same bits on any number of ranks with one kind of device"
+        threads = ", each with one thread" * (self.world.device.type == "cpu")
+        return [f"exact: {number} in one tree, the {same}{threads}"]
+
+    # Vectors ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _pack(self, carried: torch.Tensor, statistics: Sequence[torch.Tensor]) -> torch.Tensor:
+        """All that is summed over the leaves, in one vector; gradients as they lie in memory."""
+        flat = [carried, *(buffer.reshape(-1) for buffer in statistics)]
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            elif gradient.stride() != parameter.stride():
+                gradient = torch.empty_like(parameter).copy_(gradient)
+            flat.append(gradient.as_strided((gradient.numel(),), (1,)))
+        dtypes = {tensor.dtype for tensor in flat}
+        wide = torch.float64 if torch.float64 in dtypes else torch.float32
+        return torch.cat([tensor.to(wide) for tensor in flat])
+
+    @torch.no_grad()
+    def _unpack(self, vector: torch.Tensor) -> torch.Tensor:
+        place = 2
+        values = []
+        for buffer in self.statistics.buffers:
+            values.append(vector[place : place + buffer.numel()].view_as(buffer))
+            place += buffer.numel()
+        self.statistics.write(values)
+        for parameter in self._parameters:
+            whole = vector if vector.dtype == parameter.dtype else vector.to(parameter.dtype)
+            parameter.grad = whole.as_strided(parameter.shape, parameter.stride(), place)
+            place += parameter.numel()
+        return vector[:2]
+
+    def _reduce(self, tree: Tree) -> torch.Tensor:
+        """The root of the tree, on every rank."""
+        ranks = self.mesh.data_size
+        if ranks == 1:
+            return tree.root()
+        vectors = tree.vectors()
+        length = len(vectors[0])
+        each = -(-length // ranks)
+        sent = vectors[0].new_zeros(ranks, len(vectors), each)
+        for number, vector in enumerate(vectors):
+            padded = nn.functional.pad(vector, (0, each * ranks - length))
+            sent[:, number] = padded.view(ranks, each)
+        counts = [len(nodes) for nodes in self._nodes]
+        received = sent.new_empty(sum(counts), each)
+        sizes = [count * each for count in counts]
+        own = [len(vectors) * each] * ranks
+        dist.all_to_all_single(received.view(-1), sent.view(-1), sizes, own)
+        joined = Tree()
+        for node, part in zip(chain(*self._nodes), received, strict=True):
+            joined.add(node, part)
+        whole = received.new_empty(ranks * each)
+        dist.all_gather(list(whole.view(ranks, each).unbind()), joined.root())
+        return whole[:length]
+
+
+def _default_leaf(config: Config) -> int:
+    """The largest leaf of which a global batch has eight or more, else the smallest there is."""
+    whole = config.data.global_batch
+    unit = config.norm_rows or 1
+    fitting = [rows for rows in range(unit, whole + 1, unit) if whole % rows == 0]
+    return max((rows for rows in fitting if whole // rows >= MOST_LEAVES), default=fitting[0])
+
+
+STRATEGY = Exact
