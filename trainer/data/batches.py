@@ -149,7 +149,7 @@ class Batches:
         self.steps_per_epoch = self.plan.steps_per_epoch
         self.ledger = Ledger(self.plan, rank)
         self.replaced: dict[str, int] = {}
-        self._dataset = dataset
+        self.dataset = dataset
         self._first = self.plan.first(rank)
         self._may_replace = data.on_error == "skip"
         self._prepare = prepare
@@ -187,7 +187,7 @@ class Batches:
 
     def check_length(self) -> None:
         """Raises RunError where the data has another length than at the start."""
-        now, then = len(self._dataset), self.plan.num_examples
+        now, then = len(self.dataset), self.plan.num_examples
         if now != then:
             why = "the order of the samples depends on it"
             advice = "give the dataset one length, or start a new run"

@@ -10,25 +10,34 @@ from pathlib import Path
 from trainer.cli import load_task, run, split_arguments
 from trainer.config.compose import load_config
 from trainer.errors import ConfigError
-from trainer.verify.layouts import LAYOUTS, choose_layouts, prove_layouts
+from trainer.strategy.base import find_strategy
+from trainer.verify.layouts import (
+    LAYOUTS,
+    choose_layouts,
+    prove_layouts,
+)
 from trainer.verify.resume import prove_resume
 from trainer.verify.stage import Stage
 from trainer.verify.table import show
 
 HELP = """usage: python -m trainer.verify task=<name> [layouts=ranks-2,ranks-3] [steps=10]
            [key=value ...]
+       python -m trainer.verify --bits task=<name> [layouts=ranks-2,ranks-3] [steps=10] ...
        python -m trainer.verify --resume task=<name> [kills=3] [seed=0] ...
 
 Trains the task for some steps on one rank and in each layout, in fp64 and in its own precision,
 by real processes, and compares the examples taken, losses, first gradients, weights and
 evaluation. Where something differs it names the first tensor that does and the likely reason.
+--bits trains with strategy=exact, in the task's own precision, and demands equal bits.
 --resume kills a run at random steps and ranks and starts it again: the same layout must end with
 the same bits, other numbers of ranks with the same run.
 
 layouts: {layouts}
-         ranks-<n> for any n; all of these by default
+         ranks-<n> for any n; all of these by default (with --bits those of another number of ranks
+         or workers)
 Exit codes: 0 proved, 1 something differs or nothing was shown, 2 bad configuration."""
 RESUME = "--resume"
+BITS = "--bits"
 WORDS = {True: {"steps", "kills", "seed"}, False: {"steps", "layouts"}}  # with and without it
 
 
@@ -37,7 +46,11 @@ def main(arguments: Sequence[str]) -> int:
         advice = "run it with python, not under a launcher"
         raise ConfigError(f"trainer.verify starts its ranks itself: {advice}")
     is_resume = RESUME in arguments
-    words, config_dirs = split_arguments([word for word in arguments if word != RESUME])
+    is_bits = BITS in arguments
+    if is_resume and is_bits:
+        raise ConfigError(f"{BITS}: is for layouts; leave out {RESUME}, or give strategy=exact")
+    plain = [word for word in arguments if word not in (RESUME, BITS)]
+    words, config_dirs = split_arguments([*plain, "strategy.name=exact"] if is_bits else plain)
     own, overrides = _divide(words, is_resume)
     config = load_config(overrides, config_dirs)
     load_task(config)
@@ -49,8 +62,10 @@ def main(arguments: Sequence[str]) -> int:
             seed = _whole_number(own, "seed", 0, least=0)
             findings = prove_resume(stage, kills, seed)
         else:
-            layouts = choose_layouts(own.get("layouts"), config.data.global_batch)
-            findings = prove_layouts(stage, layouts)
+            rows = find_strategy(config.strategy.name).cut(config).unit
+            units = config.data.global_batch // rows
+            layouts = choose_layouts(own.get("layouts"), units, rows, is_bits)
+            findings = prove_layouts(stage, layouts, is_bits)
     show(findings, steps)
     return int(any(finding.is_bad for finding in findings))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -83,6 +83,41 @@ def compare(layout: str, precision: str, reference: Evidence, other: Evidence) -
             reason = explain(reference, other, group, name)
             return Finding(layout, precision, DIFFERENT, worst, where, reason)
     return Finding(layout, precision, AGREES, worst)
+
+
+def compare_bits(layout: str, precision: str, reference: Evidence, other: Evidence) -> Finding:
+    """Equal bits, or the first loss or tensor that has others, with its likely reason."""
+    finding = compare(layout, precision, reference, other)
+    if finding.result == DIFFERENT:
+        return finding
+    kernel = "a kernel adds in another order; look for one whose threads or shapes depend on ranks"
+    return judge_bits(finding, reference, other, kernel)
+
+
+def judge_bits(finding: Finding, reference: Evidence, other: Evidence, reason: str) -> Finding:
+    """The finding for runs that agree, by their bits."""
+    name = _find_other_bits(reference, other)
+    if name is None:
+        return replace(finding, result=SAME_BITS)
+    where = f"first: {name}"
+    return replace(finding, result=DIFFERENT, where=where, reason=f"not to the bit: {reason}")
+
+
+def _find_other_bits(reference: Evidence, other: Evidence) -> str | None:
+    """The first loss, gradient, weight or metric that is not equal to the bit."""
+    for (step, name), value in reference.losses.items():
+        if other.losses.get((step, name)) != value:
+            return f"{name} of step {step}"
+    one, two = reference.ranks[0], other.ranks[0]
+    for name, tensor in one.gradients.items():
+        if two.gradients and not torch.equal(tensor, two.gradients[name]):
+            return f"{name} (gradients of step 1)"
+    for name, tensor in one.last_weights.items():
+        if not torch.equal(tensor, two.last_weights[name]):
+            return name
+    return next(
+        (name for name, v in reference.metrics.items() if other.metrics.get(name) != v), None
+    )
 
 
 def _measure(reference: Evidence, other: Evidence) -> dict[str, Distances]:

@@ -17,19 +17,22 @@ class Probe:
     """A rank's view of a few examples, the same on every rank, and the layers of its model.
 
     `first` and `second` are {"outputs": (rows, n), "values": (rows, n)} of model and loss, run
-    twice with one seed. `draws`: do they depend on the seed without the dropout layers?
-    `mixes`: do the outputs or values of a row depend on the other rows?
+    twice with one seed. `mixes`: do the outputs or values of a row depend on the other rows?
+    `changed` are the attributes that running them changes, `changed_by_reading` those of the data
+    set. `kernels` draw by micro-batch.
     """
 
     indices: list[int]
     digests: list[float]
+    changed: list[str]
+    changed_by_reading: list[str]
+    kernels: list[str]
+    is_torchs_dropout: bool
     has_batchnorm: bool
     has_max_pooling: bool
-    num_dropouts: int
     optimizers: list[str]
     first: Tensors
     second: Tensors
-    draws: bool
     mixes: dict[str, bool]
 
 
@@ -89,6 +92,11 @@ class Evidence:
             for name, value in entry.items()
             if name.startswith("train/")
         }
+
+    @property
+    def rates(self) -> dict[int, float]:
+        """The learning rate of each step."""
+        return {e["step"]: e["optim/lr"] for e in self.ranks[0].record if "optim/lr" in e}
 
     @property
     def metrics(self) -> dict[str, float]:

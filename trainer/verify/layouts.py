@@ -7,7 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from trainer.errors import ConfigError
-from trainer.verify.comparison import DIFFERENT, ROUNDING, Finding, compare, judge_reference
+from trainer.verify.comparison import (
+    DIFFERENT,
+    ROUNDING,
+    Finding,
+    compare,
+    compare_bits,
+    judge_reference,
+)
 from trainer.verify.reasons import rounding
 from trainer.verify.stage import FP64, Stage
 
@@ -30,15 +37,20 @@ _ALL = (
     Layout("workers", 2, ("data.workers=2", "data.path=streamed")),
     Layout("parameter-server", 2, ("strategy.comm_hook=parameter_server",)),
 )
+ONE_CUT = ("ranks-2", "ranks-3", "ranks-4", "workers")  # they leave the micro-batches as they are
 LAYOUTS = {layout.name: layout for layout in _ALL}
 
 
-def choose_layouts(names: str | None, global_batch: int) -> list[Layout]:
-    """The layouts of a word `layouts=<names>`; without one, all that the global batch allows."""
-    half = -(-global_batch // 2)
+def choose_layouts(names: str | None, units: int, rows: int, is_bits: bool = False) -> list[Layout]:
+    """The layouts of a word `layouts=<names>`; without one, all that the global batch allows.
+
+    It has so many units of so many rows. For equal bits those that cut no other micro-batches.
+    """
+    half = rows * -(-units // 2)
     if names is None:
-        chosen = [layout for layout in _ALL if layout.ranks <= global_batch]
-        if half < 2:
+        chosen = [_parse(name) for name in (ONE_CUT if is_bits else LAYOUTS)]
+        chosen = [layout for layout in chosen if layout.ranks <= units]
+        if half == rows:
             chosen = [layout for layout in chosen if layout.name != "accumulation"]
     else:
         unique = dict.fromkeys(name for name in names.strip("[]").split(",") if name)
@@ -46,6 +58,8 @@ def choose_layouts(names: str | None, global_batch: int) -> list[Layout]:
     if not chosen:
         advice = f"give some of {', '.join(LAYOUTS)}, ranks-<n>"
         raise ConfigError(f"layouts={names}: names none; {advice}")
+    if is_bits and any(len(layout.overrides) == 1 for layout in chosen):
+        raise ConfigError(f"layouts={names}: --bits takes workers, ranks-<n>")
     return [
         replace(layout, overrides=tuple(word.format(half=half) for word in layout.overrides))
         for layout in chosen
@@ -61,16 +75,24 @@ def _parse(name: str) -> Layout:
     return Layout(name, int(count))
 
 
-def prove_layouts(stage: Stage, layouts: Iterable[Layout]) -> list[Finding]:
-    """Train on one rank and in each layout, in every precision of the stage."""
-    reference = stage.train("one-rank", 1, ONCE, stage.precisions)
+def prove_layouts(stage: Stage, layouts: Iterable[Layout], is_bits: bool = False) -> list[Finding]:
+    """Train on one rank and in each layout, in every precision of the stage.
+
+    For equal bits in the last alone, the task's own.
+    """
+    precisions = list(stage.precisions)[-1:] if is_bits else list(stage.precisions)
+    reference = stage.train("one-rank", 1, ONCE, precisions)
     findings = [judge_reference("one rank", p, evidence) for p, evidence in reference.items()]
     for layout in layouts:
         print(f"training in layout {layout.name} ...", file=sys.stderr, flush=True)
         overrides = [*ONCE, *layout.overrides]
-        evidence = stage.train(layout.name, layout.ranks, overrides, stage.precisions)
+        evidence = stage.train(layout.name, layout.ranks, overrides, precisions)
         is_different = False
-        for precision in stage.precisions:
+        for precision in precisions:
+            if is_bits:
+                ours = (reference[precision], evidence[precision])
+                findings.append(compare_bits(layout.name, precision, *ours))
+                continue
             finding = compare(layout.name, precision, reference[precision], evidence[precision])
             if finding.result == DIFFERENT:
                 if precision != FP64 and not is_different:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.data.batches import MicroBatch, count_rows
@@ -20,70 +17,59 @@ from trainer.run import Run
 from trainer.strategy.base import call
 from trainer.strategy.rehearsal import untouched
 from trainer.verify.evidence import Probe, Tensors
+from trainer.verify.holders import Holders, of_dataset, of_model, of_task
 
 PROBED = 8  # examples, the same on every rank
 
 
-def probe(run: Run, hooks: Hooks) -> Probe:
+def probe(run: Run, task: Any) -> Probe:
     """Run model and loss on a few examples: twice with one seed, and the last half by itself.
 
     Nothing in the model changes. Every rank does it at once: a layer may have collectives.
     """
     config = run.config
-    count = min(PROBED, config.data.global_batch)
+    unit = config.norm_rows or 1
+    half = unit * -(-min(PROBED, config.data.global_batch) // (2 * unit))
     order = Order(config.run.seed, 0, run.batches.plan.num_examples)
-    indices = order(torch.arange(count))
+    indices = order(torch.arange(2 * half) % run.batches.plan.num_examples)
+    dataset = run.batches.dataset
+    reading = Holders(of_dataset(dataset))
     batch = next(iter(run.batches.of_examples(indices)))
+    changed_by_reading = reading.changed(of_dataset(dataset))
     module = run.engine.model
     layers = list(module.modules())
-    dropouts = [layer for layer in layers if isinstance(layer, _DropoutNd) and layer.p > 0]
     with torch.no_grad(), untouched(module):
-        first = _evaluate(run, hooks, batch, indices)
-        second = _evaluate(run, hooks, batch, indices)
-        with _disabled(dropouts):
-            other_seed = _evaluate(run, hooks, batch, indices, 1)
-            draws = not _are_equal(
-                other_seed, _evaluate(run, hooks, batch, indices)
-            )  # such as F.dropout
-            module.train(not draws)  # else the rows would differ by what they draw
-            whole = _evaluate(run, hooks, batch, indices)
-            part = _evaluate(run, hooks, _rows_from(count // 2, batch), indices[count // 2 :])
-            module.train()
+        holders = Holders([*of_model(module), *of_task(task)])
+        first = _evaluate(run, task, batch, indices)
+        changed = holders.changed([*of_model(module), *of_task(task)])
+        second = _evaluate(run, task, batch, indices)
+        # else a kernel's own draws would be taken for mixing
+        module.train(config.run.dropout == "example" and not run.engine.draws.kernels)
+        whole = _evaluate(run, task, batch, indices)
+        part = _evaluate(run, task, _rows_from(half, batch), indices[half:])
+        module.train()
     return Probe(
         indices=indices.tolist(),
         digests=digest_rows(batch),
+        changed=changed,
+        changed_by_reading=changed_by_reading,
+        kernels=sorted(run.engine.draws.kernels),
+        is_torchs_dropout=config.run.dropout == "torch",
         has_batchnorm=any(_is_plain_batchnorm(layer) for layer in layers),
         has_max_pooling=any("MaxPool" in type(layer).__name__ for layer in layers),
-        num_dropouts=len(dropouts),
         optimizers=[type(optimizer).__name__ for optimizer in run.engine.optimizers],
         first=first,
         second=second,
-        draws=draws,
-        mixes={name: not _is_close(whole[name][count // 2 :], part[name]) for name in whole},
+        mixes={name: not _is_close(whole[name][half:], part[name]) for name in whole},
     )
 
 
-@contextmanager
-def _disabled(dropouts: Sequence[_DropoutNd]) -> Iterator[None]:
-    """The layers with a rate of 0 while a block runs; one of a user's may ignore `training`."""
-    rates = [layer.p for layer in dropouts]
-    for layer in dropouts:
-        layer.p = 0.0
-    try:
-        yield
-    finally:
-        for layer, rate in zip(dropouts, rates, strict=True):
-            layer.p = rate
-
-
-def _evaluate(
-    run: Run, hooks: Hooks, batch: MicroBatch, indices: torch.Tensor, seed: int = 0
-) -> Tensors:
+def _evaluate(run: Run, hooks: Hooks, batch: MicroBatch, indices: torch.Tensor) -> Tensors:
     """{"outputs": (rows, n) of the model, "values": (rows, n) of the loss and its weights}."""
     inputs, targets = batch
     draws = run.engine.draws
     with draws.update("loss"), run.engine.precision.autocast():
-        draws.begin(seed, 0, indices)
+        draws.begin(0, 0, indices)
         outputs = call(run.engine.model, inputs)
         rows = count_rows(targets, outputs)
         values, weights = weigh("loss", hooks.loss(outputs, targets), rows)
@@ -103,10 +89,6 @@ def _has_rows(leaf: Any, rows: int) -> bool:
 
 def _rows_from(first: int, batch: MicroBatch) -> MicroBatch:
     return tree_map_only(torch.Tensor, lambda tensor: tensor[first:], batch)
-
-
-def _are_equal(one: Tensors, other: Tensors) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in one)
 
 
 def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ def explain(reference: Evidence, other: Evidence, group: str, where: str) -> str
         _explain_data(reference, other)
         or _explain_augmentation(reference, other)
         or _explain_functions(reference, other)
-        or _explain_place(group, where)
+        or _explain_place(reference, other, group, where)
         or _explain_layers(other.probes[0])
     )
 
@@ -35,6 +35,10 @@ def _explain_data(reference: Evidence, other: Evidence) -> str:
         return "the data sets have other lengths: build_dataset must not depend on the rank"
     for name, probe in named:
         for index, one, two in zip(first.indices, first.digests, probe.digests, strict=True):
+            if not _is_close(one, two) and probe.changed_by_reading:
+                changed = ", ".join(probe.changed_by_reading)
+                why = f"reading changes {changed} of the data set, on which it depends"
+                return f"example {index} is another on {name}: {why}"
             if not _is_close(one, two):
                 depends = "the data set, or augment, depends on the rank"
                 why = f"{depends} or draws from a source that is not seeded"
@@ -54,8 +58,12 @@ def _explain_augmentation(reference: Evidence, other: Evidence) -> str:
 
 def _explain_functions(reference: Evidence, other: Evidence) -> str:
     first, *rest = other.probes
-    if any(not _are_close(p.first, p.second) for p in [*reference.probes, first, *rest]):
+    for p in [*reference.probes, first, *rest]:
+        if _are_close(p.first, p.second):
+            continue
         why = "they draw random numbers that are not seeded"
+        if p.changed:
+            why = f"they depend on {', '.join(p.changed)}, which they change: that is no buffer"
         return f"model or loss gave two results for one batch and seed: {why}"
     if any(not _are_close(first.first, p.first) for p in [reference.probes[0], *rest]):
         why = "they depend on the rank"
@@ -63,20 +71,32 @@ def _explain_functions(reference: Evidence, other: Evidence) -> str:
     return ""
 
 
-def _explain_place(group: str, where: str) -> str:
+def _explain_place(reference: Evidence, other: Evidence, group: str, where: str) -> str:
     if group == "metrics":
         why = "metrics, summarize or the eval data depend on rank or batch size"
         return f"training agrees and evaluation does not: {why}"
-    if group in ("losses", "weights") and not where.endswith(" of step 1"):
-        why = "optimizer, schedule or train_step depend on the layout"
-        return f"the first gradients agree, so the update does not: {why}"
-    return ""
+    if group not in ("losses", "weights") or where.endswith(" of step 1"):
+        return ""
+    agree = "the first gradients agree, so the update does not"
+    rates = other.rates
+    for step, rate in reference.rates.items():
+        if step in rates and not _is_close(rate, rates[step]):
+            why = f"the rate of step {step} is {rate:.6g} on one rank, {rates[step]:.6g} here"
+            return (
+                f"{agree}: {why}; build_optimizer, schedule or train_step depend on rank or clock"
+            )
+    notes = other.ranks
+    for rank in notes[1:]:
+        if any(not torch.equal(t, rank.last_weights[n]) for n, t in notes[0].last_weights.items()):
+            why = "the ranks do not have the same weights"
+            return f"{agree}: {why}; optimizer or train_step draw numbers or depend on the rank"
+    return f"{agree}: optimizer or train_step depend on the layout"
 
 
 def _explain_layers(probe: Probe) -> str:
     if probe.has_batchnorm:
         why = "normalises over the rows of a micro-batch, whose number the layout changes"
-        advice = "use strategy.sync_batchnorm=true, and no accumulation"
+        advice = "give run.norm_rows=<rows>, or strategy.sync_batchnorm=true"
         return f"plain BatchNorm {why}; {advice}"
     if probe.mixes["outputs"]:
         why = "what it gives for an example depends on the others"
@@ -84,9 +104,13 @@ def _explain_layers(probe: Probe) -> str:
     if probe.mixes["values"]:
         why = "its value for an example depends on the others"
         return f"the loss mixes the rows of a micro-batch: {why}"
-    if probe.num_dropouts or probe.draws:
-        advice = "give data.micro_batch=<m> so that all layouts have micro-batches of one size"
-        return f"dropout draws depend on the size of the micro-batch; {advice}"
+    if probe.kernels:
+        why = "draws inside its kernel, by micro-batch and not by example"
+        advice = "put nn.Dropout between its layers"
+        return f"{' and '.join(probe.kernels)} {why}; {advice}"
+    if probe.is_torchs_dropout:
+        advice = "leave it out, or keep the size of the micro-batch"
+        return f"run.dropout=torch draws by micro-batch, whose size the layout changes; {advice}"
     state = "state that the model keeps outside of its buffers"
     return f"not known: look at custom autograd functions, and at {state}"
 

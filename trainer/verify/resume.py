@@ -6,16 +6,14 @@ import random
 import sys
 from dataclasses import replace
 
-import torch
-
 from trainer.errors import ConfigError, RunError
 from trainer.verify.comparison import (
     AGREES,
     DIFFERENT,
     PROVES_NOTHING,
-    SAME_BITS,
     Finding,
     compare,
+    judge_bits,
     judge_reference,
 )
 from trainer.verify.evidence import Evidence
@@ -66,21 +64,4 @@ def _compare(
         return replace(finding, reason=LOST)
     if not is_exact or finding.result != AGREES:
         return finding
-    name = _find_other_bits(reference, resumed)
-    if name is None:
-        return replace(finding, result=SAME_BITS)
-    where = f"first: {name}"
-    return replace(finding, result=DIFFERENT, where=where, reason=f"not to the bit: {LOST}")
-
-
-def _find_other_bits(reference: Evidence, other: Evidence) -> str | None:
-    """The first loss or weight that is not equal to the bit."""
-    losses = other.losses
-    for (step, name), value in reference.losses.items():
-        if losses.get((step, name)) != value:
-            return f"{name} of step {step}"
-    weights = other.ranks[0].last_weights
-    for name, tensor in reference.ranks[0].last_weights.items():
-        if not torch.equal(tensor, weights[name]):
-            return name
-    return None
+    return judge_bits(finding, reference, resumed, LOST)

@@ -1,0 +1,403 @@
+"""Tasks that are wrong: each depends on its layout in its own way, and works otherwise."""
+
+import math
+import os
+import random
+import time
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tiny import Items, Tiny, points
+from torch import nn
+
+from trainer import ResidentDataset
+
+
+class OwnData(Tiny):
+    def build_dataset(self, split):
+        inputs, targets = super().build_dataset(split).tensors
+        return ResidentDataset(inputs + 0.1 * self.world.rank, targets)
+
+
+class OwnAugmentation(Tiny):
+    def augment(self, inputs, targets, random, train):
+        inputs, targets = super().augment(inputs, targets, random, train)
+        return inputs + 0.1 * torch.randn(inputs.shape, dtype=inputs.dtype) * (
+            self.step > 2
+        ), targets
+
+
+class RandomLoss(Tiny):
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) * (1 + 0.1 * random.random())
+
+
+class LossOfTheRank(Tiny):
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) * (1 + 0.1 * self.world.rank)
+
+
+class ModelOfTheRank(Tiny):
+    def build_model(self):
+        model = super().build_model()
+        model.register_forward_hook(
+            lambda module, inputs, outputs: outputs * (1 + 0.1 * self.world.rank)
+        )
+        return model
+
+
+class LossOfTheBatch(Tiny):
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        return values * values.detach().mean()
+
+
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+class ModelOfTheBatch(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 16), Centred(), nn.ReLU(), nn.Linear(16, 3))
+
+
+class FunctionalDropout(nn.Module):
+    def forward(self, x):
+        return F.dropout(x, 0.3, self.training)
+
+
+class DropsByFunction(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 16), FunctionalDropout(), nn.Linear(16, 3))
+
+
+class Norm(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+class MetricsOfTheRank(Tiny):
+    def metrics(self, outputs, targets):
+        return {
+            "accuracy": super().metrics(outputs, targets)["accuracy"] * (1 + 0.1 * self.world.rank)
+        }
+
+
+class RateOfTheLayout(Tiny):
+    """With dropout, which is not to blame: the micro-batches have one size."""
+
+    def build_optimizer(self, model):
+        optimizer = super().build_optimizer(model)
+        optimizer.param_groups[0]["lr"] *= self.world.world_size
+        return optimizer
+
+
+def net(*middle):
+    return nn.Sequential(nn.Linear(4, 16), *middle, nn.GELU(), nn.Linear(16, 3))
+
+
+# State outside of the model's buffers ----
+
+
+class Counts(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return x * (1 + 0.1 * math.sin(self.calls))
+
+
+class StateOfCalls(Tiny):
+    def build_model(self):
+        return net(Counts())
+
+
+class Average(nn.Module):
+    """A running mean that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = 0.0
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class StateOfRows(Tiny):
+    def build_model(self):
+        return net(Average())
+
+
+SEEN = []
+
+
+class StateOfModule(Tiny):
+    def loss(self, outputs, targets):
+        SEEN.append(1)
+        return super().loss(outputs, targets) * (1 + 0.1 * math.cos(len(SEEN)))
+
+
+# Data that depends on the rank, or on what was read ----
+
+
+class DataOfProcess(Tiny):
+    def build_dataset(self, split):
+        inputs, targets = points(203, split)
+        order = torch.randperm(203, generator=torch.Generator().manual_seed(os.getpid()))
+        return ResidentDataset(inputs[order], targets[order])
+
+
+class NoisyItems(Items):
+    def __getitem__(self, index):
+        return self.inputs[index] + 0.1 * random.SystemRandom().random(), self.targets[index]
+
+
+class DataOfTheSystem(Tiny):
+    def build_dataset(self, split):
+        return NoisyItems(split)
+
+
+# Rows that are mixed ----
+
+
+class LossOfOrder(Tiny):
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        return values + 0.1 * values.detach().cumsum(0) / 10
+
+
+class MetricsOfTheBatch(Tiny):
+    def metrics(self, outputs, targets):
+        return {"accuracy": (outputs.argmax(1) == targets).double() * outputs.max()}
+
+
+# Draws that are not seeded ----
+
+
+class NumpyNoise(nn.Module):
+    def forward(self, x):
+        return x + 0.1 * float(np.random.default_rng().random())
+
+
+class ModelUnseeded(Tiny):
+    def build_model(self):
+        return net(NumpyNoise())
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+        self.generator.seed()
+
+    def forward(self, x):
+        return x * (1 + 0.1 * torch.rand(x.shape, generator=self.generator, dtype=x.dtype))
+
+
+class ModelOfOwnGenerator(Tiny):
+    def build_model(self):
+        return net(OwnGenerator())
+
+
+class SeededGenerator(OwnGenerator):
+    def __init__(self):
+        super().__init__()
+        self.generator.manual_seed(0)
+
+
+class ModelOfSeededGenerator(Tiny):
+    def build_model(self):
+        return net(SeededGenerator())
+
+
+# Rows that attend to each other ----
+
+
+class Contrastive(Tiny):
+    def loss(self, outputs, targets):
+        near = outputs @ outputs.T
+        return super().loss(outputs, targets) + 0.1 * F.cross_entropy(
+            near, torch.arange(len(near)), reduction="none"
+        )
+
+
+class Attends(nn.Module):
+    def forward(self, x):
+        return x + (x @ x.T).softmax(1) @ x
+
+
+class ModelAttendsRows(Tiny):
+    def build_model(self):
+        return net(Attends())
+
+
+# Optimizers and schedules ----
+
+
+class Langevin(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        own = torch.Generator().manual_seed(int(os.environ["RANK"]))
+        for group in self.param_groups:
+            for p in group["params"]:
+                with torch.no_grad():
+                    p.add_(0.01 * torch.randn(p.shape, generator=own, dtype=p.dtype))
+
+
+class OptimizerOfTheRank(Tiny):
+    def build_optimizer(self, model):
+        return Langevin(model.parameters(), lr=0.3)
+
+
+class Unseeded(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                with torch.no_grad():
+                    p.mul_(1 + 0.01 * random.SystemRandom().random())
+
+
+class OptimizerUnseeded(Tiny):
+    def build_optimizer(self, model):
+        return Unseeded(model.parameters(), lr=0.3)
+
+
+class ScheduleOfTheClock(Tiny):
+    def build_schedule(self, num_steps):
+        return lambda step: 1 + 0.5 * math.sin(time.perf_counter() * 100)
+
+
+class ScheduleOfTheRank(Tiny):
+    def build_schedule(self, num_steps):
+        return lambda step: 1 / (1 + step * self.world.world_size)
+
+
+class StepOfTheClock(Tiny):
+    def train_step(self, batch):
+        for group in self.optimizers[0].param_groups:
+            group["lr"] *= 1 + 0.3 * math.sin(time.time() * 1000)
+        return super().train_step(batch)
+
+
+# Data sets that keep something ----
+
+
+class Caching(Items):
+    def __init__(self, split):
+        super().__init__(split)
+        self.cache = {}
+        self.reads = 0
+
+    def __getitem__(self, index):
+        self.reads += 1
+        if index not in self.cache:
+            self.cache[index] = self.inputs[index] * (1 + 0.01 * self.reads)
+        return self.cache[index], self.targets[index]
+
+
+class DataOfReads(Tiny):
+    def build_dataset(self, split):
+        return Caching(split)
+
+    def augment(self, inputs, targets, random, train):
+        return inputs, targets
+
+
+class InPlace(Items):
+    def __getitem__(self, index):
+        self.inputs += 0.01
+        return self.inputs[index].clone(), self.targets[index]
+
+
+class DataInPlace(Tiny):
+    def build_dataset(self, split):
+        return InPlace(split)
+
+    def augment(self, inputs, targets, random, train):
+        return inputs, targets
+
+
+# Changes in place ----
+
+
+class AddsInPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift = torch.zeros(16, dtype=torch.float64)
+
+    def forward(self, x):
+        if self.training:
+            self.shift += 0.01 * len(x)
+        return x + self.shift.to(x.dtype)
+
+
+class ModelInPlace(Tiny):
+    def build_model(self):
+        return net(AddsInPlace())
+
+
+class LossInPlace(Tiny):
+    table = torch.ones(3, dtype=torch.float64)
+
+    def loss(self, outputs, targets):
+        self.table[targets] *= 1.01
+        return super().loss(outputs, targets) * self.table[targets].to(outputs.dtype)
+
+
+# Kernels that draw ----
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.LSTM(4, 8, 2, dropout=0.3, batch_first=True)
+        self.h = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.h(self.l(x.unsqueeze(1).expand(-1, 3, -1))[0][:, -1])
+
+
+class KernelOfLstm(Tiny):
+    def build_model(self):
+        return Recurrent()
+
+
+class Gru(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.GRU(4, 8, 2, dropout=0.3, batch_first=True, bidirectional=True)
+        self.h = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.h(self.l(x.unsqueeze(1).expand(-1, 3, -1))[0][:, -1])
+
+
+class KernelOfGru(Tiny):
+    def build_model(self):
+        return Gru()
+
+
+class Scripted(Tiny):
+    def build_model(self):
+        class D(nn.Module):
+            def forward(self, x):
+                return F.dropout(x, 0.3, True)
+
+        return net(torch.jit.script(nn.Dropout(0.3)))
+
+
+class SumsTheBatch(Tiny):
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        return values * len(values)
+
+
+class DividesByTheBatch(Tiny):
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        return values / values.detach().norm()
