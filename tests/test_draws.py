@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import check_parity, fit_on
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -177,6 +178,16 @@ def test_own_generator_and_torchs_dropout_are_left_alone():
             draws.begin(0, 0, torch.arange(4))
             assert torch.equal(model(x), expected)
     assert Draws(0, CPU, False).is_known("loss"), "run.dropout=torch rehearses nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of dynamo, where it breaks its graphs
+@pytest.mark.parametrize("more", [[], ["data.micro_batch=8"]], ids=str)
+def test_compiled_model_draws_the_same(more, tmp_path):
+    words = [*("task=tiny", "task.options.dropout=0.2", "task.options.norm=true"), "optim.lr=0.3"]
+    words += ["data.global_batch=24", "run.norm_rows=4", "experiment=parity"]
+    plain = fit_on(1, tmp_path / "plain", *words)
+    check_parity(plain, fit_on(1, tmp_path / "compiled", *words, "run.compile=true", *more))
 
 
 # Statistics ---------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ KINDS = {
     "1d with length": (nn.BatchNorm1d, (5, 7), torch.contiguous_format),
     "2d": (nn.BatchNorm2d, (5, 4, 6), torch.contiguous_format),
     "2d channels_last": (nn.BatchNorm2d, (5, 4, 6), torch.channels_last),
-    "2d large": (nn.BatchNorm2d, (16, 32, 24), torch.channels_last),
+    "2d large": (nn.BatchNorm2d, (16, 32, 32), torch.channels_last),
     "3d": (nn.BatchNorm3d, (5, 2, 3, 4), torch.contiguous_format),
     "3d channels_last": (nn.BatchNorm3d, (5, 2, 3, 4), torch.channels_last_3d),
 }

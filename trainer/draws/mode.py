@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from trainer.data.randomness import key_of, seed_layers, splitmix
-from trainer.draws.rowwise import HANDLERS, Numbers, reopened
+from trainer.draws.rowwise import HANDLERS, REOPENED, Numbers
 
 _STEP = 0x1E3779B97F4A7C15  # odd: the counters of a row walk through all of 2**64
 Sizes = tuple[int, ...]
@@ -131,7 +131,7 @@ class Draws(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        opened = reopened(func)
+        opened = REOPENED.get(func)
         if opened is not None:  # it draws inside, or runs a recomputation
             with self:
                 return opened(*args, **kwargs)

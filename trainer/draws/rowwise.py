@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -290,23 +290,21 @@ HANDLERS |= dict.fromkeys(
     (*RECURRENT, F.fractional_max_pool2d, F.fractional_max_pool3d), _by_micro_batch
 )
 
-# Written in Python around draws, or around a recomputation that draws again.
-_AROUND = {
-    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
-    *(F.rrelu, F.gumbel_softmax, F.multi_head_attention_forward),
-    *(torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward),
-}
 _ASKED = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
-@cache
-def _reopen(func: FunctionType) -> Any:
+def _reopen(func: FunctionType) -> Handler:
     """A copy of a torch function that does not hand itself over to a mode."""
     globals_ = {**func.__globals__, **dict.fromkeys(_ASKED, lambda *_: False)}
     made = FunctionType(func.__code__, globals_, func.__name__, func.__defaults__, func.__closure__)
     return partial(made, **(func.__kwdefaults__ or {}))
 
 
-def reopened(func: Any) -> Any:
-    """For a function of torch that draws inside: one whose inner calls a mode sees. Else None."""
-    return _reopen(func) if func in _AROUND else None
+# Written in Python around draws, or around a recomputation that draws again: a mode sees what
+# their copies call.
+_AROUND: Any = (
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(F.rrelu, F.gumbel_softmax, F.multi_head_attention_forward),
+    *(torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward),
+)
+REOPENED: dict[Any, Handler] = {func: _reopen(func) for func in _AROUND}

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainer.data.batches import count_rows
 from trainer.errors import ConfigError
 
-SMALL = 2**14  # numbers in a group; above, a CPU copies it for longer than it calls a kernel
+SMALL = 2**15  # numbers in a group; above, a CPU copies it for longer than it calls a kernel
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
