@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -154,6 +155,68 @@ def test_kernel_that_draws_by_itself_is_named_and_keyed_by_the_micro_batch():
     assert not draw(without, x, [ROWS])[2].kernels
 
 
+def test_layers_that_draw_by_themselves_have_masks_of_their_own():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(8, 8, 2, dropout=0.5, batch_first=True).double()
+
+        def forward(self, x):
+            return torch.stack([self.lstm(x)[0], self.lstm(x)[0]], 1)
+
+    outputs, _, _ = draw(Two(), torch.ones(ROWS, 6, 8, dtype=torch.float64), [ROWS])
+    assert not torch.equal(outputs[:, 0], outputs[:, 1])
+
+
+@pytest.mark.parametrize("length", [8, 16, 24])
+def test_axis_of_the_rows_is_found_where_another_one_fits(length):
+    """Attention weights have heads x rows first, what follows has the sequence first."""
+    layer = nn.TransformerEncoderLayer(8, 4, 16, dropout=0.3)
+    layer.self_attn.forward = partial(layer.self_attn.forward)  # no fast path
+    weights = nn.MultiheadAttention(8, 4, dropout=0.3)
+
+    def compute(layer, x):
+        x = layer(x.transpose(0, 1))
+        return F.dropout(weights(x, x, x)[0], 0.3).transpose(0, 1)
+
+    torch.manual_seed(0)
+    weights.double()
+    model = Model(layer, compute).train()
+    x = torch.randn(ROWS, length, 8, dtype=torch.float64)
+    whole = draw(model, x, [ROWS])[0]
+    for cuts in ([4, 4, 4], [2] * 6, [6, 6]):
+        torch.testing.assert_close(draw(model, x, cuts)[0], whole, rtol=1e-10, atol=1e-10)
+
+
+def test_what_one_update_draws_is_no_rule_for_another():
+    draws = Draws(3, CPU, True)
+    x = torch.ones(4, 8)
+    draws.rehearse("loss", lambda x, _: torch.rand_like(x), (x, x))
+    draws.rehearse("critic", lambda x, _: torch.rand(4, 8), (x, x))
+
+    def drawn_by(name):
+        with draws.update(name):
+            draws.begin(0, 0, torch.arange(4))
+            return torch.rand(4, 8)
+
+    with draws.update("critic"):
+        draws.begin(0, 0, torch.arange(4, 8))
+        other = torch.rand(4, 8)
+    assert torch.equal(drawn_by("critic"), other), "a draw without rows is one for all rows"
+    with draws.update("loss"):
+        draws.begin(0, 0, torch.arange(4, 8))
+        assert not torch.equal(drawn_by("loss"), torch.rand(4, 8))
+
+
+def test_numbers_that_a_foreign_function_draws_change_nothing_after_it():
+    def compute(h):
+        torch.empty(len(h), 3).fill_(0).log_normal_(generator=torch.default_generator)
+        return F.dropout(h, 0.5)
+
+    model, x = linear(compute), torch.ones(ROWS, 8, dtype=torch.float64)
+    torch.testing.assert_close(draw(model, x, [5, 7])[0], draw(model, x, [ROWS])[0])
+
+
 def test_what_draws_nothing_is_not_entered():
     model = linear(torch.tanh)
     draws = Draws(0, CPU, True)
@@ -242,8 +305,18 @@ def test_noise_has_its_distribution():
     exponential = drawn(lambda x: torch.empty_like(x).exponential_(4.0)).double()
     assert abs(exponential.mean() - 0.25) < 0.005
     assert exponential.min() >= 0
-    whole = drawn(lambda x: torch.randint_like(x, 3, 7))
-    assert torch.equal(whole.unique(), torch.arange(3.0, 7))
+    half = drawn(lambda x: torch.empty_like(x, dtype=torch.bfloat16).exponential_())
+    assert half.min() > 0, "a user takes its logarithm"
+    for whole in (
+        lambda x: torch.randint_like(x, 3, 7),
+        lambda x: torch.randint(3, 7, x.shape),
+        lambda x: torch.randint(3, high=7, size=x.shape),
+        lambda x: torch.randint(low=3, high=7, size=x.shape),
+    ):
+        assert torch.equal(drawn(whole).unique().double(), torch.arange(3.0, 7).double())
+    assert torch.equal(drawn(lambda x: torch.randint(4, x.shape)).unique(), torch.arange(4))
+    spread = drawn(lambda x: torch.empty_like(x).uniform_(2, to=5))
+    assert 2 <= spread.min() < 2.001 and 4.999 < spread.max() < 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

@@ -7,6 +7,8 @@ import pytest
 import torch
 from harness import CONF, ended, fit_on, free_port, launch, newest, wait_for
 from harness.launch import kill_with_descendants
+from tiny import Tiny
+from torch import nn
 
 from trainer.data.order import BatchPlan, split
 from trainer.strategy.tree import Node, Tree, nodes_of
@@ -154,6 +156,27 @@ def test_what_has_no_fixed_order_is_refused(words, line, command):
     code, _, err = command("--config-dir", CONF, "task=tiny", "strategy=exact", *words)
     assert code == 2
     assert f"error: {line}" in err.splitlines()
+
+
+class Strided(Tiny):
+    """Weights that are part of a larger tensor, and a layer that is never used."""
+
+    def build_model(self):
+        model = super().build_model()
+        whole = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+        model[0].weight = nn.Parameter(whole[:, :4])
+        model[0].unused = nn.Linear(2, 2)
+        return model
+
+
+def test_parameters_may_be_strided_or_unused(references, tmp_path):
+    words = ["task=tiny", "strategy=exact", "optim=adamw", "strategy.precision=fp32"]
+    words += ["strategy.find_unused_parameters=true", "data.micro_batch=2"]
+    runs = [fit_on(ranks, tmp_path / str(ranks), *words, task=Strided) for ranks in (1, 3)]
+    check_same_bits(*runs)
+    plain = fit_on(1, tmp_path / "plain", *words[:1], *words[2:4], task=Strided)
+    for name, tensor in plain["weights"].items():
+        torch.testing.assert_close(runs[0]["weights"][name], tensor, msg=name)
 
 
 def test_too_many_ranks_are_refused(command):

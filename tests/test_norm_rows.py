@@ -60,6 +60,22 @@ def test_each_group_is_normalised_as_torch_does(kind, options):
     torch.testing.assert_close(ours(x), plain.eval()(x))
 
 
+class WithReLU(nn.BatchNorm2d):
+    def forward(self, input):
+        return super().forward(input).relu()
+
+
+def test_layers_stay_what_they_are_and_others_are_refused():
+    model = nn.Sequential(nn.BatchNorm1d(5), nn.BatchNorm2d(5), nn.BatchNorm3d(5))
+    normalize_groups(model, 2)
+    for layer, kind in zip(model, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), strict=True):
+        assert isinstance(layer, kind)
+    with pytest.raises(
+        ConfigError, match=r"run\.norm_rows=2: 0 is a WithReLU; use nn\.BatchNorm2d"
+    ):
+        normalize_groups(nn.Sequential(WithReLU(5)), 2)
+
+
 def test_layer_that_is_called_twice_counts_twice_and_parts_of_examples_are_theirs():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5)).double()

@@ -79,10 +79,12 @@ def _on_one_process(config: Config, directory: Path, step: int, scratch: str) ->
     """The run's configuration from the checkpoint before a step, on one process."""
     resume = _find_newest_before(directory, step)
     micro_batch = _find_micro_batch(directory, config)
+    is_fixed = find_strategy(config.strategy.name).cut(config).is_fixed
+    name = config.strategy.name if is_fixed else "single"
     return replace(
         config,
         run=replace(config.run, resume=resume, name="replay", dir=scratch),
-        strategy=replace(config.strategy, name="single", comm_hook="none"),
+        strategy=replace(config.strategy, name=name, comm_hook="none"),
         data=replace(config.data, micro_batch=micro_batch),
     )
 
@@ -118,7 +120,7 @@ def _find_micro_batch(directory: Path, config: Config) -> int:
     theirs = [piece for rank in range(ranks) for piece in was.micro_batches(rank)]
     if ours != theirs and not (joined < ranks and was.accumulation == 1):
         how = "its micro-batches were cut otherwise than one process can"
-        print(f"{how}: with dropout or BatchNorm losses will differ")
+        print(f"{how}: with BatchNorm, or run.dropout=torch, losses will differ")
     return micro_batch
 
 

@@ -128,7 +128,7 @@ class Setup:
         self._mesh = Mesh.replicated(world)
         seed = config.run.seed
         methods = (task.split_batch, task.augment, to_model)
-        draws = Draws(seed, world.device, config.run.dropout == "example")
+        draws = Draws(seed, world.device, kind.draws_by_example(config, world))
         self._prepare = Preparation(*methods, seed, world.device, draws)
         ranks.heartbeat.enter(Phase.BUILD)
         with ranks.group.agreed("building data and model"):

@@ -263,6 +263,6 @@ class EvalBatches:
     def __iter__(self) -> Iterator[tuple[Any, Any, int]]:
         """(inputs, targets, number of rows that are no padding); padding comes last."""
         pairs = zip(self._loader, self._shard.rows(), strict=False)
-        for number, (piece, rows) in enumerate(pairs, 1):
+        for number, (piece, rows) in enumerate(pairs, self._shard.first):
             inputs, targets = self._prepare(piece, "eval", 0, -1, number)
             yield inputs, targets, rows

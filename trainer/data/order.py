@@ -229,6 +229,7 @@ class ShardSampler(IndexSampler):
             each = -(-length // micro_batch)
             length = each * micro_batch
             self.leaves = Leaves(rank * each, each, ranks * each)
+        self.first = rank * -(-length // micro_batch)  # the number of its first micro-batch
         self._num_examples = num_examples
         self._micro_batch = micro_batch
         self._start = rank * length

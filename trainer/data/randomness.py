@@ -95,7 +95,7 @@ class Random:
         return (radius * torch.cos(pair[:, 1] * (2 * math.pi * 2.0**-32))).to(torch.float32)
 
 
-def _mixed(*parts: int) -> int:
+def mixed(*parts: int) -> int:
     """63 bits from integers, by splitmix64's finalizer: about 1 us, a hash over text takes 3."""
     state = 0
     for part in parts:
@@ -125,7 +125,7 @@ def seed_layers(seed: int, step: int, number: int, device: torch.device) -> None
 
     They are seeded directly in 1 us: torch.manual_seed visits every accelerator in 75 us.
     """
-    value = _mixed(seed, step, number)
+    value = mixed(seed, step, number)
     for generator in _generators(device):
         generator.manual_seed(value)
 
@@ -155,7 +155,7 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 
 def seed_example(seed: int, epoch: int, index: int) -> None:
     """Seed `random`, `torch` and, if it is in use, `numpy` for one example of a dataset."""
-    value = _mixed(seed, epoch, index)
+    value = mixed(seed, epoch, index)
     random.seed(value)
     torch.default_generator.manual_seed(value)
     if (numpy := sys.modules.get("numpy")) is not None:

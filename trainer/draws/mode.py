@@ -1,26 +1,28 @@
 """The mode in which forward and loss draw as a function of the example (law 11).
 
 Each row's numbers have a key of their own: (seed, step, update, number of the call, example). They
-depend neither on the rank nor on the size of the micro-batch. The number of the call is a number
-from torch's own generator, which is seeded alike for every micro-batch of an update:
-torch.utils.checkpoint puts the generator back, so that a recomputation draws the same masks.
+depend neither on the rank nor on the size of the micro-batch. The number of the call is the seed of
+torch's own generator, which begins alike in every micro-batch of an update: torch.utils.checkpoint
+puts the generator back, so that a recomputation draws the same masks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import eq
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from trainer.data.randomness import key_of, seed_layers, splitmix
+from trainer.data.randomness import key_of, mixed, seed_layers, splitmix
 from trainer.draws.rowwise import HANDLERS, REOPENED, Numbers
 
 _STEP = 0x1E3779B97F4A7C15  # odd: the counters of a row walk through all of 2**64
 Sizes = tuple[int, ...]
+Grown = tuple[str, str, "Place", Sizes]  # update, name, place, the other sizes
 Place = tuple[int, int]  # the axis of the rows in what is drawn, and how many parts each row has
 
 
@@ -43,10 +45,11 @@ class Draws(TorchFunctionMode):
         self._indices = torch.empty(0, dtype=torch.int64)
         self._begun = (0, 0, self._indices)
         self._keys: dict[torch.device, torch.Tensor] = {}
-        self._counters: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._counters: dict[torch.device, torch.Tensor] = {}
+        self._places: dict[tuple[str, str, Sizes, int], Place | None] = {}
         self._noted: list[tuple[str, Sizes]] | None = None  # while it rehearses
-        self._fixed: set[tuple[str, Sizes]] = set()
-        self._grown: set[tuple[str, int, Place]] = set()
+        self._fixed: set[tuple[str, str, Sizes]] = set()
+        self._grown: set[Grown] = set()
 
     # Rows ---------------------------------------------------------------------------------------
 
@@ -100,15 +103,19 @@ class Draws(TorchFunctionMode):
         """
         if not self._is_by_example:
             return
+        self._update = name
         try:
             sizes = (2 * unit, 3 * unit)
             two, three = (self._watch(compute, take_rows(batch, rows), rows) for rows in sizes)
+        except torch.OutOfMemoryError:
+            raise
         except Exception:
             self._used[name] = True
             return
+        self._places.clear()  # of what was found before this was known
         self._used[name] = bool(two)
-        self._fixed |= set(two) & set(three)
-        self._grown |= _find_places(two, sizes[0]) & _find_places(three, sizes[1])
+        self._fixed |= {(name, *each) for each in set(two) & set(three)}
+        self._grown |= _find_places(name, two, sizes[0]) & _find_places(name, three, sizes[1])
 
     def _watch(
         self, compute: Callable[[Any, Any], Any], batch: Any, rows: int
@@ -144,29 +151,41 @@ class Draws(TorchFunctionMode):
         """Numbers for a draw of these sizes; None where no axis of it is that of the rows."""
         self._note(name, sizes)
         place = self._place(name, sizes)
+        call = self._next_call(device, place is None)
         if place is None:
             return None
-        return Numbers(self, self.call_keys(device), sizes, *place)
+        return Numbers(self, self.row_keys(call, device), sizes, *place)
 
-    def call_keys(self, device: torch.device) -> torch.Tensor:
-        """(rows,) int64: the rows' keys for the next call."""
+    def _next_call(self, device: torch.device, is_shared: bool = False) -> int:
+        """The number of this call: the generator's seed, which changes at each.
+
+        Not its state: what other code draws would depend on the rows, and all after it.
+        """
+        call = torch.default_generator.initial_seed()
+        torch.default_generator.manual_seed(mixed(call, 1))
+        if is_shared and device.type == "cuda":
+            torch.cuda.default_generators[device.index or 0].manual_seed(mixed(call, 1))
+        return call >> 1
+
+    def row_keys(self, call: int, device: torch.device) -> torch.Tensor:
+        """(rows,) int64: the rows' keys for a call."""
         if device not in self._keys:
             self._keys[device] = splitmix(self._indices.to(device) * _STEP + 1)
-        call = int(torch.empty((), dtype=torch.int64).random_())
         return self._keys[device] + call
 
     def counters(self, width: int, device: torch.device) -> torch.Tensor:
         """(width,) int64: a row's key plus these are its counters."""
-        key = (width, device)
-        if key not in self._counters:
-            self._counters[key] = torch.arange(width, device=device) * _STEP
-        return self._counters[key]
+        known = self._counters.get(device)
+        if known is None or len(known) < width:
+            known = torch.arange(width, device=device) * _STEP
+            self._counters[device] = known
+        return known[:width]
 
     def by_micro_batch(self, name: str) -> int:
         """The seed of a call whose kernel draws by itself."""
         self.kernels.add(name)
         self._note(name, ())
-        return key_of(int(torch.empty((), dtype=torch.int64).random_()), self._begun[1])
+        return key_of(self._next_call(torch.device("cpu")), self._begun[1])
 
     def _note(self, name: str, sizes: Sizes) -> None:
         if self._noted is not None:
@@ -185,14 +204,29 @@ class Draws(TorchFunctionMode):
         return remarks
 
     def _place(self, name: str, sizes: Sizes) -> Place | None:
-        if (name, sizes) in self._fixed:
+        """The axis of the rows, by what the rehearsal saw: first a draw of the same other sizes."""
+        key = (self._update, name, sizes, len(self._indices))
+        if key not in self._places:
+            self._places[key] = self._find_place(name, sizes)
+        return self._places[key]
+
+    def _find_place(self, name: str, sizes: Sizes) -> Place | None:
+        if (self._update, name, sizes) in self._fixed:
             return None
         rows = len(self._indices)
-        for axis, size in enumerate(sizes):
-            if (name, len(sizes), (axis, size // rows)) in self._grown and size % rows == 0:
-                return axis, size // rows
-        is_whole = bool(sizes) and sizes[0] > 0 and sizes[0] % rows == 0
-        return (0, sizes[0] // rows) if is_whole else None
+        best = None
+        most = -1
+        for update, known, (axis, parts), others in self._grown:
+            is_alike = (update, known, len(others) + 1) == (self._update, name, len(sizes))
+            if not is_alike or sizes[axis] != parts * rows:
+                continue
+            equal = sum(map(eq, others, sizes[:axis] + sizes[axis + 1 :]))
+            if (equal, -axis) > (most, -best[0] if best else 0):
+                most = equal
+                best = (axis, parts)
+        if best is None and sizes and sizes[0] and sizes[0] % rows == 0:
+            best = (0, sizes[0] // rows)
+        return best
 
 
 def take_rows(batch: Any, rows: int) -> Any:
@@ -204,11 +238,12 @@ def take_rows(batch: Any, rows: int) -> Any:
     return tree_map_only(torch.Tensor, take, batch)
 
 
-def _find_places(noted: list[tuple[str, Sizes]], rows: int) -> set[tuple[str, int, Place]]:
+def _find_places(update: str, noted: list[tuple[str, Sizes]], rows: int) -> set[Grown]:
     """Where the rows may be in each draw that was noted."""
     found = set()
     for name, sizes in noted:
         for axis, size in enumerate(sizes):
             if size and size % rows == 0:
-                found.add((name, len(sizes), (axis, size // rows)))
+                others = sizes[:axis] + sizes[axis + 1 :]
+                found.add((update, name, (axis, size // rows), others))
     return found

@@ -59,9 +59,9 @@ class Numbers:
         return values.movedim(0, self.axis).flatten(self.axis, self.axis + 1)
 
     def kept(self, share: float) -> torch.Tensor:
-        """True with this probability."""
-        limit = min(int(share * 2**32) - 2**31, 2**31 - 1)
-        return self.shaped(self.words() < limit)
+        """True with this probability, to 2**-32."""
+        last = max(int(share * 2**32) - 1, 0) - 2**31
+        return self.shaped(self.words() <= last)
 
     def uniform(self, dtype: torch.dtype) -> torch.Tensor:
         """In [0, 1), with as many binary digits as torch gives this dtype."""
@@ -149,7 +149,9 @@ def _fill(numbers: Numbers, out: torch.Tensor, kind: str, *given: Any) -> torch.
     elif kind == "normal_":
         values = numbers.normal(dtype).mul_(given[1]).add_(given[0])
     elif kind == "exponential_":
-        values = (-numbers.uniform(dtype)).log1p_().div_(-given[0])
+        wide = torch.promote_types(dtype, torch.float32)
+        values = (-numbers.uniform(wide)).log1p_().div_(-given[0])
+        values.clamp_(min=torch.finfo(dtype).tiny)  # never 0, of which a user takes the logarithm
     else:
         values = numbers.uniform(dtype).mul_(given[1] - given[0]).add_(given[0])
     return out.copy_(values)
@@ -159,6 +161,8 @@ def _method(kind: str, **defaults: float) -> Handler:
     """A handler for a method that fills its tensor: `tensor.normal_(mean, std)`."""
 
     def handle(draws: Draws, func: Any, out: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if out.is_complex():
+            return _by_micro_batch(draws, func, out, *args, **kwargs)
         own = kwargs.pop("generator", None)
         numbers = None
         if own is None:
@@ -179,24 +183,29 @@ def _factory(kind: str, *given: Any) -> Handler:
             return func(*args, **kwargs)
         own = {"device": "meta", "requires_grad": False, "pin_memory": False}
         like = func(*args, **{**kwargs, **own})  # draws nothing
+        if like.is_complex():
+            return _by_micro_batch(draws, func, *args, **kwargs)
         source = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
         device = torch.device(kwargs.get("device") or source or torch.get_default_device())
         numbers = draws.numbers(func.__name__, tuple(like.shape), device)
         if numbers is None:
             return func(*args, **kwargs)
-        bounds = given or _bounds(args, **kwargs)
+        bounds = given or _bounds(func, args, kwargs)
         out = _fill(numbers, torch.empty_like(like, device=device), kind, *bounds)
         return out.requires_grad_(kwargs.get("requires_grad", False))
 
     return handle
 
 
-def _bounds(args: Any, low: int = 0, high: int = 0, **_: Any) -> tuple[int, int]:
+def _bounds(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
     """(low, high) of randint([low,] high, size) and randint_like(tensor, [low,] high)."""
-    numbers = [a for a in args if isinstance(a, int)]
-    if len(numbers) == 2:
-        return numbers[0], numbers[1]
-    return low, numbers[0] if numbers else high
+    given = [a for a in args if not isinstance(a, (tuple, list))]
+    if func is torch.randint_like:
+        given = given[1:]
+    low = kwargs.get("low", 0)
+    if "high" in kwargs:
+        return int(given[0] if given else low), int(kwargs["high"])
+    return int(given[0] if len(given) > 1 else low), int(given[-1])
 
 
 def _normal(draws: Draws, func: Any, mean: Any, std: Any = 1.0, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +216,8 @@ def _normal(draws: Draws, func: Any, mean: Any, std: Any = 1.0, *args: Any, **kw
         sizes = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
         numbers = draws.numbers("normal", tuple(sizes), tensors[0].device)
     if numbers is not None:
-        return numbers.normal(tensors[0].dtype).mul_(std).add_(mean)
+        with torch.no_grad():  # its gradients are none: a sample, not a reparametrisation
+            return numbers.normal(tensors[0].dtype).mul_(std).add_(mean)
     if tensors:
         return func(mean, std, *args, **kwargs)
     return _factory("normal_", mean, std)(draws, func, mean, std, *args, **kwargs)
@@ -230,6 +240,8 @@ def _row_by_row(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
     """torch's own function, one row after another, each from a generator of its key."""
     first = args[0]
     numbers = None
+    if func.__name__ == "multinomial" and first.dim() == 1:
+        return _by_micro_batch(draws, func, *args, **kwargs)
     if kwargs.get("generator") is None:
         numbers = draws.numbers(func.__name__, tuple(first.shape), first.device)
     if numbers is None:
@@ -256,8 +268,10 @@ def _by_micro_batch(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
     rate = next((number for number, a in enumerate(args) if isinstance(a, float)), None)
     if func in RECURRENT and rate is not None and not (args[rate] and args[rate + 1]):
         return func(*args, **kwargs)  # no dropout, or no training
-    with seed_generators(args[0].device) as seed:
-        seed(draws.by_micro_batch(func.__name__))
+    number = draws.by_micro_batch(func.__name__)
+    tensors = [a.device for a in args if isinstance(a, torch.Tensor)]
+    with seed_generators(tensors[0] if tensors else torch.get_default_device()) as seed:
+        seed(number)
         return func(*args, **kwargs)
 
 
@@ -273,7 +287,7 @@ HANDLERS: dict[Any, Handler] = {
     torch.bernoulli: _bernoulli,
     torch.Tensor.bernoulli: _bernoulli,
     torch.Tensor.bernoulli_: _method("bernoulli_", p=0.5),
-    torch.Tensor.uniform_: _method("uniform_", low=0, high=1),
+    torch.Tensor.uniform_: _method("uniform_", **{"from": 0, "to": 1}),
     torch.Tensor.normal_: _method("normal_", mean=0, std=1),
     torch.Tensor.exponential_: _method("exponential_", lambd=1),
 }
@@ -287,7 +301,11 @@ for _name in ("multinomial", "cauchy_", "log_normal_", "geometric_", "random_"):
 HANDLERS |= {torch.rrelu: _row_by_row, torch.rrelu_: _row_by_row}
 RECURRENT = {torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu}
 HANDLERS |= dict.fromkeys(
-    (*RECURRENT, F.fractional_max_pool2d, F.fractional_max_pool3d), _by_micro_batch
+    (
+        *(*RECURRENT, F.fractional_max_pool2d, F.fractional_max_pool3d),
+        *(torch.randperm, torch.native_dropout),
+    ),
+    _by_micro_batch,
 )
 
 _ASKED = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")

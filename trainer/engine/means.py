@@ -124,6 +124,9 @@ class Means:
         """(rows, 2), each the sum over all leaves in their order."""
         leaves = self._leaves
         assert leaves is not None
+        if any(len(row) % leaves.count for row in rows):
+            what = "a metric or loss was returned for some micro-batches only"
+            raise ConfigError(f"strategy=exact: {what}; return it always, with weights of 0")
         passes = max(len(row) for row in rows) // leaves.count
         table = torch.zeros(len(rows), passes, leaves.total, 2, dtype=torch.float64)
         for number, row in enumerate(rows):

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
@@ -87,6 +88,11 @@ class Strategy(ABC):
     def cut(cls, config: Config) -> Cut:
         """How a global batch may be cut."""
         return Cut(config.norm_rows or 1, config.data.micro_batch)
+
+    @classmethod
+    def draws_by_example(cls, config: Config, world: World) -> bool:
+        """Does it run the model where a mode of torch is seen?"""
+        return config.run.dropout == "example"
 
     @classmethod
     def set_threads(cls, world: World) -> int:
@@ -217,6 +223,14 @@ class Strategy(ABC):
         for parameter in self._parameters:
             kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
         self._kinds = list(kinds.values())
+
+    def _any_rank(self, flags: list[bool]) -> list[bool]:
+        """True where it is on any rank."""
+        if self.mesh.data_size == 1:
+            return flags
+        agreed = torch.tensor(flags, dtype=torch.uint8, device=self.world.device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        return agreed.bool().tolist()
 
     def _check_reached(self) -> None:
         """Raise ConfigError naming a parameter without a gradient: other ranks may have one."""

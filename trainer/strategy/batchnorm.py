@@ -47,12 +47,12 @@ def normalize_groups(model: nn.Module, rows: int) -> None:
     """
     groups = Groups(rows)
     for name, layer in model.named_modules():
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, PLAIN):
+        if isinstance(layer, _BatchNorm) and type(layer) not in GROUPED:
             given = f"{name} is a {type(layer).__name__}"
             raise ConfigError(f"run.norm_rows={rows}: {given}; use nn.BatchNorm2d")
-        if isinstance(layer, PLAIN):
-            layer.__class__ = GroupBatchNorm  # type: ignore[assignment]
-            layer.groups = groups  # type: ignore[assignment]
+        if type(layer) in GROUPED:
+            layer.__class__ = GROUPED[type(layer)]
+            layer.groups = groups
     model.register_forward_pre_hook(groups.count, with_kwargs=True)
 
 
@@ -144,6 +144,25 @@ class GroupBatchNorm(_BatchNorm):
         )
         self.running_mean.lerp_(means.mean(0), share)
         self.running_var.lerp_(variances.mean(0), share)
+
+
+class GroupBatchNorm1d(GroupBatchNorm, nn.BatchNorm1d):
+    """Still an nn.BatchNorm1d for whoever asks."""
+
+
+class GroupBatchNorm2d(GroupBatchNorm, nn.BatchNorm2d):
+    """Still an nn.BatchNorm2d for whoever asks."""
+
+
+class GroupBatchNorm3d(GroupBatchNorm, nn.BatchNorm3d):
+    """Still an nn.BatchNorm3d for whoever asks."""
+
+
+GROUPED: dict[type, Any] = {
+    nn.BatchNorm1d: GroupBatchNorm1d,
+    nn.BatchNorm2d: GroupBatchNorm2d,
+    nn.BatchNorm3d: GroupBatchNorm3d,
+}
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -137,12 +137,6 @@ class DistributedDataParallel(Strategy):
             switches["device_ids"] = [self.world.device]
         return switches
 
-    def _any_rank(self, flags: list[bool]) -> list[bool]:
-        """True where it is on any rank."""
-        agreed = torch.tensor(flags, dtype=torch.uint8, device=self.world.device)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX)
-        return agreed.bool().tolist()
-
     @torch.no_grad()
     def _unload(self) -> torch.Tensor:
         """Take what rode along out of the ride's gradient, which DDP averaged over the ranks."""

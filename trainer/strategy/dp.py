@@ -27,10 +27,18 @@ class DataParallel(SingleDevice):
             count = f"devices_per_rank={block.devices_per_rank}"
             name = "sync_batchnorm=true" if block.sync_batchnorm else count
             raise ConfigError(f"strategy.{name}: torch's DataParallel cannot; use strategy=ddp")
+        if config.norm_rows is not None and len(world.devices) > 1:
+            why = "torch's DataParallel cuts micro-batches anywhere; give null, or use ddp"
+            raise ConfigError(f"run.norm_rows={config.norm_rows}: {why}")
         if world.world_size > 1:
             started = f"is one process over the GPUs, and {world.world_size} were started"
             raise ConfigError(f"strategy=dp: {started}; use ddp")
         super(SingleDevice, cls).check(config, world)
+
+    @classmethod
+    def draws_by_example(cls, config: Config, world: World) -> bool:
+        """Replicas are threads, in which no mode of torch is seen."""
+        return super().draws_by_example(config, world) and len(world.devices) == 1
 
     @classmethod
     def gpu_numbers(cls, config: Settings, world: World, count: int) -> Sequence[int]:
@@ -42,8 +50,10 @@ class DataParallel(SingleDevice):
             self._wrapped = nn.DataParallel(self.module, list(self.world.devices))
 
     def list_remarks(self, is_resumed: bool) -> list[str]:
-        is_plain = self.world.device.type == "cpu"
-        return ["without a GPU dp is one plain process"] if is_plain else []
+        if self.world.device.type == "cpu":
+            return ["without a GPU dp is one plain process"]
+        is_one = len(self.world.devices) == 1
+        return [] if is_one else ["dp draws dropout by GPU and micro-batch, and not by example"]
 
 
 STRATEGY = DataParallel

@@ -26,8 +26,8 @@ class Exact(Strategy):
     """Gradients, weights of the batch and running statistics, summed in one fixed binary tree.
 
     Its leaves are the run's micro-batches, wherever they are computed. A rank adds up the subtrees
-    that it holds whole; the rest is exchanged in equal parts, added up in the tree's order, and
-    gathered: for a power of two of ranks the bytes of a ring all-reduce. Bit-exact elasticity is
+    that it holds whole; these are exchanged in equal parts, added up in the tree's order, and
+    gathered: with one subtree on each rank the bytes of a ring all-reduce. Bit-exact elasticity is
     the aim of EasyScale (Li et al., SC 2023), which keeps virtual workers for it.
     """
 
@@ -65,6 +65,7 @@ class Exact(Strategy):
     def set_threads(cls, world: World) -> int:
         """One on a CPU, where the number of threads decides in what order a kernel adds."""
         if world.device.type != "cpu":
+            torch.use_deterministic_algorithms(True, warn_only=True)
             return super().set_threads(world)
         torch.set_num_threads(1)
         return 1
@@ -82,7 +83,7 @@ class Exact(Strategy):
     def prepare(self, batch: MicroBatch, objective: Objective) -> None:
         with untouched(self.module) as before:
             self._rehearse(batch, objective)
-            self.statistics.find(self.module, before)
+            self.statistics.find(self.module, before, self._any_rank)
             self._check_reached()
 
     def forward_backward(self, batch: MicroBatches, objective: Objective) -> torch.Tensor:
@@ -107,7 +108,7 @@ class Exact(Strategy):
     def list_remarks(self, is_resumed: bool) -> list[str]:
         assert self.leaves is not None
         number = f"{self.leaves.total} leaves of {self._leaf} rows"
-        same = "same bits on any number of ranks with one kind of device"
+        same = "same bits on any number of ranks"
         threads = ", each with one thread" * (self.world.device.type == "cpu")
         return [f"exact: {number} in one tree, the {same}{threads}"]
 
@@ -117,12 +118,19 @@ class Exact(Strategy):
     def _pack(self, carried: torch.Tensor, statistics: Sequence[torch.Tensor]) -> torch.Tensor:
         """All that is summed over the leaves, in one vector; gradients as they lie in memory."""
         flat = [carried, *(buffer.reshape(-1) for buffer in statistics)]
+        if self.config.find_unused_parameters:
+            reached = [float(p.grad is not None) for p in self._parameters]
+            flat.append(torch.tensor(reached, device=carried.device))
         for parameter in self._parameters:
+            like = torch.empty_like(parameter)  # dense, whatever the parameter is a view of
             gradient = parameter.grad
             if gradient is None:
-                gradient = torch.zeros_like(parameter)
-            elif gradient.stride() != parameter.stride():
-                gradient = torch.empty_like(parameter).copy_(gradient)
+                gradient = like.zero_()
+            elif gradient.is_sparse:
+                why = "sparse gradients have no fixed order of sums; give sparse=False"
+                raise ConfigError(f"strategy=exact: {why}")
+            elif gradient.stride() != like.stride():
+                gradient = like.copy_(gradient)
             flat.append(gradient.as_strided((gradient.numel(),), (1,)))
         dtypes = {tensor.dtype for tensor in flat}
         wide = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -136,11 +144,16 @@ class Exact(Strategy):
             values.append(vector[place : place + buffer.numel()].view_as(buffer))
             place += buffer.numel()
         self.statistics.write(values)
-        for parameter in self._parameters:
-            whole = vector if vector.dtype == parameter.dtype else vector.to(parameter.dtype)
-            parameter.grad = whole.as_strided(parameter.shape, parameter.stride(), place)
+        reached = [1.0] * len(self._parameters)
+        if self.config.find_unused_parameters:
+            reached = vector[place : place + len(reached)].tolist()
+            place += len(reached)
+        for parameter, is_reached in zip(self._parameters, reached, strict=True):
+            part = vector[place : place + parameter.numel()].to(parameter.dtype)
+            strides = torch.empty_like(parameter).stride()
+            parameter.grad = part.as_strided(parameter.shape, strides) if is_reached else None
             place += parameter.numel()
-        return vector[:2]
+        return vector[:2].clone()
 
     def _reduce(self, tree: Tree) -> torch.Tensor:
         """The root of the tree, on every rank."""

@@ -40,7 +40,8 @@ class RunningStatistics:
         flags = agree([id(buffer) in here for buffer in buffers])
         changed = [buffer for buffer, is_changed in zip(buffers, flags, strict=True) if is_changed]
         self.buffers = [buffer for buffer in changed if buffer.is_floating_point()]
-        self._counters = [buffer for buffer in changed if not buffer.is_floating_point()]
+        counted = [b for name, b in model.named_buffers() if name.endswith("num_batches_tracked")]
+        self._counters = [buffer for buffer in counted if any(buffer is each for each in changed)]
 
     def begin(self) -> None:
         """Begin a step."""

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     is_resume = RESUME in arguments
     is_bits = BITS in arguments
     if is_resume and is_bits:
-        raise ConfigError(f"{BITS}: is for layouts; leave out {RESUME}, or give strategy=exact")
+        raise ConfigError(f"{BITS}: is for layouts; leave out {RESUME}")
     plain = [word for word in arguments if word not in (RESUME, BITS)]
     words, config_dirs = split_arguments([*plain, "strategy.name=exact"] if is_bits else plain)
     own, overrides = _divide(words, is_resume)
@@ -62,9 +62,9 @@ def main(arguments: Sequence[str]) -> int:
             seed = _whole_number(own, "seed", 0, least=0)
             findings = prove_resume(stage, kills, seed)
         else:
-            rows = find_strategy(config.strategy.name).cut(config).unit
-            units = config.data.global_batch // rows
-            layouts = choose_layouts(own.get("layouts"), units, rows, is_bits)
+            cut = find_strategy(config.strategy.name).cut(config)
+            units = config.data.global_batch // cut.unit
+            layouts = choose_layouts(own.get("layouts"), units, cut)
             findings = prove_layouts(stage, layouts, is_bits)
     show(findings, steps)
     return int(any(finding.is_bad for finding in findings))

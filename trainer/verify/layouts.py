@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from trainer.data.order import Cut
 from trainer.errors import ConfigError
 from trainer.verify.comparison import (
     DIFFERENT,
@@ -41,16 +42,16 @@ ONE_CUT = ("ranks-2", "ranks-3", "ranks-4", "workers")  # they leave the micro-b
 LAYOUTS = {layout.name: layout for layout in _ALL}
 
 
-def choose_layouts(names: str | None, units: int, rows: int, is_bits: bool = False) -> list[Layout]:
+def choose_layouts(names: str | None, units: int, cut: Cut) -> list[Layout]:
     """The layouts of a word `layouts=<names>`; without one, all that the global batch allows.
 
-    It has so many units of so many rows. For equal bits those that cut no other micro-batches.
+    It has so many units of rows. With micro-batches of a fixed size, those that cut no others.
     """
-    half = rows * -(-units // 2)
+    half = cut.unit * -(-units // 2)
     if names is None:
-        chosen = [_parse(name) for name in (ONE_CUT if is_bits else LAYOUTS)]
+        chosen = [_parse(name) for name in (ONE_CUT if cut.is_fixed else LAYOUTS)]
         chosen = [layout for layout in chosen if layout.ranks <= units]
-        if half == rows:
+        if half == cut.unit:
             chosen = [layout for layout in chosen if layout.name != "accumulation"]
     else:
         unique = dict.fromkeys(name for name in names.strip("[]").split(",") if name)
@@ -58,8 +59,8 @@ def choose_layouts(names: str | None, units: int, rows: int, is_bits: bool = Fal
     if not chosen:
         advice = f"give some of {', '.join(LAYOUTS)}, ranks-<n>"
         raise ConfigError(f"layouts={names}: names none; {advice}")
-    if is_bits and any(len(layout.overrides) == 1 for layout in chosen):
-        raise ConfigError(f"layouts={names}: --bits takes workers, ranks-<n>")
+    if cut.is_fixed and any(len(layout.overrides) == 1 for layout in chosen):
+        raise ConfigError(f"layouts={names}: strategy=exact takes workers, ranks-<n>")
     return [
         replace(layout, overrides=tuple(word.format(half=half) for word in layout.overrides))
         for layout in chosen
