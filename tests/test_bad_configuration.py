@@ -182,11 +182,11 @@ BAD = [
     ("optim=sdg task=text", "optim=sdg: must be one of adam, adamw, muon, sgd; did you mean sgd?"),
     (
         "task=cifar strategy=dpp",
-        "strategy=dpp: must be one of ddp, ddp_syncbn_amp, dp, single; did you mean dp?",
+        "strategy=dpp: must be one of ddp, ddp_syncbn_amp, dp, exact, single; did you mean dp?",
     ),
     (
         "task=cifar strategy=_common",
-        "strategy=_common: must be one of ddp, ddp_syncbn_amp, dp, single",
+        "strategy=_common: must be one of ddp, ddp_syncbn_amp, dp, exact, single",
     ),
     ("task=cifar dist=gloo", "dist=gloo: must be one of auto"),
     ("task=cifar launch=slurm", "launch=slurm: must be one of elastic, inline, spawn"),
@@ -243,7 +243,7 @@ BAD = [
     ("task=cifar data.path=ram", "data.path=ram: must be one of auto, resident, streamed"),
     (
         "task=cifar strategy.name=fsdp",
-        "strategy.name=fsdp: must be one of ddp, ddp_syncbn_amp, dp, single",
+        "strategy.name=fsdp: must be one of ddp, ddp_syncbn_amp, dp, exact, single",
     ),
     (
         "task=cifar strategy.precision=fp31",

@@ -112,7 +112,7 @@ def test_help_lists_groups_and_settings(command):
     assert done.returncode == 0
     for word in (
         "cifar, text",
-        "ddp, ddp_syncbn_amp, dp, single",
+        "ddp, ddp_syncbn_amp, dp, exact, single",
         "data.global_batch",
         "run.resume",
         "torchrun --nproc_per_node=2",

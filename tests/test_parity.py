@@ -27,6 +27,7 @@ CIFAR = [
         "task.options.data=bundled",
         "task.options.norm=none",
         "task.options.widths=[8,16,16]",
+        "run.norm_rows=null",
     ),
     *(
         "task.options.label_smoothing=0",

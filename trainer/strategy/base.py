@@ -81,7 +81,7 @@ class Strategy(ABC):
             why = "is for strategy=dp; other strategies take what CUDA_VISIBLE_DEVICES shows"
             raise ConfigError(f"strategy.device_ids: {why}")
         if block.comm_hook != "none" and not cls.takes_comm_hook:
-            why = f"strategy={block.name} takes none; use ddp"
+            why = f"strategy={block.name} reduces no gradients; use ddp"
             raise ConfigError(f"strategy.comm_hook={block.comm_hook}: {why}")
 
     @classmethod

@@ -41,8 +41,11 @@ class Exact(Strategy):
 
     @classmethod
     def check(cls, config: Config, world: World) -> None:
-        super().check(config, world)
         block = config.strategy
+        if block.comm_hook != "none":
+            why = "strategy=exact sums in an order of its own; use ddp"
+            raise ConfigError(f"strategy.comm_hook={block.comm_hook}: {why}")
+        super().check(config, world)
         rows = cls.cut(config).unit
         whole = config.data.global_batch
         if block.sync_batchnorm:
