@@ -81,6 +81,19 @@ FLAT = {
 DEEP = {
     "MultiheadAttention": attention,
     "MultiheadAttention without weights": lambda: attention(need_weights=False),
+    "attention with learned queries": lambda: linear(
+        lambda h: F.scaled_dot_product_attention(
+            torch.ones(1, 2, 8, dtype=h.dtype), h, h, dropout_p=0.3
+        )
+    ),
+    "attention with groups of heads": lambda: linear(
+        lambda h: F.scaled_dot_product_attention(
+            h.unflatten(2, (4, 2)).transpose(1, 2),
+            *[h[..., :4].unflatten(2, (2, 2)).transpose(1, 2)] * 2,
+            dropout_p=0.3,
+            enable_gqa=True,
+        )
+    ),
     "sequence first": lambda: Model(
         nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3),
         lambda layer, x: layer(x.transpose(0, 1)).transpose(0, 1),

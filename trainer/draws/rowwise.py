@@ -125,6 +125,8 @@ def _attention(
 ) -> torch.Tensor:
     """scaled_dot_product_attention with dropout: torch's plain one, which takes a mask."""
     sizes = (*query.shape[:-1], key.shape[-2])
+    if len(query) == 1:  # learned queries, for all rows
+        sizes = (len(key), *sizes[1:])
     numbers = draws.numbers("attention", sizes, query.device) if dropout_p else None
     if numbers is None or dropout_p >= 1:
         return func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
