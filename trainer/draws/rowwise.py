@@ -96,7 +96,7 @@ def _dropout(is_feature: bool = False, is_alpha: bool = False) -> Handler:
         sizes = tuple(input.shape)
         if is_feature:
             sizes = (*sizes[:2], *[1] * (len(sizes) - 2))
-        numbers = draws.numbers("dropout", sizes, input.device) if train else None
+        numbers = draws.numbers("dropout", sizes, input.device) if train and p else None
         if numbers is None or not 0 < p < 1 or not input.numel():
             return func(input, p, train)
         mask = numbers.kept(1 - p).to(input.dtype)
