@@ -142,7 +142,7 @@ def test_sweep_is_submitted_by_submitit_as_groups_of_ranks(cluster, tmp_path):
     assert known and set(known) <= set(jobs), (
         twice.stdout
     )  # what is in the queue is not submitted again
-    assert [cluster.wait(job, {"COMPLETED", "FAILED"}, 60) for job in jobs] == ["COMPLETED"] * 2, (
+    assert [cluster.wait(job, {"COMPLETED", "FAILED"}, 180) for job in jobs] == ["COMPLETED"] * 2, (
         done.stdout
     )
     runs = sorted((tmp_path / "tiny").iterdir())
