@@ -117,7 +117,7 @@ def test_bits_are_those_of_one_rank(recipe, precision, ranks, references, tmp_pa
 
 def test_ddp_has_other_bits(references, tmp_path):
     """Else nothing is shown above."""
-    words = [*TEXT, "strategy.precision=fp32", "data.micro_batch=3"]
+    words = [*TINY, "strategy.precision=fp32", "data.micro_batch=3", "log.every_steps=1"]
     one, three = references(*words), fit_on(3, tmp_path, *words)
     differ = [n for n, t in one["weights"].items() if not torch.equal(t, three["weights"][n])]
     assert differ
