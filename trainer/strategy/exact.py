@@ -81,6 +81,7 @@ class Exact(Strategy):
         first, last = parts[self.mesh.data_rank]
         self.leaves = Leaves(first, last - first, total)
         self._nodes = [nodes_of(first, last) for first, last in parts]
+        self._strides: list[tuple[int, ...]] = []
         self._reduce_begun: Callable[[Any], Any] = id
 
     def prepare(self, batch: MicroBatch, objective: Objective) -> None:
@@ -88,6 +89,8 @@ class Exact(Strategy):
             self._rehearse(batch, objective)
             self.statistics.find(self.module, before, self._any_rank)
             self._check_reached()
+        # dense, whatever a parameter is a view of
+        self._strides = [torch.empty_like(parameter).stride() for parameter in self._parameters]
 
     def forward_backward(self, batch: MicroBatches, objective: Objective) -> torch.Tensor:
         assert self.leaves is not None
@@ -111,9 +114,8 @@ class Exact(Strategy):
     def list_remarks(self, is_resumed: bool) -> list[str]:
         assert self.leaves is not None
         number = f"{self.leaves.total} leaves of {self._leaf} rows"
-        same = "same bits on any number of ranks"
         threads = ", each with one thread" * (self.world.device.type == "cpu")
-        return [f"exact: {number} in one tree, the {same}{threads}"]
+        return [f"exact: {number} in one tree, the same bits on any number of ranks{threads}"]
 
     # Vectors ------------------------------------------------------------------------------------
 
@@ -124,16 +126,15 @@ class Exact(Strategy):
         if self.config.find_unused_parameters:
             reached = [float(p.grad is not None) for p in self._parameters]
             flat.append(torch.tensor(reached, device=carried.device))
-        for parameter in self._parameters:
-            like = torch.empty_like(parameter)  # dense, whatever the parameter is a view of
+        for parameter, strides in zip(self._parameters, self._strides, strict=True):
             gradient = parameter.grad
             if gradient is None:
-                gradient = like.zero_()
-            elif gradient.is_sparse:
+                gradient = torch.zeros_like(parameter)
+            if gradient.is_sparse:
                 why = "sparse gradients have no fixed order of sums; give sparse=False"
                 raise ConfigError(f"strategy=exact: {why}")
-            elif gradient.stride() != like.stride():
-                gradient = like.copy_(gradient)
+            if gradient.stride() != strides:
+                gradient = gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)
             flat.append(gradient.as_strided((gradient.numel(),), (1,)))
         dtypes = {tensor.dtype for tensor in flat}
         wide = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -151,10 +152,10 @@ class Exact(Strategy):
         if self.config.find_unused_parameters:
             reached = vector[place : place + len(reached)].tolist()
             place += len(reached)
-        for parameter, is_reached in zip(self._parameters, reached, strict=True):
-            part = vector[place : place + parameter.numel()].to(parameter.dtype)
-            strides = torch.empty_like(parameter).stride()
-            parameter.grad = part.as_strided(parameter.shape, strides) if is_reached else None
+        for number, parameter in enumerate(self._parameters):
+            if reached[number]:
+                part = vector[place : place + parameter.numel()].to(parameter.dtype)
+                parameter.grad = part.as_strided(parameter.shape, self._strides[number])
             place += parameter.numel()
         return vector[:2].clone()
 
