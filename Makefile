@@ -5,26 +5,46 @@ VENV := .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
 ARGS ?=
-# pip finds no newer torch than the pinned one, so no CUDA packages come along on a machine without a GPU
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP_ARGS ?=
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL = $(PIP) install --quiet -c constraints.txt $(PIP_ARGS)
+EXTRAS := metrics,mpi,slurm,optuna
+
+define ABOUT_TORCH
+installing into $(VENV) ...
+On Linux torch's default wheels bring CUDA's libraries: 2.7 GB to download, not needed without an NVIDIA GPU.
+torch's CPU wheel is some 200 MB. See pytorch.org's install selector for its index, and pass the index by
+PIP_EXTRA_INDEX_URL or PIP_ARGS='--extra-index-url <URL>' after make train, text, test or setup (docs/install.md).
+endef
+export ABOUT_TORCH
 
 .PHONY: help setup train text test test-all faults lint format types wheel clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
-setup: $(VENV)/.installed ## make .venv and install, pinned by constraints.txt
+setup: $(VENV)/.installed-dev ## make .venv for development: the package, its extras and tools, pinned by constraints.txt
 
+# The package alone, for training.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV) (torch alone is some 200 MB) ..."
-	@$(INSTALL) -e '.[dev]'
+	@$(PIP) show --quiet torch 2> /dev/null || echo "$$ABOUT_TORCH"
+	@$(INSTALL) -e .
 	@touch $@
 
-train: setup ## train task=cifar on two ranks; ARGS="run.epochs=2 optim.lr=0.1" overrides, RANKS=1 changes the layout
+# The package with what work on it needs: `dev` in pyproject.toml is a dependency group, which pip knows since 25.1.
+$(VENV)/.installed-dev: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) show --quiet torch 2> /dev/null || echo "$$ABOUT_TORCH"
+	@$(BIN)/python -c 'import pip; assert tuple(map(int, pip.__version__.split(".")[:2])) >= (25, 1)' 2> /dev/null \
+		|| $(PIP) install --quiet --upgrade $(PIP_ARGS) 'pip>=25.1'
+	@$(INSTALL) --group dev -e '.[$(EXTRAS)]'
+	@touch $(VENV)/.installed $@
+
+train: $(VENV)/.installed ## train task=cifar on two ranks; ARGS="run.epochs=2 optim.lr=0.1" overrides, RANKS=1 changes the layout
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(RANKS) -m trainer task=cifar $(ARGS)
 
-text: setup ## train task=text on two ranks
+text: $(VENV)/.installed ## train task=text on two ranks
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(RANKS) -m trainer task=text $(ARGS)
 
 test: setup ## the default tests: 4 minutes on two cores

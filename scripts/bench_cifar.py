@@ -1,12 +1,12 @@
-"""Images per second of the CIFAR-10 recipe: Lockstep beside a bare script of the same net.
+"""Measure images per second of the CIFAR-10 recipe: Lockstep and a bare script with the same net.
 
     python scripts/bench_cifar.py [--rounds 3] [--steps 100] [--json FILE]   # the bundled images
     python scripts/bench_cifar.py --epochs 8 --batch 2000 --root data/cifar-10-batches-bin
 
-The two take turns, each in a process of its own, on one rank; medians over the rounds. On a busy
-machine OMP_NUM_THREADS=1 and the CPU time of a step, over all threads, tell more than the speed.
-With --epochs both also evaluate after every epoch: the accuracy they reach, and the seconds to
-94 % from the first step, evaluations included.
+The two take turns, each in a separate process, on one rank; results are medians over the rounds. On
+a busy machine, use OMP_NUM_THREADS=1 and compare the CPU time per step (over all threads), which is
+more reliable than the speed. With --epochs both also evaluate after every epoch and report the
+accuracy that they reach, and the seconds from the first step to 94 %, evaluations included.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WIDTHS, LR, BIAS_LR, HEAD_LR, SMOOTHING, LOSS_BATCH = [64, 256, 256], 0.24, 0.05
 
 
 class Stopwatch:
-    """Called once before the first step and then after every step."""
+    """Timer that is called once before the first step and then after every step."""
 
     def __init__(self, steps: int | None):
         import torch
@@ -77,7 +77,7 @@ class Stopwatch:
 
 
 def bare(given: argparse.Namespace) -> dict[str, float | None]:
-    """The script that one would write by hand, with the net, Muon and files of the task."""
+    """Train with a hand-written script that uses the net, Muon and files of the task."""
     import torch
     import torch.nn.functional as F
 
@@ -106,7 +106,7 @@ def bare(given: argparse.Namespace) -> dict[str, float | None]:
         for dim, lr in ((1, BIAS_LR), (2, HEAD_LR))
     ]
     optimizers = [
-        Muon([p for p in trained if p.dim() == 4], LR, 0.6, 3),
+        Muon([p for p in trained if p.dim() == 4], LR, 0.6, 3, dtype=torch.bfloat16),
         torch.optim.SGD(groups, momentum=0.85, nesterov=True, fused=True),
     ]
     steps_per_epoch = len(train) // given.batch
@@ -174,7 +174,7 @@ def lockstep(given: argparse.Namespace) -> dict[str, float | None]:
     class Timed(Cifar):
         def build_dataset(
             self, split
-        ):  # without --epochs nothing is evaluated, at the end of the run either
+        ):  # without --epochs there is no evaluation, not even at the end of the run
             return super().build_dataset(split) if given.epochs or split == "train" else None
 
         def train_step(self, batch):
@@ -184,7 +184,7 @@ def lockstep(given: argparse.Namespace) -> dict[str, float | None]:
             watch()
             return outcome
 
-        def evaluate(self):  # is not the step's
+        def evaluate(self):  # its time is not part of a step
             watch.pause()
             metrics = super().evaluate()
             watch.resume()
@@ -200,6 +200,8 @@ def lockstep(given: argparse.Namespace) -> dict[str, float | None]:
         f"data.global_batch={given.batch}",
         f"log.every_steps={LOG_EVERY}",
         f"run.seed={given.seed}",
+        "strategy.precision=amp_bf16",
+        "eval.every_epochs=1",
     ]
     words += ["checkpoint.every_epochs=null", "checkpoint.keep_best=0"]
     words += [f"run.epochs={given.epochs}"] if given.epochs else [f"run.steps={WARM + given.steps}"]
@@ -227,7 +229,7 @@ def compare(given: argparse.Namespace, words: list[str]) -> dict:
         names = ["bare", "lockstep"] if number % 2 == 0 else ["lockstep", "bare"]
         turn = {name: measure(name, words, number) for name in names}
         if turn["bare"]["threads"] != turn["lockstep"]["threads"]:
-            raise SystemExit(f"not the same number of threads: {turn}")
+            raise SystemExit(f"the numbers of threads differ: {turn}")
         taken.append(turn)
         print(f"round {number + 1}: {json.dumps(turn)}", flush=True)
     ratio = statistics.median(
@@ -241,20 +243,20 @@ def compare(given: argparse.Namespace, words: list[str]) -> dict:
             found[key] = None if None in values else type(values[0])(statistics.median(values))
         result[name] = found
         line = f"{name:<9}{found['images_per_s']:10,.1f} images/s on {found['threads']} threads, "
-        line += f"{found['cpu_ms_per_step']:8,.1f} ms of CPU time a step"
+        line += f"{found['cpu_ms_per_step']:8,.1f} ms of CPU time per step"
         if "accuracy" in found:
             goal = (
                 f"{found['to_goal_s']:.1f} s"
                 if found["to_goal_s"]
-                else "not reached in every round"
+                else "- (not reached in every round)"
             )
-            line += f"   {found['accuracy']:.2%} after {found['seconds']:.1f} s   94 %: {goal}"
+            line += f"   {found['accuracy']:.2%} after {found['seconds']:.1f} s, 94 % after {goal}"
         print(line)
     cpu = statistics.median(
         turn["lockstep"]["cpu_ms_per_step"] / turn["bare"]["cpu_ms_per_step"] for turn in taken
     )
     result["cpu ratio"] = cpu
-    print(f"Lockstep's images/s are x{ratio:.3f} the bare script's, its CPU time a step x{cpu:.3f}")
+    print(f"Lockstep / bare script: images/s x{ratio:.3f}, CPU time per step x{cpu:.3f}")
     return result
 
 
@@ -266,9 +268,9 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=100, help=f"steps measured after {WARM} to warm up"
     )
-    parser.add_argument("--epochs", type=int, help="train this long instead, and evaluate")
+    parser.add_argument("--epochs", type=int, help="train so many epochs instead, and evaluate")
     parser.add_argument("--batch", type=int, default=250)
-    parser.add_argument("--root", help="folder of the full CIFAR-10; without it the bundled images")
+    parser.add_argument("--root", help="folder of the full CIFAR-10; default: bundled images")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--as", dest="name", choices=("bare", "lockstep"), help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)

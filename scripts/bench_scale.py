@@ -1,15 +1,14 @@
-"""What grows with the number of ranks: seconds against N, and the exponent of the growth.
+"""Measure the costs that grow with the number of ranks: time for N ranks, and the growth exponent.
 
     python scripts/bench_scale.py [--ranks 16 64 256 1024] [--real 2 4 8 16] [--rounds 3]
         [--json FILE]
 
 Each operation runs on N simulated ranks: threads of this process, each with its own connection to
-a real TCPStore, do what one rank does with Lockstep's own code; what one rank computes alone
-(plans, digests, sums, ranges) is timed as it is. All threads share this process's interpreter, so
-times are those of N ranks' work one after another; beside them stands rank 0's own processor time,
-in microseconds for each rank. The exponent is that of the last step: 1 is linear in N, 2 is
-quadratic. What needs collectives runs on real ranks over gloo, beside a bare all-reduce of as many
-numbers.
+a real TCPStore, that run Lockstep's own code. Work of a single rank (plans, digests, sums, ranges)
+is timed directly. All threads share one interpreter, so the times are those of the work of N ranks
+one after another. The next column is the CPU time of rank 0, in microseconds per rank. The exponent
+is that between the two largest N: 1 is linear in N, 2 is quadratic. Operations that need
+collectives run on real ranks over gloo, next to a bare all-reduce of the same number of values.
 """
 
 from __future__ import annotations
@@ -48,6 +47,8 @@ from trainer.distributed.group import Group, process_group
 from trainer.distributed.watch.watcher import name_ranks
 from trainer.engine.diagnosis import check_drift
 from trainer.engine.means import Means
+from trainer.strategy.mesh import Mesh
+from trainer.strategy.shards import Shard
 
 MOST = 1024  # ranks
 numbers = itertools.count()
@@ -55,7 +56,7 @@ CPU = torch.device("cpu")
 TEXT = "a fact of a rank, " * 100  # 1.8 KB
 
 
-Times = tuple[float, float]  # seconds until the last rank is through; of rank 0's own work
+Times = tuple[float, float]  # seconds until the last rank has finished; seconds of rank 0's work
 
 
 def on_threads(size: int, body: Callable[[int], object]) -> Times:
@@ -90,9 +91,9 @@ def on_threads(size: int, body: Callable[[int], object]) -> Times:
 
 @functools.cache
 def connect(size: int) -> list[dist.Store]:
-    """A store per rank: rank 0's serves, the others are clients of it.
+    """Return a store per rank: that of rank 0 is the server, the others are its clients.
 
-    Connected once: torch looks up the name of each client, which may take seconds.
+    They connect only once: torch looks up the name of each client, which may take seconds.
     """
     timeout = timedelta(seconds=120)
     place = ("127.0.0.1", free_port(), None)
@@ -103,8 +104,9 @@ def connect(size: int) -> list[dist.Store]:
     return [served, *others]
 
 
-def roll_call(size: int) -> Times:
-    """Meeting, once connected: every rank says hello and is answered."""
+def startup_exchange(size: int) -> Times:
+    """Time the startup exchange over open connections: each rank sends a message and receives a
+    reply."""
     words = ["task=cifar", "dist.init=tcp", "dist.address=127.0.0.1:1", "dist.timeout_s=300"]
     config = load_config(words).dist
     stores = connect(MOST)
@@ -119,7 +121,7 @@ def roll_call(size: int) -> Times:
 
 
 def with_groups(call: Callable[[Group], object]) -> Callable[[int], Times]:
-    """`call(group)` on every rank, before there are collectives."""
+    """Return an operation that times `call(group)` on every rank, before there are collectives."""
 
     def operation(size: int) -> Times:
         name = str(next(numbers))
@@ -138,7 +140,7 @@ def timed(body: Callable[[], object]) -> Times:
 
 
 def batch_plan(size: int) -> Times:
-    """The rows of one rank of N, and its evaluation shard of a billion examples."""
+    """Time the rows of one rank of N, and its evaluation shard of a billion examples."""
     plan = BatchPlan(10**9, 4 * size, 1, size)
 
     def work() -> None:
@@ -149,14 +151,14 @@ def batch_plan(size: int) -> Times:
 
 
 def drift(size: int) -> Times:
-    """Comparing the digests of 1,000 tensors, after the all-reduce that brought them."""
+    """Time the comparison of the digests of 1,000 tensors after their all-reduce."""
     digests = torch.randint(-(2**62), 2**62, (1_000,))
     both = torch.stack([digests, ~digests])
     return timed(lambda: bool((both[0] != ~both[1]).any()))
 
 
 def means(size: int) -> Times:
-    """Adding the rows of 50 steps and 4 names of every rank, in rank order."""
+    """Time the sum of the rows of 50 steps and 4 names of every rank, in rank order."""
     parts = [torch.rand(200, 2, dtype=torch.float64) for _ in range(size)]
 
     def work() -> None:
@@ -168,15 +170,17 @@ def means(size: int) -> Times:
 
 
 def message(size: int) -> Times:
-    """Naming all ranks but one."""
+    """Time a message that names all ranks but one."""
     return timed(lambda: name_ranks(rank for rank in range(size) if rank != 7))
 
 
 OPERATIONS: dict[str, Callable[[int], Times]] = {
-    "roll call": roll_call,
-    "facts compared before the group": with_groups(lambda group: group.check_equal({"f": TEXT})),
-    "texts to rank 0": with_groups(lambda group: group.collect_text(TEXT)),
-    "facts of a node's 8 ranks": with_groups(
+    "startup exchange": startup_exchange,
+    "comparison of settings, data and code before the process group": with_groups(
+        lambda group: group.check_equal({"f": TEXT})
+    ),
+    "strings to rank 0": with_groups(lambda group: group.collect_text(TEXT)),
+    "facts of the 8 ranks of a node": with_groups(
         lambda group: group.gather_text_of(str(group.world.rank // 8), TEXT[:200])
     ),
     "batch plan and shard": batch_plan,
@@ -184,12 +188,12 @@ OPERATIONS: dict[str, Callable[[int], Times]] = {
     "means on rank 0": means,
     "a message about all ranks": message,
 }
-# How often the start of a run does each.
+# How often the start of a run performs each operation.
 AT_START = {
-    "roll call": 1,
-    "facts compared before the group": 1,
-    "texts to rank 0": 2,
-    "facts of a node's 8 ranks": 1,
+    "startup exchange": 1,
+    "comparison of settings, data and code before the process group": 1,
+    "strings to rank 0": 2,
+    "facts of the 8 ranks of a node": 1,
 }
 
 
@@ -205,8 +209,9 @@ def bare(group: Group, rank: int) -> None:
 
 
 def real_drift(group: Group, rank: int) -> None:
-    """The digests of as many tensors, one number each."""
-    check_drift(group, 1, {"weights": [torch.ones(1)] * TENSORS})
+    """Compare the digests of `TENSORS` tensors of one number each."""
+    weights = {str(n): Shard.whole(torch.ones(1), rank == 0) for n in range(TENSORS)}
+    check_drift(group, 1, {"model": weights}, Mesh(rank, group.world.world_size, 1))
 
 
 def real_means(group: Group, rank: int) -> None:
@@ -227,7 +232,7 @@ def real_ledger(group: Group, rank: int) -> None:
 
 
 REAL = {
-    "a bare all-reduce": bare,
+    "a bare all-reduce of 2,000 numbers": bare,
     "drift of 1,000 tensors": real_drift,
     "means of 50 steps": real_means,
     "ledger of 50 steps": real_ledger,
@@ -235,7 +240,7 @@ REAL = {
 
 
 def on_real_ranks(size: int) -> dict[str, float]:
-    """Median seconds of each on rank 0."""
+    """Return the median seconds of each operation on rank 0."""
     config = load_config(["task=cifar"]).dist
 
     def on_rank() -> dict[str, float]:
@@ -260,14 +265,14 @@ def measure_real(sizes: list[int]) -> list[dict]:
         seconds = {size: found[size][name] for size in sizes}
         rows.append({"name": name, "seconds": seconds})
         shown = "  ".join(f"{1e3 * value:9.2f}" for value in seconds.values())
-        print(f"{name:<32} {shown} ms", flush=True)
+        print(f"{name:<62} {shown} ms", flush=True)
     return rows
 
 
 def measure(sizes: list[int], rounds: int) -> list[dict]:
     rows = []
     for name, operation in OPERATIONS.items():
-        operation(sizes[0])  # what is imported, and the caches
+        operation(sizes[0])  # warm up imports and caches
         seconds = []
         for size in sizes:
             turns = [operation(size) for _ in range(rounds)]
@@ -278,8 +283,8 @@ def measure(sizes: list[int], rounds: int) -> list[dict]:
         row |= {"rank_0_us_per_rank": 1e6 * own / sizes[-1], "exponent": growth}
         rows.append(row)
         shown = "  ".join(f"{1e3 * value:9.2f}" for value in seconds)
-        cost = f"{row['rank_0_us_per_rank']:7.1f} us  N^{growth:.2f}"
-        print(f"{name:<32} {shown} ms  {cost}", flush=True)
+        cost = f"{row['rank_0_us_per_rank']:10.1f} us  N^{growth:.2f}"
+        print(f"{name:<62} {shown} ms  {cost}", flush=True)
     return rows
 
 
@@ -299,12 +304,12 @@ def main() -> None:
     if hard != resource.RLIM_INFINITY and hard < files:
         parser.error(f"--ranks: needs {files} open files, and ulimit -Hn allows {hard}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-    sys.setswitchinterval(0.1)  # a thousand threads would look every 5 ms whether it is their turn
+    sys.setswitchinterval(0.1)  # else a thousand threads compete every 5 ms
     heads = "  ".join(f"{size:9}" for size in sorted(given.real))
-    print(f"{'real ranks':<32} {heads}")
-    real = measure_real(sorted(given.real))  # first: threads do not go with forks
+    print(f"{'operation (real ranks)':<62} {heads}")
+    real = measure_real(sorted(given.real))  # first, because forks must come before threads
     heads = "  ".join(f"{size:9}" for size in sorted(given.ranks))
-    print(f"{'ranks':<32} {heads}     rank 0, each  growth")
+    print(f"{'operation (simulated ranks)':<62} {heads}  rank 0, per rank  growth")
     rows = measure(sorted(given.ranks), given.rounds)
     largest = max(given.ranks)
     start = sum(row["seconds"][largest] * AT_START.get(row["name"], 0) for row in rows)

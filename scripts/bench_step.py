@@ -1,10 +1,10 @@
-"""Microseconds per step around one tiny model, and seconds from process start to the first step.
+"""Measure microseconds per step on a tiny model, and seconds from process start to the first step.
 
     python scripts/bench_step.py [--rounds 5] [--steps 2000] [--only NAME ...] [--beside DIR]
 
-Contestants take turns, each in a process of its own, on one rank and on two; the table has medians
+Contestants take turns, each in a separate process, on one rank and on two; the table has medians
 over the rounds and ratios to the bare loop, which reads its batches through a DataLoader.
-Lightning, Fabric and Accelerate take part where they are installed: pip install -e '.[bench]'.
+Lightning, Fabric and Accelerate take part if they are installed: pip install -e '.[bench]'.
 
 On one rank Lockstep is also compared with the bare step: forward, loss, backward, SGD and
 zero_grad on one batch that stays in memory. Blocks of both alternate in one process, and the
@@ -43,10 +43,11 @@ MEASURES = ("us_per_step", "first_step_s")
 
 
 class Stopwatch:
-    """Called once per step: notes the first, and the time of blocks of LOG_EVERY steps after WARM.
+    """Timer that is called once per step: it measures the first step, and blocks of LOG_EVERY steps
+    after WARM.
 
-    The median of the blocks counts: each holds one log, and other load falls into few of them.
-    `between` runs after every other block, in nobody's time; the block that follows it fills the
+    The result is the median of the blocks: each has one log, and other load affects few of them.
+    `between` runs after every other block and is not timed; the block that follows it fills the
     caches again and is not counted. `single` has the steps of the counted blocks.
     """
 
@@ -84,14 +85,14 @@ class Stopwatch:
 
 
 class BareStep:
-    """The bare step on resident tensors; a call runs a block to fill caches, then a timed one."""
+    """The bare step on resident tensors; a call runs one block to fill caches, then a timed one."""
 
     def __init__(self) -> None:
         self.single: list[float] = []
         self.run_block: Callable[[list[float]], None] | None = None
 
     def __call__(self) -> None:
-        if self.run_block is None:  # not before the first step, whose time is measured too
+        if self.run_block is None:  # built after the first step, whose time is measured too
             self.run_block = self.build()
         self.run_block([])
         self.run_block(self.single)
@@ -118,7 +119,7 @@ class BareStep:
 
 
 def parts():
-    """The model, its data and its optimizer: the same for all."""
+    """Return the model, its data and its optimizer, the same for all contestants."""
     import torch
     from torch import nn
 
@@ -249,7 +250,7 @@ def accelerate(steps: int, ranks: int) -> dict[str, float]:
 
 
 def _loop(loader, model, optimizer, backward, steps: int, sampler=None) -> dict[str, float]:
-    """The loop that one writes by hand, around what a framework has prepared or nothing has."""
+    """Run a hand-written loop around objects that a framework has prepared, or bare ones."""
     from torch.nn.functional import cross_entropy
 
     watch = Stopwatch(steps)
@@ -270,7 +271,7 @@ def _loop(loader, model, optimizer, backward, steps: int, sampler=None) -> dict[
 
 
 def measure(name: str, ranks: int, steps: int, beside: Path | None) -> dict[str, float]:
-    """What one contestant prints, in processes of its own."""
+    """Run one contestant in separate processes and return the result that it prints."""
     is_beside = name == BESIDE and beside is not None
     checkout = beside.resolve() if is_beside else ROOT
     contestant = "lockstep" if is_beside else name
@@ -288,7 +289,7 @@ def measure(name: str, ranks: int, steps: int, beside: Path | None) -> dict[str,
 
 
 def compare(names: list[str], rounds: int, steps: int, beside: Path | None) -> list[dict]:
-    """Rows of medians, one for each contestant and number of ranks, printed as they come."""
+    """Return a row of medians for each contestant and number of ranks; print rows as they come."""
     rows = []
     for ranks in (1, 2):
         turns = []
@@ -308,7 +309,7 @@ def compare(names: list[str], rounds: int, steps: int, beside: Path | None) -> l
 
 
 def summarize(name: str, ranks: int, turns: list[dict]) -> dict:
-    """Medians over the rounds, and the medians of each round's ratio to the bare loop."""
+    """Return the medians over the rounds, and the median ratios to the bare loop of each round."""
     row = {"ranks": ranks, "name": name}
     for key in MEASURES:
         row[key] = statistics.median(turn[name][key] for turn in turns)
@@ -328,16 +329,16 @@ def print_row(row: dict) -> None:
 
 
 def print_overhead(row: dict) -> None:
-    """The part of a step that is not the bare step, and the start as a ratio of the bare loop's."""
+    """Print the overhead over the bare step, and the start-up time relative to the bare loop."""
     bare = row["bare_step_us"]
-    overhead = row["overhead"]  # both steps of a round met the same load: its share is steadier
+    overhead = row["overhead"]  # both steps of a round had the same load, so the ratio is steadier
     share = f"{overhead * bare:.0f} of {bare:.0f} us, {100 * overhead:.0f} %"
-    start = f"start to first step: {row['first_step_s ratio']:.2f} times bare"
+    start = f"start to first step: {row['first_step_s ratio']:.2f} times the bare loop"
     print(f"{row['name']}: overhead over the bare step: {share}; {start}", flush=True)
 
 
 def print_ratio(ours: dict, other: dict) -> None:
-    """Ratios of the medians of two checkouts' rounds."""
+    """Print the ratios of the medians of two checkouts."""
     step, start = (ours[key] / other[key] for key in MEASURES)
     print(f"lockstep / {BESIDE}: step x{step:.3f}, start to first step x{start:.3f}", flush=True)
 

@@ -1,9 +1,9 @@
-"""The cost of being watched: the heartbeat and the look at the stop flag, beside a whole step.
+"""Measure the cost of the watcher: the heartbeat and the check of the stop flag, per step.
 
     python scripts/bench_watch.py [--steps N]
 
-One table: microseconds that the loop spends on it in a step, the median step of bench_step.py's
-tiny model on one rank and on two, the share of it, and the watcher's own CPU time.
+Prints one table: the microseconds per step that the loop spends on it, the median step of the tiny
+model of bench_step.py on one rank and on two, their ratio, and the CPU time of the watcher.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CALLS, ROUNDS = 20_000, 15
 
 
 def cost(ranks: int) -> float:
-    """Microseconds a step of all that the loop does to be watched and stopped."""
+    """Return the microseconds per step that the loop spends on heartbeat and stop flag."""
     from trainer.distributed.signals import StopRequest
     from trainer.distributed.watch.heartbeat import Heartbeat, Phase
 
@@ -48,7 +48,7 @@ def cost(ranks: int) -> float:
 
 
 def run(steps: int) -> None:
-    """A rank: the time of each step, and the CPU seconds of its watcher."""
+    """Train as one rank; print the median time of a step and the CPU seconds of the watcher."""
     import torch
     from bench_step import BATCH, parts
     from torch.nn.functional import cross_entropy
@@ -91,7 +91,7 @@ def run(steps: int) -> None:
 
 
 def watcher_seconds() -> float:
-    """CPU seconds of this process's child, the watcher."""
+    """Return the CPU seconds of the watcher, the child of this process."""
     pid = os.getpid()
     ticks = 0
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
@@ -111,7 +111,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.rank:
         return run(given.steps)
-    print("ranks  watched us/step  median step us  share  watcher, of one core")
+    print("ranks  watching us/step  median step us  ratio  watcher, of one core")
     for ranks in (1, 2):
         words = [
             sys.executable,
@@ -129,7 +129,7 @@ def main() -> None:
         )
         us = cost(ranks)
         print(
-            f"{ranks:>5}  {us:>15.2f}  {told['step_us']:>14.0f}  {us / told['step_us']:>5.2%}"
+            f"{ranks:>5}  {us:>16.2f}  {told['step_us']:>14.0f}  {us / told['step_us']:>5.2%}"
             f"  {told['watcher']:>20.2%}"
         )
 

@@ -3,10 +3,10 @@
 
     python scripts/bundle_cifar.py DIR          # DIR holds data_batch_1.bin ... test_batch.bin
 
-The first 500 training and the first 100 test images of each class, in the order of the files, as
-official records (a label byte, then 1,024 red, green and blue bytes each). Pixels are stored as
-differences modulo 256 (green and blue to red, then to the left, then to the row above) under
-zlib: lossless, 11 MB for 18, read in a tenth of a second.
+It has the first 500 training and the first 100 test images of each class, in the order of the
+files, as official records (a label byte, then 1,024 red, green and blue bytes each). Pixels are
+stored as differences modulo 256 (green and blue to red, then to the left, then to the row above),
+compressed with zlib: lossless, 11 MB instead of 18, read in a tenth of a second.
 """
 
 import hashlib

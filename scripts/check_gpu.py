@@ -1,11 +1,11 @@
-"""Exercise on one GPU all that a GPU changes, in at most eight minutes: backends, precisions,
+"""Check on one GPU everything that a GPU changes, in at most eight minutes: backends, precisions,
 placement, speed.
 
     python scripts/check_gpu.py [--root data/cifar-10-batches-bin] [--json gpu.json]
         [--only nccl tf32]
 
-Each check is a process of its own with a time limit, so that one failure takes no other down. Exit
-code 1 if one fails.
+Each check runs in a separate process with a time limit, so one failure does not affect the other
+checks. Exit code 1 if one fails.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-# a checkout need not be installed
+# runs from a checkout that is not installed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-from harness.internals import checkpoint, packing
+from harness import newest
+from harness.stored import plain_of, tensors_of
 from torch import nn
 
 from trainer import ConfigError, Random, ResidentDataset, Summary, Trainer, load_config
@@ -60,7 +61,7 @@ strategy: {precision: fp64}
 
 
 class Probe(Trainer):
-    """203 points of 4 numbers in 3 classes, with noise whose bits are equal on every device."""
+    """Task with 203 points of 4 numbers in 3 classes; its noise has equal bits on every device."""
 
     @dataclass
     class Options:
@@ -89,7 +90,7 @@ class Probe(Trainer):
 
 
 class Around(nn.Module):
-    """A module of one's own around another."""
+    """User-defined module that wraps another one."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -105,7 +106,7 @@ class Own(Probe):
 
 
 class Watched(Probe):
-    """Notes what its steps see."""
+    """Record the devices, the backend and an all-reduce that its steps receive."""
 
     def augment(self, inputs, targets, random, train):
         self.seen = {t.device.type for t in (inputs, targets, random.indices)} | getattr(
@@ -121,7 +122,7 @@ class Watched(Probe):
 
 
 class Strict(Watched):
-    """Whatever makes the host wait for the GPU within a step is an error."""
+    """Raise an error if an operation within a step makes the host wait for the GPU."""
 
     def train_step(self, batch):
         with synchronizing_is("error" if self.step else "default"):
@@ -129,8 +130,8 @@ class Strict(Watched):
 
 
 class Counted(Cifar):
-    """CIFAR-10: how often a step makes the host wait for the GPU, and the seconds since the
-    first step."""
+    """CIFAR-10 that counts how often a step makes the host wait for the GPU, and measures the
+    seconds since the first step."""
 
     def train_step(self, batch):
         self.began = getattr(self, "began", time.perf_counter())
@@ -165,7 +166,7 @@ def synchronizing_is(mode: str):
 
 @dataclass
 class Here:
-    """Where a check runs: its device, a scratch folder, and CIFAR-10's."""
+    """Environment of a check: its device, a scratch folder, and the folder of CIFAR-10."""
 
     device: torch.device
     folder: Path
@@ -184,7 +185,7 @@ class Here:
         return trainer, trainer.fit()
 
     def launch(self, name: str, *overrides: str, ranks: int = 1, device: str | None = None) -> Path:
-        """Train in processes of their own, on several ranks or another device; the run
+        """Train in separate processes, on several ranks or another device; return the run
         directory."""
         launcher = (
             ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
@@ -210,12 +211,12 @@ class Here:
         if done.returncode:
             raise RuntimeError(last_error(done.stderr) or done.stdout[-300:])
         wanted = "cuda" if device != "cpu" and self.device.type == "cuda" else "cpu"
-        assert wanted in done.stdout, f"{wanted} is not in what the run says:\n{done.stdout[:1500]}"
+        assert wanted in done.stdout, f"{wanted} is not in the run's output:\n{done.stdout[:1500]}"
         return self.folder / "probe" / name
 
 
 def last_error(text: str) -> str:
-    """The first line that names an error: torchrun's own report follows it."""
+    """Return the first line that names an error; torchrun's own report follows it."""
     lines = [line.strip() for line in text.splitlines()]
     found = [line for line in lines if "rror: " in line and "ChildFailedError" not in line]
     return (found or [line for line in lines if line] or [""])[0][:400]
@@ -227,17 +228,11 @@ def losses(directory: Path) -> dict[int, float]:
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
-    return part(directory, "model.pt")
-
-
-def part(directory: Path, name: str) -> Any:
-    loaded, skipped = checkpoint.load_newest(directory / "checkpoints")
-    assert loaded is not None and not skipped, skipped
-    return packing.unpack(loaded.files[name], torch.device("cpu"))
+    return tensors_of(newest(directory))
 
 
 def distance(one: Path, other: Path) -> float:
-    """The largest relative difference of losses and weights."""
+    """Return the largest relative difference between the losses and weights of two runs."""
     a, b = losses(one), losses(other)
     assert a.keys() == b.keys() and a, f"steps {min(a)} to {max(a)} and {min(b)} to {max(b)}"
     found = [abs(a[step] - b[step]) / abs(a[step]) for step in a]
@@ -259,15 +254,15 @@ def at_most(found: float, most: float, what: str) -> str:
     return f"{what} by {found:.1e}"
 
 
-# Checks: each returns a note, or raises -----------------------------------------------------------
+# Checks: each returns a note or raises an error ---------------------------------------------------
 
 
 class Skip(Exception):
-    """The check makes no sense here."""
+    """Raised when a check does not apply here."""
 
 
 def nccl(here: Here) -> str:
-    """A group of one rank, a collective of ours in it, and DDP with every hook."""
+    """Check a process group of one rank, an all-reduce in it, and DDP with every hook."""
     wanted = "nccl" if here.device.type == "cuda" else "gloo"
     _, plain = here.fit("plain", "strategy=single", "strategy.precision=fp64")
     server = ["strategy=ddp", "strategy.precision=fp64", "strategy.comm_hook=parameter_server"]
@@ -297,11 +292,11 @@ def check_learned(curve: dict[int, float], name: str) -> None:
 
 
 def amp_fp16(here: Here) -> str:
-    """A loss so large that its scaled gradient overflows: steps are skipped, the scale sinks,
-    the run ends well."""
+    """Check that steps are skipped, the loss scale decreases and the run succeeds if the scaled
+    gradient overflows."""
     overflow = ["strategy.precision=amp_fp16", "task.options.amplify=256", "optim.lr=0.001"]
     _, summary = here.fit("overflow", *overflow)
-    state, found = part(summary.directory, "training.pt")["precision"], weights(summary.directory)
+    state, found = plain_of(newest(summary.directory))["precision"], weights(summary.directory)
     scale = float(state["scale"])
     assert scale < 2**16, f"no step was skipped: the scale is still {scale:g}"
     assert all(bool(w.isfinite().all()) for w in found.values()), "a weight is not finite"
@@ -313,7 +308,7 @@ def amp_fp16(here: Here) -> str:
 
 
 def tf32(here: Here) -> str:
-    """tf32 sets torch's two flags and rounds; fp32 clears them and does not."""
+    """Check that tf32 sets torch's two flags and rounds, and that fp32 clears them and does not."""
     errors = {}
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(1024, 1024, generator=generator).to(here.device) for _ in range(2))
@@ -352,8 +347,8 @@ def tf32(here: Here) -> str:
 
 
 def resident(here: Here) -> str:
-    """The data lie on the device, and a step of fused SGD never makes the host wait; how often
-    CIFAR-10's does."""
+    """Check that the data are on the device and that a step of fused SGD never makes the host
+    wait; count how often a step of CIFAR-10 does."""
     trainer, _ = here.fit(
         "resident", "strategy.precision=fp32", "run.clip_norm=1", "run.ema_decay=0.9", task=Strict
     )
@@ -374,18 +369,18 @@ def resident(here: Here) -> str:
 
 
 def map_location(here: Here) -> str:
-    """A checkpoint of the CPU goes on on the GPU, and back."""
+    """Check that a checkpoint written on the CPU resumes on the GPU, and the reverse."""
     adam = ["optim=adam", "optim.lr=0.01", "strategy.precision=fp64"]
     whole = here.launch("whole", *adam, device="cpu")
     for steps, device in ((10, "cpu"), (20, None), (30, "cpu")):
         parts = here.launch("parts", *adam, f"run.steps={steps}", "run.resume=auto", device=device)
     return at_most(
-        distance(whole, parts), 1e-9, f"cpu, {here.device.type}, cpu and the CPU alone differ"
+        distance(whole, parts), 1e-9, f"cpu, {here.device.type}, cpu and cpu only differ"
     )
 
 
 def resume(here: Here) -> str:
-    """Stopped and resumed on the device: the same bits, with dropout."""
+    """Check that a run stopped and resumed on the device has the same bits, with dropout."""
     recipe = ["strategy.precision=fp32", "task.options.dropout=0.2", "run.ema_decay=0.9"]
     _, whole = here.fit("whole", *recipe)
     here.fit("parts", *recipe, "run.steps=13")
@@ -395,15 +390,15 @@ def resume(here: Here) -> str:
         for n, w in weights(whole.directory).items()
         if not torch.equal(w, weights(parts.directory)[n])
     ]
-    assert not differing, f"other bits after the resume: {', '.join(differing)}"
+    assert not differing, f"different bits after the resume: {', '.join(differing)}"
     assert losses(whole.directory) == losses(parts.directory) and whole.metrics == parts.metrics, (
-        "other losses"
+        "different losses"
     )
     return "30 steps and 13 + 17 end with equal bits"
 
 
 def data_parallel(here: Here) -> str:
-    """torch's DP, the one GPU taken twice."""
+    """Check torch's DataParallel with the one GPU listed twice."""
     _, single = here.fit("single", "strategy=single", "strategy.precision=fp64")
     trainer, twice = here.fit(
         "twice", "strategy=dp", "strategy.device_ids=[0,0]", "strategy.precision=fp64"
@@ -416,7 +411,7 @@ def data_parallel(here: Here) -> str:
 
 
 def two_ranks(here: Here) -> str:
-    """Two gloo ranks share the GPU."""
+    """Check two gloo ranks that share the GPU."""
     one, two = (
         here.launch("one", "strategy.precision=fp64"),
         here.launch("two", "strategy.precision=fp64", ranks=2),
@@ -425,7 +420,7 @@ def two_ranks(here: Here) -> str:
 
 
 def syncbn(here: Here) -> str:
-    """torch's SyncBatchNorm over two gloo ranks that share the GPU."""
+    """Check torch's SyncBatchNorm on two gloo ranks that share the GPU."""
     recipe = ["strategy.precision=fp64", "strategy.sync_batchnorm=true", "task.options.norm=true"]
     one = here.launch("one", *recipe)
     try:
@@ -438,7 +433,7 @@ def syncbn(here: Here) -> str:
 
 
 def bits(here: Here) -> str:
-    """What is drawn by counter is equal on both devices, but normal numbers, which are rounded."""
+    """Check that counter-based draws are equal on both devices; normal numbers are rounded."""
     indices = torch.cat([torch.arange(5000), torch.tensor([2**31, 2**32 + 7, 2**40])])
     for epoch, per in ((0, "epoch"), (2**31, "epoch"), (3, "run")):
         ours, theirs = (
@@ -464,7 +459,7 @@ def bits(here: Here) -> str:
 
 
 def precisions(here: Here) -> str:
-    """Every precision trains, with clipping and an average of the weights, under SGD and Adam."""
+    """Check that every precision trains, with clipping and an EMA, under SGD and Adam."""
     names = [name for name in PRECISIONS if here.device.type == "cuda" or name != "tf32"]
     problems = []
     for name in names:
@@ -476,7 +471,7 @@ def precisions(here: Here) -> str:
             try:
                 _, run = here.fit(f"{name}-{optim[0][6:]}", *words)
                 check_learned(losses(run.directory), name)
-            except Exception as error:  # the others are to be seen too
+            except Exception as error:  # report the other precisions too
                 problems.append(
                     f"{name}, {optim[0][6:]}: {type(error).__name__}: {error}".splitlines()[0]
                 )
@@ -485,8 +480,8 @@ def precisions(here: Here) -> str:
 
 
 def compiled(here: Here) -> str:
-    """torch.compile of a model of one's own, and of a bare nn.Sequential; each must really be
-    compiled."""
+    """Check torch.compile on a user-defined module and on a bare nn.Sequential; each must really
+    be compiled."""
     from torch._dynamo.utils import counters
 
     notes = []
@@ -508,8 +503,8 @@ def compiled(here: Here) -> str:
 
 
 def cifar(here: Here) -> str:
-    """The CIFAR-10 recipe: the paper's batch and epochs on the full set, else the task's own on
-    the bundled images."""
+    """Train the CIFAR-10 recipe: on the full set with the paper's batch size and epochs, else on
+    the bundled images with the task's own."""
     is_full = (Path(here.root) / "test_batch.bin").is_file()
     words = ["task=cifar", f"run.dir={here.folder}", f"task.options.root={here.root}"]
     if is_full:
@@ -556,7 +551,7 @@ CHECKS: dict[str, tuple[Callable[[Here], str], int]] = {  # name: (check, second
 
 
 def check_here(name: str, device: str, root: str) -> None:
-    """In a process of its own: print what the check found as the last line."""
+    """Run a check in this process and print its result as the last line."""
     warnings.filterwarnings("ignore", message="There are no gradients|.*TensorFloat32")
     with tempfile.TemporaryDirectory() as folder:
         here = Here(torch.device(device), Path(folder), root)
@@ -575,7 +570,7 @@ def check_here(name: str, device: str, root: str) -> None:
 
 
 def run(name: str, device: str, root: str, limit_s: float) -> dict[str, Any]:
-    """A check in a process group of its own, which is ended with all that it started."""
+    """Run a check in a separate process group; at the limit, kill it with all its children."""
     began = time.monotonic()
     row: dict[str, Any] = {"check": name}
     if limit_s < 5:

@@ -2,8 +2,8 @@
 
     python scripts/compare_commits.py A B [--only WORD] [--list] [--keep FOLDER]
 
-A and B are git revisions or directories of checkouts. Each command runs with each checkout's own
-code, in a scratch folder, and both results are compared: every line of metrics.jsonl without
+A and B are git revisions or directories of checkouts. Each command runs with the code of each
+checkout, in a scratch folder, and both results are compared: every line of metrics.jsonl without
 speed/*, every tensor of the newest checkpoint, and the exit codes. Prints a Markdown table. Exit
 codes: 0 everything is equal, 1 something differs or failed, 2 A or B cannot be run.
 """
@@ -27,13 +27,21 @@ from typing import Any
 
 import torch
 
+# so that checkpoints of both commits are read by this checkout
 SCRIPTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(SCRIPTS.parent))
+
+from trainer.checkpoints.sources import open_content  # noqa: E402
+from trainer.checkpoints.transaction import load  # noqa: E402
+from trainer.strategy.shards import read_whole  # noqa: E402
+
 USER_FILES = SCRIPTS / "compared"  # the tasks points and gan, and their config
 LIMIT_S = 300
 EQUAL = "equal"
 
-# What stands for each task's name in a command: its smallest useful settings. The rates of cifar
-# are for its full width and batch; a net this small collapses under them to a constant loss.
+# The settings that replace a task's name in a command: the smallest useful ones. The learning rates
+# of cifar are for its full width and batch; a net this small collapses under them to a constant
+# loss.
 SETTINGS = {
     "cifar": (
         "task=cifar task.options.data=bundled task.options.widths=[16,32,32] data.global_batch=100"
@@ -52,9 +60,10 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Start:
-    """`python -m <module> <words>`, under torchrun from two ranks on; `code` is what it exits with.
+    """Command `python -m <module> <words>`, under torchrun for two or more ranks; `code` is its
+    expected exit code.
 
-    A word that is a key of SETTINGS stands for those settings.
+    A word that is a key of SETTINGS is replaced by those settings.
     """
 
     words: str
@@ -139,7 +148,7 @@ CASES = [
         ),
     ),
     Case(
-        "stop and resume on 3 ranks",  # torchrun exits 1 for every code of a rank
+        "stop and resume on 3 ranks",  # torchrun exits with 1 for every exit code of a rank
         (
             Start(f"points {FP64} task.options.signal_at=9 run.name=first", ranks=3, code=1),
             Start("--config-dir conf run.resume=runs/points/first", ranks=3),
@@ -150,7 +159,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Checkout:
-    """Code to run: `name` is what the user gave."""
+    """Code to run; `name` is the revision or directory from the command line."""
 
     name: str
     place: Path
@@ -175,7 +184,7 @@ class Checkout:
 
 @dataclass(frozen=True)
 class Result:
-    """What a case left behind: exit codes, printed metrics, and the files of each run by name."""
+    """Results of a case: exit codes, printed metrics, and the files of each run by name."""
 
     problem: str
     codes: list[int]
@@ -187,7 +196,7 @@ class Result:
 
 @contextmanager
 def opened(given: str) -> Iterator[Checkout]:
-    """The checkout of a directory, or of a revision in a worktree that lives as long as this."""
+    """Yield the checkout of a directory, or of a revision in a temporary worktree."""
     if Path(given).is_dir():
         yield Checkout(given, Path(given).resolve())
         return
@@ -227,7 +236,7 @@ def run_case(case: Case, checkout: Checkout, folder: Path) -> Result:
 
 
 def run_start(start: Start, checkout: Checkout, folder: Path) -> tuple[int, str, str]:
-    """(exit code, standard output, standard error) of one command."""
+    """Run one command; return (exit code, standard output, standard error)."""
     process = subprocess.Popen(
         start.command(),
         cwd=folder,
@@ -241,7 +250,7 @@ def run_start(start: Start, checkout: Checkout, folder: Path) -> tuple[int, str,
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun ends its workers, within 30 s, before it ends itself
         output, errors = process.communicate()
-        errors += f"ended after {LIMIT_S} s"
+        errors += f"terminated after {LIMIT_S} s"
     return process.returncode, output, errors
 
 
@@ -255,9 +264,12 @@ def read_result(folder: Path, codes: list[int], printed: list[str]) -> Result:
         newest = max((run / "checkpoints").glob("step-*"))
         key = f"run {number}"
         metrics[key] = [without_speed(json.loads(line)) for line in lines]
-        weights[key] = torch.load(newest / "model.pt", weights_only=True)
-        training[key] = torch.load(newest / "training.pt", weights_only=True)
-    problem = "" if metrics else "it left no run"
+        content = open_content(load(newest))
+        tensors = {kind: read_whole(source) for kind, source in content.sources.items()}
+        weights[key] = tensors.pop("model")
+        plain = {name: content.training[name] for name in sorted(content.training)}
+        training[key] = {**tensors, **plain}
+    problem = "" if metrics else "no run directory was written"
     for key, entries in metrics.items():
         if has_stalled(entries):
             problem = f"{key}: the loss is constant, so a comparison of it shows nothing"
@@ -265,7 +277,7 @@ def read_result(folder: Path, codes: list[int], printed: list[str]) -> Result:
 
 
 def has_stalled(entries: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the last three losses are the same."""
+    """Return True if the last three losses are the same."""
     losses = [entry["train/loss"] for entry in entries if "train/loss" in entry]
     return len(set(losses[-3:])) == 1
 
@@ -275,7 +287,7 @@ def without_speed(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_difference(a: Any, b: Any, path: str = "") -> str:
-    """Where two trees of tensors and plain values differ first; empty if every bit is equal."""
+    """Return where two trees of tensors and plain values differ first; "" if all bits are equal."""
     if type(a) is not type(b):
         return f"{path}: {type(a).__name__} / {type(b).__name__}"
     if isinstance(a, torch.Tensor):
@@ -295,7 +307,7 @@ def find_difference(a: Any, b: Any, path: str = "") -> str:
 
 
 def is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether type, shape and every bit agree, also where a value is NaN."""
+    """Return True if dtype, shape and every bit are equal; NaN may equal NaN."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(as_bytes(a), as_bytes(b))
@@ -322,7 +334,7 @@ def count_tensors(tree: Any) -> int:
 
 
 def compare_metrics(a: Result, b: Result) -> str:
-    """The first difference between the lines of metrics.jsonl, or between what was printed."""
+    """Return the first difference between the lines of metrics.jsonl, or between the output."""
     for run in a.metrics:
         for ours, theirs in zip(a.metrics[run], b.metrics.get(run, []), strict=False):
             if where := find_difference(ours, theirs):
@@ -331,7 +343,7 @@ def compare_metrics(a: Result, b: Result) -> str:
 
 
 def compare(a: Result, b: Result) -> tuple[list[str], bool]:
-    """The cells losses, weights, optimizer and verdict of a row; True if everything is equal."""
+    """Return the cells losses, weights, optimizer and result of a row, and True if all is equal."""
     if a.problem or b.problem:
         return ["-", "-", "-", "**failed**"], False
     num_lines = sum(len(lines) for lines in a.metrics.values())
@@ -355,9 +367,9 @@ def compare_all(cases: Sequence[Case], a: Checkout, b: Checkout, scratch: Path) 
         {word for c in cases for s in c.starts for word in s.words.split()} & {*SETTINGS}
     )
     for name in names:
-        print(f"`{name}` stands for `{SETTINGS[name]}`.")
+        print(f"`{name}` means `{SETTINGS[name]}`.")
     print(f"\nA is {a.name}, B is {b.name}; torch {torch.__version__}.\n")
-    print_row(["command", "ranks", "losses", "weights", "optimizer", "verdict"])
+    print_row(["command", "ranks", "losses", "weights", "optimizer", "result"])
     print_row(["---"] * 6)
     is_all_equal = True
     for number, case in enumerate(cases):
@@ -380,7 +392,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("revisions", nargs="*", metavar="A B", help="revisions or directories")
-    parser.add_argument("--only", default="", metavar="WORD", help="cases with this in their line")
+    parser.add_argument(
+        "--only", default="", metavar="WORD", help="only cases whose line contains WORD"
+    )
     parser.add_argument("--list", action="store_true", help="print the cases and run nothing")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave the runs in this folder")
     given = parser.parse_args()

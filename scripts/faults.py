@@ -1,10 +1,10 @@
-"""Break what can break and see that nothing is lost: kills, power losses, damage, disk errors,
-signals, hangs.
+"""Inject faults and check that nothing is lost: kills, power losses, damage, disk errors, signals,
+hangs.
 
     python scripts/faults.py [--only NAME] [--quick] [--seed N] [--json FILE]
 
-One table at the end; exit code 1 if any case failed. Cases are drawn by the seed, and none is tried
-again.
+Prints one table at the end. Exit code 1 if any case failed. The seed draws the cases; no case is
+retried.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def measure(name: str, is_quick: bool, amount: int | None, seed: int) -> Row | N
 
 
 def table(rows: list[Row]) -> str:
-    lines = [("test", "asked", "passed", "seed", "seconds", "")]
+    lines = [("fault", "cases", "passed", "seed", "seconds", "")]
     for row in rows:
         said = f"skipped: {row.skipped}" if row.skipped else row.detail
-        verdict = "" if row.is_good else "FAILED "
+        outcome = "" if row.is_good else "FAILED "
         lines.append(
             (
                 row.name,
@@ -83,7 +83,7 @@ def table(rows: list[Row]) -> str:
                 str(row.passed),
                 str(row.seed),
                 f"{row.seconds:.0f}",
-                verdict + said,
+                outcome + said,
             )
         )
     widths = [max(len(line[n]) for line in lines) for n in range(5)]
@@ -100,12 +100,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", choices=ROWS, action="append", help="one row; may be given more than once"
+        "--only", choices=ROWS, action="append", help="run one row; may be repeated"
     )
-    parser.add_argument("--quick", action="store_true", help="fewer cases: minutes become seconds")
     parser.add_argument(
-        "--cases", type=int, help="how many cases, in place of the row's own number"
+        "--quick", action="store_true", help="run fewer cases: seconds, not minutes"
     )
+    parser.add_argument("--cases", type=int, help="number of cases; replaces each row's default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()

@@ -2,9 +2,9 @@
 
     python scripts/make_fixtures.py [--revision 97dd115]
 
-It has run once and is kept to show what the runs are: start it again only to add one, because
+It was run once and is kept to document the runs. Run it again only to add a run, because
 checkpoints of a later edition would prove nothing. The runs are made by the code of that commit,
-in a git worktree of its own; `--revision` also takes the directory of a checkout.
+in a separate git worktree; `--revision` also accepts the directory of a checkout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compare_commits import Checkout, Start, opened, run_start
+from compare_commits import Checkout, Start, load, open_content, opened, read_whole, run_start
 
 FIXTURES = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "first_edition"
 LEFT_OUT = ("tensorboard", ".writer", "submitit")  # .writer and event files name the host
@@ -33,7 +33,7 @@ CIFAR = (
     " data.global_batch=40 eval.micro_batch=250 log.every_steps=1 schedule=constant"
 )
 SWEEP = f"-m {BLOBS} run.steps=5 optim.lr=0.1,0.2"
-# What is committed. Run `stopped` has the SIGTERM that ended it in its options.
+# Runs that are committed. Run `stopped` has in its options the SIGTERM that ended it.
 RUNS = [
     Start(f"{STOPPED} run.name=stopped task.options.signal_at=11", code=75),
     Start(f"{CIFAR} run.name=shorter run.steps=4"),
@@ -44,7 +44,7 @@ RUNS = [
     ),
     Start(SWEEP),
 ]
-# What the committed runs would have been without an end; only their results are committed.
+# The committed runs without an interruption; only their results are committed.
 UNDISTURBED = {
     "stopped": Start(f"{STOPPED} run.name=undisturbed"),
     "shorter": Start(f"{CIFAR} run.name=undisturbed run.steps=8"),
@@ -53,7 +53,7 @@ REPLAYED_STEP = 7
 
 
 def run(start: Start, checkout: Checkout, folder: Path) -> str:
-    """The standard output of a command that ends as it should."""
+    """Run a command that must succeed; return its standard output."""
     code, output, errors = run_start(start, checkout, folder)
     if code != start.code:
         raise SystemExit(f"{start}: exit code {code}, not {start.code}: {errors[-2000:]}")
@@ -61,12 +61,12 @@ def run(start: Start, checkout: Checkout, folder: Path) -> str:
 
 
 def read_end(directory: Path, task: Any) -> dict[str, Any]:
-    """The losses by step, the last metrics and the digest of the weights of a finished run."""
+    """Return the losses by step, the last metrics and the digest of the weights of a run."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    newest = max((directory / "checkpoints").glob("step-*"))
-    weights = torch.load(newest / "model.pt", weights_only=True)
+    loaded = load(max((directory / "checkpoints").glob("step-*")))
+    weights = read_whole(open_content(loaded).sources["model"])
     return {
-        "step": json.loads((newest / "manifest.json").read_text())["step"],
+        "step": loaded.manifest["step"],
         "losses": [line["train/loss"] for line in lines if "train/loss" in line],
         "metrics": json.loads((directory / "exit.json").read_text())["metrics"],
         "weights_sha256": task.digest_tensors(weights),
@@ -75,7 +75,7 @@ def read_end(directory: Path, task: Any) -> dict[str, Any]:
 
 
 def evaluate_and_replay(directory: str, checkout: Checkout, folder: Path) -> dict[str, Any]:
-    """What two verbs say of a committed run."""
+    """Return the output of evaluate and replay on a committed run."""
     metrics = run(Start(directory, module="trainer.evaluate"), checkout, folder)
     words = f"{directory} step={REPLAYED_STEP}"
     replayed = run(Start(words, module="trainer.replay"), checkout, folder)
@@ -84,7 +84,7 @@ def evaluate_and_replay(directory: str, checkout: Checkout, folder: Path) -> dic
 
 
 def make(checkout: Checkout, folder: Path) -> dict[str, Any]:
-    """Make all runs in `folder`; what the test expects of them."""
+    """Make all runs in `folder`; return the results that the test expects."""
     for start in RUNS:
         run(start, checkout, folder)
     undisturbed = folder.parent / "undisturbed"
@@ -113,7 +113,7 @@ def make(checkout: Checkout, folder: Path) -> dict[str, Any]:
 
 
 def check_anonymous(folder: Path, places: list[Path]) -> None:
-    """Exit if a file names the machine or a place on it."""
+    """Exit if a file contains the name of the machine or a path on it."""
     words = [re.escape(str(place)) for place in places]
     for path in filter(Path.is_file, folder.rglob("*")):
         # a short host name occurs in a tensor's bytes by chance

@@ -1,4 +1,4 @@
-"""CIFAR-10 with a ResNet-18, or with Muon and the net and recipe of airbench94.
+"""CIFAR-10 with a ResNet-18, or with the network, Muon optimizer and recipe of airbench94.
 
 Airbench94: K. Jordan, arXiv:2404.00498.
 """
@@ -18,7 +18,7 @@ from trainer.tasks.resnet import ResNet
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 Rate = Annotated[float, limit(min=0, max=1)]
-LOSS_BATCH = 2000  # the paper's loss is a sum over so many examples: a factor of its SGD rates
+LOSS_BATCH = 2000  # the paper sums the loss over this batch, so its SGD rates need this factor
 
 
 class Cifar(Trainer):
@@ -35,7 +35,7 @@ class Cifar(Trainer):
 
         def __post_init__(self):
             if len(self.widths) != 3:
-                must = "must be three, one for each halving of the image"
+                must = "must be three numbers, one for each halving of the image"
                 raise ConfigError(f"task.options.widths={self.widths}: {must}")
 
     def build_dataset(self, split):
@@ -48,11 +48,14 @@ class Cifar(Trainer):
         images = load("train", self.options.data, self.options.root)[0][:5000]
         return Net(self.options.widths, self.options.norm == "batch", normalize(images))
 
+    def blocks(self, model):
+        return [layer for layer in model.body if any(True for _ in layer.parameters())]
+
     def augment(self, inputs, targets, random, train):
         images = normalize(inputs)
         if not train:
             return images, targets
-        # Mirror a random half, in the next epoch the other one.
+        # Mirror a random half of the images; in the next epoch the other half.
         coin = random.bits("flip", per="run") + random.epoch
         images = torch.where(coin[:, None, None, None] % 2 == 1, images.flip(3), images)
         images = F.pad(images, (2, 2, 2, 2), "reflect")
@@ -73,16 +76,19 @@ class Cifar(Trainer):
         if self.config.optim["_target_"] != "trainer.tasks.cifar.Muon":
             return super().build_optimizer(model)
         if self.options.model != "airbench":
-            why = "optim=muon has its rates for airbench's layers only"
+            why = "optim=muon has learning rates for airbench only"
             advice = "give optim=sgd schedule=cosine, or another optim"
             raise ConfigError(f"task.options.model={self.options.model}: {why}; {advice}")
+        if "dtype" in self.config.optim:
+            raise ConfigError("optim.dtype: follows strategy.precision in this task; leave it out")
         trained = [p for p in model.parameters() if p.requires_grad]
         groups = []
         for dim, lr in ((1, self.options.bias_lr), (2, self.options.head_lr)):
             params = [p for p in trained if p.dim() == dim]
             groups.append({"params": params, "lr": lr * LOSS_BATCH, "weight_decay": 2e-6 / lr})
         arguments = {name: value for name, value in self.config.optim.items() if name != "_target_"}
-        muon = Muon([p for p in trained if p.dim() == 4], **arguments)
+        dtype = torch.bfloat16 if "bf16" in self.config.strategy.precision else None
+        muon = Muon([p for p in trained if p.dim() == 4], **arguments, dtype=dtype)
         return [muon, torch.optim.SGD(groups, momentum=0.85, nesterov=True, fused=True)]
 
 
@@ -93,14 +99,15 @@ def normalize(images: torch.Tensor) -> torch.Tensor:
 
 @cache
 def statistics(device: torch.device) -> list[torch.Tensor]:
-    """Made once: a GPU waits for a tensor that comes from Python numbers."""
+    """Return mean and deviation, cached: a GPU waits for a tensor made of Python numbers."""
     return [torch.tensor(value, device=device)[:, None, None] * 255 for value in (MEAN, STD)]
 
 
 class Net(nn.Module):
     """Images (N, 3, 32, 32) to logits (N, 10).
 
-    2x2 patches are whitened first. In evaluation the mirrored image is seen too.
+    The first layer whitens 2x2 patches. In evaluation the logits are averaged over the image and
+    its mirror image.
     """
 
     def __init__(self, widths: list[int], has_norm: bool, images: torch.Tensor):
@@ -142,16 +149,23 @@ class Net(nn.Module):
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised by Newton-Schulz (Jordan, 2024).
 
-    Each filter bank keeps the norm sqrt(out channels).
+    Each weight is rescaled to the norm sqrt(out channels) before its update. `dtype` is that of
+    the orthogonalisation, by default the dtype of the weights.
     """
 
-    def __init__(self, params, lr: float, momentum: Rate, iterations: Annotated[int, limit(min=1)]):
+    def __init__(
+        self,
+        params,
+        lr: float,
+        momentum: Rate,
+        iterations: Annotated[int, limit(min=1)],
+        dtype: torch.dtype | None = None,
+    ):
         params = list(params)
         if any(p.dim() < 2 for p in params):
-            raise ValueError(
-                "takes filters and matrices only, and the model has others; choose another optim"
-            )
+            raise ValueError("takes parameters of 2 or more dimensions only; choose another optim")
         super().__init__(params, {"lr": lr, "momentum": momentum, "iterations": iterations})
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -160,9 +174,7 @@ class Muon(torch.optim.Optimizer):
                 momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
                 momentum.mul_(group["momentum"]).add_(weight.grad)
                 x = (weight.grad + group["momentum"] * momentum).flatten(1)
-                x = (x / (x.norm() + 1e-7)).to(
-                    torch.bfloat16 if x.dtype == torch.float32 else x.dtype
-                )
+                x = (x / (x.norm() + 1e-7)).to(self.dtype or x.dtype)
                 for _ in range(group["iterations"]):  # towards the nearest half-orthogonal matrix
                     gram = x @ x.T
                     x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x

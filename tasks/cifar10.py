@@ -11,7 +11,7 @@ from trainer.tasks.download import fetch
 
 BUNDLED = Path(__file__).parent / "data" / "cifar10-5000-1000.z"
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-SHA256 = {  # of what is in it, so that a packing of one's own would do as well
+SHA256 = {  # of the files in the archive, so that another archive of them is accepted too
     "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
     "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
     "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
@@ -23,14 +23,14 @@ SHA256 = {  # of what is in it, so that a packing of one's own would do as well
 
 @cache
 def load(split: str, data: str, root: str) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """uint8 images (N, 3, 32, 32), int64 labels (N,), and where they come from."""
+    """Return uint8 images (N, 3, 32, 32), int64 labels (N,), and their source as a string."""
     files = [Path(root) / name for name in SHA256]
     missing = [file.name for file in files if not file.is_file()]
     if missing and data == "download":
         fetch(URL, root, SHA256, "task.options.data=download")
         missing = []
     if missing and data == "full":
-        advice = "data=download fetches it, data=bundled needs none"
+        advice = "give task.options.data=download or task.options.data=bundled"
         raise ConfigError(f"task.options.root={root}: has no {missing[0]}; {advice}")
     if missing or data == "bundled":
         raw = torch.frombuffer(bytearray(zlib.decompress(BUNDLED.read_bytes())), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Fetching the files of a data set: whole, verified, and once however many processes ask."""
+"""Download of a data set: complete, verified, and done once for any number of processes."""
 
 import fcntl
 import gzip
@@ -17,38 +17,38 @@ from urllib.request import urlopen
 
 from trainer import ConfigError
 
-MOST_BYTES = 2**29  # of an archive, unpacked: CIFAR-10 has 184 MB
-TIMEOUT_S = 30.0  # for an answer, and for each piece of it
+MOST_BYTES = 2**29  # of an unpacked archive: CIFAR-10 has 184 MB
+TIMEOUT_S = 30.0  # for a response, and for each read of it
 FAILURES = (OSError, HTTPException, tarfile.TarError, EOFError, zlib.error, ValueError)
 
 
 def fetch(url: str, root: str, sha256: Mapping[str, str], key: str) -> None:
-    """Download the files that `sha256` names into the folder `root`, unless they are all there.
+    """Download the files that `sha256` names into the directory `root`, unless all exist.
 
-    They are in the .tar.gz archive at `url`. Every rank calls this. The first one downloads and
-    the others wait; when its process dies, the kernel ends their wait and the next one takes
-    over. If the download fails, it fails for all who waited: they do not try again one by one.
-    Raises ConfigError, which begins with `key`.
+    They are in the .tar.gz archive at `url`. Every rank calls this. The first one downloads while
+    the others wait for a file lock; if its process dies, the kernel releases the lock and the next
+    one downloads. If the download fails, it fails for all waiting ranks, without retries. Raises
+    ConfigError, which begins with `key`.
     """
-    place = Path(root).resolve()
-    # The lock file stays: removing it would let two processes lock two files.
-    lock = place.with_name(f".{place.name}.lock")
-    if _has(place, sha256):
+    directory = Path(root).resolve()
+    # The lock file is not removed: then two processes could lock two different files.
+    lock = directory.with_name(f".{directory.name}.lock")
+    if _has(directory, sha256):
         return
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
         with open(lock, "a", encoding="utf-8") as failures:
             known = lock.read_text(encoding="utf-8")
             fcntl.flock(failures, fcntl.LOCK_EX)
-            if _has(place, sha256):
+            if _has(directory, sha256):
                 return
-            if told := lock.read_text(encoding="utf-8")[len(known) :]:
-                raise ValueError(told.strip())
+            if failure := lock.read_text(encoding="utf-8")[len(known) :]:
+                raise ValueError(failure.strip())
             try:
-                _download(url, place, sha256)
+                _download(url, directory, sha256)
             except FAILURES as error:
                 if isinstance(error, HTTPError):
-                    error.close()  # it is the response too, and holds the connection
+                    error.close()  # it is also the response, which keeps the connection open
                 failures.write(f"{_reason(error)}\n")
                 raise
     except FAILURES as error:
@@ -59,8 +59,8 @@ def fetch(url: str, root: str, sha256: Mapping[str, str], key: str) -> None:
         raise ConfigError(f"{key}: cannot get {url} ({_reason(error)}); {advice}") from None
 
 
-def _has(place: Path, names: Mapping[str, str]) -> bool:
-    return all((place / name).is_file() for name in names)
+def _has(directory: Path, names: Mapping[str, str]) -> bool:
+    return all((directory / name).is_file() for name in names)
 
 
 def _reason(error: Exception) -> str:
@@ -72,23 +72,23 @@ def _last(url: str) -> str:
     return url.rpartition("/")[2]
 
 
-def _download(url: str, place: Path, sha256: Mapping[str, str]) -> None:
-    scratch = place.with_name(f".{place.name}.part")
-    shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+def _download(url: str, directory: Path, sha256: Mapping[str, str]) -> None:
+    scratch = directory.with_name(f".{directory.name}.part")
+    shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
     scratch.mkdir()
     try:
         _unpack(url, scratch, sha256)
-        if place.is_dir():
+        if directory.is_dir():
             for name in sha256:
-                os.replace(scratch / name, place / name)
+                os.replace(scratch / name, directory / name)
         else:
-            os.rename(scratch, place)
+            os.rename(scratch, directory)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _unpack(url: str, scratch: Path, sha256: Mapping[str, str]) -> None:
-    """Read the archive as it arrives; files get our own names, never a path that it gives."""
+    """Unpack the archive as it arrives. Paths in the archive are ignored, only file names count."""
     with (
         urlopen(url, timeout=TIMEOUT_S) as response,  # noqa: S310  # the task's own constant
         _bar(response, url) as stream,
@@ -98,7 +98,7 @@ def _unpack(url: str, scratch: Path, sha256: Mapping[str, str]) -> None:
         for member in archive:
             is_plain = (
                 member.isfile() and not member.issparse()
-            )  # a sparse one has more bytes than the stream
+            )  # a sparse file unpacks to more bytes than the stream has
             name, source = (
                 PurePosixPath(member.name).name,
                 archive.extractfile(member) if is_plain else None,
@@ -107,17 +107,17 @@ def _unpack(url: str, scratch: Path, sha256: Mapping[str, str]) -> None:
                 continue
             data = source.read()
             if (found := hashlib.sha256(data).hexdigest()) != sha256[name]:
-                raise ValueError(f"{name} in it has SHA-256 {found}, must be {sha256[name]}")
+                raise ValueError(f"its {name} has SHA-256 {found}, must be {sha256[name]}")
             with open(scratch / name, "wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())  # else a power cut leaves the name without the bytes
+                os.fsync(file.fileno())  # a power cut could leave the name without the bytes
     if absent := [name for name in sha256 if not (scratch / name).is_file()]:
         raise ValueError(f"it has no {absent[0]}")
 
 
 class _Bounded:
-    """A stream that gives MOST_BYTES at most: what unpacks without end must not fill the memory."""
+    """Stream of at most MOST_BYTES, so that an endless archive cannot fill the memory."""
 
     def __init__(self, stream: Any):
         self._stream, self._left = stream, MOST_BYTES
@@ -131,7 +131,7 @@ class _Bounded:
 
 
 def _bar(response: Any, url: str) -> AbstractContextManager[Any]:
-    """The response, with a bar on stderr as it is read: stdout may be JSON."""
+    """Wrap the response with a progress bar on stderr: stdout may be JSON."""
     from rich.console import Console
     from rich.progress import wrap_file
 

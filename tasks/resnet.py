@@ -8,9 +8,10 @@ from torch import nn
 class ResNet(nn.Module):
     """Images (N, 3, 32, 32) to logits (N, classes).
 
-    `ResNet([2, 2, 2, 2], 10, True)` is ResNet-18, 11.2 M parameters. As customary for small
-    images, a 3x3 convolution without max-pooling comes first. Without normalization every block
-    begins as its shortcut: otherwise such a net does not train (Zhang et al., arXiv:1901.09321).
+    `ResNet([2, 2, 2, 2], 10, True)` is ResNet-18, 11.2 M parameters. As usual for small images,
+    the first layer is a 3x3 convolution without max-pooling. Without normalisation every block is
+    initialised to its shortcut: otherwise the network does not train (Zhang et al.,
+    arXiv:1901.09321).
     """
 
     def __init__(self, blocks: list[int], classes: int, has_norm: bool, width: int = 64):
@@ -29,7 +30,7 @@ class ResNet(nn.Module):
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions beside a shortcut, which projects where the shape changes."""
+    """Two 3x3 convolutions with a shortcut, which is a projection if the shape changes."""
 
     def __init__(self, before: int, width: int, stride: int, has_norm: bool):
         super().__init__()

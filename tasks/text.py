@@ -1,6 +1,6 @@
 """A small GPT over the bytes of Python's standard library, which needs no download.
 
-Sequences are whole lines, so their lengths differ: each example has its own weights, one a byte.
+Sequences consist of whole lines, so their lengths differ: a loss weight per byte masks the padding.
 """
 
 import hashlib
@@ -59,8 +59,14 @@ class Text(Trainer):
     def build_model(self):
         return GPT(self.options)
 
+    def blocks(self, model):
+        return list(model.blocks)
+
     def split_batch(self, batch):
-        """Inputs (batch, context) are the bytes before; targets the bytes, and which are real."""
+        """Return inputs and targets, both (batch, context).
+
+        Inputs are the previous bytes. Targets are the bytes, and a mask that is False for padding.
+        """
         tokens, lengths = batch[0].long(), batch[1]
         before = F.pad(tokens[:, :-1], (1, 0), value=NEWLINE)
         is_there = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
@@ -82,7 +88,7 @@ class Text(Trainer):
 
 @cache
 def read_library(count: int) -> tuple[list[bytes], str]:
-    """The first `count` files of the standard library by path, and the SHA-256 of them all."""
+    """Return the first `count` files of the standard library by path, and their joint SHA-256."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = (
         path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts)
@@ -95,7 +101,7 @@ def read_library(count: int) -> tuple[list[bytes], str]:
 
 
 def cut(text: bytes, context: int) -> list[bytes]:
-    """Whole lines together up to `context` bytes; a longer line is broken."""
+    """Join whole lines to sequences of at most `context` bytes; break longer lines."""
     pieces = [
         line[i : i + context]
         for line in text.splitlines(True)
@@ -110,7 +116,7 @@ def cut(text: bytes, context: int) -> list[bytes]:
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP: (batch, context, width) to the same."""
+    """Pre-norm attention and MLP: (batch, context, width) to the same shape."""
 
     def __init__(self, options: Options):
         super().__init__()

@@ -1,10 +1,13 @@
-"""Every test leaves environment, group, threads, processes and working directory as it found
-them, and is quick."""
+"""Fixtures and checks for all tests: a test must restore environment, process group, threads,
+processes and working directory, and must be quick."""
 
 import ctypes
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two spinning threads for each rank
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch, which else starts two spinning threads per rank
+import subprocess
 import sys
 import threading
 import time
@@ -13,7 +16,7 @@ from pathlib import Path
 import harness  # before any fork
 import pytest
 import torch
-import torch._dynamo  # imported once before any fork: in the children it would cost a second each
+import torch._dynamo  # once before any fork: it would take a second in each child
 import torch.distributed as dist
 from harness.launch import SCRIPTS, children_of, kill_with_descendants
 from harness.waiting import QUIET_S, seconds_of_importing_torch
@@ -21,14 +24,14 @@ from harness.waiting import QUIET_S, seconds_of_importing_torch
 torch.set_num_threads(1)  # a parent with an OpenMP pool hangs its forked children
 harness.warm_up()
 sys.path.append(str(SCRIPTS))
-LONGEST_S = 5.0  # of a default test, on a quiet machine
-END_S = 10.0  # so long processes of a test may take to end behind it
-LIVE_LONGER = ("munged", "slurmctld", "slurmd", "slurmstepd")  # as long as their module
+LONGEST_S = 5.0  # limit of a default test, on an idle machine
+END_S = 10.0  # processes of a test must end within this time after it
+LIVE_LONGER = ("munged", "slurmctld", "slurmd", "slurmstepd")  # they run as long as their module
 PR_SET_CHILD_SUBREAPER = 36
 
 
 def pytest_configure(config):
-    """What a test leaves running becomes our child, so that it is seen."""
+    """Make processes that a test leaves running children of this process, to find them."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -36,6 +39,17 @@ def pytest_configure(config):
 @pytest.fixture
 def command(tmp_path):
     return harness.Command(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory):
+    """Return the path of the project's wheel, built from the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    words = ["wheel", "--no-deps", "--no-build-isolation", "-w", folder, Path(__file__).parents[1]]
+    subprocess.run([*pip, *words], check=True)
+    (path,) = folder.glob("*.whl")
+    return path
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +71,7 @@ def leaves_nothing_behind():
 
 
 def check_processes(before: set[int]) -> None:
-    """No child is left that was not there before; those that are ending have some seconds for
-    it."""
+    """Check that no new child is left; children that are ending get some seconds."""
     end = time.monotonic() + END_S
     while left := living(set(children_of(os.getpid())) - before):
         if time.monotonic() > end:
@@ -69,7 +82,7 @@ def check_processes(before: set[int]) -> None:
 
 
 def living(pids: set[int]) -> dict[int, str]:
-    """Process id to command line, once those that have ended are reaped."""
+    """Reap ended processes; return process id to command line of the others."""
     found = {}
     for pid in pids:
         try:
@@ -85,15 +98,15 @@ def living(pids: set[int]) -> dict[int, str]:
     return found
 
 
-# Too long -----------------------------------------------------------------------------------------
+# Tests that take too long -------------------------------------------------------------------------
 
 too_long = pytest.StashKey[list]()
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Note a default test that takes more than 5 s, scaled by what importing torch takes just
-    then beside 0.7 s."""
+    """Record a default test that takes more than 5 s, scaled by the current import time of torch
+    relative to 0.7 s."""
     yield
     if call.duration > LONGEST_S and item.get_closest_marker("slow") is None:
         limit_s = LONGEST_S * max(1.0, seconds_of_importing_torch() / QUIET_S)

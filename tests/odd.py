@@ -1,4 +1,4 @@
-"""A task that does, in its data or at a step, what no task should."""
+"""A task that does something odd in its data or at a step."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from tiny import Items, Tiny
 
 
 class Odd(Tiny):
-    """At step `at`, or in one example, what `how` says."""
+    """Task that does what `how` names at step `at`, or in one example."""
 
     @dataclass
     class Options(Tiny.Options):
@@ -30,7 +30,7 @@ class Odd(Tiny):
             if how == "sys.exit in train_step":
                 sys.exit(0)
             elif how == "moves its directory":
-                os.rename("runs", "moved")  # at once, whatever is being written in it
+                os.rename("runs", "moved")  # even while files in it are being written
             elif how == "forks":
                 self._fork(what)
         return super().train_step(batch)
@@ -48,7 +48,7 @@ class Odd(Tiny):
 
 
 class OddItems(Items):
-    """Example 100 is odd, or all are."""
+    """Dataset in which example 100 is odd, or all examples are."""
 
     def __init__(self, split, how):
         super().__init__(split)

@@ -1,4 +1,7 @@
-"""The shape of the code: who may import whom, how large it may grow, what a user's class holds."""
+"""The structure of the code: allowed imports, size budgets, and the names in a user's class.
+
+A room is one level of the import order: a package, or some modules of the top level.
+"""
 
 import ast
 import subprocess
@@ -16,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 TASKS = sorted((ROOT / "tasks").glob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in (*FILES, *TASKS)}
 
-# A module imports only from the left: from rooms before its own, or its own.
+# A module imports only from its own room and the rooms to its left.
 ROOMS = [
     "errors",
     "config",
@@ -37,34 +40,35 @@ TOP_LEVEL = {
     "loading": "errors",
     "terminal": "errors",
     "schedule": "schedule",
-    **dict.fromkeys(("task", "setup", "decisions", "run", "trainer"), "run"),
+    **dict.fromkeys(("clock", "task", "setup", "decisions", "run", "trainer"), "run"),
     **dict.fromkeys(("__init__", "tasks"), "package"),
 }
 # Code lines: without blanks, comments and docstrings. Reasons for each number that is not the
 # design's are in docs/decisions.md.
 BUDGETS = {
-    "config": 660,
-    "distributed": 1_590,
+    "config": 820,
+    "distributed": 1_660,
     "data": 750,
     "draws": 430,
-    "strategy": 900,
-    "engine": 850,
-    "checkpoints": 700,
-    "record": 880,
-    "top level": 900,
+    "strategy": 1_560,
+    "engine": 910,
+    "checkpoints": 1_200,
+    "record": 950,
+    "top level": 1_000,
 }
 MOST_OF_A_FUNCTION = 40
 MOST_OF_A_FILE = 300
 MOST_OF_A_TASK = 170
-MOST_TUPLES = 10  # assignments of a tuple to a tuple, in a thousand lines
+MOST_TUPLES = 10  # assignments of a tuple to a tuple, per thousand lines
 HEAVY = (
     *("hydra", "mpi4py", "omegaconf", "optuna", "rich", "safetensors", "submitit", "tensorboard"),
-    *("torch.distributed.algorithms", "torch.utils.tensorboard", "yaml"),
+    *("tomli", "tomllib", "torch.distributed.algorithms", "torch.distributed.device_mesh"),
+    *("torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.tensorboard", "yaml"),
 )
 
 
 def room(path: Path) -> str:
-    """The room of a file: its package, or what its name says at the top level."""
+    """Return the room of a file: its package, or at the top level that of its name."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     first = parts[0] if len(parts) > 1 else TOP_LEVEL.get(parts[0], "verbs")
     if parts[-1] == "__main__":
@@ -85,7 +89,8 @@ def is_for_types(node: ast.AST) -> bool:
 
 
 def imports(tree: ast.AST, is_typing_counted: bool = False) -> list[tuple[str, int]]:
-    """(module, line) of each import; of `from trainer.x import y` the module y where it is one."""
+    """Return (module, line) of each import; `from trainer.x import y` counts as y if y is a
+    module."""
     skipped = set()
     for node in ast.walk(tree):
         if is_for_types(node) and not is_typing_counted:
@@ -130,7 +135,7 @@ def test_module_imports_only_from_rooms_to_its_left():
 
 def test_there_are_no_cycles():
     graph = {name: {n for n, _ in imports(TREES[path])} for name, path in NAMES.items()}
-    graph["trainer"] = set()  # what a task may import is loaded when it is asked for
+    graph["trainer"] = set()  # the names that a task may import are loaded lazily
     done: set[str] = set()
 
     def visit(name: str, trail: list[str]) -> None:
@@ -164,7 +169,7 @@ def test_config_imports_no_torch_and_names_no_strategy():
 
 
 def test_imports_inside_functions_are_of_heavy_packages_or_in_verbs():
-    """Verbs answer much without torch: there what loads it is imported where it is used."""
+    """Verbs answer many requests without torch, so they import what loads it where it is used."""
     for path in FILES:
         for function in ast.walk(TREES[path]):
             if not isinstance(function, ast.FunctionDef) or room(path) == "verbs":
@@ -173,7 +178,7 @@ def test_imports_inside_functions_are_of_heavy_packages_or_in_verbs():
                 assert name.startswith(HEAVY), f"{path}:{line} imports {name}"
 
 
-def test_what_can_be_told_without_torch_is_told_without_it():
+def test_early_checks_do_not_import_torch():
     code = """if True:
         import sys
         import trainer, trainer.checkpoints.__main__
@@ -236,7 +241,7 @@ def test_every_value_of_a_closed_group_is_in_a_yaml():
 
 
 def test_no_object_sets_the_attributes_of_another():
-    """Only `self`, `ctx` of an autograd function, and what torch is told by attributes."""
+    """Exceptions are `self`, `ctx` of an autograd function, and attributes that configure torch."""
     told = ("os.environ", "optimizer.grad_scale", "optimizer.found_inf", "parameter.grad")
     for path in FILES:
         for node in ast.walk(TREES[path]):
@@ -253,18 +258,19 @@ def test_no_object_sets_the_attributes_of_another():
 
 
 KNOWN = {
-    "BaseContainer._resolvers",  # OmegaConf's registry, put back after
-    *("layer.__class__", "layer.groups"),  # BatchNorm layers become another kind in place
+    "BaseContainer._resolvers",  # OmegaConf's registry, restored afterwards
+    *("layer.__class__", "layer.groups"),  # BatchNorm layers are converted in place
     "made._metadata",  # of a state_dict that is copied
     "mpi4py.rc.thread_level",
-    "report.has_weight",  # of a report that is being made
+    "report.has_weight",  # of a report that is being built
     "report.is_stop_requested",
     "report.is_skipped",
     "self._ride.grad",
     "saved.run.name",  # of a configuration that is being composed
     "saved.run.resume",
-    "self.module.forward",  # compiled
-    "worker.terminate",  # of a process of our own context
+    *("module.forward", "module.forward.inner"),  # recomputed, compiled
+    *("local.grad", "whole.grad"),  # of a shard of FSDP, and of the whole that its owner steps
+    "worker.terminate",  # of a process of Lockstep's own context
     "context.Process",
     "sys.excepthook",
     "sys.argv",
@@ -276,12 +282,12 @@ FACE = {
     *("config", "options", "Options", "world", "model", "step", "_run"),
 }
 HOOKS = {
-    *("build_model", "build_dataset", "loss", "metrics", "summarize", "build_metrics"),
+    *("build_model", "build_dataset", "loss", "metrics", "summarize", "build_metrics", "blocks"),
     *("augment", "split_batch", "build_optimizer", "build_schedule", "train_step"),
 }
 
 
-def test_user_class_holds_only_the_names_of_the_face():
+def test_user_class_has_only_the_names_of_the_public_interface():
     names = {name for base in Trainer.__mro__[:-1] for name in vars(base)}
     ours = {name for name in names if not (name.startswith("__") and name.endswith("__"))}
     assert ours <= FACE | HOOKS

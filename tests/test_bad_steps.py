@@ -1,5 +1,4 @@
-"""When something is wrong: the step, the rank and the example are named, and the policy asked
-for is followed."""
+"""Bad steps: the step, the rank and the example are named, and the configured policy is applied."""
 
 import multiprocessing
 import os
@@ -18,12 +17,12 @@ from trainer.audit import main as audit
 from trainer.replay import main as replay
 
 RECIPE = ["task=tiny", "run.steps=12", "log.every_steps=1", "optim.lr=0.3"]
-BAD = 57  # an example that spoils whatever step takes it
+BAD = 57  # an example that makes every step that takes it non-finite
 EVERY_2 = ["checkpoint.every_steps=2", "checkpoint.every_epochs=null", "checkpoint.keep_last=20"]
 
 
 class BadExample(Tiny):
-    """The loss of one example is not a number, from step `since` on."""
+    """Task in which the loss of one example is NaN from step `since` on."""
 
     since = 0
 
@@ -34,7 +33,7 @@ class BadExample(Tiny):
 
 
 class BadGradient(Tiny):
-    """The loss of one example is finite and its gradient is not: the root of 0."""
+    """Task in which the loss of one example is finite and its gradient is not: the root of 0."""
 
     def augment(self, inputs, targets, random, train):
         inputs, targets = super().augment(inputs, targets, random, train)
@@ -49,8 +48,8 @@ class BadGradient(Tiny):
 
 
 class Once(Begun):
-    """As a bit that flips in memory: the first time that step 8 is made, on the last rank, and
-    never again."""
+    """Task with one transient fault, as from a flipped bit: on the last rank, when step 8 is made
+    for the first time."""
 
     has_been = False
 
@@ -70,7 +69,7 @@ class Once(Begun):
 
 
 def place_of_the_bad(ranks):
-    """(1-based step, rank) that takes the bad example."""
+    """Return the (1-based step, rank) that takes the bad example."""
     from trainer.data.order import BatchPlan, EpochSampler
 
     plan = BatchPlan(203, 22, 22, ranks)
@@ -97,7 +96,7 @@ def ends(task, folder, *overrides):
     with pytest.raises(RunError) as told:
         fit(folder, *RECIPE, *overrides, task=task)
     for child in multiprocessing.active_children():
-        child.kill()  # as the command line does; DataLoader waits 5 s for one that it left
+        child.kill()  # as the command line does; DataLoader waits 5 s for an abandoned worker
     return str(told.value)
 
 
@@ -107,7 +106,7 @@ def test_stop_ends_the_run_on_every_rank_with_the_example_and_how_to_look_at_it(
     step, rank = place_of_the_bad(ranks)
     assert len(set(said)) == 1 and re.fullmatch(
         rf"step {step}: the loss of example {BAD} is not finite \(nan\), on rank {rank}; "
-        rf"look at it with python -m trainer.replay \S+/tiny/run step={step}",
+        rf"inspect it with python -m trainer.replay \S+/tiny/run step={step}",
         said[0],
     )
 
@@ -120,7 +119,7 @@ def test_rollback_undoes_what_happened_once(ranks, tmp_path, capfd):
     )
     assert (
         "warning: step 8: " in (said := capfd.readouterr().out)
-        and "going back to the newest checkpoint" in said
+        and "rolling back to the newest checkpoint" in said
     )
     assert "resumed at step 6 of 12" in said
     check_equal_bits(straight, rolled)
@@ -135,7 +134,7 @@ def test_rollback_to_the_start_where_nothing_was_saved(tmp_path):
 
 def test_step_that_is_bad_again_after_a_rollback_ends_the_run(tmp_path):
     said = on_ranks(1, ends, BadExample, tmp_path, "run.on_bad_step=rollback", *EVERY_2)[0]
-    assert "again, so it is not chance; look at it with python -m trainer.replay" in said
+    assert "it failed again after a rollback; inspect it with python -m trainer.replay" in said
 
 
 def test_replay_shows_the_example_on_one_process(tmp_path, capfd, monkeypatch):
@@ -157,7 +156,7 @@ def test_replay_shows_the_example_on_one_process(tmp_path, capfd, monkeypatch):
     assert on_ranks(1, body, step + 1) == [0]
     said = capfd.readouterr().out
     mean, logged = re.search(
-        r"mean loss (\S+); metrics.jsonl has (\S+) up to that step", said
+        r"mean loss (\S+); metrics.jsonl has (\S+) up to this step", said
     ).groups()
     assert mean == logged
 
@@ -179,11 +178,11 @@ def test_rank_whose_weights_drift_is_named(ranks, optimizer, tmp_path):
     said = on_ranks(
         ranks, ends, Drifting, tmp_path, "dist.drift_every_steps=4", f"optim={optimizer}"
     )
-    expected = "step 8: model.0.weight on rank 1 is not what the other ranks have; "
+    expected = "step 8: model.0.weight on rank 1 differs from the other ranks; "
     assert len(set(said)) == 1 and said[0].startswith(expected)
 
 
-def test_ranks_that_agree_are_left_alone(tmp_path):
+def test_ranks_that_agree_raise_no_error(tmp_path):
     wanted = ["dist.drift_every_steps=1", "task.options.norm=true", "optim=adamw"]
     assert fit_on(3, tmp_path, *RECIPE, *wanted)["step"] == 12
 
@@ -219,10 +218,10 @@ def test_example_that_cannot_be_read_is_one_line(workers, tmp_path):
     expected = (
         rf"train example {BAD} cannot be read: OSError: image {BAD} is truncated bytes: 17 {where}"
     )
-    assert re.match(f"{expected}; mend it, or give data.on_error=skip for training data$", said)
+    assert re.match(f"{expected}; repair it, or set data.on_error=skip for training data$", said)
 
 
-def test_skipped_example_is_replaced_alike_in_any_layout_and_resume_and_audited(tmp_path, capfd):
+def test_skipped_example_has_one_replacement_in_any_layout_and_resume(tmp_path, capfd):
     wanted = ["task=items", "data.on_error=skip", "run.steps=30"]
     one = fit_on(1, tmp_path / "one", *wanted, task=CorruptItems)
     two = fit_on(
@@ -244,18 +243,18 @@ def test_skipped_example_is_replaced_alike_in_any_layout_and_resume_and_audited(
     said = capfd.readouterr().out
     assert (
         said.count(
-            f"warning: train example {BAD} cannot be read: the next that can is taken instead"
+            f"warning: train example {BAD} cannot be read: the next readable one is used instead"
         )
         == 2
     )
     assert audit([str(two["directory"])]) == 0
     said = capfd.readouterr().out
-    assert f"example {BAD} could not be read in epoch 2: example {BAD + 1} was taken" in said
-    assert said.endswith("nothing was repeated or skipped, but for these\n")
+    assert f"example {BAD} could not be read in epoch 2: example {BAD + 1} was used" in said
+    assert said.endswith("nothing was repeated or skipped, except for these\n")
 
 
 def reading(items):
-    """A task whose data are these items."""
+    """Return a task whose dataset is `items`."""
 
     class Reading(TinyItems):
         def build_dataset(self, split):
@@ -273,13 +272,13 @@ class OddItems(Items):
 def test_example_of_another_form_is_named(workers, tmp_path):
     said = on_ranks(1, ends, reading(OddItems), tmp_path, f"data.workers={workers}")[0]
     assert said.startswith(
-        f"train example {BAD} cannot be read: it is ((2,), ()), where others are ((4,), ()); "
-        f"mend it"
+        f"train example {BAD} cannot be read: it is ((2,), ()) and the others are ((4,), ()); "
+        f"repair it"
     )
 
 
 class Pictures(Items):
-    """All alike, and of a kind that no batch is made of."""
+    """Dataset of equal objects that cannot be collated."""
 
     def __getitem__(self, index):
         return Path("picture.png"), super().__getitem__(index)[1]
@@ -288,7 +287,7 @@ class Pictures(Items):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_examples_of_a_kind_that_makes_no_batch_are_one_line(workers, tmp_path):
     said = on_ranks(1, ends, reading(Pictures), tmp_path, f"data.workers={workers}")[0]
-    assert "cannot be read: no batch is made of ('PosixPath', ())" in said
+    assert "cannot be read: no batch can be collated from ('PosixPath', ())" in said
     assert said.endswith("return tensors, arrays, numbers, or tuples and dicts of them")
 
 
@@ -296,7 +295,9 @@ def test_too_many_examples_that_cannot_be_read_end_the_run(tmp_path):
     said = on_ranks(2, ends, ManyCorrupt, tmp_path, "data.on_error=skip")
     assert said[0] == said[1]
     assert re.fullmatch(
-        r"data.on_error=skip: (1\d|20) train examples cannot be read; at most 10 may", said[0]
+        r"data.on_error=skip: (1\d|20) train examples cannot be read; must be at most 10; "
+        r"repair the data",
+        said[0],
     )
 
 
@@ -326,11 +327,11 @@ class HungWorker(TinyItems):
 
 def test_data_worker_that_dies_is_one_line(tmp_path):
     said = on_ranks(1, ends, KilledWorker, tmp_path, "data.workers=1")[0]
-    # mostly where a batch is waited for; before that, or while one is handed over, it is seen
-    # otherwise
+    # mostly detected while waiting for a batch; earlier, or while a batch is transferred, the
+    # error is another one
     told = (
-        r"a (worker of the train data|data worker) does not answer: (DataLoader worker "
-        r"\(pid|it ended while)"
+        r"a (worker of the train data|data worker) does not respond: (DataLoader worker "
+        r"\(pid|it exited while)"
     )
     assert re.match(told, said), said
 
@@ -340,18 +341,17 @@ def test_data_worker_that_hangs_is_one_line(tmp_path):
         began = time.monotonic()
         said = ends(HungWorker, tmp_path, "data.workers=1", "data.timeout_s=1")
         for child in multiprocessing.active_children():
-            child.kill()  # as the command line does; here it would hold the pipe of the test
+            child.kill()  # as the command line does; else it keeps the pipe of the test open
         return said, time.monotonic() - began
 
     said, seconds = on_ranks(1, body)[0]
-    assert said == (
-        "a worker of the train data does not answer: data.timeout_s=1 is over; look at its dataset"
-    )
+    why = "data.timeout_s=1 is exceeded"
+    assert said == f"a worker of the train data does not respond: {why}; check its dataset"
     assert seconds < 20
 
 
-def test_bad_step_is_known_before_it_is_published(tmp_path):
-    """Else it would push the last good checkpoint out, and a rollback begin anew."""
+def test_bad_step_is_detected_before_it_is_published(tmp_path):
+    """Otherwise it would replace the last good checkpoint, and a rollback would start at step 0."""
     every = ["checkpoint.every_steps=1", "checkpoint.every_epochs=null", "checkpoint.keep_last=1"]
     every += ["checkpoint.keep_best=0"]
     straight = fit_on(1, tmp_path / "straight", *RECIPE, *every)
@@ -360,7 +360,7 @@ def test_bad_step_is_known_before_it_is_published(tmp_path):
     assert rolled["record"] == straight["record"]
 
 
-def test_rollback_on_a_branch_goes_back_to_what_it_began_with(tmp_path):
+def test_rollback_on_a_branch_returns_to_the_checkpoint_that_it_started_from(tmp_path):
     fit_on(1, tmp_path, "task=tiny", "run.steps=4")
     begun = [*RECIPE, f"run.resume={tmp_path}/tiny/run", "checkpoint.every_epochs=null"]
     straight = fit_on(1, tmp_path, *begun, "run.name=straight")
@@ -380,21 +380,20 @@ def test_skipped_step_leaves_running_statistics_as_they_were(ranks, tmp_path, ca
 
 
 def test_signal_in_the_step_of_a_rollback_is_not_lost(tmp_path):
-    """The request stands, whatever session is at work."""
+    """The stop request is kept in every session."""
     every = ["checkpoint.every_steps=2", "checkpoint.every_epochs=null"]
     wanted = ["run.on_bad_step=rollback", "task.options.signal_at=8", "run.steps=40"]
     assert fit_on(1, tmp_path, *RECIPE, *every, *wanted, task=Once)["code"] == 75
 
 
 class LateWord(TinyItems):
-    """torch's handler for the end of a child raises where the rank happens to be, here in a
-    step."""
+    """Task that raises within a step, as torch's SIGCHLD handler does when a data worker dies."""
 
     def train_step(self, micro_batches):
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
 
 
-def test_word_of_a_dead_worker_is_one_line_wherever_it_comes(tmp_path):
+def test_error_of_a_dead_worker_is_one_line_wherever_it_is_raised(tmp_path):
     (said,) = on_ranks(1, ends, LateWord, tmp_path, "data.workers=1")
     worker = "DataLoader worker (pid 7) is killed by signal: Killed"
-    assert said == f"a data worker does not answer: {worker}; look at its dataset"
+    assert said == f"a data worker does not respond: {worker}; check its dataset"

@@ -1,5 +1,5 @@
-"""A checkpoint is a transaction: there whole, or not at all, whenever the process dies and
-whatever the disk does."""
+"""A checkpoint is a transaction: it exists completely or not at all, whenever the process dies or
+the disk fails."""
 
 import contextlib
 import errno
@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import traceback
 from pathlib import Path
@@ -15,43 +16,55 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from harness import stored
 
 from trainer.checkpoints import packing
 from trainer.checkpoints import transaction as checkpoint
-from trainer.errors import CheckpointError
+from trainer.checkpoints.tensors import KINDS
+from trainer.errors import CheckpointError, RunError
+from trainer.strategy.shards import Shard
 
 CPU = torch.device("cpu")
+FILES = [
+    *(f"{kind}-r0000{rank}.safetensors" for rank in (0, 1) for kind in ("model", "optimizer")),
+    *("tensors.json", "training.pt"),
+]
 DIED = 9
-PIECE = 600  # bytes that one os.write takes at most, in the tests that die between two of them
+PIECE = 600  # most bytes of one os.write, in the tests that die between two writes
 CALLS = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir")
 
 
-def parts(step: int) -> dict:
+def content(step: int) -> dict:
     return {
-        "model.pt": {"weight": torch.arange(100.0) * step},
-        "training.pt": {"rows": {}, "seen": [step, None, 0.5]},
+        "model": {"weight": torch.arange(100.0) * step, "count": torch.tensor(step)},
+        "optimizer": {"0/weight/momentum": torch.arange(100.0) - step},
+        "ema": {},
+        "training": {"rows": {}, "seen": [step, None, 0.5]},
     }
 
 
-def save(root: Path, step: int, metric: float | None = None) -> Path:
-    return checkpoint.save(
-        root,
-        step,
-        packing.packed(parts(step)),
-        {"metrics": {"eval/loss": metric}, "config": {"run.seed": 3, "optim.lr": 0.1}},
-    )
+def save(root: Path, step: int, metric: float | None = None, **more) -> Path:
+    """Save a step as two ranks that have half of the weight each."""
+    given = content(step)
+    parts = []
+    for rank in (0, 1):
+        parts.append({kind: {} for kind in KINDS})
+        for kind in KINDS:
+            for name, tensor in given[kind].items():
+                part = Shard.whole(tensor, rank == 0)
+                if tensor.dim():
+                    part = Shard(tensor[50 * rank :][:50], (100,), (50 * rank,), True)
+                parts[rank][kind][name] = part
+    facts = {"metrics": {"eval/loss": metric}, "config": {"run.seed": 3, "optim.lr": 0.1}}
+    return stored.save(root, step, parts, given["training"], facts, **more)
 
 
 def whole(loaded: checkpoint.Loaded | None) -> int:
-    """Its step, after checking that it holds all that was saved for it."""
+    """Return the step of a checkpoint, after checking that its content is complete."""
     assert loaded is not None
+    assert list(loaded.files) == FILES
     step = loaded.manifest["step"]
-    found = {name: packing.unpack(data, CPU) for name, data in loaded.files.items()}
-    assert found["training.pt"] == parts(step)["training.pt"]
-    assert (
-        torch.equal(found["model.pt"]["weight"], parts(step)["model.pt"]["weight"])
-        and len(found) == 2
-    )
+    stored.check_same_bits(stored.content_of(loaded), content(step))
     return step
 
 
@@ -92,8 +105,8 @@ def lethal(call, count, at: int, is_after: bool):
 
 
 def code_of_child_dying(root: Path, at: int, is_after: bool) -> int:
-    """In a child that dies before or after its `at`-th call into the system: save step 2, then
-    prune step 1."""
+    """Save step 2, then prune step 1, in a child that dies before or after its `at`-th system
+    call; return its exit code."""
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -102,8 +115,7 @@ def code_of_child_dying(root: Path, at: int, is_after: bool) -> int:
     for name in CALLS:
         setattr(os, name, lethal(getattr(os, name), count, at, is_after))
     try:
-        save(root, 2)
-        checkpoint.prune(root, 1, 0, "eval/loss", "min", set())
+        save(root, 2, keep_last=1)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -155,7 +167,7 @@ def test_failure_at_any_call_leaves_a_whole_checkpoint_and_no_staging(call, tmp_
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return real(*arguments, **options)
 
-        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(OSError):
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(RunError):
             patch.setattr(os, call, failing)
             save(root, 2)
         assert names(root) in (["step-00000001"], ["step-00000001", "step-00000002"])
@@ -171,7 +183,8 @@ def test_full_disk_is_reported_and_the_next_save_succeeds(tmp_path, monkeypatch)
     def full(descriptor, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left on device"):
+    told = r"No space left on device while saving step 2; .* make room and resume"
+    with monkeypatch.context() as patch, pytest.raises(RunError, match=told):
         patch.setattr(os, "write", full)
         save(tmp_path, 2)
     assert names(tmp_path) == ["step-00000001"] and newest(tmp_path) == 1
@@ -180,13 +193,21 @@ def test_full_disk_is_reported_and_the_next_save_succeeds(tmp_path, monkeypatch)
 
 
 def test_interrupt_within_a_save_leaves_no_staging(tmp_path, monkeypatch):
-    def interrupted(descriptor):
-        raise KeyboardInterrupt
+    real = os.fsync
+    for at in range(3, 9):  # rank 0's calls; rank 1 makes the first two
+        calls = itertools.count(1)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "fsync", interrupted)
-        save(tmp_path, 1)
-    assert names(tmp_path) == []
+        def interrupted(descriptor, calls=calls, at=at):
+            if next(calls) == at:
+                raise KeyboardInterrupt
+            real(descriptor)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(os, "fsync", interrupted)
+            save(tmp_path, 1)
+        assert names(tmp_path) == []
+    save(tmp_path, 1)
+    assert newest(tmp_path) == 1
 
 
 def test_short_write_is_continued(tmp_path, monkeypatch):
@@ -228,16 +249,16 @@ def test_everything_is_on_the_disk_before_the_rename_and_the_rename_before_anyth
         patch.setattr(
             os, "rename", note(os.rename, "rename", lambda arguments, _: Path(arguments[0]).name)
         )
-        save(tmp_path, 2)
-        checkpoint.prune(tmp_path, 1, 0, "eval/loss", "min", set())
+        save(tmp_path, 2, keep_last=1)
     kept = [
         (name, "staging" if what.startswith(".staging") else what)
         for name, what in done
         if name != "open"
     ]
-    files = ["model.pt", "training.pt", "manifest.json", "staging"]
-    assert kept[:4] == [("fsync", name) for name in files]
-    assert kept[4:] == [
+    files = ["manifest.json", "staging"]
+    assert kept[: len(FILES)] == [("fsync", name) for name in (*FILES[2:4], *FILES[:2], *FILES[4:])]
+    assert kept[len(FILES) :][:2] == [("fsync", name) for name in files]
+    assert kept[len(FILES) + 2 :] == [
         ("rename", "staging"),
         ("fsync", tmp_path.name),
         ("rename", "step-00000001"),
@@ -248,9 +269,10 @@ def test_existing_step_is_not_overwritten(tmp_path):
     path = save(tmp_path, 1)
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     with pytest.raises(
-        CheckpointError, match=r"step-00000001 exists already: a checkpoint is never overwritten$"
+        CheckpointError, match=r"step-00000001 already exists: a checkpoint is never overwritten$"
     ):
-        checkpoint.save(tmp_path, 1, packing.packed(parts(5)), {})
+        checkpoint.stage(tmp_path, 1)
+    assert stored.save(tmp_path, 1, [{}], content(5)["training"], {}) == path
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     assert names(tmp_path) == ["step-00000001"]
 
@@ -263,12 +285,12 @@ def test_bit_flipped_anywhere_in_the_files_is_noticed_and_the_older_checkpoint_i
     path, seed = save(tmp_path, 2), random.randrange(10**6)
     chance = random.Random(seed)
     for _ in range(40):
-        file = path / chance.choice(["model.pt", "training.pt"])
+        file = path / chance.choice(FILES)
         place = chance.randrange(file.stat().st_size), chance.randrange(8)
         flip(file, *place)
         loaded, skipped = checkpoint.load_newest(tmp_path)
         assert whole(loaded) == 1, f"seed {seed}: {file.name} at {place}"
-        reason = f"{file}: its SHA-256 is not the one in the manifest, so bits have changed"
+        reason = f"{file}: its SHA-256 differs from the manifest's, so bits have changed"
         assert skipped == [f"skipped step-00000002: {reason}"]
         flip(file, *place)
     assert newest(tmp_path) == 2
@@ -293,20 +315,22 @@ def test_bit_flipped_anywhere_in_the_manifest_is_noticed(tmp_path):
 
 
 def test_truncated_file_is_refused(tmp_path):
-    file = save(tmp_path, 1) / "model.pt"
-    size = file.stat().st_size
-    os.truncate(file, size - 1)
-    with pytest.raises(
-        CheckpointError, match=rf"model\.pt: {size - 1} bytes, {size} were written$"
-    ):
-        checkpoint.load(file.parent)
+    for step, name in enumerate(FILES, 1):
+        file = save(tmp_path, step) / name
+        size = file.stat().st_size
+        os.truncate(file, size - 1)
+        said = rf"{re.escape(name)}: {size - 1} bytes, {size} were written$"
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint.load(file.parent)
 
 
 def test_missing_file_is_refused(tmp_path):
-    path = save(tmp_path, 1)
-    (path / "training.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"training\.pt: No such file or directory$"):
-        checkpoint.load(path)
+    for step, name in enumerate(FILES, 1):
+        path = save(tmp_path, step)
+        (path / name).unlink()
+        said = rf"{re.escape(name)}: No such file or directory$"
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint.load(path)
     (path / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"manifest\.json: No such file or directory$"):
         checkpoint.load(path)
@@ -348,7 +372,9 @@ def test_checkpoint_under_another_step_is_refused(tmp_path):
         checkpoint.load(path)
 
 
-@pytest.mark.parametrize("name", ["../step-00000001/model.pt", "/etc/hostname", "a/b", "a/", "."])
+@pytest.mark.parametrize(
+    "name", ["../step-00000001/training.pt", "/etc/hostname", "a/b", "a/", "."]
+)
 def test_file_name_that_leaves_the_checkpoint_is_refused(name, tmp_path):
     path = save(tmp_path, 1)
     edit(path, files={name: {"bytes": 1, "sha256": ""}})
@@ -371,14 +397,15 @@ def test_other_format_is_refused(number, tmp_path):
     path = save(tmp_path, 1)
     edit(path, format=number)
     with pytest.raises(
-        CheckpointError, match=rf"step-00000001: format {number}, this version reads 2$"
+        CheckpointError,
+        match=rf"step-00000001: has format {number}, this version reads formats 2 and 3$",
     ):
         checkpoint.load(path)
 
 
 def test_every_newer_checkpoint_that_is_damaged_is_named(tmp_path):
     paths = [save(tmp_path, step) for step in (1, 2, 3)]
-    os.truncate(paths[1] / "model.pt", 0)
+    os.truncate(paths[1] / "model-r00001.safetensors", 0)
     shutil.rmtree(paths[2])
     paths[2].mkdir()
     loaded, skipped = checkpoint.load_newest(tmp_path)
@@ -424,12 +451,12 @@ def test_pickled_object_is_not_loaded(tmp_path):
 @pytest.mark.parametrize(
     "value", [numpy.float64(1.0), numpy.zeros(2), Path("/"), {1.5: {"a": [object()]}}]
 )
-def test_what_could_not_be_loaded_is_not_saved(value, tmp_path):
+def test_value_that_could_not_be_loaded_is_not_saved(value, tmp_path):
     with pytest.raises(
         CheckpointError,
         match=r"^training.pt.* is a \w+: a checkpoint holds tensors and plain values",
     ):
-        checkpoint.save(tmp_path, 1, packing.packed({"training.pt": {"value": value}}), {})
+        stored.save(tmp_path, 1, [{}], {"value": value}, {})
     assert names(tmp_path) == []
 
 
@@ -462,7 +489,7 @@ def test_newest_and_best_are_kept_and_nan_is_never_best(
     assert kept(tmp_path, keep_last, keep_best, mode) == expected
 
 
-def test_checkpoint_without_a_readable_manifest_stands_in_for_none(tmp_path):
+def test_checkpoint_without_a_readable_manifest_replaces_none(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step, metric=step)
     for damaged in (1, 4):
@@ -482,7 +509,7 @@ def test_sweep_removes_leftovers_and_nothing_else(tmp_path):
         "notes",
     ):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "model.pt").write_bytes(b"half")
+        (tmp_path / name / FILES[0]).write_bytes(b"half")
     assert newest(tmp_path) == 1
     checkpoint.sweep(tmp_path)
     assert names(tmp_path) == ["invalid-step-00000003-ef", "notes", "step-00000001"]
@@ -490,7 +517,7 @@ def test_sweep_removes_leftovers_and_nothing_else(tmp_path):
 
 def test_checkpoint_set_aside_is_kept_and_frees_its_step(tmp_path):
     aside = checkpoint.set_aside(save(tmp_path, 1))
-    assert aside.name.startswith("invalid-step-00000001-") and (aside / "model.pt").is_file()
+    assert aside.name.startswith("invalid-step-00000001-") and (aside / FILES[0]).is_file()
     save(tmp_path, 1)
     assert list(checkpoint.steps(tmp_path)) == [1]
 
@@ -500,6 +527,6 @@ def test_manifest_that_could_not_be_read_again_is_refused_before_it_is_published
 ):
     monkeypatch.setattr(checkpoint, "MOST_BYTES", 500)
     replaced = {f"0/{index}": index + 1 for index in range(100)}
-    with pytest.raises(CheckpointError, match="mend or remove the 100 examples"):
-        checkpoint.save(tmp_path, 1, [("model.pt", b"weights")], {"replaced": replaced})
-    assert not checkpoint.steps(tmp_path)
+    with pytest.raises(CheckpointError, match="repair or remove the 100 examples"):
+        stored.save(tmp_path, 1, [{}], {}, {"replaced": replaced})
+    assert not checkpoint.steps(tmp_path) and names(tmp_path) == []

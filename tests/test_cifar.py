@@ -1,5 +1,5 @@
-"""task=cifar: its data are fetched whole or not at all, once however many ask; its second net
-is ResNet-18."""
+"""task=cifar: its data are downloaded completely or not at all, and only once for all ranks; its
+second net is ResNet-18."""
 
 import fcntl
 import os
@@ -58,13 +58,13 @@ def test_a_folder_with_some_of_the_files_gets_them_all_and_keeps_the_rest(tmp_pa
         ({"body": b"gone", "status": 404}, "HTTP Error 404: Not Found"),
         (
             {"body": packed({"one.bin": FILES["one.bin"], "two.bin": b"another"})},
-            "two.bin in it has SHA-256 .*, must",
+            "its two.bin has SHA-256 .*, must",
         ),
         ({"body": packed({"one.bin": FILES["one.bin"]})}, "it has no two.bin"),
     ],
     ids=["truncated", "three bytes", "empty", "a page", "404", "wrong hash", "a file less"],
 )
-def test_what_is_not_the_archive_leaves_nothing_behind(answer, reason, tmp_path):
+def test_wrong_archive_leaves_nothing_behind(answer, reason, tmp_path):
     with serving(**answer) as (url, _), pytest.raises(ConfigError) as raised:
         download.fetch(url, str(tmp_path / "root"), SHA256, KEY)
     assert names(tmp_path) == [".root.lock"]
@@ -73,7 +73,7 @@ def test_what_is_not_the_archive_leaves_nothing_behind(answer, reason, tmp_path)
         rf"all.tar.gz into "
     )
     assert "\n" not in str(raised.value)
-    with serving(ARCHIVE) as (url, _):  # and the next try begins anew
+    with serving(ARCHIVE) as (url, _):  # the next attempt starts again
         download.fetch(url, str(tmp_path / "root"), SHA256, KEY)
     assert content(tmp_path / "root") == FILES
 
@@ -102,7 +102,7 @@ def test_a_server_that_stalls_is_given_up(tmp_path, monkeypatch):
 
 
 def fetch_as_rank(url, folder):
-    """What a rank gets; `folder` is told before it takes its place at the lock."""
+    """Fetch as a rank does and return its outcome; mark in `folder` before waiting for the lock."""
     lock = fcntl.flock
 
     def noted_lock(file, operation):
@@ -133,7 +133,7 @@ def test_one_rank_downloads_and_all_share_the_outcome(body, status, tmp_path):
         assert "HTTP Error 404" in results[0] and len(set(results)) == 1
         assert (
             on_ranks(1, fetch_as_rank, url, tmp_path) == results[:1] and len(asked) == 2
-        )  # a later run tries again
+        )  # a later run retries
 
 
 def test_when_the_downloading_process_is_killed_one_that_waits_takes_over(tmp_path):
@@ -189,12 +189,12 @@ def test_resnet18_has_its_eleven_million_parameters():
         64,
         32,
         32,
-    )  # nothing is pooled before the blocks
+    )  # there is no pooling before the blocks
     assert model.body(torch.zeros(2, 3, 32, 32)).shape == (2, 512, 4, 4)
 
 
 class Narrow(cifar.Cifar):
-    """A small net and 32 images: the whole ResNet-18 does some twenty images a second on two
+    """Task with a small net and 32 images: the full ResNet-18 trains about twenty images/s on two
     cores."""
 
     def build_dataset(self, split):

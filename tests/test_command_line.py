@@ -1,5 +1,5 @@
-"""The command line as a person uses it: what it prints, its exit codes, its files, its answer
-to signals."""
+"""The command line as a user runs it: its output, exit codes and files, and its reaction to
+signals."""
 
 import json
 import os
@@ -22,7 +22,7 @@ TINY = ["--config-dir", CONF, "task=tiny"]
         ),
         (
             ["task=cifar", "strategy=single"],
-            "error: strategy=single: works on 1 rank, and 2 were started",
+            "error: strategy=single: must run on 1 rank, and 2 ranks were started",
         ),
         (
             ["task=cifar", "data.global_batch=1", "run.norm_rows=null"],
@@ -34,7 +34,7 @@ TINY = ["--config-dir", CONF, "task=tiny"]
         ),
     ],
 )
-def test_bad_setting_on_two_ranks_is_said_once(words, line, is_real, command, tmp_path):
+def test_bad_setting_on_two_ranks_is_reported_once(words, line, is_real, command, tmp_path):
     if is_real:
         code, _, err = ended(launch(tmp_path, *words, launcher=TORCHRUN))
     else:
@@ -88,7 +88,7 @@ def test_directory_holds_what_is_promised(tmp_path):
         "2 ranks x 1 micro-batch of 11 rows",
         "203 // 22 = 9 steps",
         "131 parameters",
-        "go on with",
+        "train longer with: torchrun",
     ):
         assert word in out, word
 
@@ -112,7 +112,7 @@ def test_help_lists_groups_and_settings(command):
     assert done.returncode == 0
     for word in (
         "cifar, text",
-        "ddp, ddp_syncbn_amp, dp, exact, single",
+        "ddp, ddp_syncbn_amp, dp, exact, fsdp, hsdp, single",
         "data.global_batch",
         "run.resume",
         "torchrun --nproc_per_node=2",
@@ -121,7 +121,7 @@ def test_help_lists_groups_and_settings(command):
 
 
 @pytest.mark.slow
-def test_sweep_runs_each_job_in_a_directory_of_its_own(command, tmp_path):
+def test_sweep_runs_each_job_in_its_own_directory(command, tmp_path):
     done = command("-m", *TINY, "optim.lr=0.1,0.2")
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "runs/tiny").iterdir())) == 2
@@ -149,7 +149,7 @@ def test_hydra_prints_the_composed_config(command, tmp_path):
 
 
 def test_ctrl_c_while_modules_are_imported_is_not_lost(command, tmp_path):
-    """An extension module may clear the error that Python raises in it, as numpy's and torch's
+    """An extension module may clear the KeyboardInterrupt raised in it, as those of numpy and torch
     do."""
     (tmp_path / "mine.py").write_text("""if True:
         import os, signal, time
@@ -175,8 +175,8 @@ def test_ctrl_c_while_modules_are_imported_is_not_lost(command, tmp_path):
     ],
 )
 def test_ctrl_c_stops_all_ranks_saves_and_says_how_to_go_on(kind, ranks, number, command, tmp_path):
-    """As a terminal does it: the signal goes to the whole group, torchrun and data workers
-    included."""
+    """The signal goes to the whole process group, including torchrun and data workers, as from a
+    terminal."""
     words = [*TINY, "run.name=a", "run.steps=1000000", "log.every_steps=1000", "data.workers=1"]
     if kind == "real":
         launcher = TORCHRUN if ranks else ()
@@ -188,13 +188,13 @@ def test_ctrl_c_stops_all_ranks_saves_and_says_how_to_go_on(kind, ranks, number,
     asked = time.monotonic()
     os.killpg(started.pid, number)
     code, out, err = ended(started)
-    assert time.monotonic() - asked < 20  # and not the 30 s after which torchrun kills
+    assert time.monotonic() - asked < 20  # less than the 30 s after which torchrun kills
     told = json.loads((tmp_path / "runs/tiny/a/exit.json").read_text())
     assert told["code"] == 75 and told["reason"] == "stopped", told
     assert ranks or (code == 75 and err == "")
-    assert "stopped by SIG" in out and "go on with:" in out and "run.resume=" in out, out
+    assert "stopped by SIG" in out and "resume with:" in out and "run.resume=" in out, out
     assert (tmp_path / f"runs/tiny/a/checkpoints/step-{told['step']:08d}").is_dir()
-    again = next(line for line in out.splitlines() if line.startswith("go on with:"))
+    again = next(line for line in out.splitlines() if line.startswith("resume with:"))
     more = [*again.split("-m trainer ")[1].split(), f"run.steps={told['step'] + 5}"]
     resumed = command(*more, ranks=ranks)
     assert f"resumed at step {told['step']:,}" in resumed.stdout, resumed

@@ -1,5 +1,5 @@
-"""One decision, all ranks: a bad step is skipped alike everywhere, and what only one rank knows
-reaches all."""
+"""One decision, all ranks: a bad step is skipped on every rank, and an event on one rank is known
+to all."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ RECIPE = ["task=tiny", "run.steps=12", "log.every_steps=1", "optim.lr=0.3"]
 
 
 class Spoiled(Begun):
-    """On the last rank alone, the loss of step 5 (from 0) is not a number."""
+    """Task in which the loss of step 5 (from 0) is NaN on the last rank only."""
 
     spoiled = (5,)
 
@@ -71,7 +71,7 @@ def test_skipped_first_step_leaves_no_trace_in_the_optimizer(tmp_path):
 def fails(folder):
     with pytest.raises(
         RunError,
-        match=r"^step 10: the loss of .* on rank 1; and no finite gradient in 10 steps on end$",
+        match=r"^step 10: the loss of .* on rank 1; and no finite gradient in 10 steps in a row$",
     ):
         fit(folder, *RECIPE, task=Lost)
 
@@ -82,11 +82,11 @@ def test_run_in_which_nothing_is_learned_fails(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_step_of_no_weight_updates_nothing_and_says_so(ranks, tmp_path, capfd):
+def test_step_without_weight_updates_nothing_and_is_reported(ranks, tmp_path, capfd):
     run = fit_on(ranks, tmp_path, *RECIPE, task=Unweighted)
     assert all(torch.isfinite(tensor).all() for tensor in run["weights"].values())
     assert (
-        "warning: step 6: the weights of its examples sum to 0, so no weight was updated"
+        "warning: step 6: the weights of its examples sum to 0, so no parameter was updated"
         in capfd.readouterr().out
     )
 
@@ -127,7 +127,7 @@ class Late(Tiny):
 """
 
 
-def test_error_of_the_user_on_one_rank_alone_is_said(command, tmp_path):
+def test_error_of_the_user_on_one_rank_is_reported(command, tmp_path):
     (tmp_path / "late.py").write_text(ONE_RANK)
     done = command("--config-dir", CONF, "task=tiny", "task.trainer=late.Late", ranks=2)
     assert done.returncode != 0 and "this rank alone knows" in done.stderr
@@ -142,14 +142,14 @@ def two_groups():
 
 
 def test_process_forms_one_group_after_another():
-    """Each has its own names in the store: the addresses of the first are dead when the second
-    forms."""
+    """Each group has its own names in the store, because the addresses of the first are stale when
+    the second forms."""
     for _ in range(3):
         assert on_ranks(2, two_groups) == [([1.0], [1.0])] * 2
 
 
 def started_apart(folder, overrides):
-    """Each rank is started with overrides of its own."""
+    """Start each rank with its own overrides."""
     with pytest.raises(ConfigError) as error:
         fit(folder, *RECIPE, *overrides[World.from_environment().rank])
     return str(error.value)
@@ -173,7 +173,7 @@ def test_ranks_started_differently_are_refused_by_name(second, line, tmp_path):
 
 
 class Uneven(Tiny):
-    """What differs is in the task, where no setting shows it."""
+    """Task that differs between ranks without a difference in the settings."""
 
     differs = ""
 

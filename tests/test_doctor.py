@@ -1,5 +1,4 @@
-"""What the doctor finds: on sound ranks nothing, and each fault that is planted, by name, in
-time."""
+"""The doctor reports nothing on sound ranks, and each planted fault by name and in time."""
 
 import contextlib
 import ctypes
@@ -40,10 +39,10 @@ SUMS = ["all-reduce 1 KB", "all-reduce 64 KB", "all-reduce 1 MB", "all-reduce 16
 def examined(
     size: int, *words: str, plant: Callable[[int], None] = lambda rank: None
 ) -> list[tuple]:
-    """(exit code, rows by name, what it said on stderr, seconds from the rendezvous on) of each
-    rank.
+    """Run the doctor on forked ranks; return, per rank, (exit code, rows by name, stderr, seconds
+    since the rendezvous).
 
-    `plant` is called with the rank before.
+    `plant` is called with the rank before the doctor starts.
     """
 
     def body() -> tuple[int, dict[str, Any], str, float]:
@@ -77,18 +76,18 @@ def wrong(rows: dict[str, Any]) -> dict[str, str]:
     return {name: row["result"] for name, row in rows.items() if row["result"] != "ok"}
 
 
-# As a person starts it ----------------------------------------------------------------------------
+# Started as a user starts it ----------------------------------------------------------------------
 
 
-def test_alone_it_prints_a_table_and_warnings_do_not_fail(tmp_path):
+def test_one_process_prints_a_table_and_warnings_do_not_fail(tmp_path):
     threads = {
         "OMP_NUM_THREADS": "64",
         "MKL_DYNAMIC": "FALSE",
-    }  # else MKL stops at the cores that there are
+    }  # else MKL uses at most the cores of the machine
     code, out, err = ended(launch(tmp_path, verb="trainer.doctor", **threads))
     assert code == 0 and err == "", err
     lines = out.splitlines()
-    assert lines[0].split() == ["check", "result", "what", "was", "found", "what", "to", "do"]
+    assert lines[0].split() == ["check", "result", "found", "advice"]
     told = {line[1:18].strip(): line for line in lines[1:]}
     assert list(told) == ["rank 0", *ROWS, *SUMS]
     assert (
@@ -115,7 +114,7 @@ def test_two_ranks_under_torchrun_are_one_json_object(is_real, command, tmp_path
         "local_rank 1, node 0, host " in rows["rank 1"]["found"]
         and "by torchrun" in rows["rank 1"]["found"]
     )
-    assert re.match(r"2 ranks met at (localhost|127.0.0.1):", rows["rendezvous"]["found"])
+    assert re.match(r"2 ranks connected at (localhost|127.0.0.1):", rows["rendezvous"]["found"])
     assert all("exact in int64 and float64; " in rows[name]["found"] for name in SUMS)
     assert [*tmp_path.iterdir()] == []
 
@@ -148,11 +147,11 @@ def test_ranks_under_mpirun_are_examined(backend, tmp_path):
 @pytest.mark.parametrize(
     ("word", "line"),
     [
-        ("dist.backend=mpi", "dist.backend=mpi: start with mpirun"),
+        ("dist.backend=mpi", "dist.backend=mpi: needs mpirun or srun"),
         ("dist.timeout=3", "dist.timeout is not a setting; did you mean dist.timeout_s"),
         (
             "launch=elastic",
-            "launch=elastic: the doctor starts no ranks; torchrun ... -m trainer.doctor",
+            "launch=elastic: the doctor starts no ranks; run torchrun ... -m trainer.doctor",
         ),
         ("--jsn", "--jsn is not a flag"),
     ],
@@ -166,7 +165,7 @@ def test_bad_setting_is_refused(word, line):
 # Groups that do not form --------------------------------------------------------------------------
 
 
-def test_rank_whose_peer_is_missing_tells_what_it_knows(command, tmp_path):
+def test_rank_whose_peer_is_missing_reports_what_it_knows(command, tmp_path):
     def start(rank: int) -> Process:
         given = {
             "RANK": str(rank),
@@ -186,7 +185,7 @@ def test_rank_whose_peer_is_missing_tells_what_it_knows(command, tmp_path):
             and "start the ranks that are missing" in told["rendezvous"]
         )
         line = r"error: rank 1 \(.*, process \d+\): rendezvous: " if rank else "error: rendezvous: "
-        found = re.findall(f"^{line}no group was found at 127.0.0.1:", err, re.MULTILINE)
+        found = re.findall(f"^{line}no rendezvous at 127.0.0.1:", err, re.MULTILINE)
         assert len(found) == 1, err
     assert [*tmp_path.iterdir()] == []
 
@@ -202,7 +201,7 @@ def test_missing_rank_is_named_in_time_on_every_rank(init, tmp_path):
     beside = Beside(lambda: examined(2, f"run.dir={tmp_path}"))
     for number, (code, rows, err, seconds) in enumerate(ends):
         assert code == 1 and seconds < 2 * LIMIT_S + beside.allowance_s
-        assert "rank 1 did not come; rank 0 is process " in err and len(err.splitlines()) == 1
+        assert "rank 1 did not connect; rank 0 is process " in err and len(err.splitlines()) == 1
         assert number or (rows["rendezvous"]["result"] == "fail" and rows["disk"]["result"] == "ok")
     assert [*tmp_path.iterdir()] == []
 
@@ -258,7 +257,7 @@ def other_backend() -> None:
 
 
 WARNED = {
-    "clocks": (late_clock, " ms from rank 0's at most, on rank 1, known to "),
+    "clocks": (late_clock, " ms, on rank 1, measured to "),
     "open files": (few_files, "rank 1: at most 1,000"),
 }
 FAILED = {
@@ -279,7 +278,7 @@ UNMET = {
     [(WARNED, "warn"), (FAILED, "fail"), (UNMET, "fail")],
     ids=["warned", "failed", "unmet"],
 )
-def test_fault_of_one_rank_is_told(faults, result, tmp_path):
+def test_fault_of_one_rank_is_reported(faults, result, tmp_path):
     def plant(rank: int) -> None:
         for change, _ in faults.values() if rank else ():
             change()
@@ -291,7 +290,7 @@ def test_fault_of_one_rank_is_told(faults, result, tmp_path):
         assert row["result"] == result and found in row["found"] and row["advice"], row
     assert (
         second[1] == {} and [*tmp_path.iterdir()] == []
-    )  # printed by rank 0 only, nothing left behind
+    )  # printed by rank 0 only, no file left behind
 
 
 def test_settings_that_differ_are_named(tmp_path):
@@ -327,9 +326,7 @@ def test_full_disk_fails(tmpfs):
 
 def test_run_dir_that_a_rank_does_not_see_is_a_warning(tmpfs):
     def mount_over() -> None:
-        assert (
-            ctypes.CDLL(None).unshare(0x00020000) == 0
-        )  # CLONE_NEWNS: a view of the mounts of its own
+        assert ctypes.CDLL(None).unshare(0x00020000) == 0  # CLONE_NEWNS: a separate mount namespace
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)
         subprocess.run(["mount", "-t", "tmpfs", "doctor", str(tmpfs)], check=True)
 
@@ -344,7 +341,7 @@ def test_run_dir_that_a_rank_does_not_see_is_a_warning(tmpfs):
     assert [*tmpfs.iterdir()] == []
 
 
-# What is computed of it ---------------------------------------------------------------------------
+# Values computed from the measurements ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -371,7 +368,7 @@ def test_quota_of_the_cgroup_is_read(group, files, quota, tmp_path):
     assert rank_checks.cpu_quota(tmp_path) == quota
 
 
-def test_what_hosts_have_in_common_is_said_once():
+def test_facts_that_all_hosts_share_are_printed_once():
     same = {
         "launcher": "srun",
         "checks": [{"check": "open files", "result": "ok", "found": "no limit"}],
@@ -397,14 +394,16 @@ def test_what_hosts_have_in_common_is_said_once():
 
 def test_bandwidth_is_that_of_a_ring():
     row = group_checks.judge_sums("16 MB", 2**24, [{"wrong": 0, "seconds": 0.25}] * 4)
-    assert row.found.endswith("250.00 ms, 100.7 MB/s on rank 0's bus") and row.result == "ok"
+    assert (
+        row.found.endswith("250.00 ms, 100.7 MB/s bus bandwidth on rank 0") and row.result == "ok"
+    )
     assert (
         group_checks.judge_sums("16 MB", 2**24, [{"wrong": 0, "seconds": 0.26}] * 4).result
         == "warn"
     )
 
 
-def test_small_shared_memory_is_told_where_it_is_needed(monkeypatch):
+def test_small_shared_memory_is_reported_where_it_is_needed(monkeypatch):
     monkeypatch.setattr(
         rank_checks.shutil, "disk_usage", lambda _: SimpleNamespace(total=64e6, free=64e6)
     )
@@ -417,7 +416,7 @@ def test_small_shared_memory_is_told_where_it_is_needed(monkeypatch):
         assert row.result == result and row.found.startswith("0.06 of 0.06 GB are free; ")
 
 
-def test_gpu_that_ranks_share_is_told(monkeypatch):
+def test_gpu_that_ranks_share_is_reported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "some GPU")
@@ -429,7 +428,8 @@ def test_gpu_that_ranks_share_is_told(monkeypatch):
         assert row.result == result and f"1 GPU for {counted(ranks, 'local rank')}" in row.found
 
 
-def test_launchers_signal_does_not_lose_what_is_known(tmp_path):
+def test_signal_of_the_launcher_does_not_lose_the_results(tmp_path):
+
     def plant(rank: int) -> None:
         os.environ["WORLD_SIZE"] = "2"
         examination.meet = lambda *_: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))

@@ -1,4 +1,4 @@
-"""Draws by example: dropout and noise do not depend on how rows are cut (law 11)."""
+"""Random draws by example: dropout and noise do not depend on how rows are split (law 11)."""
 
 import math
 from collections.abc import Callable
@@ -105,7 +105,7 @@ DEEP = {
 
 
 def draw(model, x, cuts, name="loss", step=5):
-    """Outputs and gradients of the rows, computed in pieces."""
+    """Return outputs and gradients of the rows, computed in pieces."""
     draws = Draws(3, CPU, True)
     draws.rehearse(name, lambda inputs, _: model(inputs), (x, x))
     model.zero_grad()
@@ -122,7 +122,7 @@ def draw(model, x, cuts, name="loss", step=5):
 
 
 @pytest.mark.parametrize("name", [*FLAT, *DEEP])
-def test_rows_draw_the_same_however_they_are_cut(name):
+def test_rows_draw_the_same_however_they_are_split(name):
     torch.manual_seed(0)
     model = {**FLAT, **DEEP}[name]().train()
     x = torch.randn(ROWS, *((6, 8) if name in DEEP else (8,)), dtype=torch.float64)
@@ -156,7 +156,7 @@ def test_an_update_of_another_name_draws_other_numbers():
     assert not torch.equal(draw(model, x, [ROWS])[0], draw(model, x, [ROWS], "critic")[0])
 
 
-def test_kernel_that_draws_by_itself_is_named_and_keyed_by_the_micro_batch():
+def test_kernel_with_its_own_draws_is_named_and_keyed_by_the_micro_batch():
     lstm = Model(nn.LSTM(8, 8, 2, dropout=0.3, batch_first=True), lambda layer, x: layer(x)[0])
     x = torch.ones(ROWS, 6, 8, dtype=torch.float64)
     _, _, draws = draw(lstm, x, [ROWS])
@@ -168,7 +168,7 @@ def test_kernel_that_draws_by_itself_is_named_and_keyed_by_the_micro_batch():
     assert not draw(without, x, [ROWS])[2].kernels
 
 
-def test_layers_that_draw_by_themselves_have_masks_of_their_own():
+def test_layers_with_their_own_draws_have_separate_masks():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -183,7 +183,7 @@ def test_layers_that_draw_by_themselves_have_masks_of_their_own():
 
 @pytest.mark.parametrize("length", [8, 16, 24])
 def test_axis_of_the_rows_is_found_where_another_one_fits(length):
-    """Attention weights have heads x rows first, what follows has the sequence first."""
+    """Attention weights have heads x rows first, later tensors have the sequence first."""
     layer = nn.TransformerEncoderLayer(8, 4, 16, dropout=0.3)
     layer.self_attn.forward = partial(layer.self_attn.forward)  # no fast path
     weights = nn.MultiheadAttention(8, 4, dropout=0.3)
@@ -201,7 +201,7 @@ def test_axis_of_the_rows_is_found_where_another_one_fits(length):
         torch.testing.assert_close(draw(model, x, cuts)[0], whole, rtol=1e-10, atol=1e-10)
 
 
-def test_what_one_update_draws_is_no_rule_for_another():
+def test_draws_of_one_update_do_not_determine_those_of_another():
     draws = Draws(3, CPU, True)
     x = torch.ones(4, 8)
     draws.rehearse("loss", lambda x, _: torch.rand_like(x), (x, x))
@@ -221,7 +221,7 @@ def test_what_one_update_draws_is_no_rule_for_another():
         assert not torch.equal(drawn_by("loss"), torch.rand(4, 8))
 
 
-def test_numbers_that_a_foreign_function_draws_change_nothing_after_it():
+def test_draws_of_a_foreign_function_change_nothing_after_it():
     def compute(h):
         torch.empty(len(h), 3).fill_(0).log_normal_(generator=torch.default_generator)
         return F.dropout(h, 0.5)
@@ -230,7 +230,7 @@ def test_numbers_that_a_foreign_function_draws_change_nothing_after_it():
     torch.testing.assert_close(draw(model, x, [5, 7])[0], draw(model, x, [ROWS])[0])
 
 
-def test_what_draws_nothing_is_not_entered():
+def test_module_without_random_draws_is_not_entered():
     model = linear(torch.tanh)
     draws = Draws(0, CPU, True)
     draws.rehearse("loss", lambda x, _: model(x), (torch.ones(4, 8, dtype=torch.float64), None))
@@ -238,7 +238,7 @@ def test_what_draws_nothing_is_not_entered():
         assert torch.overrides._get_current_function_mode_stack() == []
 
 
-def test_own_generator_and_torchs_dropout_are_left_alone():
+def test_own_generator_and_torchs_dropout_are_not_changed():
     own = torch.Generator()
 
     def compute(h):
@@ -257,7 +257,7 @@ def test_own_generator_and_torchs_dropout_are_left_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of dynamo, where it breaks its graphs
+@pytest.mark.filterwarnings("ignore")  # dynamo warns at graph breaks
 @pytest.mark.parametrize("more", [[], ["data.micro_batch=8"]], ids=str)
 def test_compiled_model_draws_the_same(more, tmp_path):
     words = [*("task=tiny", "task.options.dropout=0.2", "task.options.norm=true"), "optim.lr=0.3"]
@@ -272,7 +272,7 @@ WIDE = 4096
 
 
 def drawn(compute, rows=64, step=0, calls=1):
-    """(calls, rows, WIDE) of what `compute` draws for a tensor of ones."""
+    """Return the draws of `compute` for a tensor of ones, shape (calls, rows, WIDE)."""
     draws = Draws(0, CPU, True)
     x = torch.ones(rows, WIDE)
     draws.rehearse("loss", lambda x, _: compute(x), (x, x))

@@ -1,4 +1,4 @@
-"""Evaluation counts each example exactly once, whatever the ranks and the micro-batch."""
+"""Evaluation counts each example exactly once, for any number of ranks and any micro-batch."""
 
 import json
 
@@ -15,8 +15,8 @@ RECIPE = ["task=tiny", "task.options.norm=true", "task.options.weights=true", "r
 
 
 class Counting(Tiny):
-    """Also says how many examples there were: the weight of `loss` in a metric that is 1 only
-    for the first."""
+    """Task that also reports the number of examples, through a metric that is 1 only for the first
+    example."""
 
     def build_dataset(self, split):
         data = super().build_dataset(split)
@@ -47,7 +47,7 @@ def on_one_rank():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 def test_203_examples_count_203_times(ranks, on_one_rank):
-    """Padding copies are not counted, nor is the count another."""
+    """Padding copies are not counted, and no example is missing."""
 
     def each():
         return [evaluate(Identity, f"eval.micro_batch={size}") for size in ("null", "7", "1000")]
@@ -78,7 +78,7 @@ def test_evaluation_leaves_no_trace_in_training(tmp_path):
         assert torch.equal(tensor, often["weights"][name]), name
 
 
-def test_run_directory_is_evaluated_as_it_was_at_its_end(tmp_path):
+def test_run_directory_is_evaluated_as_at_its_end(tmp_path):
     run = fit_on(2, tmp_path, *RECIPE)
     for ranks in (1, 3):
         for metrics in on_ranks(ranks, evaluate, Tiny, f"run.resume={run['directory']}"):
@@ -125,7 +125,7 @@ def fit_then_evaluate(folder):
     return summary.metrics, task.evaluate()
 
 
-def test_evaluation_after_a_fit_is_of_what_was_fitted(tmp_path):
+def test_evaluation_after_a_fit_uses_the_trained_model(tmp_path):
     for fitted, evaluated in on_ranks(2, fit_then_evaluate, tmp_path):
         assert fitted == pytest.approx(evaluated, rel=1e-12)
 
@@ -138,7 +138,7 @@ class OtherNames(Tiny):
 def other_names(folder):
     with pytest.raises(
         ConfigError,
-        match="what metrics returned is accuracy_0, loss on rank 0 and accuracy_1, loss on rank 1",
+        match="the list of metrics is accuracy_0, loss on rank 0 and accuracy_1, loss on rank 1",
     ):
         OtherNames(load_config([*RECIPE, f"run.dir={folder}"], [CONF])).fit()
 

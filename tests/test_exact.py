@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from harness import CONF, ended, fit_on, free_port, launch, newest, wait_for
-from harness.internals import packing
 from harness.launch import kill_with_descendants
+from harness.stored import check_same_bits, optimizers_of, tensors_of
 from tiny import Tiny
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from trainer.data.order import BatchPlan, split
 from trainer.strategy.tree import Node, Tree, nodes_of
@@ -38,21 +37,12 @@ def exact(recipe, precision):
     return [*RECIPES[recipe], "strategy=exact", f"strategy.precision={precision}"]
 
 
-def check_same_bits(one, other):
+def check_same_runs(one, other):
     assert one["record"] == other["record"]
     for name, tensor in one["weights"].items():
         assert torch.equal(tensor, other["weights"][name]), name
     assert one["seen"] == other["seen"]
-    states = [tree_leaves(optimizers_of(run)) for run in (one, other)]
-    for mine, theirs in zip(*states, strict=True):
-        is_tensor = isinstance(mine, torch.Tensor)
-        assert torch.equal(mine, theirs) if is_tensor else mine == theirs
-
-
-def optimizers_of(run):
-    """The state of the optimizers in a run's last checkpoint."""
-    file = newest(run["directory"]).files["training.pt"]
-    return packing.unpack(file, torch.device("cpu"))["optimizers"]
+    check_same_bits(*(optimizers_of(newest(run["directory"])) for run in (one, other)))
 
 
 @pytest.mark.parametrize("leaves", [*range(1, 20), 24, 37])
@@ -112,11 +102,11 @@ CASES = [
 @pytest.mark.parametrize(("recipe", "precision", "ranks"), CASES)
 def test_bits_are_those_of_one_rank(recipe, precision, ranks, references, tmp_path):
     words = exact(recipe, precision)
-    check_same_bits(references(*words), fit_on(ranks, tmp_path, *words))
+    check_same_runs(references(*words), fit_on(ranks, tmp_path, *words))
 
 
 def test_ddp_has_other_bits(references, tmp_path):
-    """Else nothing is shown above."""
+    """Otherwise the tests above would prove nothing."""
     words = [*TINY, "strategy.precision=fp32", "data.micro_batch=3", "log.every_steps=1"]
     one, three = references(*words), fit_on(3, tmp_path, *words)
     differ = [n for n, t in one["weights"].items() if not torch.equal(t, three["weights"][n])]
@@ -133,10 +123,10 @@ def test_ddp_has_other_bits(references, tmp_path):
     ],
     ids=str,
 )
-def test_what_belongs_to_a_run_keeps_its_bits(more, references, tmp_path):
+def test_settings_of_a_run_keep_its_bits(more, references, tmp_path):
     words = ["task=tiny", "task.options.norm=true", "task.options.dropout=0.2", "strategy=exact"]
     words += ["strategy.precision=fp32", "data.global_batch=24", "optim.lr=0.3", *more]
-    check_same_bits(references(*words), fit_on(3, tmp_path, *words))
+    check_same_runs(references(*words), fit_on(3, tmp_path, *words))
 
 
 @pytest.mark.parametrize("recipe", ["tiny", pytest.param("text", marks=SLOW)])
@@ -157,27 +147,27 @@ def test_run_that_changes_its_ranks_at_every_resume_keeps_its_bits(recipe, refer
     [
         (
             ["data.micro_batch=5"],
-            "data.micro_batch=5: must divide data.global_batch=22 under strategy=exact, as does 2",
+            "data.micro_batch=5: must divide data.global_batch=22 under strategy=exact; set 2",
         ),
         (
             ["strategy.sync_batchnorm=true"],
-            "strategy.sync_batchnorm=true: its sums have no fixed order; strategy=exact takes"
-            " run.norm_rows",
+            "strategy.sync_batchnorm=true: has no fixed order of sums; set run.norm_rows under"
+            " strategy=exact",
         ),
         (
             ["strategy.comm_hook=fp16"],
-            "strategy.comm_hook=fp16: strategy=exact sums in an order of its own; use ddp",
+            "strategy.comm_hook=fp16: strategy=exact sums in its own order; use none, or ddp",
         ),
     ],
 )
-def test_what_has_no_fixed_order_is_refused(words, line, command):
+def test_setting_without_a_fixed_order_is_refused(words, line, command):
     code, _, err = command("--config-dir", CONF, "task=tiny", "strategy=exact", *words)
     assert code == 2
     assert f"error: {line}" in err.splitlines()
 
 
 class Strided(Tiny):
-    """Weights that are part of a larger tensor, and a layer that is never used."""
+    """Task with weights that are views of a larger tensor, and with a layer that is never used."""
 
     def build_model(self):
         model = super().build_model()
@@ -191,7 +181,7 @@ def test_parameters_may_be_strided_or_unused(references, tmp_path):
     words = ["task=tiny", "strategy=exact", "optim=adamw", "strategy.precision=fp32"]
     words += ["strategy.find_unused_parameters=true", "data.micro_batch=2"]
     runs = [fit_on(ranks, tmp_path / str(ranks), *words, task=Strided) for ranks in (1, 3)]
-    check_same_bits(*runs)
+    check_same_runs(*runs)
     plain = fit_on(1, tmp_path / "plain", *words[:1], *words[2:4], task=Strided)
     for name, tensor in plain["weights"].items():
         torch.testing.assert_close(runs[0]["weights"][name], tensor, msg=name)
@@ -225,7 +215,7 @@ def record_of(directory):
 
 @pytest.mark.slow
 def test_job_that_loses_two_of_its_four_nodes_keeps_its_bits(tmp_path):
-    """torchrun starts the others again, with two ranks, from the newest checkpoint."""
+    """torchrun restarts the other nodes, with two ranks, from the newest checkpoint."""
     meet = ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--rdzv_id=job"]
     words = [*PACED, "task.options.pause_s=0.15", "run.name=lost", "run.resume=auto"]
     agents = []
@@ -251,4 +241,4 @@ def test_job_that_loses_two_of_its_four_nodes_keeps_its_bits(tmp_path):
     assert ended(whole)[0] == 0
     assert record_of(directory) == record_of(tmp_path / "runs/slow/whole")
     one, other = (newest(tmp_path / "runs/slow" / name) for name in ("whole", "lost"))
-    assert one.files["model.pt"] == other.files["model.pt"]
+    check_same_bits(tensors_of(one), tensors_of(other))

@@ -1,4 +1,4 @@
-"""The fault rows that need no process: few cases here, `make faults` runs all rows in full."""
+"""The fault rows that need no process, with few cases; `make faults` runs all rows in full."""
 
 import sys
 from pathlib import Path

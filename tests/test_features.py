@@ -1,5 +1,5 @@
-"""What a task may add: metrics that are no means, several updates a step, compilation, pictures
-and traces."""
+"""Optional features of a task: metrics that are not means, several updates per step, compilation,
+images and traces."""
 
 import json
 import math
@@ -18,7 +18,7 @@ TINY = ["task=tiny", "optim.lr=0.3", *FIFTY]
 
 
 class Measured(Tiny):
-    """Area under the curve: no mean of values."""
+    """Task with the area under the curve, which is not a mean of values."""
 
     def build_metrics(self, split):
         from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score
@@ -38,7 +38,7 @@ def measured(examples):
 
 @pytest.mark.parametrize(("examples", "sizes"), [(203, (1, 2, 3)), (4, (1, 3, 5))])
 def test_torchmetrics_see_each_row_once_on_any_number_of_ranks(examples, sizes):
-    """4 examples on 5 ranks: one has padding alone."""
+    """With 4 examples on 5 ranks, one rank has only padding."""
     pytest.importorskip("torchmetrics")
     found = [on_ranks(size, measured, examples) for size in sizes]
     for results in found:
@@ -68,10 +68,10 @@ class MetricsFailOnRank0(Tiny):
 
 
 MISTAKES = [
-    (Unwritten, "has no build_dataset(split); a task writes it"),
+    (Unwritten, "has no build_dataset(split); define it in the class"),
     (
         NoSchedule,
-        "build_schedule: must give factor(step), a number: 'NoneType' object is not callable",
+        "build_schedule: must return factor(step), a number: 'NoneType' object is not callable",
     ),
     (NoOptimizer, "build_optimizer returned a tuple: must be an optimizer, or a list of them"),
 ]
@@ -93,12 +93,12 @@ def test_metrics_that_fail_on_one_rank_end_all(tmp_path):
     told = on_ranks(2, fails, MetricsFailOnRank0, tmp_path)
     assert told == [
         ("KeyError", "'mine'"),
-        ("RuntimeError", "rank 0 failed trying metrics: KeyError: 'mine'"),
+        ("RuntimeError", "rank 0 failed computing metrics: KeyError: 'mine'"),
     ]
 
 
 class Pair(nn.Module):
-    """Generator and discriminator; both judgements in one forward."""
+    """Generator and discriminator; one forward returns the logits of real and generated images."""
 
     def __init__(self):
         super().__init__()
@@ -111,8 +111,8 @@ class Pair(nn.Module):
 
 
 class Gan(Tiny):
-    """Goodfellow et al., arXiv:1406.2661, on the digits of scikit-learn: two losses, two
-    optimizers, one step."""
+    """GAN of Goodfellow et al., arXiv:1406.2661, on the digits of scikit-learn: two losses and two
+    optimizers in one step."""
 
     def build_model(self):
         return Pair()
@@ -168,7 +168,9 @@ def test_gan_is_the_same_run_on_any_layout(ranks, overrides, gan, tmp_path):
     other = fit_on(ranks, tmp_path, *GAN, *overrides, task=Gan)
     for run in (gan, other):
         run["seen"] = [sorted(step) for step in run["seen"]]  # each example once per update
-    check_parity({**gan, "metrics": {}}, other, falls=False)  # two losses against each other
+    check_parity(
+        {**gan, "metrics": {}}, other, falls=False
+    )  # the losses of two adversaries need not fall
     assert min(gan["losses"].values()) < 0.9 * gan["losses"][1]
     generator = [entry["train/generator"] for entry in gan["record"] if "train/generator" in entry]
     assert len(generator) == 50 and generator[-1] > generator[0], (
@@ -215,7 +217,7 @@ def test_step_that_returns_no_outcome_is_refused(tmp_path):
 
 
 class Crowded(Tiny):
-    """Names that a framework might be tempted to take; none of them is its own."""
+    """Task that uses names which a framework might use; Lockstep uses none of them."""
 
     skipped = "mine"
     _session = _group = _writer = _engine = "mine"
@@ -268,8 +270,8 @@ class Pictured(Tiny):
 
 
 def test_pictures_histograms_and_a_trace_are_written_when_asked_for(command, tmp_path):
-    """In a process of its own: the profiler of torch 2.10 does not start in a fork, and that of
-    2.12 may crash there.
+    """Runs in a new process: the profiler of torch 2.10 does not start in a fork, and that of 2.12
+    may crash there.
     """
     (tmp_path / "pictured.py").write_text(PICTURED)
     words = ("--config-dir", CONF, "task=tiny", "task.trainer=pictured.Pictured", "run.steps=8")
@@ -302,8 +304,8 @@ def test_profile_steps_are_two_and_in_order(given):
 
 
 def test_operations_of_the_model_are_counted(tmp_path):
-    """2 x multiply-adds of every matrix product: forward, and backward without the first
-    layer's inputs."""
+    """The count is 2 x multiply-adds of every matrix product, forward and backward, without the
+    gradient of the first layer's inputs."""
 
     def body():
         task = Tiny(load_config(["task=tiny", f"run.dir={tmp_path}"], [CONF]))

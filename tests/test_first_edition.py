@@ -1,9 +1,9 @@
 """Runs that the first edition wrote are resumed, evaluated, audited and replayed by this one.
 
 The runs in tests/fixtures/first_edition were made by scripts/make_fixtures.py with the code of
-commit 97dd115, and expected.json has what that commit got without an interruption. Bits are
-compared only where torch's version, the CPU capability and the bits of plain torch's kernels are
-those that expected.json names; elsewhere within a tolerance of 1e-6.
+commit 97dd115, and expected.json has the results of that commit without an interruption. Bits are
+compared only if torch's version, the CPU capability and the bits of plain torch's kernels are those
+in expected.json; otherwise the tolerance is 1e-6.
 """
 
 import faulthandler
@@ -20,6 +20,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import newest
+from harness.stored import tensors_of
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURES = Path(__file__).resolve().parent / "fixtures" / "first_edition"
@@ -29,7 +32,7 @@ LIMIT_S = 120
 
 @pytest.fixture(scope="module")
 def digests():
-    """The fixtures' module with `digest_tensors` and `digest_kernels`."""
+    """Return the module of the fixtures with `digest_tensors` and `digest_kernels`."""
     return runpy.run_path(str(FIXTURES / "first_edition_task.py"))
 
 
@@ -45,16 +48,16 @@ def has_same_kernels(digests):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of the runs, the task and its config: where the commands run."""
+    """Return a copy of the runs, the task and its config, in which the commands run."""
     place = tmp_path / "first_edition"
     shutil.copytree(FIXTURES, place, ignore=shutil.ignore_patterns("__pycache__", "expected.json"))
     return place
 
 
 def run_in_fork(folder, module, *words):
-    """(exit code, output) of `python -m module words`, in a fork, which has torch loaded already.
+    """Run `python -m module words` in a fork that has torch loaded; return (exit code, output).
 
-    The output holds standard output and standard error.
+    The output includes standard output and standard error.
     """
     path = folder / "output.txt"
     pid = os.fork()
@@ -73,12 +76,12 @@ def run_in_fork(folder, module, *words):
 
 
 def become(folder, output, module, words):
-    """Run a module as `python -m` does, in this process; its exit code."""
+    """Run a module in this process as `python -m` does; return its exit code."""
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # pytest's own would keep what is said
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # pytest's own would capture the output
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     os.chdir(folder)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -94,7 +97,7 @@ def become(folder, output, module, words):
 
 
 def run_in_process(folder, *words):
-    """`python -m trainer words` in an interpreter of its own."""
+    """Run `python -m trainer words` in a new interpreter."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "trainer", *words]
     return subprocess.run(
@@ -108,11 +111,12 @@ def read_losses(directory):
 
 
 def check_end(directory, expected, digests, has_same_kernels):
-    """Check a resumed run against the first edition's run without an interruption."""
+    """Compare a resumed run with the first edition's run without an interruption."""
     end = json.loads((directory / "exit.json").read_text())
     assert (end["code"], end["step"]) == (0, expected["step"])
-    newest = max((directory / "checkpoints").glob("step-*"))
-    weights = torch.load(newest / "model.pt", weights_only=True)
+    last = newest(directory)
+    assert last.manifest["format"] == 3
+    weights = tensors_of(last)
     losses = read_losses(directory)
     if has_same_kernels:
         assert losses == expected["losses"]
@@ -125,7 +129,7 @@ def check_end(directory, expected, digests, has_same_kernels):
 
 
 def check_verbs(folder, name, is_exact):
-    """Evaluate, list, audit and replay a run; the audit's output."""
+    """Evaluate, list, audit and replay a run; return the output of the audit."""
     directory = f"runs/blobs/{name}"
     expected = EXPECTED["verbs"][name]
     tolerance = 0 if is_exact else 1e-6
@@ -135,6 +139,16 @@ def check_verbs(folder, name, is_exact):
 
     code, output = run_in_fork(folder, "trainer.checkpoints", directory)
     assert (code, output.count(" valid "), "INVALID" in output) == (0, 2, False), output
+
+    code, output = run_in_fork(folder, "trainer.checkpoints", directory, "--export", "all.st")
+    assert code == 0, output
+    path = max((folder / directory / "checkpoints").glob("step-*"))
+    files = (torch.load(path / name, weights_only=True) for name in ("model.pt", "training.pt"))
+    weights, training = files
+    named = {**weights, **{f"ema.{name}": mean for name, mean in training["ema"].items()}}
+    exported = load_file(folder / "all.st")
+    assert exported.keys() == named.keys() and bool(training["ema"]) == (name == "stopped")
+    assert all(torch.equal(tensor, exported[key]) for key, tensor in named.items())
 
     words = (directory, f"step={EXPECTED['replayed_step']}")
     code, output = run_in_fork(folder, "trainer.replay", *words)
@@ -187,7 +201,7 @@ def test_sweep_started_again_is_finished(folder):
     rows = table.read_text()
     code, output = run_in_fork(folder, "trainer", *EXPECTED["sweep"])
     assert code == 0 and output.count("is finished") == 2, output
-    # the seconds of each job may be written with other digits
+    # the seconds of each job may be formatted differently
     assert [row.split(",")[:7] for row in table.read_text().splitlines()] == [
         row.split(",")[:7] for row in rows.splitlines()
     ]

@@ -1,5 +1,5 @@
-"""Checkpoints and archives of somebody else: refused in one line, nothing of theirs is run,
-none makes us wait."""
+"""Checkpoints and archives from an untrusted source: each is refused in one line, none of its code
+is executed, and none makes the process wait."""
 
 import gzip
 import hashlib
@@ -11,22 +11,31 @@ import tarfile
 import warnings
 import zipfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import within
 from harness.download import FILES, KEY, SHA256, content, names, serving
 from harness.internals import checkpoint, manifest, packing, resume
+from harness.stored import content_of
+from safetensors.torch import save as save_tensors
 from torch import nn
 
 from trainer import CheckpointError, ConfigError
 from trainer.checkpoints.__main__ import main as list_checkpoints
 from trainer.checkpoints.manifest import Manifest
+from trainer.checkpoints.state import read_on_all_ranks
+from trainer.distributed.group import Group
+from trainer.distributed.world import World
 from trainer.tasks import download
 
 CPU = torch.device("cpu")
 STEP = "step-00000001"
+SHARDS = "model-r00000.safetensors"
+ALONE = Group(World(), dist.HashStore())
 
 
 @pytest.fixture(autouse=True)
@@ -40,20 +49,45 @@ def saved(value):
     return stream.getvalue()
 
 
-def publish(root, training=None, model=None, raw=None, **facts):
-    """A checkpoint whose digests are all right, whatever is in it; `raw` is the manifest as
-    text."""
-    path = root / STEP
-    path.mkdir(parents=True)
+def tensor_file(**tensors):
+    return save_tensors(tensors or {"weight": torch.zeros(2)})
+
+
+def index_of(entry=None, **more):
+    """Return an index of one tensor; `more` are other kinds, or other values of its entry."""
+    kinds = {kind: more.pop(kind, {}) for kind in ("optimizer", "ema")}
+    weight = {"dtype": "F32", "shape": [2], "parts": [[SHARDS, [0], [2]]], **more}
+    return json.dumps({"model": {"weight": weight if entry is None else entry}, **kinds}).encode()
+
+
+def publish(root, training=None, model=None, index=None, raw=None, **facts):
+    """Write a checkpoint with correct digests and any content; `raw` is the manifest as a
+    string."""
+    files = {
+        SHARDS: model or tensor_file(),
+        "training.pt": training or saved({}),
+        "tensors.json": index or index_of(),
+    }
+    return write(root, files, raw, **facts)
+
+
+def publish_old(root, training=None, model=None):
+    """Write a checkpoint of format 2."""
     files = {
         "model.pt": model or saved({"weight": torch.zeros(2)}),
-        "training.pt": training or saved({}),
+        "training.pt": training or saved({"optimizers": [], "ema": {}}),
     }
+    return write(root, files, format=2)
+
+
+def write(root, contents, raw=None, **facts):
+    path = root / STEP
+    path.mkdir(parents=True)
     entries = {
         n: {"rank": 0, "bytes": len(d), "sha256": hashlib.sha256(d).hexdigest()}
-        for n, d in files.items()
+        for n, d in contents.items()
     }
-    for name, data in files.items():
+    for name, data in contents.items():
         (path / name).write_bytes(data)
     manifest = {"format": checkpoint.FORMAT, "step": 1, "files": entries, **facts}
     manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
@@ -63,26 +97,25 @@ def publish(root, training=None, model=None, raw=None, **facts):
 
 
 def refused(path, within_s=20):
-    """The line with which the checkpoint is refused, loaded as a run does it."""
+    """Load a checkpoint as a run does and return the error line that refuses it."""
     with within(within_s), pytest.raises(CheckpointError) as raised:
-        for data in checkpoint.load(path).files.values():
-            packing.unpack(data, CPU)
+        content_of(checkpoint.load(path))
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
 
 def test_the_checkpoints_of_these_tests_load_when_nothing_is_wrong_with_them(tmp_path):
-    loaded = checkpoint.load(
-        publish(tmp_path, metrics={"eval/loss": None, "eval/a": 1.5}, config={}, data={})
-    )
-    assert torch.equal(packing.unpack(loaded.files["model.pt"], CPU)["weight"], torch.zeros(2))
+    metrics = {"eval/loss": None, "eval/a": 1.5}
+    path = publish(tmp_path / "3", metrics=metrics, config={}, data={})
+    for loaded in map(checkpoint.load, (path, publish_old(tmp_path / "2"))):
+        assert torch.equal(content_of(loaded)["model"]["weight"], torch.zeros(2))
 
 
-# What is in the files -----------------------------------------------------------------------------
+# Content of the files -----------------------------------------------------------------------------
 
 
 class Call:
-    """A pickle that calls."""
+    """Object whose pickle calls a function when it is loaded."""
 
     def __init__(self, function, *arguments):
         self.call = (function, arguments)
@@ -107,7 +140,7 @@ def rezipped(change=lambda name, data: data, compression=zipfile.ZIP_STORED):
 
 
 def declaring(numel):
-    """The storage of four numbers, declared as so many."""
+    """Return the storage of four numbers, declared to hold `numel`."""
     big = b"J" + numel.to_bytes(4, "little")
     swap = {b"K\x04t": big + b"t", b"K\x04\x85": big + b"\x85"}
 
@@ -149,11 +182,11 @@ def nested(depth):
 
 
 def by_hand(pickled):
-    """An archive around a pickle that Python's own pickler would not write."""
+    """Build an archive around a pickle that Python's own pickler would not write."""
     return rezipped(lambda name, data: pickled if name.endswith("data.pkl") else data)
 
 
-PLANTED = "planted"  # relative: the tests run in a folder of their own
+PLANTED = "planted"  # relative: each test runs in its own folder
 CONTENTS = {
     "os.system": lambda: saved({"w": Call(os.system, f"touch {PLANTED}")}),
     "os.mkdir": lambda: saved(Call(os.mkdir, PLANTED)),
@@ -205,16 +238,22 @@ def old_format(value):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("part", ["model", "training"])
+@pytest.mark.parametrize(
+    ("writer", "part"),
+    [(publish, "training"), (publish_old, "training"), (publish_old, "model")],
+    ids=["training", "training of format 2", "model of format 2"],
+)
 @pytest.mark.parametrize("make", CONTENTS.values(), ids=CONTENTS)
-def test_file_with_more_than_tensors_and_plain_values_is_refused(make, part, tmp_path, monkeypatch):
+def test_file_with_more_than_tensors_and_plain_values_is_refused(
+    make, writer, part, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    line = refused(publish(tmp_path / "root", **{part: make()}))
+    line = refused(writer(tmp_path / "root", **{part: make()}))
     assert line.startswith("the checkpoint holds more than tensors and plain values: ")
     assert names(tmp_path) == ["root"]
 
 
-def test_what_a_run_saves_is_never_taken_for_hostile(tmp_path):
+def test_checkpoint_of_a_run_is_never_refused_as_hostile(tmp_path):
     weight = nn.Parameter(torch.zeros(3, 4))
     tree = {
         "deep": nested(300),
@@ -225,6 +264,142 @@ def test_what_a_run_saves_is_never_taken_for_hostile(tmp_path):
     }
     found = packing.unpack(saved(tree), CPU)
     assert found["n"] == tree["n"] and found["part"].shape == (2,) and found["deep"] == tree["deep"]
+
+
+WRONG_TRAINING = {
+    "nothing": {},
+    "list": [1, 2],
+    "optimizers in a number": {"optimizers": 1, "ema": {}},
+    "optimizer without a state": {"optimizers": [{}], "ema": {}},
+    "state in a list": {"optimizers": [{"state": [1]}], "ema": {}},
+    "averages in a list": {"optimizers": [], "ema": [1]},
+}
+
+
+@pytest.mark.parametrize("value", WRONG_TRAINING.values(), ids=WRONG_TRAINING)
+def test_training_state_of_another_form_is_refused(value, tmp_path):
+    line = refused(publish_old(tmp_path, training=saved(value)))
+    assert line.startswith(f"{tmp_path / STEP}: its files are not of a run: ")
+
+
+def test_model_state_of_another_form_is_refused(tmp_path):
+    line = refused(publish_old(tmp_path, model=saved([torch.zeros(2)])))
+    assert line.startswith(f"{tmp_path / STEP}: its files are not of a run: ")
+
+
+def headed(header, data=bytes(8)):
+    """Build a safetensors file with a header that safetensors itself would not write."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def weight_at(begin, end, dtype="F32", shape=(2,), **more):
+    return {"weight": {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}, **more}
+
+
+FILES_OF_TENSORS = {
+    "zeros": lambda: bytes(20),
+    "too small": lambda: headed(weight_at(0, 8))[:-1],
+    "pickle": lambda: saved({"weight": torch.zeros(2)}),
+    "header longer than the file": lambda: (2**40).to_bytes(8, "little") + bytes(40),
+    "header that is no JSON": lambda: headed(b"{'weight"),
+    "header that is a list": lambda: headed([1]),
+    "header deeper than the stack": lambda: headed(b"[" * 100_000),
+    "data beyond the end": lambda: headed(weight_at(0, 8), bytes(4)),
+    "data before the begin": lambda: headed(weight_at(-8, 0)),
+    "data of another length": lambda: headed(weight_at(0, 4), bytes(4)),
+    "shape of 10^18": lambda: headed(weight_at(0, 8, shape=[10**18])),
+    "negative shape": lambda: headed(weight_at(0, 8, shape=[-2])),
+    "shape that overflows": lambda: headed(weight_at(0, 8, shape=[2**62, 2, 2**62])),
+    "unknown dtype": lambda: headed(weight_at(0, 8, dtype="OBJECT")),
+    "other dtype": lambda: tensor_file(weight=torch.zeros(2, dtype=torch.int32)),
+    "other shape": lambda: tensor_file(weight=torch.zeros(1, 2)),
+    "other tensors": lambda: tensor_file(bias=torch.zeros(2)),
+    "gap": lambda: headed(weight_at(4, 12), bytes(12)),
+    "bytes at the end": lambda: headed(weight_at(0, 8), bytes(40)),
+    "two tensors in one place": lambda: headed(
+        weight_at(0, 8, bias={"dtype": "F32", "shape": [2], "data_offsets": [0, 8]})
+    ),
+}
+
+
+@pytest.mark.parametrize("make", FILES_OF_TENSORS.values(), ids=FILES_OF_TENSORS)
+def test_file_of_tensors_that_is_not_what_the_index_says_is_refused(make, tmp_path):
+    line = refused(publish(tmp_path, model=make()))
+    assert line.startswith(f"{tmp_path / STEP / SHARDS}: ")
+
+
+INDICES = {
+    "no JSON": b"{'model'",
+    "bytes that are no text": b"\xff\xfe",
+    "deeper than the stack": b"[" * 100_000,
+    "list": b"[]",
+    "number": b"7",
+    "no kinds": b"{}",
+    "kind in a list": b'{"model": [1], "optimizer": {}, "ema": {}}',
+    "entry in a list": index_of([1]),
+    "entry without parts": index_of({"dtype": "F32", "shape": [2]}),
+    "unknown dtype": index_of(dtype="OBJECT"),
+    "dtype in a list": index_of(dtype=[]),
+    "shape in a number": index_of(shape=2),
+    "negative shape": index_of(shape=[-2], parts=[[0, [0], [-2]]]),
+    "shape of a fraction": index_of(shape=[2.0]),
+    "shape of true": index_of(shape=[True], parts=[[0, [0], [True]]]),
+    "shape of 10^18": index_of(shape=[10**18], parts=[[SHARDS, [0], [10**18]]]),
+    "2,000 dimensions": index_of(shape=[1] * 2000, parts=[[SHARDS, [0] * 2000, [1] * 2000]]),
+    "part in a text": index_of(parts=["weight"]),
+    "part of two values": index_of(parts=[[SHARDS, [0]]]),
+    "part of other dimensions": index_of(parts=[[SHARDS, [0, 0], [2, 1]]]),
+    "parts that overlap": index_of(parts=[[SHARDS, [0], [2]]] * 2),
+    "parts with a gap": index_of(parts=[[SHARDS, [1], [1]]]),
+    "parts beyond the end": index_of(parts=[[SHARDS, [0], [3]]]),
+    "no part": index_of(parts=[]),
+    **{
+        f"file {name!r}": index_of(parts=[[name, [0], [2]]])
+        for name in ("/etc/passwd", "../../x", "manifest.json", "", "model-r00001.safetensors", 1)
+    },
+    "same as nothing": index_of(same_as="bias"),
+    "same as itself": index_of(same_as="weight"),
+    "same as a list": index_of(same_as=["weight"]),
+}
+
+
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
+def test_index_that_is_not_of_these_files_is_refused(index, tmp_path):
+    line = refused(publish(tmp_path, index=index))
+    assert line.startswith(f"{tmp_path / STEP}/tensors.json: is not an index: ")
+
+
+SAME = {"dtype": "F32", "shape": [2], "parts": [[SHARDS, [0], [2]]]}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"shape": [1], "parts": [[SHARDS, [0], [1]]]}, {"dtype": "I32"}],
+    ids=["shape", "dtype"],
+)
+def test_tied_tensor_with_another_form_is_refused(other, tmp_path):
+    for more in ({}, other):
+        tied = {"weight": SAME, "tied": {**SAME, "same_as": "weight", **more}}
+        index = json.dumps({"model": tied, "optimizer": {}, "ema": {}}).encode()
+        path = publish(tmp_path / str(len(more)), index=index)
+        if more:
+            assert refused(path).endswith("is not an index: model tied is not the same as weight")
+        else:
+            assert torch.equal(content_of(checkpoint.load(path))["model"]["tied"], torch.zeros(2))
+
+
+def test_file_that_is_no_file_of_tensors_is_not_read_as_one(tmp_path):
+    line = refused(publish(tmp_path, index=index_of(parts=[["training.pt", [0], [2]]])))
+    assert line.startswith(f"{tmp_path / STEP / 'training.pt'}: ")
+
+
+@pytest.mark.parametrize("missing", ["tensors.json", "training.pt"])
+def test_checkpoint_without_a_file_that_every_run_writes_is_refused(missing, tmp_path):
+    files = {SHARDS: tensor_file(), "training.pt": saved({}), "tensors.json": index_of()}
+    del files[missing]
+    line = refused(write(tmp_path, files))
+    assert line == f"{STEP}: has no {missing}, so it is not a run's checkpoint"
 
 
 # The manifest and the folder ----------------------------------------------------------------------
@@ -241,14 +416,14 @@ MANIFESTS = {
         for n in ["../x", "/etc/passwd", "..", ".", "", "a/b", "a\0b", "a\nb", "\x1b[31m"]
     },
     **{
-        f"{n} bytes": with_file("model.pt", bytes=n)
+        f"{n} bytes": with_file(SHARDS, bytes=n)
         for n in [-1, 2.0, True, None, "2", 10**18, 10**300]
     },
-    "NaN bytes": with_file("model.pt", bytes=float("nan")),
-    "infinitely many bytes": with_file("model.pt", bytes=float("inf")),
-    "digest that is a number": with_file("model.pt", sha256=5),
+    "NaN bytes": with_file(SHARDS, bytes=float("nan")),
+    "infinitely many bytes": with_file(SHARDS, bytes=float("inf")),
+    "digest that is a number": with_file(SHARDS, sha256=5),
     "files in a list": {"files": [1]},
-    "entry that is a list": {"files": {"model.pt": [2]}},
+    "entry that is a list": {"files": {SHARDS: [2]}},
     "metrics in a list": {"metrics": [1]},
     "metric that is a text": {"metrics": {"eval/loss": "0.5"}},
     "metric that is a mapping": {"metrics": {"eval/loss": {}}},
@@ -322,8 +497,9 @@ def test_manifest_that_is_not_of_a_run_is_refused_before_anything_is_read_of_it(
         tmp_path / "run/checkpoints",
         **{k: v for k, v in {**OF_RUN, **facts}.items() if v is not None},
     )
-    with pytest.raises(CheckpointError, match=r": its manifest is not that of a run$"):
-        resume.read(resume.Origin(checkpoint=path))
+    for origin in (resume.Origin(checkpoint=path), resume.Origin(source=path.parents[1])):
+        with pytest.raises(CheckpointError, match=r": its manifest does not describe a run$"):
+            read_on_all_ranks(ALONE, partial(resume.find_checkpoints, origin))
     assert list_checkpoints([str(path)]) == 1
 
 
@@ -340,13 +516,14 @@ def test_names_in_a_manifest_reach_no_terminal_and_are_no_markup(tmp_path, capfd
 
 
 @pytest.mark.parametrize("raw", RAW.values(), ids=RAW)
-def test_manifest_that_is_no_json_of_ours_is_refused(raw, tmp_path):
+def test_manifest_that_is_not_the_expected_json_is_refused(raw, tmp_path):
+
     assert refused(publish(tmp_path, raw=raw)).endswith(
         "manifest.json: cannot be read as a manifest"
     )
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "model.pt", "training.pt"])
+@pytest.mark.parametrize("name", ["manifest.json", SHARDS, "tensors.json", "training.pt"])
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder", "device"])
 def test_what_is_no_plain_file_is_neither_followed_nor_waited_for(name, kind, tmp_path):
     path = publish(tmp_path)
@@ -368,15 +545,15 @@ def test_link_in_place_of_a_checkpoint_is_none(target, tmp_path):
 
 def test_file_larger_than_declared_is_refused_unread(tmp_path):
     path = publish(tmp_path)
-    os.truncate(path / "model.pt", 2**42)  # sparse: to read it would end us
-    assert re.search(r"model\.pt: 4398046511104 bytes, \d+ were written$", refused(path))
+    os.truncate(path / SHARDS, 2**42)  # sparse: reading it would exhaust the memory
+    assert re.search(rf"{SHARDS}: 4398046511104 bytes, \d+ were written$", refused(path))
 
 
 # Archives -----------------------------------------------------------------------------------------
 
 
 def archive(*members):
-    """A tar.gz of (name, type, data or link target)."""
+    """Build a tar.gz of members (name, type, data or link target)."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w:gz") as made:
         for name, kind, data in members:
@@ -432,7 +609,7 @@ def test_members_that_are_not_ours_are_never_written(extra, tmp_path):
     assert not Path("/tmp/outside-of-lockstep").exists()
 
 
-def test_our_name_under_a_path_that_leads_out_is_written_at_home(tmp_path):
+def test_expected_name_under_an_escaping_path_is_written_inside_the_folder(tmp_path):
     with serving(archive(*[(f"../../{name}", kind, data) for name, kind, data in GOOD])) as (
         url,
         _,
@@ -442,7 +619,7 @@ def test_our_name_under_a_path_that_leads_out_is_written_at_home(tmp_path):
 
 
 def sparse():
-    """Eight bytes in the stream that say they are a file of 2^40."""
+    """Build a sparse member: eight bytes in the stream, declared as a file of 2^40 bytes."""
     member = tarfile.TarInfo("one.bin")
     member.type, member.size = b"S", 512
     block = bytearray(member.tobuf(tarfile.GNU_FORMAT))
@@ -456,7 +633,7 @@ def sparse():
 REFUSED = {
     "another content under our name": (
         lambda: archive(GOOD[0], ("two.bin", REG, b"other")),
-        "two.bin in it has SHA-256",
+        "its two.bin has SHA-256",
     ),
     "link only": (lambda: archive(GOOD[0], ("two.bin", SYM, "/etc/passwd")), "it has no two.bin"),
     "hard link only": (lambda: archive(GOOD[0], ("two.bin", HARD, "one.bin")), "it has no two.bin"),

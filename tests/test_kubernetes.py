@@ -1,5 +1,5 @@
-"""scripts/kubernetes.yaml against the schemas of Trainer, JobSet and Kubernetes, and its
-command as bash runs it."""
+"""scripts/kubernetes.yaml fits the schemas of Trainer, JobSet and Kubernetes, and its command runs
+in bash."""
 
 import os
 import re
@@ -23,8 +23,8 @@ QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
 
 
 class Parts(NamedTuple):
-    """What both kinds have, each in its own place; `mounted` is the container that volumes are
-    mounted in."""
+    """The parts that both kinds have in different places; `mounted` is the container with the
+    volume mounts."""
 
     name: str
     replicated: str
@@ -71,10 +71,10 @@ def parts(request):
 
 
 def problems(text):
-    """Where the documents are not what the schema has.
+    """Return the places where the documents violate the schema.
 
-    The models drop a field that they do not know without a word, and fill one that is missing with
-    an empty value: so the round trip is compared.
+    The models silently drop an unknown field and fill a missing one with an empty value, so the
+    round trip is compared.
     """
     models = pytest.importorskip(
         "kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed"
@@ -94,7 +94,7 @@ def problems(text):
             ValueError,
             TypeError,
             AttributeError,
-        ) as error:  # the last two: a list where an object belongs
+        ) as error:  # the last two: a list in place of an object
             found.append(f"{document['kind']}: {error}")
     return found
 
@@ -170,7 +170,7 @@ _PATCH = (
         ("command: [bash, -c]", "command: bash -c", ["command\n  Input should be a valid list"]),
         ("values: [2]", "values: 2", ["\nvalues\n  Input should be a valid list"]),
         ("operator: In,", "operator: Is,", ["must be one of enum values ('In', 'NotIn')"]),
-        # in a wrong place
+        # in the wrong place
         (
             "emptyDir: {medium: Memory, ",
             "medium: {",
@@ -215,7 +215,7 @@ def test_rules_fit_into_a_training_runtime():
     assert problems(yaml.safe_dump(runtime)) == []
 
 
-# What the schema does not say ---------------------------------------------------------------------
+# Rules that are not in the schema -----------------------------------------------------------------
 
 
 def test_label_picks_one_document():
@@ -224,7 +224,7 @@ def test_label_picks_one_document():
     assert all(f"-l lockstep={label} " in TEXT for label in labels)
     assert (
         TRAINJOB["metadata"]["name"] != JOBSET["metadata"]["name"]
-    )  # a TrainJob makes a JobSet of its own name
+    )  # a TrainJob creates a JobSet with the same name
 
 
 def test_runs_are_on_the_shared_claim_and_shm_is_memory(parts):
@@ -237,7 +237,7 @@ def test_runs_are_on_the_shared_claim_and_shm_is_memory(parts):
     assert all(map(QUANTITY.fullmatch, [*given, mounts["/dev/shm"]["emptyDir"]["sizeLimit"]]))
 
 
-def test_pod_outlives_what_torchrun_gives_the_ranks_to_save(parts):
+def test_pod_outlives_the_time_that_torchrun_gives_the_ranks_to_save(parts):
     (given,) = [
         env["value"]
         for env in parts.container["env"]
@@ -247,7 +247,8 @@ def test_pod_outlives_what_torchrun_gives_the_ranks_to_save(parts):
 
 
 def action(exit_code, *conditions):
-    """As the Job controller decides: the first rule that fits; None: the failure counts."""
+    """Return the action of the first rule that matches, as the Job controller does; None if the
+    failure counts."""
     for rule in JOB["podFailurePolicy"]["rules"]:
         patterns = [c["type"] for c in rule.get("onPodConditions", []) if c["status"] == "True"]
         if exit_code in rule.get("onExitCodes", {}).get("values", []) or set(patterns) & set(
@@ -278,7 +279,8 @@ def test_bad_configuration_fails_at_once_and_a_disruption_does_not_count():
 
 
 def start_command(parts, folder, torchrun, more=""):
-    """As in a pod, with a getent that knows the first pod alone and another torchrun."""
+    """Start the command as in a pod, with a getent that knows only the first pod, and a stand-in
+    for torchrun."""
     (label,) = [
         env["valueFrom"]["fieldRef"]["fieldPath"]
         for env in parts.container["env"]
@@ -336,7 +338,7 @@ def test_wrong_setting_ends_with_2_before_torchrun(parts, tmp_path):
     assert command.returncode == 2 and not (tmp_path / "started").exists()
 
 
-def test_told_to_end_it_waits_for_the_save_and_ends_with_75(parts, tmp_path):
+def test_command_that_gets_sigterm_waits_for_the_save_and_ends_with_75(parts, tmp_path):
     saving = (
         "trap 'sleep 0.3; touch saved; exit 1' TERM; touch started; while :; do sleep 0.05; done"
     )

@@ -1,4 +1,4 @@
-"""Every way to start ranks on one machine, and what the launchers make of the ranks' ends."""
+"""Every way to start ranks on one machine, and how each launcher handles the exit of its ranks."""
 
 import contextlib
 import json
@@ -29,8 +29,9 @@ from harness import (
     ranks_of,
     wait_for,
 )
-from harness.internals import packing, resume
+from harness.internals import resume
 from harness.launch import SCRIPTS, environment_of_a_command
+from harness.stored import check_same_bits, tensors_of
 
 from trainer import ConfigError, World, load_config
 from trainer.distributed.launchers import expand_counts, expand_hosts, find_launcher
@@ -42,19 +43,19 @@ SLOW = ["--config-dir", CONF, "--config-dir", str(SCRIPTS / "faults/conf"), "tas
 
 @pytest.mark.slow
 def test_rank_of_spawn_that_is_asked_to_stop_before_it_has_handlers_is_not_silent(tmp_path):
-    """Python's resource tracker unblocks SIGTERM, and a rank would die of it without a line."""
+    """Python's resource tracker unblocks SIGTERM, which would kill a rank without a message."""
     process = launch(tmp_path, *TINY, *SPAWN)
     first, second = wait_for(
         lambda: spawned(process.pid) if len(spawned(process.pid)) > 1 else None
     )
     os.kill(second, signal.SIGTERM)
     code, _, err = ended(process)
-    assert code == 75 or "asked to stop (SIGTERM) before the ranks had met" in err, (code, err)
+    assert code == 75 or "asked to stop (SIGTERM) before all ranks connected" in err, (code, err)
     assert first != second
 
 
 def spawned(pid):
-    """The ranks of launch=spawn; another child is Python's resource tracker."""
+    """Return the ranks of launch=spawn; another child is Python's resource tracker."""
     found = []
     for child in children_of(pid):
         with contextlib.suppress(OSError):
@@ -68,26 +69,24 @@ def test_one_command_starts_the_ranks(words, command, tmp_path):
     code, out, err = command(*TINY, *words, is_fresh=True)
     assert code == 0 and err == "", err
     assert "2 ranks on 1 node" in out and out.rstrip().endswith(
-        "go on with: python -m trainer run.resume=runs/tiny/a"
+        "train longer with: python -m trainer run.resume=runs/tiny/a run.steps=40"
     )
     assert json.loads((tmp_path / "runs/tiny/a/exit.json").read_text())["code"] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [ELASTIC, SPAWN], ids=["elastic", "spawn"])
-def test_finished_run_is_gone_on_with_by_the_launcher_that_it_was_begun_with(
-    words, command, tmp_path
-):
+def test_finished_run_is_resumed_by_the_launcher_that_it_was_started_with(words, command, tmp_path):
     assert command(*TINY, *words, is_fresh=True).returncode == 0
     before = newest(tmp_path / "runs/tiny/a")
     code, out, err = command("run.resume=runs/tiny/a", is_fresh=True)
     assert code == 0 and "2 ranks on 1 node" in out, out + err
     assert "nothing left to do: the run is finished at step 20" in out
-    assert newest(tmp_path / "runs/tiny/a").files == before.files
+    assert newest(tmp_path / "runs/tiny/a").manifest == before.manifest
 
 
 @pytest.mark.parametrize("words", [ELASTIC, SPAWN], ids=["elastic", "spawn"])
-def test_exit_code_and_line_of_a_bad_setting_come_through(words, command):
+def test_exit_code_and_line_of_a_bad_setting_are_passed_on(words, command):
     code, _, err = command(*TINY, *words, "data.global_batch=1", is_fresh=True)
     line = "error: data.global_batch=1: must be at least the 2 data-parallel ranks\n"
     assert (code, err) == (2, line)
@@ -102,7 +101,7 @@ def test_python_m_torch_distributed_launch_starts_the_ranks(tmp_path):
 
 def test_launch_within_a_launcher_is_refused(command):
     code, _, err = command(*TINY, *ELASTIC, ranks=2)
-    line = "error: launch=elastic: the ranks were started already, by torchrun; leave it out"
+    line = "error: launch=elastic: the ranks were already started by torchrun; leave it out"
     assert code == 1 and err.splitlines().count(line) == 1, err
 
 
@@ -122,14 +121,13 @@ def by_mpirun(folder: Path, backend: str, size: int) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert f"over {backend}, {size} ranks on 1 node" in done.stdout, done.stderr
-    assert done.stdout.rstrip().endswith(
-        f"go on with: mpirun -n {size} python -m trainer run.resume=runs/tiny/{backend}"
-    )
+    resume = f"mpirun -n {size} python -m trainer run.resume=runs/tiny/{backend}"
+    assert done.stdout.rstrip().endswith(f"train longer with: {resume} run.steps=40")
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_mpirun_starts_the_ranks_over_gloo_and_over_mpi(size, command, tmp_path):
-    """Over gloo with mpirun on three ranks only, which are slow."""
+    """Gloo under mpirun runs on three ranks only, because it is slow."""
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed")
     pytest.importorskip("mpi4py")
@@ -138,10 +136,7 @@ def test_mpirun_starts_the_ranks_over_gloo_and_over_mpi(size, command, tmp_path)
         by_mpirun(tmp_path, "gloo", size)
     else:
         assert command(*SYNCED, "run.name=gloo", ranks=size).returncode == 0
-    ours, theirs = (
-        packing.unpack(newest(tmp_path / "runs/tiny" / name).files["model.pt"], torch.device("cpu"))
-        for name in ("mpi", "gloo")
-    )
+    ours, theirs = (tensors_of(newest(tmp_path / "runs/tiny" / n)) for n in ("mpi", "gloo"))
     for name, tensor in ours.items():
         assert torch.allclose(tensor, theirs[name], rtol=1e-12, atol=0), name
 
@@ -149,13 +144,13 @@ def test_mpirun_starts_the_ranks_over_gloo_and_over_mpi(size, command, tmp_path)
 REFUSED = {
     "launch.nproc_per_node=2": "launch.nproc_per_node=2: needs launch=elastic or launch=spawn",
     "launch.max_restarts=2": "launch.max_restarts=2: needs launch=elastic",
-    "launch=spawn launch.max_restarts=2": "launch.max_restarts=2: launch=spawn starts nothing "
-    "anew; use elastic",
+    "launch=spawn launch.max_restarts=2": "launch.max_restarts=2: launch=spawn does not "
+    "restart ranks; use launch=elastic",
     "launch=elastic launch.nproc_per_node=0": "launch.nproc_per_node=0: must be gpu, cpu, auto "
-    "or a whole number",
+    "or an integer",
     "launch=elastic launch.nproc_per_node=all": "launch.nproc_per_node=all: must be gpu, cpu, "
-    "auto or a whole",
-    "launch=elastic launch.max_restarts=-1": "launch.max_restarts=-1: must be a whole number of "
+    "auto or an integer",
+    "launch=elastic launch.max_restarts=-1": "launch.max_restarts=-1: must be an integer of "
     "at least 0",
 }
 
@@ -167,7 +162,7 @@ def test_settings_of_launch_are_checked(words):
     assert str(error.value).startswith(REFUSED[words])
 
 
-# What launchers say -------------------------------------------------------------------------------
+# Environment variables of launchers ---------------------------------------------------------------
 
 HOSTS = {
     "n[1-2]": ["n1", "n2"],
@@ -184,7 +179,7 @@ def test_node_lists_of_slurm_are_expanded(text):
 
 
 @pytest.mark.parametrize("text", ["", "n[a-b]", "n[1-]"])
-def test_what_is_no_node_list_is_refused(text):
+def test_invalid_node_list_is_refused(text):
     with pytest.raises(ConfigError, match="SLURM_STEP_NODELIST="):
         expand_hosts(text)
 
@@ -233,7 +228,7 @@ def test_rank_is_read_from_slurm():
 
 
 def test_batch_script_of_slurm_is_one_rank():
-    """It has SLURM_PROCID=0 and SLURM_NTASKS, and no step."""
+    """A batch script has SLURM_PROCID=0 and SLURM_NTASKS, but no step."""
     assert (
         World.from_environment({k: v for k, v in STEP.items() if k != "SLURM_STEP_ID"}).world_size
         == 1
@@ -260,18 +255,18 @@ def test_rank_is_read_from_mpi(names):
     apart = World.from_environment(dict(zip(names, ("3", "4", "1", "2"), strict=True)))
     with pytest.raises(
         ConfigError,
-        match="MASTER_ADDR is not set, but WORLD_SIZE=4: with mpirun over several nodes",
+        match="MASTER_ADDR is not set, but WORLD_SIZE=4: over several nodes",
     ):
         _ = apart.launcher.master
 
 
-def test_what_torchrun_says_wins():
+def test_environment_of_torchrun_takes_precedence():
     mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
     assert find_launcher({**STEP, **mpi, "RANK": "5", "WORLD_SIZE": "6"}).variables["RANK"] == "5"
     assert find_launcher({**STEP, **mpi}).name == "mpirun"  # within an allocation
     assert (
         find_launcher({**STEP, "PMI_RANK": "3", "PMI_SIZE": "5"}).name == "srun"
-    )  # which sets PMI's too
+    )  # srun sets the variables of PMI too
     assert (
         find_launcher({**STEP, "PMI_RANK": "3", "PMI_SIZE": "5", "MPI_LOCALNRANKS": "5"}).name
         == "mpirun"
@@ -280,7 +275,7 @@ def test_what_torchrun_says_wins():
 
 
 def test_runs_of_one_slurm_job_keep_their_directories_when_it_is_requeued(tmp_path):
-    """Two steps of one job, by names, by settings: each goes on with its own."""
+    """Two steps of one job, told apart by name or by settings: each resumes its own run."""
     job = {**STEP, "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}
     cases = [["run.name=one"], ["run.name=two"], ["optim.lr=0.3"], ["optim.lr=0.4"]]
     configs = [load_config(["task=tiny", f"run.dir={tmp_path}", *words], [CONF]) for words in cases]
@@ -293,7 +288,7 @@ def test_runs_of_one_slurm_job_keep_their_directories_when_it_is_requeued(tmp_pa
         facts = json.loads((directory / ".writer").read_text())
         (directory / ".writer").write_text(
             json.dumps({**facts, "pid": 1})
-        )  # of a process that is gone
+        )  # of a process that has exited
         ours[number] = directory
     again = find_launcher({**job, "SLURM_RESTART_COUNT": "1"})
     assert {n: resume.locate(c, again).directory for n, c in enumerate(configs)} == ours
@@ -319,13 +314,13 @@ EVERY = ["checkpoint.every_steps=5", "checkpoint.every_epochs=null", "eval.every
         )
     ],
 )
-def test_killed_rank_is_started_again_and_the_end_is_the_same(kind, rank, command, tmp_path):
+def test_killed_rank_is_restarted_and_the_result_is_the_same(kind, rank, command, tmp_path):
     words, launcher = [*SLOW, "run.steps=30", *EVERY], ()
     if kind == "elastic":
         words += [*ELASTIC, "launch.max_restarts=2"]
     else:
         launcher = (*TORCHRUN, "--max_restarts=2")
-    if kind == "wrapper":  # as for a profiler or a container: it stays between torchrun and a rank
+    if kind == "wrapper":  # as a profiler or a container: it runs between torchrun and a rank
         (tmp_path / "w.sh").write_text(f'{sys.executable} "$@" & wait $!\n')
         launcher = (*launcher, "--no-python", "bash", str(tmp_path / "w.sh"))
     whole = command(*SLOW, "run.steps=30", *EVERY, "run.name=whole", ranks=2)
@@ -340,11 +335,11 @@ def test_killed_rank_is_started_again_and_the_end_is_the_same(kind, rank, comman
     assert len([*base.iterdir()]) == 2, "the restart made a directory of its own"
     one, other = (newest(next(base.glob(name))) for name in ("whole", "2*"))
     assert one.manifest["ledger"] == other.manifest["ledger"]
-    assert one.files["model.pt"] == other.files["model.pt"]
+    check_same_bits(tensors_of(one), tensors_of(other))
 
 
 @pytest.mark.slow
-def test_restarts_that_come_no_further_are_given_up(command, tmp_path):
+def test_restarts_without_progress_are_given_up(command, tmp_path):
     task = """import os
 from tiny import Tiny
 class Dies(Tiny):
@@ -357,7 +352,7 @@ class Dies(Tiny):
     words = [*TINY, "task.trainer=dies.Dies", *ELASTIC, "launch.max_restarts=5", *EVERY]
     code, out, err = command(*words)
     assert code == 1 and out.count("resumed at step 5 of 20") == 1 + 2, out + err
-    line = "error: runs/tiny/a: given up, 3 restarts came no further than step 5: "
+    line = "error: runs/tiny/a: gave up, 3 restarts got no further than step 5: "
     assert f"{line}ValueError: this always fails" in err.splitlines(), err
 
 
@@ -378,7 +373,7 @@ def test_rank_that_dies_is_one_line_on_the_others(victim, command, tmp_path):
     ranks[victim].kill()
     code, _, err = ended(ranks[1 - victim])
     who = "rank 1: " if victim == 0 else ""
-    line = rf"error: {who}another rank has ended or does not answer \([^)]+\); its own message, "
+    line = rf"error: {who}another rank has exited or does not answer \([^)]+\); read its "
     assert code == 1 and re.fullmatch(rf"{line}[^\n]+\n", err), err
 
 
@@ -390,8 +385,8 @@ LIMIT_S = 0.7
 def meeting(
     ranks: list[tuple[int, int]], folder: Path, init: str = "env"
 ) -> list[tuple[float, str]]:
-    """(seconds, error) of each process that comes as (rank, world size); "" where a group
-    formed."""
+    """Start one process per (rank, world size); return (seconds, error) of each, where the error
+    is "" if the process group opened."""
     port = free_port()
 
     def come(rank: int, size: int) -> tuple[float, str]:
@@ -408,7 +403,7 @@ def meeting(
         try:
             _store = meet(config.dist, World.from_environment())
             seconds = time.monotonic() - began
-            time.sleep(0.3)  # rank 0 holds the store
+            time.sleep(0.3)  # rank 0 serves the store
             return seconds, ""
         except ConfigError as error:
             return time.monotonic() - began, str(error)
@@ -422,7 +417,7 @@ def meeting(
 @pytest.mark.parametrize(
     ("ranks", "line"),
     [
-        ([(0, 3), (2, 3)], "rank 1 did not come; rank 0 is process "),
+        ([(0, 3), (2, 3)], "rank 1 did not connect; rank 0 is process "),
         ([(0, 3), (1, 3), (1, 3)], "rank 1 was started twice, as process "),
         ([(0, 2), (1, 3)], "WORLD_SIZE is 2 on rank 0 and 3 on rank 1 (process "),
         ([(1, 2)], f"within dist.timeout_s={LIMIT_S}: "),
@@ -436,11 +431,11 @@ def test_group_that_cannot_form_ends_in_time_on_every_rank(ranks, line, init, tm
         assert seconds < 2 * LIMIT_S + beside.allowance_s
         if init != "file" or line.startswith(("rank 1 did", "no group")):
             assert line in told, told
-        else:  # a file may be an earlier run's, so what lies there is believed at the end only
+        else:  # a file may be from an earlier run, so its content is trusted only at the end
             assert f"within dist.timeout_s={LIMIT_S}: rank" in told, told
 
 
-def test_port_in_use_is_said_at_once(command):
+def test_port_in_use_is_reported_at_once(command):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -452,10 +447,12 @@ def test_port_in_use_is_said_at_once(command):
         ]
         ends = [ended(rank) for rank in ranks]
     assert ends[0][0] == 2 and "the port is in use on rank 0's host; choose another" in ends[0][2]
-    assert ends[1][0] == 2 and "what listens there is not rank 0 of this run" in ends[1][2]
+    assert (
+        ends[1][0] == 2 and "the process that listens there is not rank 0 of this run" in ends[1][2]
+    )
 
 
-def test_rank_that_is_taken_is_told_by_whom(tmp_path):
+def test_rank_that_is_taken_names_the_process_that_has_it(tmp_path):
     told = meeting([(0, 2), (1, 2)], tmp_path)
     assert [line for _, line in told] == ["", ""]
 
@@ -484,7 +481,7 @@ def test_rank_that_is_taken_is_told_by_whom(tmp_path):
     assert group == ["", ""] and f"127.0.0.1:{port}: rank 1 is taken by process " in last
 
 
-def test_generator_of_torch_is_left_alone_by_a_meeting(tmp_path):
+def test_rendezvous_does_not_change_the_generator_of_torch(tmp_path):
     def come():
         before = torch.get_rng_state()
         _store = meet(load_config(["task=tiny"], [CONF]).dist, World.from_environment())

@@ -1,4 +1,5 @@
-"""The ledger: what each step really took, in a chain that no layout and no restart changes."""
+"""The ledger: a hash chain of the examples that each step really took, equal in any layout and
+after any restart."""
 
 import json
 import os
@@ -35,7 +36,7 @@ def test_chain_does_not_depend_on_layout(tmp_path):
     assert len(chains) == 1
 
 
-def test_digest_tells_another_example_another_place_and_a_repeat():
+def test_digest_changes_with_another_example_another_position_and_a_repeat():
     batch = torch.arange(100, 132).view(1, -1)
     others = [batch.flip(1), batch + 1, torch.where(batch == 131, 130, batch), batch[:, :-1]]
     assert len({int(digests(each)) for each in [batch, *others]}) == 5
@@ -80,7 +81,7 @@ def test_audit_agrees_over_restarts_on_other_ranks(tmp_path, capfd):
     "planted", ["repeats an epoch's order", "skips a batch", "swaps two ranks' shares"]
 )
 def test_audit_finds_a_run_that_took_other_examples(planted, tmp_path, capfd, monkeypatch):
-    """The errors that a resume makes elsewhere, planted into the sampler."""
+    """Errors that a resume makes in other frameworks are planted into the sampler."""
     right = EpochSampler.__iter__
 
     def wrong(self):
@@ -114,8 +115,9 @@ def test_every_epoch_of_the_expected_run_takes_each_example_at_most_once():
 
 
 @pytest.mark.parametrize("block", [50, 2**20])
-def test_times_that_examples_were_taken_are_counted_without_a_count_of_all(block, monkeypatch):
-    """Example 5 is replaced where it is met; blocks cut epochs and data, and change nothing."""
+def test_repeats_of_examples_are_counted_without_a_counter_for_each(block, monkeypatch):
+    """Example 5 is replaced wherever it occurs; splitting epochs and data into blocks changes
+    nothing."""
     monkeypatch.setattr(audit_module, "BLOCK", block)
     replaced = {f"{epoch}/5": 6 for epoch in range(4)}
     for run in ((3, 203, 22, 27), (0, 203, 22, 30), (1, 100, 10, 7)):
@@ -132,7 +134,7 @@ def test_chain_does_not_depend_on_the_block(monkeypatch):
     assert [chain for _, chain, _ in expected(3, 203, 22, 27)] == whole
 
 
-def test_chain_stands_in_metrics_jsonl_at_every_save(tmp_path):
+def test_chain_is_in_metrics_jsonl_at_every_save(tmp_path):
     run = fit_on(2, tmp_path, *RECIPE)
     lines = [
         json.loads(line) for line in (run["directory"] / "metrics.jsonl").read_text().splitlines()
@@ -150,8 +152,8 @@ def test_audit_counts_only_what_it_has_compared(tmp_path, capfd):
     assert audit([str(directory)]) == 0
     said = capfd.readouterr().out.splitlines()
     assert said[-2:] == [
-        "3 saves agree with the order recomputed: nothing was repeated or skipped",
-        "1 save after step 27 not compared: no checkpoint is left of them",
+        "3 saves agree with the recomputed order: nothing was repeated or skipped",
+        "1 save after step 27 not compared: their checkpoints no longer exist",
     ]
 
 
@@ -162,11 +164,11 @@ def test_audit_reads_no_link_and_waits_for_no_pipe(planted, tmp_path):
     record.rename(tmp_path / "elsewhere")
     record.symlink_to(tmp_path / "elsewhere") if planted == "link" else os.mkfifo(record)
     with pytest.raises(
-        ConfigError, match=r"metrics.jsonl: must be a plain file, no link; remove it$"
+        ConfigError, match=r"metrics.jsonl: must be a plain file, not a link; remove it$"
     ):
         audit([str(directory)])
 
 
-def test_audit_of_what_is_no_run_is_one_line(tmp_path):
+def test_audit_of_a_folder_that_is_no_run_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"has no checkpoint to audit; give a run directory$"):
         audit([str(tmp_path)])

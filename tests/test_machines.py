@@ -1,4 +1,4 @@
-"""Launchers over two machines, a machine that is lost and comes back, a cable that is pulled
+"""Launchers on two machines, a machine that is lost and comes back, and a pulled cable
 (tests/harness/machines.py)."""
 
 import contextlib
@@ -10,15 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from harness import CONF, PATHS, fit_on, newest, relative_distance, wait_for
 from harness import machines as two
-from harness.internals import audit, packing, rundir
+from harness.internals import audit, rundir
 from harness.machines import ADDRESSES, Machines
+from harness.stored import check_same_bits, tensors_of
 
 TINY = ["--config-dir", CONF, "task=tiny", "run.name=a"]
 EVERY = ["checkpoint.every_steps=5", "checkpoint.every_epochs=null", "eval.every_epochs=null"]
-LIMIT_S = 150  # for what takes a fifth of it on a machine that has nothing else to do
+LIMIT_S = 150  # five times what these tests take on an idle machine
 ENVIRONMENT = {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
@@ -32,8 +32,8 @@ def machines(tmp_path):
 
 
 def by_c10d(machines: Machines, number: int, *words: str) -> list[subprocess.Popen]:
-    """`is_host` because both machines have the host's name; elsewhere torchrun finds out by
-    itself."""
+    """Start torchrun with c10d. `is_host` is needed because both machines have the same host name;
+    elsewhere torchrun detects it."""
     meet = ["--rdzv_backend=c10d", f"--rdzv_endpoint={ADDRESSES[0]}:29400", "--rdzv_id=job"]
     meet += [f"--local_addr={ADDRESSES[number]}", f"--rdzv_conf=is_host={int(number == 0)}"]
     launcher = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=2", *meet]
@@ -85,7 +85,7 @@ CELLS = [
 
 
 def check_ends(machines: Machines, *processes: subprocess.Popen) -> None:
-    """All end, with code 0."""
+    """Check that all processes end with code 0."""
     end = time.monotonic() + LIMIT_S
     while any(process.poll() is None for process in processes) and time.monotonic() < end:
         time.sleep(0.05)
@@ -108,13 +108,11 @@ def test_two_machines_learn_what_one_learns(launcher, init, machines, one_machin
     check_ends(machines, *processes)
     assert "4 ranks on 2 nodes" in machines.said(processes[0])
     ours, theirs = newest(tmp_path / "runs/tiny/a"), newest(one_machine)
-    assert (
-        ours.files["model.pt"] == theirs.files["model.pt"]
-        and ours.manifest["ledger"] == theirs.manifest["ledger"]
-    )
+    check_same_bits(tensors_of(ours), tensors_of(theirs))
+    assert ours.manifest["ledger"] == theirs.manifest["ledger"]
 
 
-# A machine that is lost ---------------------------------------------------------------------------
+# A lost machine -----------------------------------------------------------------------------------
 
 PACED = """
 import time
@@ -129,22 +127,22 @@ class Paced(Tiny):
             time.sleep(0.2)
         return super().train_step(batch)
 """
-# Dropout and unequal weights; rows of 11 in any layout, so that the curve does not depend on it
-# (test_parity.py).
+# Dropout and unequal weights; rows of 11 in any layout, so that the curve does not depend on the
+# layout (test_parity.py).
 RECIPE = [
     "task.options.dropout=0.1",
     "task.options.weights=true",
     "data.micro_batch=11",
     "log.every_steps=1",
 ]
-# Lost after 3 s without a word from it, and then 3 s for others to come: 15 and 30 s by default.
+# A machine is lost after 3 s of silence, and others then have 3 s to join: 15 and 30 s by default.
 QUICK_TO_NOTICE = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3"
 
 
 @pytest.fixture
 def paced(machines):
-    """`machines` where rank 0 notes each step that it begins, and a step takes 0.2 s until
-    `hold` is removed."""
+    """`machines` on which rank 0 records each step that it begins, and a step takes 0.2 s until
+    the file `hold` is removed."""
     (machines.folder / "paced.py").write_text(PACED)
     (machines.folder / "hold").touch()
     return machines
@@ -167,7 +165,7 @@ def elastic(machines: Machines, number: int, *words: str, host: int = 0) -> subp
         "task.trainer=paced.Paced",
         *EVERY,
     ]
-    # In torch 2.13 a replaced agent and those that stayed wait for each other otherwise, and both
+    # Without this, in torch 2.13, a replaced agent and the others wait for each other until both
     # give up.
     return machines.start(
         number, *command, *RECIPE, *words, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **ENVIRONMENT
@@ -175,14 +173,14 @@ def elastic(machines: Machines, number: int, *words: str, host: int = 0) -> subp
 
 
 def last_step(machines: Machines) -> int:
-    """The step that the run is at; 0 before the first."""
+    """Return the current step of the run; 0 before the first."""
     path = machines.folder / "steps"
     return int((path.read_text().split() or ["0"])[-1]) if path.exists() else 0
 
 
 def wait_for_ranks(machines: Machines, process: subprocess.Popen, ranks: int) -> None:
-    """Until the newest group has so many, as the machine of rank 0 tells, and one step more is
-    begun."""
+    """Wait until the newest group has so many ranks, as the machine of rank 0 reports, and one more
+    step has begun."""
     wanted = f", {ranks} rank{'s' * (ranks > 1)} on "
 
     def is_so() -> bool:
@@ -195,7 +193,7 @@ def wait_for_ranks(machines: Machines, process: subprocess.Popen, ranks: int) ->
 
 
 def wait_for_random_step(machines: Machines) -> None:
-    """One after the first checkpoint, and a moment of it."""
+    """Wait for a random moment of a random step after the first checkpoint."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -205,8 +203,8 @@ def wait_for_random_step(machines: Machines) -> None:
 
 
 def check_unbroken(directory: Path, folder: Path, steps: int, sizes: list[int]) -> None:
-    """The run took the samples, and learned what one rank that nobody disturbs learns
-    (test_parity.py's tolerance)."""
+    """Check that the run took the samples, and learned the weights, of an undisturbed run on one
+    rank (with the tolerance of test_parity.py)."""
     with contextlib.redirect_stdout(io.StringIO()) as told:
         assert audit.main([str(directory)]) == 0, told.getvalue()
     undisturbed = fit_on(1, folder / "undisturbed", "task=tiny", *RECIPE, f"run.steps={steps}")
@@ -222,13 +220,13 @@ def check_unbroken(directory: Path, folder: Path, steps: int, sizes: list[int]) 
     ours, theirs = newest(directory), newest(undisturbed["directory"])
     assert ours.manifest["ledger"] == theirs.manifest["ledger"] and ours.manifest["step"] == steps
     assert [ranks for _, ranks in ours.manifest["sessions"]] == sizes, ours.manifest["sessions"]
-    weights = packing.unpack(ours.files["model.pt"], torch.device("cpu"))
+    weights = tensors_of(ours)
     for name, tensor in undisturbed["weights"].items():
         assert relative_distance(tensor, weights[name]) <= 1e-10, name
 
 
 @pytest.mark.slow
-def test_run_goes_on_without_a_machine_that_is_lost(paced, tmp_path):
+def test_run_continues_without_a_lost_machine(paced, tmp_path):
     words = ["run.name=a", "run.resume=auto", "run.steps=100"]
     ours, theirs = (elastic(paced, number, *words) for number in (0, 1))
     wait_for_ranks(paced, ours, 2)
@@ -240,14 +238,14 @@ def test_run_goes_on_without_a_machine_that_is_lost(paced, tmp_path):
     check_unbroken(tmp_path / "runs/tiny/a", tmp_path, 100, [2, 1])
 
 
-LONG = ["run.steps=300", "dist.timeout_s=10"]  # a minute, to come back in
+LONG = ["run.steps=300", "dist.timeout_s=10"]  # one minute, so that a machine can come back
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how", ["its processes are killed", "its power goes", "its cable is pulled"]
 )
-def test_machine_that_comes_back_takes_part_again(how, paced, tmp_path):
+def test_machine_that_comes_back_rejoins_the_run(how, paced, tmp_path):
     words = ["run.name=a", "run.resume=auto", *LONG]
     ours, theirs = (elastic(paced, number, *words) for number in (0, 1))
     wait_for_ranks(paced, ours, 2)
@@ -259,7 +257,7 @@ def test_machine_that_comes_back_takes_part_again(how, paced, tmp_path):
     wait_for_ranks(paced, ours, 1)
     if how != "its processes are killed":
         paced.heal()
-    if how != "its cable is pulled":  # else its torchrun is still there, and comes back by itself
+    if how != "its cable is pulled":  # else its torchrun still runs, and reconnects itself
         theirs = elastic(paced, 1, *words)
     wait_for_ranks(paced, ours, 2)
     (tmp_path / "hold").unlink()
@@ -276,9 +274,9 @@ NAMED = ["run.name=a", "run.resume=auto"]
     [(0, NAMED), (1, NAMED), (0, []), (1, [])],
     ids=["named", "named, as rank 0", "without a name", "without a name, as rank 0"],
 )
-def test_run_goes_on_with_a_machine_that_comes_later(host, words, paced, tmp_path):
-    """The lower address has rank 0, so where the other one has the store, it is the one that
-    comes later."""
+def test_run_continues_with_a_machine_that_joins_later(host, words, paced, tmp_path):
+    """The machine with the lower address has rank 0. If the other one has the store, rank 0 joins
+    later."""
     first = elastic(paced, host, *words, *LONG, host=host)
     wait_for_ranks(paced, first, 1)
     second = elastic(paced, 1 - host, *words, *LONG, host=host)
@@ -289,11 +287,11 @@ def test_run_goes_on_with_a_machine_that_comes_later(host, words, paced, tmp_pat
     check_unbroken(directory, tmp_path, 300, [1, 2])
 
 
-# A cable that is pulled ---------------------------------------------------------------------------
+# A pulled cable -----------------------------------------------------------------------------------
 
 
 def ranks_on(machines: Machines, number: int) -> list[int]:
-    """Ranks, and what they have started; torchrun itself has no RANK."""
+    """Return the processes of ranks and their children; torchrun itself has no RANK."""
     found = []
     for pid in machines.pids(number):
         with contextlib.suppress(OSError):
@@ -302,8 +300,8 @@ def ranks_on(machines: Machines, number: int) -> list[int]:
     return found
 
 
-# A watcher learns that it is cut off from that of node 0 when what it sends fills a buffer, and
-# then judges by itself.
+# A watcher detects that it is cut off from the watcher of node 0 when its messages fill a buffer.
+# It then decides alone.
 LIMITS = {"dist.timeout_s": 8, "dist.hang_timeout_s": 40}
 
 
@@ -328,7 +326,7 @@ def test_ranks_on_both_sides_end_when_the_cable_is_pulled(launcher, limit, paced
     wait_for(lambda: not ranks_on(paced, 0) and not ranks_on(paced, 1), LIMIT_S)
     assert time.monotonic() - began < 10 + LIMITS[limit]
     for number in (0, 1):
-        paced.kill(number)  # a torchrun that waits for its store does so for a quarter of an hour
+        paced.kill(number)  # a torchrun that waits for its store does so for 15 minutes
     paced.heal()
     (tmp_path / "hold").unlink()
     last = newest(tmp_path / "runs/tiny/a").manifest["step"] + 20

@@ -1,5 +1,5 @@
-"""A mean carries its weight: what a loss may return, and how sums meet over ranks, micro-
-batches and resumes."""
+"""A mean carries its weight: values that a loss may return, and sums over ranks, micro-batches and
+resumes."""
 
 import io
 import math
@@ -22,14 +22,14 @@ STEPS = 7
 
 
 def share(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and weights of one rank at one step; no two ranks have equally many."""
+    """Return values and weights of one rank at one step; each rank has another number of rows."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     values = torch.rand(3 + 2 * rank + step, 4, dtype=torch.float64, generator=generator)
     return values, torch.rand(values.shape, dtype=torch.float64, generator=generator)
 
 
 def count(means: Means, rank: int, steps: range) -> None:
-    """Two micro-batches a step: values that are plain and values with weights."""
+    """Count two micro-batches per step: plain values, and values with weights."""
     for step in steps:
         values, weights = share(step, rank)
         for part in (slice(0, 2), slice(2, None)):
@@ -54,13 +54,13 @@ def mean_of(*values: float, weights: torch.Tensor | None = None) -> float:
     return means.read(ALONE)["value"]
 
 
-# What may be returned -----------------------------------------------------------------------------
+# Return values ------------------------------------------------------------------------------------
 
 
 def test_scalar_is_refused_naming_the_reduction():
     text = (
-        r'^loss returned a scalar: must be a value per example; use reduction="none" in the '
-        r"loss function$"
+        r'^loss returned a scalar: must be a value per example; use reduction="none", and '
+        r"leave out \.mean\(\) and \.item\(\)$"
     )
     with pytest.raises(ConfigError, match=text):
         weigh("loss", torch.tensor(1.0), 4)
@@ -104,7 +104,8 @@ def test_rows_are_those_of_the_first_tensor_with_a_batch_axis():
     assert count_rows({"a": torch.tensor(1.0), "b": torch.ones(5, 2)}, torch.ones(6)) == 5
     assert count_rows(None, torch.ones(6)) == 6
     with pytest.raises(
-        ConfigError, match=r"^neither targets nor outputs hold a tensor with a batch axis$"
+        ConfigError,
+        match=r"^neither targets nor outputs contain a tensor with a batch axis; one must$",
     ):
         count_rows(None, torch.tensor(1.0))
 
@@ -160,7 +161,7 @@ def test_mean_does_not_depend_on_how_often_it_is_saved():
     assert often.read(ALONE) == once.read(ALONE)
 
 
-def test_rows_saved_on_two_ranks_go_on_on_one_without_counting_twice():
+def test_rows_saved_on_two_ranks_resume_on_one_without_counting_twice():
     def body(group, rank):
         means = Means()
         means.add("value", torch.tensor([1.0, 2.0]) + 10 * rank, None)
@@ -195,7 +196,7 @@ def test_values_are_summed_in_fp64():
     assert mean_of(*[0.1] * 1000) == pytest.approx(float(torch.tensor(0.1)), rel=1e-15)
 
 
-def test_nothing_that_weighs_reads_as_nan():
+def test_mean_without_weight_is_nan():
     assert math.isnan(mean_of(1.0, 2.0, weights=torch.zeros(2)))
     assert mean_of(1.0, 2.0, weights=torch.tensor([0.0, 0.5])) == 2.0
 
@@ -213,7 +214,7 @@ def test_metric_of_no_rows_counts_nothing():
 @pytest.mark.parametrize(
     "pair", [(math.inf, -math.inf), (1.5e308, 1.5e308)], ids=["both infinities", "overflow"]
 )
-def test_means_that_leave_the_numbers_are_read_without_an_error(pair):
+def test_non_finite_means_are_read_without_an_error(pair):
     means = Means()
     for value in pair:
         means.add("value", torch.tensor([value], dtype=torch.float64), None)
@@ -282,7 +283,7 @@ def test_backward_is_scaled_by_the_ranks_that_will_average():
     assert three.scale == pytest.approx(3 * one.scale)
 
 
-def test_request_to_stop_rides_with_the_weight():
+def test_request_to_stop_is_reduced_with_the_weight():
     for loss, weight in [(plain, 12.0), (weighted, 24.0)]:
         asked: list[bool] = []
         objective = made(loss, wants_stop=lambda asked=asked: bool(asked))
@@ -298,8 +299,8 @@ def test_change_between_weighted_and_plain_is_refused(order):
     objective = made(lambda outputs, targets: next(losses)(outputs, targets))
     objective(torch.ones(4), torch.ones(4))
     text = (
-        r"^loss returned weights in one step and none in another: return \(values, weights\) "
-        r"always, or never$"
+        r"^loss returned weights in one step and none in another: always return "
+        r"\(values, weights\), or never$"
     )
     with pytest.raises(ConfigError, match=text):
         objective(torch.ones(4), torch.ones(4))
@@ -310,7 +311,7 @@ def test_changing_number_of_values_per_example_is_refused():
     objective(torch.ones(4, 3), torch.ones(4, 3))
     text = (
         r"^loss returned 2 values per example after 3: return \(values, weights\), so that "
-        r"each value counts alike$"
+        r"each value counts equally$"
     )
     with pytest.raises(ConfigError, match=text):
         objective(torch.ones(4, 2), torch.ones(4, 2))

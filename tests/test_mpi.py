@@ -1,4 +1,4 @@
-"""dist.backend=mpi, over Open MPI, against gloo.
+"""dist.backend=mpi over Open MPI, compared with gloo.
 
 The ranks run this file as a script: `test_mpi.py PORT BODY...`.
 """
@@ -56,8 +56,8 @@ needs_mpi = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 @pytest.fixture(scope="module")
 def mpirun(tmp_path_factory):
-    """`mpirun(size, *bodies)` runs functions of this file on so many ranks: (exit code, all
-    that they printed)."""
+    """Return `mpirun(size, *bodies)`, which runs functions of this file on `size` ranks and
+    returns (exit code, output)."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def run(size, *bodies):
@@ -74,7 +74,7 @@ def mpirun(tmp_path_factory):
         for place in (
             "orte_tmpdir_base",
             "btl_vader_backing_directory",
-        ):  # what it leaves there, pytest removes
+        ):  # pytest removes the files that it leaves there
             options += ["--mca", place, str(tmp_path_factory.mktemp("mpi"))]
         names = [body.__name__ for body in bodies]
         done = subprocess.run(
@@ -96,9 +96,9 @@ def mpirun(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compared(mpirun):
-    """(exit code, output) of the comparisons on so many ranks.
+    """Return a function that gives (exit code, output) of the comparisons on `size` ranks.
 
-    Launches are shared: imports alone are 4 s a rank.
+    Launches are shared, because imports alone take 4 s per rank.
     """
     launches = {}
 
@@ -127,7 +127,7 @@ SIZES = [2, pytest.param(3, marks=pytest.mark.slow)]
 
 @needs_mpi
 @pytest.mark.parametrize("size", SIZES)
-def test_every_collective_gives_what_gloo_gives(compared, size):
+def test_every_collective_gives_the_result_of_gloo(compared, size):
     _, printed = compared(size)
     assert printed.count("collectives are equal") == size, printed
 
@@ -140,7 +140,7 @@ def collectives(*place):
         for name, body in cases(*place[:2]):
             for got, wanted in zip(ours[name], body(), strict=True):
                 assert torch.equal(got, wanted), f"{name}: {got}, and over gloo {wanted}"
-    with group(mpi.register(), *place):  # a sweep forms one group after the other
+    with group(mpi.register(), *place):  # a sweep opens one process group after the other
         ranks = [None] * place[1]
         dist.all_gather_object(ranks, place[0])
         assert ranks == [*range(place[1])]
@@ -166,9 +166,9 @@ LAYOUTS = {
 
 
 def cases(rank, size):
-    """(name, body) of each collective, operation, dtype, layout.
+    """Yield (name, body) for each collective, operation, dtype and layout.
 
-    Numbers are small and whole: any order is exact.
+    Numbers are small integers, so sums are exact in any order.
     """
     plain, *others = LAYOUTS.items()
     for (layout, view), dtype in [(plain, d) for d in DTYPES] + [
@@ -179,7 +179,7 @@ def cases(rank, size):
             tensor = view(torch.arange(1, 13).add(add).remainder(5).reshape(3, 4).to(dtype))
             return (
                 tensor if dist.get_backend() == "mpi4py" else tensor.contiguous()
-            )  # gloo wants them so
+            )  # gloo needs them contiguous
 
         for collective, op in itertools.product(REDUCTIONS, OPS):
             if dtype.is_floating_point or op != dist.ReduceOp.AVG:
@@ -268,7 +268,7 @@ def all_to_all(rank, size, made):
 
 
 def all_to_all_single(rank, size, made):
-    """The same number of rows from and to every rank; then rank + 1 rows from each."""
+    """Exchange equal numbers of rows with every rank; then receive rank + 1 rows from each."""
     output = torch.cat([made().flatten() for _ in range(size)])
     dist.all_to_all_single(
         output, torch.cat([made(rank * number).flatten() for number in range(size)])
@@ -282,7 +282,7 @@ def all_to_all_single(rank, size, made):
 
 
 def send_and_receive(rank, size, made):
-    """A ring, each rank sending first; then from rank 0 to rank 1."""
+    """Send around a ring, each rank sending first; then from rank 0 to rank 1."""
     received = made()
     ring = [(dist.isend, made(), (rank + 1) % size), (dist.irecv, received, (rank - 1) % size)]
     for work in dist.batch_isend_irecv([dist.P2POp(*operation) for operation in ring]):
@@ -322,7 +322,7 @@ def test_training_with_forked_workers_equals_gloos(compared, size):
 
 
 @needs_mpi
-def test_a_finished_run_exits_with_0_and_open_mpi_says_nothing(compared):
+def test_a_finished_run_exits_with_0_and_open_mpi_prints_nothing(compared):
     code, printed = compared(2)
     for said in ("wrong ranks are refused", "collectives are equal", "trainings are equal"):
         printed = printed.replace(said, "")
@@ -330,9 +330,9 @@ def test_a_finished_run_exits_with_0_and_open_mpi_says_nothing(compared):
 
 
 def trainings(rank, size, store):
-    """Gloo sums fp16 in fp16.
+    """Compare training with each comm hook over mpi and gloo. Gloo sums fp16 in fp16.
 
-    PowerSGD over gloo starts its reductions in gloo's threads, in any order: it hangs.
+    PowerSGD over gloo starts its all-reduces in gloo's threads, in any order, so it hangs.
     """
     limits = {"none": 1e-12, "parameter_server": 1e-12, "fp16": 2e-3, "powersgd": 5e-2}
     with group(mpi.register(), rank, size, store):
@@ -359,8 +359,8 @@ def gathered(tensor):
 
 
 def train(hook, rank, size):
-    """This rank's losses, and the state after twelve steps: SyncBatchNorm, small buckets, rows
-    from a forked worker."""
+    """Train twelve steps with SyncBatchNorm, small buckets and rows from a forked worker; return
+    this rank's losses and the state."""
     torch.manual_seed(0)
     dtype = torch.float64 if hook in ("none", "parameter_server") else torch.float32
     layers = [
@@ -383,7 +383,7 @@ def train(hook, rank, size):
         loss.backward()
         for parameter in (
             model.parameters()
-        ):  # torch.optim would import torch._dynamo, three seconds on every rank
+        ):  # torch.optim would import torch._dynamo, which takes three seconds on every rank
             parameter.data.sub_(parameter.grad, alpha=0.1)
         losses.append(loss.detach())
     return torch.stack(losses), torch.cat(
@@ -401,7 +401,7 @@ def test_a_rank_that_raises_ends_the_others(mpirun):
 
 @needs_mpi
 @pytest.mark.slow
-def test_a_rank_that_waits_too_long_says_so_and_ends_the_others(compared):
+def test_a_rank_that_times_out_reports_it_and_ends_the_others(compared):
     code, printed = compared(3)
     assert code == 1 and "waited long enough" in printed, printed
 
@@ -447,7 +447,7 @@ def wrong_ranks(rank, size, store):
     more, other = size + 1, (rank + 1) % size
     with pytest.raises(
         ConfigError,
-        match=f"^dist.backend=mpi: MPI has {size} ranks and the run has {more}; .* -n {more}$",
+        match=f"^dist.backend=mpi: MPI has {size} ranks but the run has {more}; .* -n {more}$",
     ):
         dist.init_process_group(name, store=store, rank=rank, world_size=more)
     with pytest.raises(
@@ -459,7 +459,7 @@ def wrong_ranks(rank, size, store):
         with pytest.raises(ValueError, match=r"MPI has no AVG of torch.int64"):
             dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG)
         with pytest.raises(
-            ConfigError, match="carries tensors on the CPU, and one is on meta; use nccl"
+            ConfigError, match="carries CPU tensors only, but one is on meta; use nccl"
         ):
             dist.broadcast(torch.ones(2, device="meta"), 0)
     print("wrong ranks are refused")
@@ -474,7 +474,7 @@ def test_a_missing_mpi_is_one_line(monkeypatch, missing):
 
 
 class Mpi4py:
-    """The package where the library is missing or was built for one thread."""
+    """Stand-in for mpi4py whose MPI library is missing or was built for one thread."""
 
     rc, THREAD_SERIALIZED = SimpleNamespace(), 2
 

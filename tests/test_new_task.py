@@ -1,4 +1,4 @@
-"""The README's task of one's own works to the letter, from an installed wheel, beside a user's
+"""The custom task of the README works exactly as printed, from an installed wheel, next to a user's
 own tasks/ and conf/."""
 
 import json
@@ -16,20 +16,16 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """A folder with the wheel installed: nothing of the checkout is on the path."""
-    folder = tmp_path_factory.mktemp("wheel")
+def site(tmp_path_factory, wheel):
+    """Return a folder with the wheel installed; the checkout is not on the path."""
+    folder = tmp_path_factory.mktemp("installed") / "site"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    subprocess.run(
-        [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, ROOT], check=True
-    )
-    (wheel,) = folder.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", folder / "site", wheel], check=True)
-    return folder / "site"
+    subprocess.run([*pip, "install", "--no-deps", "--target", folder, wheel], check=True)
+    return folder
 
 
 def run(line, site, command, is_real):
-    """A command line of the README: (exit code, stdout, stderr)."""
+    """Run a command line of the README; return (exit code, stdout, stderr)."""
     program, *words = shlex.split(line)
     at = words.index("-m")
     launcher, verb, rest = words[:at], words[at + 1], words[at + 2 :]
@@ -71,7 +67,7 @@ def losses(directory):
 
 
 @pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_built_in_tasks_come_from_the_wheel_whatever_lies_around(is_real, site, command, tmp_path):
+def test_built_in_tasks_come_from_the_wheel_in_any_folder(is_real, site, command, tmp_path):
     for name in ("tasks/cifar.py", "tasks/__init__.py", "conf/task/cifar.yaml", "trainer_conf.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(

@@ -1,4 +1,4 @@
-"""run.norm_rows: BatchNorm over groups of the global batch, alike in any layout (law 12)."""
+"""run.norm_rows: BatchNorm over groups of the global batch, equal in any layout (law 12)."""
 
 import copy
 
@@ -65,7 +65,7 @@ class WithReLU(nn.BatchNorm2d):
         return super().forward(input).relu()
 
 
-def test_layers_stay_what_they_are_and_others_are_refused():
+def test_layers_keep_their_class_and_others_are_refused():
     model = nn.Sequential(nn.BatchNorm1d(5), nn.BatchNorm2d(5), nn.BatchNorm3d(5))
     normalize_groups(model, 2)
     for layer, kind in zip(model, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), strict=True):
@@ -159,7 +159,7 @@ def test_ranks_and_micro_batches_take_whole_groups():
     [
         (
             ["run.norm_rows=4"],
-            "data.global_batch=22: must be a multiple of run.norm_rows=4, as 20 or 24; or give"
+            "data.global_batch=22: must be a multiple of run.norm_rows=4, such as 20 or 24; or give"
             " run.norm_rows=null",
         ),
         (
@@ -168,7 +168,7 @@ def test_ranks_and_micro_batches_take_whole_groups():
         ),
     ],
 )
-def test_what_does_not_divide_is_refused(words, line, command):
+def test_norm_rows_that_do_not_divide_are_refused(words, line, command):
     code, _, err = command("--config-dir", CONF, "task=tiny", *words)
     assert code == 2
     assert f"error: {line}" in err.splitlines()

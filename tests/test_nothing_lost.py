@@ -1,9 +1,8 @@
-"""One writer per run, checkpoints behind the loop, and disks that fail: what is announced is
-there."""
+"""One writer per run, checkpoints in the background, and disks that fail: an announced checkpoint
+exists."""
 
 import contextlib
 import errno
-import json
 import os
 import shutil
 import signal
@@ -16,9 +15,13 @@ import pytest
 import torch
 from harness import CONF, check_equal_bits, fit, fit_on, newest, on_ranks, wait_for
 from harness.internals import checkpoint, packing
+from harness.stored import check_same_bits, content_of, save
 
+from trainer.checkpoints import tensors
+from trainer.checkpoints.saver import DiskSaver, Snapshot
 from trainer.errors import CheckpointError, ConfigError, RunError
 from trainer.record.lease import Lease
+from trainer.strategy.shards import Shard
 
 RECIPE = ["task=tiny", "run.steps=30"]
 EVERY_3 = ["checkpoint.every_steps=3", "checkpoint.every_epochs=null"]
@@ -29,7 +32,7 @@ EVERY_3 = ["checkpoint.every_steps=3", "checkpoint.every_epochs=null"]
 
 @contextlib.contextmanager
 def another_process(body):
-    """Runs `body` in a child that says when it is done, and then waits to be killed."""
+    """Run `body` in a child that reports when it is done and then waits to be killed."""
     ready, tell = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -51,7 +54,7 @@ def test_second_writer_is_refused_by_host_and_pid_until_the_first_is_dead(tmp_pa
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(
             ConfigError,
-            match=rf"run directory .*: process {pid} on \S+ writes there; wait for its end",
+            match=rf"run directory .*: process {pid} on \S+ writes there; wait until it exits",
         ):
             Lease(tmp_path)
     Lease(tmp_path).release()
@@ -74,29 +77,30 @@ def test_data_workers_that_outlive_their_parent_do_not_hold_the_run(tmp_path):
 def test_process_that_was_taken_over_does_not_publish(tmp_path):
     old = Lease(tmp_path)
     old.check()
-    (tmp_path / ".writer").unlink()  # what the message advises where a machine is lost
+    (tmp_path / ".writer").unlink()  # as the message advises after a machine is lost
     with pytest.raises(
-        CheckpointError, match=r"another process has taken this run over; nothing was published$"
+        CheckpointError, match=r"another process has taken over this run; nothing was published$"
     ):
         old.check()
     new = Lease(tmp_path)
-    with pytest.raises(CheckpointError, match="another process has taken this run over"):
-        checkpoint.save(tmp_path / "checkpoints", 1, {}, {}, old.check)
+    with pytest.raises(CheckpointError, match="another process has taken over this run"):
+        save(tmp_path / "checkpoints", 1, [{}], {}, {}, old.check)
     assert checkpoint.steps(tmp_path / "checkpoints") == {}
-    checkpoint.save(tmp_path / "checkpoints", 1, {}, {}, new.check)
+    save(tmp_path / "checkpoints", 1, [{}], {}, {}, new.check)
+    assert list(checkpoint.steps(tmp_path / "checkpoints")) == [1]
     old.release()
     new.release()
 
 
 def test_writer_frozen_before_its_rename_finds_nothing_to_rename(tmp_path):
-    """It has passed the check of its token, is frozen, and wakes after another has taken over
-    and swept."""
+    """The writer is frozen after the check of its token, and wakes after another one has taken over
+    and removed its staging."""
 
     def wakes():
         checkpoint.sweep(tmp_path)
 
-    with pytest.raises(FileNotFoundError):
-        checkpoint.save(tmp_path, 1, {}, {}, wakes)
+    with pytest.raises(RunError, match="No such file or directory while saving step 1"):
+        save(tmp_path, 1, [{}], {}, {}, wakes)
     assert checkpoint.steps(tmp_path) == {} and list(tmp_path.iterdir()) == []
 
 
@@ -114,49 +118,53 @@ def test_second_run_on_a_directory_is_refused_within_seconds(command, tmp_path):
         first.kill()
 
 
-# Behind the loop ----------------------------------------------------------------------------------
+# In the background --------------------------------------------------------------------------------
 
 
-def test_background_checkpoint_is_of_its_step_though_training_goes_on(tmp_path, monkeypatch):
-    """A writer that takes longer than a step: the files are those of a run that waited for each."""
+def test_background_checkpoint_is_of_its_step_though_training_continues(tmp_path, monkeypatch):
+    """The writer takes longer than a step; it stores what a run that waits for each save stores."""
     recipe = [*RECIPE, *EVERY_3, "checkpoint.keep_last=20", "task.options.norm=true", "optim=adamw"]
     waited = fit_on(1, tmp_path / "waited", *recipe, "checkpoint.background=false")
-    real = torch.save
+    real = tensors.write_shards
 
-    def slow(*arguments, **options):
+    def slow(*arguments):
         time.sleep(0.02)
-        real(*arguments, **options)
+        return real(*arguments)
 
-    monkeypatch.setattr(torch, "save", slow)
+    monkeypatch.setattr(tensors, "write_shards", slow)
     behind = fit_on(1, tmp_path / "behind", *recipe)
-    for step, path in checkpoint.steps(waited["directory"] / "checkpoints").items():
-        ours = checkpoint.load(path).files
-        theirs = checkpoint.load(behind["directory"] / "checkpoints" / path.name).files
-        for name in ours:
-            assert flat(ours[name]) == flat(theirs[name]), f"{name} of step {step}"
-
-
-def flat(data):
-    unpacked = packing.unpack(data, torch.device("cpu"))
-    return json.dumps(unpacked, default=lambda t: t.tolist(), sort_keys=True)
+    paths = checkpoint.steps(waited["directory"] / "checkpoints")
+    assert list(paths) == list(range(3, 31, 3))
+    for step, path in paths.items():
+        ours = checkpoint.load(path)
+        theirs = checkpoint.load(behind["directory"] / "checkpoints" / path.name)
+        assert list(ours.files) == list(theirs.files)
+        check_same_bits(content_of(ours), content_of(theirs), f"step {step}")
 
 
 def test_optimizer_steps_do_not_reach_a_private_copy():
     weights = torch.ones(4)
-    tied = {"a": weights, "b": [weights, (weights[:2], 1.5, "text", None)]}
-    copy = packing.private_copy(tied)
+    plain = {"rows": weights[:2], "values": [1.5, "text", None]}
+    given = {"a": weights, "b": weights, "part": weights[:2]}
+    shards = {name: Shard.whole(tensor, True) for name, tensor in given.items()}
+    others = {"theirs": Shard(weights[2:], (8,), (2,), False)}  # another rank writes it
+    snapshot = Snapshot(3, {"model": shards | others, "ema": {}}, plain, {"ledger": ""}, 2)
+    copy = snapshot.private_copy()
     weights.mul_(7)
-    assert (
-        copy["a"].tolist() == [1, 1, 1, 1]
-        and copy["b"][1][0].tolist() == [1, 1]
-        and copy["b"][1][1:] == (1.5, "text", None)
-    )
-    assert copy["b"][0] is copy["a"], "tied tensors are copied once"
-    assert packing.size_of(tied) == 16 + 16 + 8
+    plain["values"].append("later")
+    kept = {name: shard.tensor for name, shard in copy.shards["model"].items()}
+    assert kept.keys() == {"a", "b", "part"} and copy.shards["ema"] == {}
+    assert kept["a"].tolist() == [1, 1, 1, 1] and kept["part"].tolist() == [1, 1]
+    assert copy.training["rows"].tolist() == [1, 1]
+    assert copy.training["values"] == [1.5, "text", None]
+    assert kept["b"] is kept["a"], "tied tensors are copied once"
+    assert (copy.step, copy.facts, copy.best) == (3, {"ledger": ""}, 2)
+    assert snapshot.size == copy.size == 16 + 16 + 8
+    assert packing.size_of({"a": weights, "b": [weights, (weights[:2], 1.5)]}) == 16 + 16 + 8
 
 
 def test_no_more_than_one_checkpoint_is_in_flight_and_the_end_waits(tmp_path, monkeypatch):
-    real, running, most = checkpoint.save, [0], [0]
+    real, running, most = DiskSaver._save, [0], [0]
 
     def watched(*arguments):
         running[0] += 1
@@ -165,7 +173,7 @@ def test_no_more_than_one_checkpoint_is_in_flight_and_the_end_waits(tmp_path, mo
         real(*arguments)
         running[0] -= 1
 
-    monkeypatch.setattr(checkpoint, "save", watched)
+    monkeypatch.setattr(DiskSaver, "_save", watched)
 
     def body():
         run = fit(tmp_path, *RECIPE, *EVERY_3)
@@ -217,7 +225,7 @@ def test_full_disk_ends_the_run_on_every_rank_in_one_line_and_the_last_checkpoin
         said = on_ranks(ranks, ends_in, RunError, disk, *wanted)
         assert len(set(said)) == 1 and "\n" not in said[0]
         assert (
-            "No space left on device in saving step " in said[0]
+            "No space left on device while saving step " in said[0]
             and "MB are needed, 0.0 MB free" in said[0]
         )
         assert (
@@ -231,34 +239,36 @@ def test_full_disk_ends_the_run_on_every_rank_in_one_line_and_the_last_checkpoin
     check_equal_bits(fit_on(ranks, tmp_path / "straight", *RECIPE), resumed)
 
 
-def test_start_says_where_the_checkpoints_to_keep_will_not_fit(tmp_path, capfd):
+def test_start_warns_if_the_checkpoints_to_keep_will_not_fit(tmp_path, capfd):
+
     with small_disk(tmp_path / "disk", 96) as disk:
         on_ranks(2, fit, disk, "task=tiny", "run.steps=1", "checkpoint.keep_last=1000")
         on_ranks(2, fit, disk, "task=tiny", "run.steps=1", "run.name=b")
     (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert line.startswith(
-        f"warning: {disk}/tiny/run: 1001 checkpoints and one being written take 1 MB and more; 0 MB"
+        f"warning: {disk}/tiny/run: 1001 checkpoints and one being written need at least 1 MB; 0 MB"
     )
     assert line.endswith("make room, or keep fewer (checkpoint.keep_last, checkpoint.keep_best)")
 
 
 def test_with_on_error_continue_a_full_disk_is_a_warning_until_there_is_room(tmp_path, capfd):
-    with small_disk(tmp_path / "disk", 96) as disk:
+    with small_disk(tmp_path / "disk", 192) as disk:
         ballast = disk / "ballast"
 
         def body():
-            real = checkpoint.save
+            real = checkpoint.stage
 
-            def save(root, step, *rest):
+            def stage(root, step):
+                staging = real(root, step)
                 if step == 6:
                     with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
                         while True:
                             file.write(bytes(1024))
                 if step == 12:
                     ballast.unlink()
-                return real(root, step, *rest)
+                return staging
 
-            checkpoint.save = save
+            checkpoint.stage = stage
             wanted = [
                 *EVERY_3,
                 "checkpoint.on_error=continue",
@@ -274,18 +284,19 @@ def test_with_on_error_continue_a_full_disk_is_a_warning_until_there_is_room(tmp
     assert len(said) <= 4 and "Traceback" not in told.err, (
         "TensorBoard's thread fails too, and says so by itself"
     )
-    assert any("No space left on device in saving step 6" in line for line in said)
-    assert all(line.endswith("going on, as checkpoint.on_error=continue says") for line in said)
+    assert any("No space left on device while saving step 6" in line for line in said)
+    assert all(line.endswith("the run continues (checkpoint.on_error=continue)") for line in said)
     assert sorted(run["losses"]) == list(range(1, 31)), (
         "what could not be logged for a while is there in the end"
     )
 
 
-def test_run_whose_last_step_could_not_be_saved_fails_even_so(tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", ["stage", "write_one", "publish"])
+def test_run_whose_last_step_could_not_be_saved_fails_even_so(call, tmp_path, monkeypatch):
     def failing(*arguments):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(checkpoint, "save", failing)
+    monkeypatch.setattr(checkpoint, call, failing)
     said = on_ranks(2, ends_in, RunError, tmp_path, "checkpoint.on_error=continue")
     assert set(said) == {said[0]} and said[0].endswith(
         "could not be saved, so the run's last step is lost; make room and resume"

@@ -1,4 +1,4 @@
-"""What a task or a machine does that nobody should have to understand: each is one line."""
+"""Odd behaviour of tasks and machines: each is reported in one line."""
 
 import json
 import os
@@ -16,11 +16,11 @@ SAVES = ("checkpoint.every_steps=3", "checkpoint.every_epochs=null")
 DETACH = "it is a tensor that requires a gradient; return tensor.detach()"
 EXAMPLES = {
     "sys.exit": "train example 100 cannot be read: SystemExit: 0 (",
-    "None": "train example 100 cannot be read: it is NoneType, where others are ((4,), ())",
+    "None": "train example 100 cannot be read: it is NoneType and the others are ((4,), ())",
     "gradient": f"train example 100 cannot be read: {DETACH}",
     "gradient of all": f"cannot be read: {DETACH}",
-    "None of all": "cannot be read: no batch is made of NoneType; return tensors, arrays",
-    "text of all": "is 'a', and a model takes tensors: make one of it in the dataset, in split_",
+    "None of all": "cannot be read: no batch can be collated from NoneType; return tensors",
+    "text of all": "is 'a': must be a tensor; convert it in the dataset, in split_batch or",
     "sys.exit in build_dataset": "sys.exit(0) was called at ",
     "sys.exit in train_step": "sys.exit(0) was called at ",
 }
@@ -69,12 +69,12 @@ class Learned(Odd):
     code, _, err = command(*ODD, "task.trainer=learned.Learned")
     assert code == 2
     given = "build_dataset('train') returned tensors that require a gradient"
-    assert the_error(err) == f"error: {given}; give tensor.detach()"
+    assert the_error(err) == f"error: {given}; return tensor.detach()"
 
 
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_process_that_ends_without_an_error_is_named(ranks, command, tmp_path):
-    """Even with exit code 0, which no launcher takes for a failure."""
+    """Exit code 0 is included, which no launcher treats as a failure."""
     words = (how("os._exit"), "dist.hang_timeout_s=60", "data.micro_batch=11")
     process = command.start(*ODD, *words, ranks=ranks)
     process.wait()
@@ -105,7 +105,7 @@ def test_child_that_a_step_forks_writes_nothing(child, ranks, command, tmp_path)
     process = command.start(*ODD, how(f"forks: {child}"), *words, ranks=ranks)
     assert process.wait() == 0
     _, err = process.communicate()
-    said = [line for line in err.splitlines() if "which the task forked, went on as if" in line]
+    said = [line for line in err.splitlines() if "which the task forked, continued as if" in line]
     assert len(said) == (max(1, ranks) if child != "os._exit" else 0), err
     assert child != "raises" or "(ValueError: in a child, " in said[0]
     assert losses(tmp_path) == losses(others)
@@ -121,18 +121,18 @@ def test_file_that_may_not_be_as_large_names_the_limit(command):
         *ODD, *SAVES, before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, most)
     )
     assert code == 1
-    limit = "; ulimit -f allows 4,000 bytes a file; raise ulimit -f and go on with run.resume"
-    assert "File too large in " in the_error(err) and limit in the_error(err)
+    limit = "; ulimit -f allows 4,000 bytes a file; raise ulimit -f and resume with run.resume"
+    assert "File too large while " in the_error(err) and limit in the_error(err)
 
 
 def test_run_directory_that_is_moved_ends_the_run_in_a_line(command):
     code, _, err = command(*ODD, *SAVES, how("moves its directory"))
     assert code != 0
-    assert "somebody has removed or moved the run directory; nothing" in the_error(err)
+    assert "the run directory was removed or moved; nothing" in the_error(err)
 
 
 def test_workers_need_open_files(command, tmp_path):
-    """A soft limit is raised, a hard one is named."""
+    """A soft limit is raised; a hard limit is named."""
 
     def limit(hard: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (60, hard))
@@ -143,7 +143,7 @@ def test_workers_need_open_files(command, tmp_path):
     shutil.rmtree(tmp_path / "runs")
     code, _, err = command(*ODD, *words, before=lambda: limit(60))
     assert code == 2
-    assert the_error(err).endswith("ulimit -Hn allows 60; raise it, or give fewer workers")
+    assert the_error(err).endswith("ulimit -Hn allows 60; raise it, or set fewer workers")
 
 
 def test_workers_need_a_short_path_for_sockets(command, tmp_path):
@@ -152,11 +152,11 @@ def test_workers_need_a_short_path_for_sockets(command, tmp_path):
     told = {"TMPDIR": str(folder)}
     code, _, err = command(*ODD, "data.workers=1", environment=told, before=forget_folder)
     assert code == 2
-    assert the_error(err).endswith(" characters; 75 are allowed: set TMPDIR=/tmp")
+    assert the_error(err).endswith(" characters; must be at most 75; set TMPDIR=/tmp")
 
 
 def forget_folder() -> None:
-    """`tempfile` remembers the folder that it found first."""
+    """Reset `tempfile`, which caches the first folder that it found."""
     import tempfile
 
     tempfile.tempdir = None
@@ -190,4 +190,4 @@ class WideItems(Items):
     if "unshare" in done.stderr or "mount:" in done.stderr:
         pytest.skip(f"no mount namespace here: {done.stderr.splitlines()[0]}")
     assert done.returncode == 1, done.stderr
-    assert "error: shared memory (/dev/shm), through which workers hand over" in done.stderr
+    assert "error: shared memory (/dev/shm), which workers use to send batches" in done.stderr

@@ -1,4 +1,4 @@
-"""Sample order is a function of (seed, epoch, position), and a global batch is cut without
+"""Sample order is a function of (seed, epoch, position), and a global batch is split without
 padding or loss."""
 
 import itertools
@@ -20,7 +20,7 @@ def whole(size: int, epoch: int = 0, seed: int = 0) -> list[int]:
 
 
 def accepted(most: int) -> list[BatchPlan]:
-    """Every plan up to `most` rows, on up to 9 ranks, that check_batch accepts."""
+    """Return every plan that check_batch accepts, up to `most` rows and 9 ranks."""
     plans = []
     for rows, micro_batch, ranks in itertools.product(
         range(1, most + 1), range(1, most + 1), range(1, 10)
@@ -35,7 +35,7 @@ def accepted(most: int) -> list[BatchPlan]:
 
 
 def steps_of(plan: BatchPlan, epoch: int, start: int) -> list[list[int]]:
-    """The examples of each global batch, from the samplers of all ranks."""
+    """Return the examples of each global batch, from the samplers of all ranks."""
     parts = []
     for rank in range(plan.ranks):
         sampler = EpochSampler(plan, 7, rank, CPU)
@@ -100,9 +100,9 @@ def test_domain_of_the_permutation_is_less_than_twice_its_size():
 @pytest.mark.parametrize(
     ("size", "bins", "bound"), [(3, 3, 32), (5, 5, 63), (12, 12, 240), (203, 7, 105)]
 )
-def test_an_example_stands_at_any_position_equally_often(size, bins, bound):
-    """Chi-square of a table of permutations, mean bins * (bins - 1); the bounds lie beyond 6
-    deviations."""
+def test_an_example_is_at_any_position_equally_often(size, bins, bound):
+    """Chi-square of a table of permutations, mean bins * (bins - 1); the bounds are more than 6
+    deviations away."""
     seeds, width = 1000, size // bins
     drawn = torch.tensor([whole(size, seed=FIRST_SEED + seed) for seed in range(seeds)])
     cells = (torch.arange(size) // width) * bins + drawn // width
@@ -115,13 +115,13 @@ def test_an_example_stands_at_any_position_equally_often(size, bins, bound):
 def test_neighbouring_epochs_share_no_more_positions_than_chance():
     epochs = torch.tensor([whole(203, epoch) for epoch in range(201)])
     same = (epochs[1:] == epochs[:-1]).sum()
-    assert 120 < same < 280  # one in each of 200 pairs is expected, deviation 14
+    assert 120 < same < 280  # one in each of 200 pairs is expected, standard deviation 14
 
 
-# The cut ------------------------------------------------------------------------------------------
+# The split ----------------------------------------------------------------------------------------
 
 
-def test_shares_of_an_accepted_batch_are_contiguous_in_rank_order_and_differ_by_at_most_one_row():
+def test_parts_of_an_accepted_batch_are_contiguous_in_rank_order_and_differ_by_at_most_one_row():
     plans = accepted(24)
     assert len(plans) > 2000
     for plan in plans:
@@ -143,12 +143,12 @@ def test_every_rank_makes_as_many_micro_batches_none_empty_none_too_large():
             ), plan
 
 
-def test_no_micro_batch_given_means_one_per_rank():
+def test_unset_micro_batch_means_one_per_rank():
     assert check_batch(22, Cut(1, None), 3) == 8
     assert BatchPlan(203, 22, 8, 3).accumulation == 1
 
 
-def test_micro_batch_is_no_larger_than_the_largest_share():
+def test_micro_batch_is_no_larger_than_the_largest_part():
     assert check_batch(22, Cut(1, 100), 3) == 8
 
 
@@ -159,10 +159,10 @@ def test_global_batch_below_the_ranks_is_refused():
         check_batch(3, Cut(1, None), 4)
 
 
-def test_empty_micro_batch_is_refused_with_an_advice():
+def test_empty_micro_batch_is_refused_with_advice():
     text = (
         r"^data\.micro_batch=1: some ranks have 1 rows for 2 micro-batches, so one would be empty; "
-        r"use data\.micro_batch=2, or a global batch that 4 divides$"
+        r"use data\.micro_batch=2, or a global batch divisible by 4$"
     )
     with pytest.raises(ConfigError, match=text):
         check_batch(5, Cut(1, 1), 4)
@@ -197,7 +197,7 @@ def test_ranks_together_take_each_global_batch_in_order(micro_batch, ranks):
 
 
 @pytest.mark.parametrize("start", [1, 5, 8, 9])
-def test_epoch_begun_in_the_middle_is_the_tail_of_the_whole(start):
+def test_epoch_started_in_the_middle_is_the_tail_of_the_whole(start):
     plan = BatchPlan(203, 22, 4, 3)
     assert steps_of(plan, 2, start) == steps_of(plan, 2, 0)[start:]
 

@@ -1,4 +1,4 @@
-"""One run, any layout: fifty steps agree with one process, and a planted error does not pass."""
+"""One run, any layout: fifty steps agree with those of one process, and a planted error fails."""
 
 import time
 
@@ -53,7 +53,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def few_images():
-    """1,200 of the bundled images, read once before the forks: each rank would read all of them."""
+    """Read 1,200 of the bundled images once before the forks; else each rank would read all."""
     found = {}
     for split, count in (("train", 1100), ("eval", 100)):
         images, labels, source = cifar10.load(split, "bundled", "")
@@ -65,7 +65,7 @@ def few_images():
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    """The run of one process for a recipe, made once."""
+    """Return a function that gives the run of one process for a recipe; each run is made once."""
     made: dict[tuple, dict] = {}
 
     def get(recipe):
@@ -78,7 +78,8 @@ def references(tmp_path_factory):
 
 
 RECIPES = {"text": PLAIN_TEXT, "cifar": CIFAR, "tiny": TINY}
-# Each layout by default with one recipe at least, each recipe with some; the others are slow.
+# By default each layout runs with at least one recipe, and each recipe with some layouts; the
+# others are slow tests.
 QUICK = {
     "text": ("ddp x 3", "streamed, 3 workers"),
     "cifar": ("ddp x 2, accumulation 2",),
@@ -110,7 +111,7 @@ def test_run_does_not_depend_on_layout(recipe, layout, references, tmp_path):
     ],
 )
 def test_dropout_does_not_depend_on_layout(layout, references, tmp_path):
-    """Attention and MLP draw by example, whatever the size of the micro-batch."""
+    """Attention and MLP draw by example, for any size of the micro-batch."""
     ranks, overrides = LAYOUTS[layout]
     check_parity(references(DROPOUT_TEXT), fit_on(ranks, tmp_path, *DROPOUT_TEXT, *overrides))
 
@@ -144,9 +145,9 @@ def test_losses_in_fp32_agree_to_a_thousandth(layout, references, tmp_path):
     ],
 )
 def test_mean_of_the_ranks_means_is_found(name, ranks, references, tmp_path, monkeypatch):
-    """The planted error: each rank divides by what it has itself.
+    """The planted error: each rank divides by its own weight.
 
-    Equal shares of equal weight cannot show it.
+    Equal parts with equal weights cannot show this error.
     """
 
     def own_mean(self, outputs, targets):
@@ -187,7 +188,7 @@ def test_running_statistics_are_the_ranks_mean_after_every_step(tmp_path):
 
 
 def test_data_workers_end_at_once(tmp_path):
-    """DataLoader waits 5 s for each worker when its iterator is left to the garbage collector."""
+    """DataLoader waits 5 s for each worker if the garbage collector frees its iterator."""
     beside = Beside(lambda: fit_on(1, tmp_path / "none", "task=items", "data.workers=0"))
     began = time.monotonic()
     fit_on(1, tmp_path, "task=items", "data.workers=3", "run.steps=20")

@@ -1,11 +1,12 @@
-"""Every precision trains; fp16's loss scale is GradScaler's, counts its skipped steps and goes
-on at a resume."""
+"""Every precision trains; the loss scale of fp16 is that of GradScaler, counts its skipped steps
+and continues after a resume."""
 
 import itertools
 
 import pytest
 import torch
 from harness import CONF, fit_on, newest, on_ranks
+from harness.stored import plain_of
 from tiny import Tiny
 from torch import nn
 
@@ -30,7 +31,8 @@ PRECISIONS = ["fp64", "fp32", "amp_bf16", "amp_fp16", "bf16", "fp16"]
 
 
 def cells(rows, columns):
-    """All pairs; by default those that hold each row and each column once, the others slow."""
+    """Return all pairs; those that cover each row and each column once are default tests, the
+    others are slow."""
     pairs = itertools.product(enumerate(rows), enumerate(columns))
     most = max(len(rows), len(columns))
     quick = {(n % len(rows), n % len(columns)) for n in range(most)}
@@ -42,7 +44,7 @@ def cells(rows, columns):
 
 @pytest.mark.parametrize(("name", "layout"), cells(PRECISIONS, list(LAYOUTS)))
 def test_every_precision_trains_with_every_strategy(name, layout, tmp_path):
-    """The cells of docs/strategies.md; fit_on compares the ranks bit for bit."""
+    """Check the cells of docs/strategies.md; fit_on compares the ranks bit for bit."""
     ranks, overrides = LAYOUTS[layout]
     asked = [
         *overrides,
@@ -69,14 +71,14 @@ def test_compressing_hooks_train_in_every_precision_with_float32_gradients(name,
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_weights_of_a_batch_are_exact_in_a_16_bit_model(name, tmp_path):
-    """201 rows are no bfloat16 number: what rides along is in float32."""
+    """bfloat16 cannot represent 201 rows, so weights are reduced in float32."""
     one = fit_on(1, tmp_path / "1", *MLP, "data.global_batch=201", f"strategy.precision={name}")
     three = fit_on(3, tmp_path / "3", *MLP, "data.global_batch=201", f"strategy.precision={name}")
     assert three["losses"][1] == pytest.approx(one["losses"][1], rel=1e-2)
 
 
 class Overflowing(Tiny):
-    """Gradients that overflow fp16 at a scale of 2**16, but not at 2**10."""
+    """Task whose gradients overflow fp16 at a scale of 2**16, but not at 2**10."""
 
     def build_model(self):
         return nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 3))
@@ -95,9 +97,7 @@ def test_overflow_is_skipped_counted_and_the_scale_resumes(ranks, tmp_path, capf
     whole = fit_on(ranks, tmp_path / "whole", *recipe, task=Overflowing)
     assert "the scaled gradient is not finite, so the update was skipped" in capfd.readouterr().out
     fit_on(ranks, tmp_path / "parts", *recipe, "run.steps=13", task=Overflowing)
-    saved = torch.load(newest(tmp_path / "parts/tiny/run").path / "training.pt", weights_only=True)[
-        "precision"
-    ]
+    saved = plain_of(newest(tmp_path / "parts/tiny/run"))["precision"]
     assert saved["scale"] < 2.0**16 and saved["growth"] > 0
     parts = fit_on(ranks, tmp_path / "parts", *recipe, "run.resume=auto", task=Overflowing)
     assert (
@@ -140,7 +140,7 @@ def test_scale_is_that_of_grad_scaler():
 
 
 def moved(name, folder):
-    """How far one clipped step of SGD with rate 1 moves the weights."""
+    """Return how far one clipped step of SGD with learning rate 1 moves the weights."""
     words = [f"run.dir={folder}", f"run.name={name}", f"strategy.precision={name}"]
     step = ["run.steps=1", "run.clip_norm=0.05", "optim.lr=1", "optim.momentum=0"]
     task = Tiny(load_config(["task=tiny", *words, *step], [CONF]))

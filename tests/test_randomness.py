@@ -1,5 +1,5 @@
-"""Randomness depends on what it is for: the same numbers in any batch, on any rank, in any
-order of calls."""
+"""Random numbers are a function of their purpose: they are the same in any batch, on any rank and
+in any order of calls."""
 
 import random
 
@@ -36,7 +36,7 @@ def test_philox_gives_the_known_answers(name):
     assert philox(torch.tensor(counter).unsqueeze(1), key).squeeze(1).tolist() == expected
 
 
-def test_philox_counts_each_column_by_itself():
+def test_philox_counts_each_column_separately():
     counters = torch.tensor([[0] * 4, PI, [FULL] * 4]).t()
     for column in range(3):
         assert torch.equal(
@@ -124,14 +124,14 @@ def test_smallest_bits_make_a_finite_normal(monkeypatch):
     monkeypatch.setattr(
         Random, "bits", lambda self, name, *shape, per: torch.zeros((1, *shape), dtype=torch.int64)
     )
-    assert 6.6 < rows([0]).normal("a").item() < 6.7  # sqrt(64 ln 2), the largest there is
+    assert 6.6 < rows([0]).normal("a").item() < 6.7  # sqrt(64 ln 2), the largest possible
 
 
 def test_integers_take_every_value_in_range_and_no_other():
     drawn = rows(range(12_000)).integers("a", -3, 9)
     found, counts = drawn.unique(return_counts=True)
     assert found.tolist() == list(range(-3, 9))
-    assert counts.min() > 850 and counts.max() < 1150  # 1000 expected, deviation 30
+    assert counts.min() > 850 and counts.max() < 1150  # 1000 expected, standard deviation 30
 
 
 def test_normals_have_mean_zero_and_deviation_one():

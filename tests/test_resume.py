@@ -1,5 +1,5 @@
-"""A stop and a resume change nothing: not a bit on the same layout, nothing but rounding on
-another."""
+"""A stop and a resume do not change the result: the same bits on the same layout, and only rounding
+differs on another layout."""
 
 import json
 import os
@@ -21,14 +21,14 @@ from harness import (
     on_ranks,
 )
 from harness.command import refuse_meeting
+from harness.stored import check_same_bits, optimizers_of
 from harness.training import compose
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import Items, Tiny
 
 from trainer import ConfigError, RunError
-from trainer.checkpoints.packing import unpack
 
-# BatchNorm, dropout, weights and momentum: all the state there is. Stopped between log points 10
+# BatchNorm, dropout, weights and momentum: every kind of state. Stopped between log points 10
 # and 15.
 RICH = [
     *(
@@ -73,18 +73,9 @@ def test_resume_on_the_same_layout_gives_the_same_bits(ranks, optimizer, tmp_pat
     assert stopped["seen"] + resumed["seen"] == straight["seen"]
     check_equal_bits(straight, resumed)
     assert resumed["record"] == straight["record"]
-    ours, theirs = (newest(run["directory"]).files["training.pt"] for run in (straight, resumed))
-    assert optimizer_state(ours) == optimizer_state(theirs)
-
-
-def optimizer_state(data):
-    states = [optimizer["state"] for optimizer in unpack(data, torch.device("cpu"))["optimizers"]]
-    return [
-        (name, key, torch.as_tensor(v).tolist())
-        for s in states
-        for name, e in s.items()
-        for key, v in e.items()
-    ]
+    ours, theirs = (optimizers_of(newest(run["directory"])) for run in (straight, resumed))
+    assert ours["tensors"]
+    check_same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 1)])
@@ -106,12 +97,12 @@ def test_streamed_resume_gives_the_same_bits(workers, tmp_path):
     check_equal_bits(straight, resumed)
 
 
-def test_every_step_stands_once_in_the_curves(tmp_path):
+def test_every_step_is_in_the_curves_once(tmp_path):
     fit_on(2, tmp_path, *RICH, "checkpoint.every_steps=4", "task.options.signal_at=11")
     with open(tmp_path / "tiny/run/metrics.jsonl", "a") as file:
         file.write(
             '{"step": 20, "train/loss": 7.0}\n{"step": 2'
-        )  # as after a kill: later steps, half a line
+        )  # as after a kill: lines of later steps, and half a line
     run = fit_on(2, tmp_path, *RICH, "run.resume=auto")
     names = [(entry["step"], name) for entry in run["record"] for name in entry if name != "step"]
     assert len(names) == len(set(names))
@@ -132,7 +123,7 @@ def test_finished_run_started_again_does_nothing(tmp_path, capfd):
     assert "nothing left to do" in capfd.readouterr().out
 
 
-def test_more_steps_go_on_and_say_what_changed(tmp_path, capfd):
+def test_resume_with_more_steps_reports_what_changed(tmp_path, capfd):
     fit_on(1, tmp_path, *RICH)
     longer = fit_on(1, tmp_path, *RICH, "run.resume=auto", "run.steps=40", "optim.lr=0.05")
     said = capfd.readouterr().out
@@ -140,7 +131,7 @@ def test_more_steps_go_on_and_say_what_changed(tmp_path, capfd):
     assert (
         "run.steps: 30 -> 40" in said
         and "optim.lr: 0.1 -> 0.05" in said
-        and "schedule is evaluated anew" in said
+        and "schedule is recomputed" in said
     )
     assert longer["record"][-1]["step"] == 40
 
@@ -154,16 +145,14 @@ def refusal(folder, *overrides):
 def test_fewer_steps_than_made_are_refused(tmp_path):
     fit_on(1, tmp_path, *RICH)
     (line,) = on_ranks(1, refusal, tmp_path, "run.steps=20")
-    assert (
-        line
-        == "run.steps=20: the run to resume is at step 30 already, and it asks for 20; ask for more"
-    )
+    reached = "the run to resume is at step 30 already"
+    assert line == f"run.steps=20: ends at step 20, but {reached}; give a larger number"
 
 
 def test_corrupt_checkpoint_is_skipped_and_its_step_saved_anew(tmp_path, capfd):
     recipe = [*RICH, *EVERY_10]
     straight = fit_on(1, tmp_path, *recipe)
-    file = straight["directory"] / "checkpoints/step-00000030/model.pt"
+    file = straight["directory"] / "checkpoints/step-00000030/model-r00000.safetensors"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -178,14 +167,14 @@ def test_branch_from_an_older_checkpoint_needs_a_new_name(tmp_path):
     straight = fit_on(1, tmp_path, *recipe)
     old = straight["directory"] / "checkpoints/step-00000010"
     (line,) = refused_at_once(tmp_path, ["run.name=null", f"run.resume={old}"])
-    assert "its run went on to step 30; give run.name=<new>" in line
+    assert "its run has reached step 30; give run.name=<new>" in line
     branch = fit_on(1, tmp_path, *recipe, "run.name=branch", f"run.resume={old}")
     assert len(branch["seen"]) == 20 and branch["directory"].name == "branch"
     check_equal_bits(straight, branch)
 
 
 def refused_at_once(folder, *cases):
-    """The line of each case, a list of overrides: before any group is made."""
+    """Return the error line of each case (a list of overrides), raised before a group is formed."""
 
     def each():
         refuse_meeting()
@@ -199,7 +188,7 @@ def refused_at_once(folder, *cases):
     return on_ranks(1, each)[0]
 
 
-def test_what_the_samples_follow_from_cannot_change(tmp_path):
+def test_settings_that_determine_the_samples_cannot_change(tmp_path):
     fit_on(1, tmp_path, *RICH)
     seed, batch, again, nowhere = refused_at_once(
         tmp_path,
@@ -227,8 +216,8 @@ def test_checkpoint_of_another_model_or_other_data_is_refused_on_all_ranks(tmp_p
 
 
 def test_best_checkpoint_outlives_a_stop_at_its_evaluation(tmp_path):
-    """The stop comes before the evaluation that is due: the resume makes it, and what it finds
-    best stays."""
+    """The stop comes before an evaluation that is due; the resume makes it, and its best checkpoint
+    is kept."""
     recipe = [
         *RICH,
         "eval.every_steps=13",
@@ -240,7 +229,7 @@ def test_best_checkpoint_outlives_a_stop_at_its_evaluation(tmp_path):
         "checkpoint.keep_last=1",
         "optim.momentum=0.0",
         "task.options.norm=false",
-    ]  # equal where lr is 0
+    ]  # evaluations are equal while lr is 0
     stopped = fit_on(1, tmp_path, *recipe, "task.options.signal_at=12")
     assert stopped["step"] == 13 and not stopped["metrics"]
     resumed = fit_on(1, tmp_path, *recipe, "run.resume=auto", "optim.lr=0.0")
@@ -252,7 +241,7 @@ def test_best_checkpoint_outlives_a_stop_at_its_evaluation(tmp_path):
     assert kept == ["step-00000013", "step-00000030"]
 
 
-def test_best_starts_anew_when_it_goes_by_another_metric(tmp_path):
+def test_best_is_reset_when_its_metric_changes(tmp_path):
     fit_on(1, tmp_path, *RICH)
     other = [
         "run.resume=auto",
@@ -270,11 +259,11 @@ def test_best_starts_anew_when_it_goes_by_another_metric(tmp_path):
     assert (run["directory"] / f"checkpoints/step-{best:08d}").is_dir()
 
 
-# What a hostile machine does ----------------------------------------------------------------------
+# A hostile machine --------------------------------------------------------------------------------
 
 
 def ends(folder, *words, task) -> str:
-    """The line that a run ends with."""
+    """Return the error line that the run ends with, or ""."""
     try:
         fit(folder, *words, task=task)
     except (ConfigError, RunError) as error:
@@ -282,7 +271,7 @@ def ends(folder, *words, task) -> str:
     return ""
 
 
-def test_resume_on_other_software_says_what_changed(tmp_path, capfd, monkeypatch):
+def test_resume_on_other_software_reports_what_changed(tmp_path, capfd, monkeypatch):
     fit_on(1, tmp_path, "task=tiny", "run.steps=5")
     monkeypatch.setattr(torch, "__version__", "9.9.9")
     capfd.readouterr()
@@ -292,17 +281,17 @@ def test_resume_on_other_software_says_what_changed(tmp_path, capfd, monkeypatch
     assert newest(tmp_path / "tiny/run").manifest["machine"]["torch"] == "9.9.9"
 
 
-def test_newest_run_is_the_one_begun_last_whatever_the_clock_says(tmp_path):
+def test_newest_run_is_the_one_started_last_with_any_clock(tmp_path):
     for name in ("first", "second"):
         fit_on(1, tmp_path, "task=tiny", "run.steps=5", f"run.name={name}")
     second = tmp_path / "tiny/second/checkpoints"
-    os.utime(second, (1, 1))  # a clock that was set back
+    os.utime(second, (1, 1))  # as if the clock had been set back
     resumed = fit_on(1, tmp_path, "task=tiny", "run.steps=8", "run.name=null", "run.resume=auto")
     assert resumed["directory"] == tmp_path / "tiny/second"
 
 
 class Wanders(Tiny):
-    """A task that changes the working directory while it is built."""
+    """Task that changes the working directory while it is built."""
 
     def build_dataset(self, split):
         os.chdir("/")
@@ -320,7 +309,7 @@ def test_task_that_changes_the_working_directory_leaves_its_run_where_it_was_ask
 
 
 class MeetsASecond(Tiny):
-    """While it is built, another start of the same name trains and ends."""
+    """Task during whose build another start of the same run trains and ends."""
 
     def build_model(self):
         words = [f"run.dir={self.config.run.dir}", "run.name=run", "run.steps=5"]
@@ -337,7 +326,7 @@ def test_second_start_of_a_name_that_ends_first_keeps_its_run(tmp_path):
 
 
 class Grows(Items):
-    """Items that become more while they are read."""
+    """Dataset that grows while it is read."""
 
     reads = 0
 
@@ -354,7 +343,7 @@ class GrowingData(Tiny):
         return Grows(split) if split == "train" else super().build_dataset(split)
 
 
-def test_data_whose_length_changes_ends_the_run_and_what_was_saved_stays_readable(tmp_path):
+def test_data_whose_length_changes_ends_the_run_and_its_checkpoint_stays_readable(tmp_path):
     words = ["task=tiny", "run.steps=30", "data.path=streamed"]
     (said,) = on_ranks(1, lambda: ends(tmp_path, *words, task=GrowingData))
     assert said.startswith("the train data has 204 examples and had 203 at the start")

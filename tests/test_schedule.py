@@ -56,9 +56,7 @@ def test_decline_begins_where_the_warm_up_ends(schedule):
 
 @pytest.mark.parametrize("schedule", [*WARMED, one_cycle])
 def test_negative_warm_up_is_refused(schedule):
-    with pytest.raises(
-        ValueError, match=r"^warmup_steps=-1: must be a whole number of at least 0$"
-    ):
+    with pytest.raises(ValueError, match=r"^warmup_steps=-1: must be an integer of at least 0$"):
         schedule(10, warmup_steps=-1)
 
 
@@ -136,7 +134,7 @@ def test_one_cycle_peaks_at_three_tenths():
     assert values[15] == pytest.approx(0.52) and values[65] == pytest.approx(0.5, abs=1e-5)
 
 
-def test_one_cycle_peaks_where_the_warm_up_is_said_to_end():
+def test_one_cycle_peaks_at_the_end_of_the_warm_up():
     values = curve(one_cycle(100, warmup_steps=10, initial=0.5), 100)
     assert values[0] == 0.5 and values[10] == 1.0 and values[9] < 1.0 > values[11]
 

@@ -1,4 +1,4 @@
-"""What SLURM does to a run, on a real one of two nodes (tests/harness/slurm.py)."""
+"""Runs under a real SLURM of two nodes (tests/harness/slurm.py)."""
 
 import contextlib
 import io
@@ -38,7 +38,7 @@ def test_srun_numbers_its_tasks_over_the_nodes(cluster):
 
 
 @pytest.mark.slow
-def test_requeued_job_starts_again_by_itself(cluster, tmp_path: Path):
+def test_requeued_job_restarts_automatically(cluster, tmp_path: Path):
     script = tmp_path / "job.sh"
     script.write_text(
         "#!/bin/bash\n"
@@ -58,7 +58,7 @@ def test_doctor_examines_the_ranks_of_srun(cluster):
     done = cluster.srun("-N2", "--ntasks-per-node=2", "python", "-m", "trainer.doctor", "--json")
     rows = {row["check"]: row for row in json.loads(done.stdout)["checks"]}
     assert "by srun" in rows["rank 3"]["found"] and rows["rendezvous"]["found"].startswith(
-        "4 ranks met"
+        "4 ranks connected"
     ), done.stdout
 
 
@@ -68,7 +68,7 @@ def test_srun_starts_the_ranks(tasks, cluster, tmp_path):
     done = cluster.srun("-N2", f"--ntasks-per-node={tasks}", *words)
     assert done.returncode == 0, done.stderr
     assert f"{2 * tasks} ranks on 2 nodes" in done.stdout
-    assert f"go on with: srun --nodes=2 --ntasks={2 * tasks} python" in done.stdout
+    assert f"train longer with: srun --nodes=2 --ntasks={2 * tasks} python" in done.stdout
     config = (tmp_path / "tiny/a/config.yaml").read_text()
     assert "init: env" in config
     assert newest(tmp_path / "tiny/a").manifest["world_size"] == 2 * tasks
@@ -94,8 +94,8 @@ def test_bad_setting_is_one_line_and_never_retried(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_job_that_is_asked_to_stop_requeues_itself_and_goes_on(cluster, tmp_path):
-    """The signal that --signal=USR1@120 sends before the time limit, at once."""
+def test_job_that_is_asked_to_stop_requeues_itself_and_resumes(cluster, tmp_path):
+    """The test sends the signal immediately that --signal=USR1@120 sends before the time limit."""
     template = Path(__file__).resolve().parents[1] / "scripts/slurm.sbatch"
     words = [*SLOW, "run.steps=60", *EVERY, f"run.dir={tmp_path}"]
     place = [f"--chdir={tmp_path}", "-N2", "--ntasks-per-node=1", "--cpus-per-task=1"]
@@ -139,9 +139,7 @@ def test_sweep_is_submitted_by_submitit_as_groups_of_ranks(cluster, tmp_path):
     assert done.returncode == 0, done.stderr
     jobs = [line.split()[-1] for line in done.stdout.splitlines() if "submitted as" in line]
     known = [line.split()[-1] for line in twice.stdout.splitlines() if "submitted as" in line]
-    assert known and set(known) <= set(jobs), (
-        twice.stdout
-    )  # what is in the queue is not submitted again
+    assert known and set(known) <= set(jobs), twice.stdout  # queued jobs are not submitted again
     assert [cluster.wait(job, {"COMPLETED", "FAILED"}, 180) for job in jobs] == ["COMPLETED"] * 2, (
         done.stdout
     )

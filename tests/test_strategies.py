@@ -1,5 +1,5 @@
-"""Every strategy and switch trains the same run; what does change it, and what cannot work, is
-said."""
+"""Every strategy and switch trains the same run; those that change it, and unsupported ones, are
+reported."""
 
 import itertools
 
@@ -20,7 +20,7 @@ EMA = [*TINY, "task.options.weights=true", "run.ema_decay=0.9", "eval.every_step
 
 
 class Two(Tiny):
-    """Two optimizers of different kinds, each over a part of the parameters."""
+    """Task with two optimizers of different kinds, each for a part of the parameters."""
 
     def build_optimizer(self, model):
         first, *others = model.parameters()
@@ -28,7 +28,7 @@ class Two(Tiny):
 
 
 class Pooled(Tiny):
-    """A convolutional net with average pooling, on images of 8 x 8."""
+    """Task with a convolutional net with average pooling, on images of 8 x 8."""
 
     def build_dataset(self, split):
         generator = torch.Generator().manual_seed(int(split == "train"))
@@ -46,7 +46,7 @@ class Pooled(Tiny):
 
 
 class Parted(Tiny):
-    """Places its parts on the rank's devices itself."""
+    """Task that places the parts of its model on the rank's devices itself."""
 
     def build_model(self):
         assert len(self.world.devices) == 2
@@ -57,7 +57,7 @@ class Parted(Tiny):
 
 
 class Frozen(Tiny):
-    """A parameter that the loss never depends on."""
+    """Task with a parameter that the loss does not depend on."""
 
     def build_model(self):
         model = super().build_model()
@@ -136,9 +136,9 @@ def test_plain_and_synchronised_batchnorm_are_the_same_on_one_rank(references):
     assert one["losses"] == other["losses"]
 
 
-def test_ema_is_what_is_evaluated_and_is_restored(tmp_path):
-    """decay 0 is the weights themselves; 0.9 is not; a resume goes on with the same bits, and
-    evaluate sees them."""
+def test_ema_is_evaluated_and_restored(tmp_path):
+    """A decay of 0 gives the weights themselves, 0.9 does not; a resume has the same bits, and
+    evaluate uses them."""
     plain = fit_on(2, tmp_path / "plain", *TINY)
     none = fit_on(2, tmp_path / "none", *TINY, "run.ema_decay=0")
     assert none["metrics"] == plain["metrics"]
@@ -159,7 +159,7 @@ def test_ema_is_what_is_evaluated_and_is_restored(tmp_path):
 def test_compressing_hook_trains_and_keeps_the_ranks_equal(hook, tmp_path):
     """fit_on compares the ranks.
 
-    Weights and requests to stop ride beside it uncompressed: the loss is exact.
+    Weights and stop requests are reduced without compression, so the loss is exact.
     """
     recipe = [
         "task=tiny",
@@ -178,7 +178,8 @@ def test_compressing_hook_trains_and_keeps_the_ranks_equal(hook, tmp_path):
 
 
 def normalized(sizes, affine, dims):
-    """Forward, backward and running statistics of this rank's rows, through ours; fp64."""
+    """Return forward, backward and running statistics of this rank's rows in Lockstep's layer;
+    fp64."""
     rank = World.from_environment().rank
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(sum(sizes), 5, *dims, generator=generator, dtype=torch.float64) * 3 + 7
@@ -236,17 +237,17 @@ def test_synchronised_batchnorm_is_batchnorm_of_the_joined_batch(sizes):
 
 
 REFUSED = {
-    "device_ids": (["strategy.device_ids=[0]"], 1, "strategy.device_ids: is for strategy=dp"),
-    "dp x 2": (["strategy=dp"], 2, "strategy=dp: is one process over the GPUs, and 2 were started"),
+    "device_ids": (["strategy.device_ids=[0]"], 1, "strategy.device_ids=[0]: must be null without"),
+    "dp x 2": (["strategy=dp"], 2, "strategy=dp: must be one process, and 2 ranks were started"),
     "dp syncbn": (
         ["strategy=dp", "strategy.sync_batchnorm=true"],
         1,
-        "strategy.sync_batchnorm=true: torch's Data",
+        "strategy.sync_batchnorm=true: is not supported by torch's Data",
     ),
     "dp parted": (
         ["strategy=dp", "strategy.devices_per_rank=2"],
         1,
-        "strategy.devices_per_rank=2: torch's Data",
+        "strategy.devices_per_rank=2: is not supported by torch's Data",
     ),
     "bf16 hook": (
         ["strategy.comm_hook=bf16", "strategy.precision=fp32"],
@@ -263,16 +264,20 @@ REFUSED = {
         1,
         "strategy.comm_hook=fp16: strategy=single",
     ),
-    "tf32": (["strategy.precision=tf32"], 1, "strategy.precision=tf32: is arithmetic of CUDA GPUs"),
-    "name": (["strategy.name=fsdp"], 1, "strategy.name=fsdp: must be one of"),
+    "tf32": (["strategy.precision=tf32"], 1, "strategy.precision=tf32: needs a CUDA GPU"),
+    "name": (["strategy.name=zero"], 1, "strategy.name=zero: must be one of"),
     "rule": (["run.lr_scaling=linear"], 1, "run.lr_scaling=linear: give run.lr_batch"),
-    "batch": (["run.lr_batch=10"], 1, "run.lr_scaling=none: takes no run.lr_batch"),
+    "batch": (
+        ["run.lr_batch=10"],
+        1,
+        "run.lr_scaling=none: must be linear or sqrt if run.lr_batch is given",
+    ),
 }
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is refused without a GPU")
 @pytest.mark.parametrize("cell", REFUSED)
-def test_what_cannot_work_is_refused(cell, tmp_path):
+def test_unsupported_combination_is_refused(cell, tmp_path):
     overrides, ranks, line = REFUSED[cell]
 
     def refused():
@@ -297,16 +302,16 @@ def test_parameter_without_gradient_is_named(tmp_path):
         )
 
 
-def test_start_says_what_the_strategy_does(tmp_path, capfd):
+def test_start_prints_what_the_strategy_does(tmp_path, capfd):
     recipe = ["task=tiny", "strategy.precision=fp32"]
     fit_on(1, tmp_path / "dp", *recipe, "strategy=dp")
-    assert "\nwithout a GPU dp is one plain process\n" in capfd.readouterr().out
+    assert "\nwithout a GPU, dp runs as strategy=single\n" in capfd.readouterr().out
     hook = [*recipe, "strategy.comm_hook=powersgd", "strategy.sync_batchnorm=true"]
     fit_on(2, tmp_path / "hook", *hook)
     assert "2 ranks on 1 node, fp32, SyncBN, comm hook powersgd, " in capfd.readouterr().out
     fit_on(2, tmp_path / "hook", *hook, "run.resume=auto", "run.steps=25")
     assert (
-        "PowerSGD begins with an empty error memory: this resume is not exact"
+        "PowerSGD starts with an empty error memory, so this resume is not exact"
         in capfd.readouterr().out
     )
 
@@ -316,4 +321,4 @@ def test_checks_need_no_group():
     check_layout(config, World())
     assert (
         config.strategy.name == "ddp" and config.strategy.sync_batchnorm
-    )  # the task says which precision
+    )  # the task sets the precision

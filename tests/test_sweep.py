@@ -1,4 +1,4 @@
-"""A sweep: each job a group of ranks, its state on disk, what is finished not run again."""
+"""Sweeps: each job is a group of ranks, the state is on disk, and finished jobs do not rerun."""
 
 import csv
 import json
@@ -25,8 +25,8 @@ def results(folder):
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_each_job_is_a_group_and_a_failed_one_is_told(ranks, command, tmp_path):
-    """task.options.examples=21 fails: the global batch is 22."""
+def test_each_job_is_a_group_and_a_failed_one_is_reported(ranks, command, tmp_path):
+    """task.options.examples=21 fails, because the global batch is 22."""
     words = ["-m", *TINY[:3], *(ELASTIC if ranks == 2 else ()), "task.options.examples=203,21,150"]
     group = f"{ranks} rank{'s' * (ranks > 1)} on 1 node"
     code, out, err = command(*words, before=fork_jobs)
@@ -48,7 +48,7 @@ def test_each_job_is_a_group_and_a_failed_one_is_told(ranks, command, tmp_path):
     assert out.count("is finished") == 2 and group not in out and code == 1
 
 
-def test_job_is_never_taken_for_another_and_a_sweep_runs_once_at_a_time(command, tmp_path):
+def test_jobs_are_never_confused_and_a_sweep_runs_once_at_a_time(command, tmp_path):
     words = ["-m", *TINY, "run.steps=100000", "log.every_steps=1000"]
     first = command.start(*words, "optim.lr=0.1,0.2", before=fork_jobs)
     wait_for(lambda: [*tmp_path.glob("runs/tiny/a-*/checkpoints/step-*")])
@@ -70,7 +70,7 @@ def test_every_job_is_checked_before_the_first_starts(command, tmp_path):
 
 
 @pytest.mark.slow
-def test_sweep_stops_at_a_failed_job_where_told(command, tmp_path):
+def test_sweep_stops_at_a_failed_job_if_configured(command, tmp_path):
     words = ["-m", *TINY[:3], "task.options.examples=21,203", "launch.on_failed_job=stop"]
     code, out, _ = command(*words, before=fork_jobs)
     assert code == 1 and [row["state"] for row in results(tmp_path)[0]] == ["failed", "waiting"], (
@@ -79,11 +79,11 @@ def test_sweep_stops_at_a_failed_job_where_told(command, tmp_path):
 
 
 @pytest.mark.slow
-def test_stopped_sweep_goes_on_where_it_was(command, tmp_path):
+def test_stopped_sweep_resumes_where_it_was(command, tmp_path):
     words = ["-m", *TINY, "run.steps=3000", "log.every_steps=1000", "optim.lr=0.1,0.2"]
     first = command.start(*words, before=fork_jobs)
     wait_for(lambda: [*tmp_path.glob("runs/tiny/a-*/checkpoints/step-*")])
-    first.send_signal(signal.SIGINT)  # to this process alone
+    first.send_signal(signal.SIGINT)  # to this process only
     code, out, err = ended(first)
     rows, _ = results(tmp_path)
     assert code == 75 and [row["state"] for row in rows] == ["stopped", "waiting"], out + err
@@ -155,7 +155,7 @@ def test_file_that_has_hydra_build_something_is_refused(command, tmp_path):
     assert not (tmp_path / "canary").exists()
 
 
-# Optuna without processes: the jobs' values are computed here ------------------------------------
+# Optuna without processes: the values of the jobs are computed here -------------------------------
 
 SEED = "hydra.sweeper.sampler.seed=1"
 SPACE = (
@@ -165,7 +165,8 @@ SPACE = (
 
 
 def searched(folder, words, space=SPACE, stop_after=None):
-    """(swept words of the jobs in order, exit code) of a search whose jobs only write their end."""
+    """Run a search whose jobs only write their result; return (swept words of the jobs in order,
+    exit code)."""
     pytest.importorskip("optuna")
     ran = []
 
@@ -189,7 +190,7 @@ def searched(folder, words, space=SPACE, stop_after=None):
 
 
 def test_interrupted_search_samples_what_it_would_have_sampled(tmp_path):
-    """TPE's first ten trials are random; from the eleventh on it uses their results."""
+    """TPE's first ten trials are random; later trials use their results."""
     words = [SEED, "hydra.sweeper.n_trials=12"]
     whole, code = searched(tmp_path / "whole", words)
     assert code == 0 and len({tuple(job) for job in whole}) == len(whole) == 12
@@ -204,7 +205,7 @@ def test_search_is_extended_by_a_larger_number_of_trials(tmp_path):
     words = [SEED, "hydra/sweeper/sampler=random"]
     first, _ = searched(tmp_path, [*words, "hydra.sweeper.n_trials=2"])
     more, _ = searched(tmp_path, [*words, "hydra.sweeper.n_trials=3"])
-    assert (len(first), len(more)) == (2, 1)  # what is finished is not run again
+    assert (len(first), len(more)) == (2, 1)  # finished jobs are not run again
 
 
 def test_grid_runs_each_point_once(tmp_path):
@@ -218,22 +219,22 @@ def test_grid_runs_each_point_once(tmp_path):
 
 OLD = "hydra.sweeper._target_=hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
 REFUSED = [
-    ("hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials=0: must be a whole number of at least 1"),
+    ("hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials=0: must be an integer of at least 1"),
     ("hydra.sweeper.direction=up", "hydra.sweeper.direction=up: must be one of minimize, maximize"),
     (
         "hydra/sweeper/sampler=cmaes",
         "hydra.sweeper.sampler=cmaes: must be one of tpe, random",
     ),
     ("hydra/sweeper/sampler=grid", "optim.lr: hydra/sweeper/sampler=grid needs values, as a,b"),
-    ("hydra.sweeper.n_jobs=2", "hydra.sweeper.n_jobs=2: must be a whole number of at least 1"),
-    ("hydra.sweeper.max_failure_rate=1", "hydra.sweeper.max_failure_rate=1: a search takes hydra"),
-    ("hydra/launcher=submitit_slurm", "hydra/launcher=submitit_slurm: a search takes hydra.sw"),
-    (OLD, f"{OLD}: names Hydra's Optuna plugin, which Lockstep no longer uses; take it out and "),
+    ("hydra.sweeper.n_jobs=2", "hydra.sweeper.n_jobs=2: must be an integer of at least 1"),
+    ("hydra.sweeper.max_failure_rate=1", "hydra.sweeper.max_failure_rate=1: must be one of hydra"),
+    ("hydra/launcher=submitit_slurm", "hydra/launcher=submitit_slurm: must be one of hydra.sw"),
+    (OLD, f"{OLD}: names Hydra's Optuna plugin, which Lockstep no longer uses; remove it and "),
 ]
 
 
 @pytest.mark.parametrize(("word", "line"), REFUSED, ids=[word for word, _ in REFUSED])
-def test_search_that_cannot_be_is_refused_and_leaves_nothing(word, line, tmp_path):
+def test_impossible_search_is_refused_and_leaves_nothing(word, line, tmp_path):
     with pytest.raises(ConfigError) as error:
         searched(tmp_path, [word])
     assert str(error.value).startswith(line) and list(tmp_path.iterdir()) == []
@@ -243,7 +244,7 @@ def test_search_that_cannot_be_is_refused_and_leaves_nothing(word, line, tmp_pat
 def test_old_search_is_refused_in_one_line(trace, tmp_path):
     (tmp_path / "sweeps/s").mkdir(parents=True)
     (tmp_path / "sweeps/s" / trace).write_text("[]")
-    with pytest.raises(ConfigError, match=r"sweeps/s: holds a sweep without a study, or one of "):
+    with pytest.raises(ConfigError, match=r"sweeps/s: is a sweep without a study, or one of "):
         searched(tmp_path, [SEED])
 
 
@@ -257,5 +258,5 @@ def test_file_that_names_the_old_plugin_is_refused(tmp_path):
 
 def test_search_of_other_settings_is_not_resumed(tmp_path):
     searched(tmp_path, [SEED, "hydra.sweeper.n_trials=1"])
-    with pytest.raises(ConfigError, match=r"was begun with other settings; give run\.name=<new>"):
+    with pytest.raises(ConfigError, match=r"was started with other settings; give run\.name=<new>"):
         searched(tmp_path, ["hydra.sweeper.sampler.seed=2", "hydra.sweeper.n_trials=2"])

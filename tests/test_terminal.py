@@ -1,4 +1,4 @@
-"""What a run can do without: its terminal, which may go away, and any network."""
+"""A run needs neither its terminal, which may close, nor a network."""
 
 import fcntl
 import json
@@ -78,13 +78,13 @@ def test_reader_that_goes_away_does_not_end_the_run(tmp_path):
 
 
 def test_terminal_that_hangs_up_saves_and_ends_with_75(tmp_path):
-    """The terminal's end of a pseudo-terminal is closed: the kernel sends SIGHUP."""
+    """The terminal end of a pseudo-terminal is closed, so the kernel sends SIGHUP."""
     ours, theirs = pty.openpty()
 
     def take_terminal():
         os.setsid()
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started the tests may ignore it
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the parent of the tests may ignore it
 
     words = ("run.steps=1000000", "log.every_steps=10")
     process = start(tmp_path, *words, stdout=theirs, stderr=theirs, preexec_fn=take_terminal)

@@ -1,4 +1,4 @@
-"""A value passes few files on its way: the rate to the optimizer, the loss to TensorBoard."""
+"""A value passes through few files: the learning rate to the optimizer, the loss to TensorBoard."""
 
 import math
 import sys
@@ -13,14 +13,14 @@ import trainer
 from trainer import load_config
 
 PACKAGE = str(Path(trainer.__file__).parent)
-RATE = 0.123456789  # the sentinels: no other value is as they are
+RATE = 0.123456789  # the sentinels: no other value equals them
 LOSS = 987654.321
 MOST_OF_THE_RATE = 4
 MOST_OF_THE_LOSS = 5
 
 
 def holds(value, sentinel):
-    """Is a local value the sentinel: a number, or an element of a small tensor?"""
+    """Return True if a local value is the sentinel: a number, or an element of a small tensor."""
     if isinstance(value, torch.Tensor):
         is_small = value.is_floating_point() and 0 < value.numel() <= 64
         return is_small and any(holds(v, sentinel) for v in value.detach().flatten().tolist())
@@ -28,7 +28,7 @@ def holds(value, sentinel):
 
 
 def files_that_hold(sentinel, body):
-    """Files of the package whose frames hold the sentinel in an argument, a local or a result."""
+    """Return files of the package with the sentinel in an argument, a local or a result."""
     found = set()
 
     def profile(frame, event, value):
@@ -50,7 +50,7 @@ def files_that_hold(sentinel, body):
 
 
 class Constant(Tiny):
-    """From the second step on its training loss is the sentinel for every example."""
+    """Task whose training loss is the sentinel for every example from the second step on."""
 
     def build_dataset(self, split):
         return super().build_dataset(split) if split == "train" else None
@@ -69,7 +69,7 @@ def run(folder, *overrides, task=Tiny):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rate_reaches_the_optimizer_through_at_most_four_files(ranks, tmp_path):
     class Stopping(Tiny):
-        """The way ends where the optimizer is built."""
+        """Task that stops when its optimizer is built, which is the end of the trace."""
 
         def build_optimizer(self, model):
             optimizer = super().build_optimizer(model)

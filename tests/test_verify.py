@@ -1,5 +1,5 @@
-"""`trainer.verify` finds what makes a run depend on its layout, and says why; a task that is
-right is proved."""
+"""`trainer.verify` finds and explains each dependence of a run on its layout, and proves correct
+tasks."""
 
 import re
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from trainer.verify.stage import last_words
 
 @pytest.fixture
 def prove(monkeypatch, capfd):
-    """The verb, its ranks forked and not launched: the exit code and what it said."""
+    """Run the verb with forked ranks instead of launched ones; return exit code and output."""
 
     def launch(self, spec, ranks):
         on_ranks(ranks, recording.main, [str(spec)])
@@ -36,7 +36,7 @@ def prove(monkeypatch, capfd):
 
 def test_task_that_is_right_is_proved_in_every_layout(prove):
     code, said = prove(Tiny, "task.options.weights=true", "strategy.precision=fp32")
-    assert code == 0 and "proved: what is learned did not change" in said
+    assert code == 0 and "proved: all runs learned the same" in said
     for layout in verify.LAYOUTS:
         rows = [line.split() for line in said.splitlines() if line.split()[:1] == [layout]]
         assert [(row[1], row[2], row[-1]) for row in rows] == [
@@ -45,19 +45,19 @@ def test_task_that_is_right_is_proved_in_every_layout(prove):
         ]
 
 
-STATE = "model or loss gave two results for one batch and seed: they depend on {}, which they"
-UNSEEDED = "model or loss gave two results for one batch and seed: they draw random numbers that"
-OF_THE_RANK = "give another result on another rank for the same batch: they depend on the rank"
+STATE = "model or loss returned two results for one batch and seed: they depend on {}, which they"
+UNSEEDED = "model or loss returned two results for one batch and seed: they draw unseeded random"
+OF_THE_RANK = "returned two results for one batch on two ranks: they depend on the rank"
 MIXED_LOSS = "the loss mixes the rows of a micro-batch: its value for an example depends on the"
-MIXED_MODEL = "the model mixes the rows of a micro-batch: what it gives for an example depends on"
-DATA = "the data set, or augment, depends on the rank or draws from a source that is not"
-READING = "reading changes {} of the data set, on which it depends"
+MIXED_MODEL = "the model mixes the rows of a micro-batch: its output for an example depends on"
+DATA = "the data set, or augment, depends on the rank or draws unseeded random numbers"
+READING = "it depends on {} of the data set, which reading changes"
 METRICS = "training agrees and evaluation does not: metrics, summarize or the eval data depend on"
 RATE = "here; build_optimizer, schedule or train_step depend on rank or clock"
-WEIGHTS = "the ranks do not have the same weights; optimizer or train_step draw numbers or depend"
-KERNEL = "{} draws inside its kernel, by micro-batch and not by example; put nn.Dropout between"
+WEIGHTS = "the ranks have different weights; optimizer or train_step depend on the rank or on"
+KERNEL = "{} draws inside its kernel, per micro-batch and not per example; put nn.Dropout between"
 
-# Each mistake, and in most cases another one of its kind. The first of a kind is a default test.
+# Each mistake, mostly with a second one of its kind. The first of a kind is a default test.
 WRONG = {
     "StateOfCalls": STATE.format("1.calls"),
     "StateOfRows": STATE.format("1.mean"),
@@ -66,10 +66,10 @@ WRONG = {
     "ModelOfSeededGenerator": STATE.format("1.generator"),
     "ModelInPlace": STATE.format("1.shift"),
     "LossInPlace": STATE.format("LossInPlace.table"),
-    "OwnData": f"is another on rank 1: {DATA}",
+    "OwnData": f"differs on rank 1: {DATA}",
     "DataOfProcess": DATA,
     "DataOfTheSystem": DATA,
-    "OwnAugmentation": "is another: augment draws from what is not its Random argument",
+    "OwnAugmentation": "differs: augment does not draw all random numbers from its Random argument",
     "DataOfReads": READING.format("cache, reads"),
     "DataInPlace": READING.format("inputs"),
     "RandomLoss": UNSEEDED,
@@ -95,7 +95,7 @@ WRONG = {
     "OptimizerUnseeded": WEIGHTS,
     "KernelOfLstm": KERNEL.format("lstm"),
     "KernelOfGru": KERNEL.format("gru"),
-    "DropsByFunction": "run.dropout=torch draws by micro-batch, whose size the layout changes",
+    "DropsByFunction": "run.dropout=torch draws per micro-batch, whose size the layout changes",
 }
 FIRST = ("StateOfCalls", "OwnData", "OwnAugmentation", "DataOfReads", "RandomLoss")
 FIRST += ("LossOfTheRank", "LossOfTheBatch", "ModelOfTheBatch", "Norm", "MetricsOfTheRank")
@@ -106,7 +106,7 @@ FIRST += ("RateOfTheLayout", "OptimizerOfTheRank", "KernelOfLstm", "DropsByFunct
     "name",
     [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in WRONG],
 )
-def test_what_makes_a_run_depend_on_its_layout_is_found_and_explained(name, prove):
+def test_dependence_of_a_run_on_its_layout_is_found_and_explained(name, prove):
     words = ["run.dropout=torch"] if name == "DropsByFunction" else []
     code, said = prove(getattr(wrong, name), "layouts=ranks-2", *words)
     assert code == 1 and "NOT proved: 1 of 2" in said
@@ -151,14 +151,14 @@ RuntimeError: other
         ("", "failed"),
     ],
 )
-def test_ranks_that_fail_are_told_by_the_error_and_its_place(said, told):
+def test_failed_ranks_are_reported_with_the_error_and_its_location(said, told):
     assert last_words(said) == told
 
 
 @pytest.mark.parametrize(
     "word", ["layouts=", "layouts=[]", "kills=2", "--resume layouts=ranks-2", "steps"]
 )
-def test_words_that_would_prove_nothing_are_refused(word):
+def test_settings_that_would_prove_nothing_are_refused(word):
     with pytest.raises(ConfigError, match=rf"^'?{re.escape(word.split()[-1])}'?.*"):
         verify.main(["--config-dir", CONF, "task=tiny", *word.split()])
 
@@ -168,7 +168,7 @@ def test_batchnorm_is_proved_once_it_is_synchronised(prove):
 
 
 class Cubed(Tiny):
-    """Rounding is all that differs, and enough of it: fp32 is not to be blamed on the task."""
+    """Task with a large rounding difference in fp32, which is not the fault of the task."""
 
     def loss(self, outputs, targets):
         values = super().loss(outputs, targets)
@@ -176,11 +176,11 @@ class Cubed(Tiny):
         return values + kick * outputs.sum(1)
 
 
-def test_difference_in_the_own_precision_alone_is_rounding(prove):
+def test_difference_only_in_the_precision_of_the_task_is_rounding(prove):
     words = ["layouts=ranks-3", "strategy.precision=fp32", "optim=adamw", "optim.lr=0.1"]
     code, said = prove(Cubed, *words)
     assert code == 0, said
-    expected = "fp64 agrees, so this is rounding, which is amplified by AdamW (near zero gradients)"
+    expected = "fp64 agrees, so this is rounding, amplified by AdamW (near zero gradients)"
     assert any(
         line.startswith("ranks-3, fp32: rounding") and line.endswith(expected)
         for line in said.splitlines()
@@ -194,8 +194,7 @@ def test_run_that_learned_nothing_proves_nothing(prove):
 
 
 class TwoLosses(Tiny):
-    """Of the second one, an update of its own, the value depends on the rank; the first is as
-    it should be."""
+    """Task with two updates per step: the second loss depends on the rank, the first is correct."""
 
     def other(self, outputs, targets):
         return outputs.square().mean(1) * self.world.world_size
@@ -205,7 +204,7 @@ class TwoLosses(Tiny):
         return join(first, self.update(batch, self.other, name="second"))
 
 
-def test_losses_of_a_step_of_its_own_are_compared_too(prove):
+def test_losses_of_a_custom_train_step_are_compared_too(prove):
     code, said = prove(TwoLosses, "layouts=ranks-2")
     assert (
         code == 1 and "one rank, fp64: reference: " in said and "ranks-2, fp64: DIFFERENT" in said
@@ -213,7 +212,7 @@ def test_losses_of_a_step_of_its_own_are_compared_too(prove):
 
 
 class OwnNames(Tiny):
-    """Names that a recorder might want, and an `update` of the task's own."""
+    """Task with names that a recorder might use, and with its own `update`."""
 
     notes = 2.0
 
@@ -230,7 +229,7 @@ def test_names_of_the_task_stay_its_own(prove):
 
 
 class OneInput(Tiny):
-    """No targets, and an output that has no rows."""
+    """Task without targets, with an output that has no rows."""
 
     def split_batch(self, batch):
         return batch[0], None
@@ -264,22 +263,25 @@ def test_task_without_targets_is_proved(prove):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--resume", "steps=3"], r"^steps=3: --resume needs at least 5, to kill after a save$"),
+        (
+            ["--resume", "steps=3"],
+            r"^steps=3: must be at least 5 with --resume, to kill after a save$",
+        ),
         (
             ["layouts=rank-2"],
-            r"^layouts=rank-2: must be of ranks-2, ranks-3, accumulation, .* or ranks-<n>$",
+            r"^layouts=rank-2: must be one of ranks-2, ranks-3, accumulation, .* or ranks-<n>$",
         ),
-        (["steps=0"], r"^steps=0: must be a whole number of at least 1$"),
+        (["steps=0"], r"^steps=0: must be an integer of at least 1$"),
         (["optim.lrr=1"], r"^optim.lrr is not a setting; did you mean optim.lr\?$"),
     ],
 )
-def test_bad_words_are_one_line(words, line, prove):
+def test_bad_arguments_are_one_line(words, line, prove):
     with pytest.raises(ConfigError, match=line):
         prove(Tiny, *words)
 
 
 class Forgetful(Tiny):
-    """State of its own that no checkpoint holds."""
+    """Task with state that is not in the checkpoint."""
 
     factor = 1.0
 
@@ -310,7 +312,7 @@ def test_run_that_is_killed_and_resumed_has_the_same_bits_by_the_command_line(co
 def test_layouts_are_compared_by_the_command_line(command):
     done = command(*WORDS, "layouts=ranks-2", "steps=5", verb="trainer.verify")
     last = done.stdout.splitlines()[-1]
-    assert done.returncode == 0 and last == "proved: what is learned did not change", done
+    assert done.returncode == 0 and last == "proved: all runs learned the same", done
 
 
 @pytest.mark.slow
@@ -334,7 +336,7 @@ def test_equal_bits_are_proved(prove):
 
 
 class Jittered(Tiny):
-    """A kernel whose result depends on the number of ranks, by one bit."""
+    """Task with a kernel whose result differs by one bit on another number of ranks."""
 
     def loss(self, outputs, targets):
         values = super().loss(outputs, targets)
@@ -345,4 +347,6 @@ def test_other_bits_are_named(prove):
     code, said = prove(Jittered, "--bits", "layouts=ranks-2,ranks-3", "strategy.precision=fp64")
     assert code == 1
     assert "ranks-2, fp64" not in said
-    assert "ranks-3, fp64: DIFFERENT: first: train/loss of step 1; not to the bit: a kernel" in said
+    assert (
+        "ranks-3, fp64: DIFFERENT: first: train/loss of step 1; the bits differ: a kernel" in said
+    )

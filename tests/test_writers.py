@@ -1,5 +1,4 @@
-"""Every step stands once per name in both records, also after a resume; off rank 0 nothing is
-written."""
+"""Every step is in both records once per name, also after a resume; only rank 0 writes."""
 
 import json
 import math
@@ -11,18 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from harness.stored import content_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trainer.checkpoints import packing
 from trainer.checkpoints import transaction as checkpoint
 from trainer.checkpoints.disk import Disk
-from trainer.checkpoints.saver import DiskSaver, Saver
+from trainer.checkpoints.saver import DiskSaver, Mail, Saver, Snapshot
 from trainer.config.schema import Log
 from trainer.record.console import Console
 from trainer.record.lease import Lease
 from trainer.record.metrics import RecordFiles
 from trainer.record.record import Record
 from trainer.record.trackers import TensorBoard
+from trainer.strategy.shards import Shard
 
 LOG = Log(every_steps=1, images=0, histograms_every_steps=None, profile_steps=None)
 KEEP: Any = SimpleNamespace(
@@ -33,14 +34,20 @@ KEEP: Any = SimpleNamespace(
 def open_record(
     directory: Path, begin: int = 0, is_resumed: bool = False
 ) -> tuple[Record, DiskSaver]:
-    """Rank 0's record and saver, in a directory that is there already."""
+    """Return rank 0's record and saver, in a directory that exists already."""
     lease = Lease(directory)
     console = Console(begin)
     disk = Disk(directory, KEEP, console.say)
     files = RecordFiles(directory, begin, disk, lease, console.say)
     board = TensorBoard(directory, begin, is_resumed, LOG, disk)
     record = Record([console, board, files])
-    return record, DiskSaver(directory, KEEP, disk, lease.check, record.flush)
+    mail = Mail(dist.HashStore(), 0, [0], limit_s=60)
+    return record, DiskSaver(directory, KEEP, disk, lease.check, record.flush, mail)
+
+
+def snapshot(step: int) -> Snapshot:
+    weight = Shard.whole(torch.full((3,), float(step)), is_written=True)
+    return Snapshot(step, {"model": {"weight": weight}}, {"seen": step}, {"ledger": ""}, None)
 
 
 def write(directory: Path, steps, value=float, begin: int = 0, is_resumed: bool = False) -> None:
@@ -61,8 +68,8 @@ def read_board(directory: Path, name: str) -> list[tuple[int, float]]:
 
 
 def begin_later(monkeypatch) -> None:
-    """What is opened from now on is a later process's: event files are read in the order of the
-    time in their names."""
+    """Let files that are opened from now on look like those of a later process: event files are
+    read in the order of the times in their names."""
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 5)
 
@@ -94,7 +101,7 @@ def test_resume_drops_lines_beyond_its_step(tmp_path):
 @pytest.mark.parametrize(
     "half", ['{"step": 3, "train/lo', "{", "7", "null", '{"step": null}', '{"train/loss": 1.0}']
 )
-def test_resume_drops_what_is_no_whole_line(half, tmp_path):
+def test_resume_drops_an_incomplete_line(half, tmp_path):
     write(tmp_path, [1, 2])
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write(half)
@@ -102,7 +109,7 @@ def test_resume_drops_what_is_no_whole_line(half, tmp_path):
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
 
 
-def test_resume_completes_a_whole_line_that_lacks_its_end(tmp_path):
+def test_resume_completes_a_line_that_lacks_its_newline(tmp_path):
     write(tmp_path, [1, 2])
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text().rstrip("\n"))
@@ -120,7 +127,7 @@ def test_resume_leaves_kept_lines_as_they_were(tmp_path):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_value_that_is_no_number_becomes_null(value, tmp_path):
+def test_non_finite_value_becomes_null(value, tmp_path):
     write(tmp_path, [1], lambda step: value)
     assert (
         tmp_path / "metrics.jsonl"
@@ -146,7 +153,7 @@ def test_resume_at_the_first_save_drops_nothing_before_it(tmp_path, monkeypatch)
     assert read_board(tmp_path, "train/loss") == [(0, 0.0), (1, 7.0)]
 
 
-def test_tensorboard_goes_on_after_a_record_that_was_cut_off(tmp_path, monkeypatch):
+def test_tensorboard_continues_after_a_truncated_record(tmp_path, monkeypatch):
     write(tmp_path, range(1, 6))
     (file,) = (tmp_path / "tensorboard").iterdir()
     os.truncate(file, file.stat().st_size - 3)
@@ -166,7 +173,7 @@ def test_tensorboard_that_cannot_open_is_a_warning(tmp_path, capsys):
     write(tmp_path, (1, 2))
     said = capsys.readouterr().out
     assert said.count("warning: ") == 1 and "opening TensorBoard's events" in said
-    assert "the run goes on without it" in said
+    assert "the run continues without it" in said
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
@@ -174,19 +181,22 @@ def test_save_publishes_with_the_record_on_the_disk_and_prunes(tmp_path):
     record, saver = open_record(tmp_path)
     for step in (1, 2):
         record.scalars(step, {"train/loss": 0.5})
-        saver.save(step, {"model.pt": {"step": step}}, {"ledger": ""}, None)
+        saver.save(saver.stage(step), snapshot(step))
         read = [number for number, _ in read_board(tmp_path, "train/loss")]
         assert read == list(range(1, step + 1))
     saver.close()
     record.close()
     loaded, skipped = checkpoint.load_newest(tmp_path / "checkpoints")
     assert list(checkpoint.steps(tmp_path / "checkpoints")) == [2] and not skipped
-    assert loaded is not None and packing.unpack(loaded.files["model.pt"], torch.device("cpu")) == {
-        "step": 2
-    }
+    assert loaded is not None
+    content = content_of(loaded)
+    assert content["training"] == {"seen": 2}
+    assert content["model"].keys() == {"weight"}
+    assert content["model"]["weight"].tolist() == [2.0, 2.0, 2.0]
+    assert content["optimizer"] == content["ema"] == {}
 
 
-def test_exit_file_says_how_the_run_ended(tmp_path):
+def test_exit_file_records_how_the_run_ended(tmp_path):
     record, _ = open_record(tmp_path)
     record.exit(75, "stopped by SIGTERM", {"step": 4})
     record.close()
@@ -197,10 +207,10 @@ def test_exit_file_says_how_the_run_ended(tmp_path):
     }
 
 
-def test_failure_that_a_watcher_has_told_is_not_told_again(tmp_path):
-    """Ranks that lose the one which a watcher ends know less than the watcher."""
+def test_failure_that_a_watcher_has_reported_is_not_reported_again(tmp_path):
+    """The watcher that ends a rank knows more than the ranks that lose it."""
     record, _ = open_record(tmp_path)
-    told = '{"code": 1, "reason": "no progress: rank 1", "step": 4}'
+    told = '{"code": 1, "reason": "hang detected: rank 1", "step": 4}'
     (tmp_path / "exit.json").write_text(told)
     record.exit(1, "RunError: rank 1 is gone", {"step": 4})
     record.close()
@@ -217,7 +227,8 @@ def test_record_without_sinks_and_saver_without_disk_write_nothing(tmp_path, cap
     record.exit(0, "done", {})
     record.close()
     saver = Saver(tmp_path)
-    saver.save(1, {"model.pt": {}}, {"ledger": ""}, None)
+    assert saver.stage(1) == ""
+    saver.save("", snapshot(1))
     saver.settle(1)
     saver.close()
     assert list(tmp_path.iterdir()) == []

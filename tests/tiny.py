@@ -12,7 +12,7 @@ from trainer import ResidentDataset, Trainer
 
 
 class Tiny(Trainer):
-    """203 points of 4 numbers in 3 classes; what a test wants to vary stands in the options."""
+    """Task with 203 points of 4 numbers in 3 classes; tests vary its options."""
 
     @dataclass
     class Options:
@@ -51,7 +51,7 @@ class Tiny(Trainer):
 
 
 class Begun(Tiny):
-    """`has_begun` from the first step on, so not while the framework tries the methods before."""
+    """Task whose `has_begun` is True from the first step on, but not in the dry run before it."""
 
     has_begun = False
 
@@ -67,7 +67,7 @@ def points(count: int, split: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Items(Dataset):
-    """A map-style dataset that is not tensors: it goes through DataLoader."""
+    """Map-style dataset that is not tensors, so it is read by DataLoader."""
 
     def __init__(self, split: str):
         self.inputs, self.targets = points(203, split)
@@ -80,7 +80,7 @@ class Items(Dataset):
 
 
 class TinyItems(Tiny):
-    """The noise comes from the dataset, out of torch's default generator."""
+    """Task whose noise comes from the dataset, drawn from torch's default generator."""
 
     def build_dataset(self, split):
         return Items(split)

@@ -1,4 +1,4 @@
-"""A task whose rank stops making progress, in the way that a test asks for."""
+"""A task with a rank that hangs in the way that a test selects."""
 
 import ctypes
 import os
@@ -11,7 +11,8 @@ from tiny import Items, Tiny
 
 
 class Sticks(Tiny):
-    """At `at`, rank `rank` does what `how` says; a step takes 10 ms, on `slow` rank `slow_ms`."""
+    """Task whose rank `rank` hangs in the way `how` at `at`; a step takes 10 ms, on rank `slow`
+    `slow_ms`."""
 
     @dataclass
     class Options(Tiny.Options):
@@ -60,7 +61,7 @@ class Sticks(Tiny):
 
 
 class Sticking(Items):
-    """A data worker is stopped by a signal."""
+    """Dataset whose data worker is stopped by a signal."""
 
     def __init__(self, split, task):
         super().__init__(split)

@@ -1,4 +1,4 @@
-"""Tasks that are wrong: each depends on its layout in its own way, and works otherwise."""
+"""Wrong tasks: each depends on its layout in its own way, and otherwise works."""
 
 import math
 import os
@@ -86,7 +86,8 @@ class MetricsOfTheRank(Tiny):
 
 
 class RateOfTheLayout(Tiny):
-    """With dropout, which is not to blame: the micro-batches have one size."""
+    """The learning rate depends on the layout. Dropout is not the cause: micro-batches have equal
+    sizes."""
 
     def build_optimizer(self, model):
         optimizer = super().build_optimizer(model)
@@ -115,7 +116,7 @@ class StateOfCalls(Tiny):
 
 
 class Average(nn.Module):
-    """A running mean that is no buffer."""
+    """Module whose running mean is not a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -141,7 +142,7 @@ class StateOfModule(Tiny):
         return super().loss(outputs, targets) * (1 + 0.1 * math.cos(len(SEEN)))
 
 
-# Data that depends on the rank, or on what was read ----
+# Data that depends on the rank or on earlier reads ----
 
 
 class DataOfProcess(Tiny):
@@ -175,7 +176,7 @@ class MetricsOfTheBatch(Tiny):
         return {"accuracy": (outputs.argmax(1) == targets).double() * outputs.max()}
 
 
-# Draws that are not seeded ----
+# Unseeded random draws ----
 
 
 class NumpyNoise(nn.Module):
@@ -284,7 +285,7 @@ class StepOfTheClock(Tiny):
         return super().train_step(batch)
 
 
-# Data sets that keep something ----
+# Datasets with state ----
 
 
 class Caching(Items):
@@ -349,7 +350,7 @@ class LossInPlace(Tiny):
         return super().loss(outputs, targets) * self.table[targets].to(outputs.dtype)
 
 
-# Kernels that draw ----
+# Kernels that draw random numbers ----
 
 
 class Recurrent(nn.Module):

@@ -1,4 +1,4 @@
-"""`python -m trainer task=<name> [key=value ...]`: train. Under torchrun every rank runs this."""
+"""Training: `python -m trainer task=<name> [key=value ...]`. Under torchrun, each rank runs it."""
 
 from __future__ import annotations
 
@@ -16,40 +16,46 @@ from trainer.record.gate import check_soon
 HELP = """usage: python -m trainer task=<name> [group=option ...] [key=value ...] [--config-dir DIR]
        torchrun --nproc_per_node=<ranks> -m trainer task=<name> ...
 
-  one process, the bundled images:
+  train on one process, with the bundled images:
       python -m trainer task=cifar
-  two ranks, another rate, 2 epochs:
+  train on two ranks, for 2 epochs, with another learning rate:
       torchrun --nproc_per_node=2 -m trainer task=cifar optim.lr=0.1 run.epochs=2
-  two ranks without torchrun:
+  start two ranks without torchrun:
       python -m trainer task=cifar launch=elastic launch.nproc_per_node=2
-  resume a run, with its own settings:
+  resume a run with its original settings:
       python -m trainer run.resume=runs/cifar/first
 
-groups (one option each, values in conf/<group>/<option>.yaml):
+groups (choose one option each, as group=option; values are in conf/<group>/<option>.yaml):
 {groups}
 
-most used settings:
-  run.epochs, run.steps    how long; steps wins when given
-  run.name                 the run's folder, runs/<task>/<name>; a timestamp by default
-  run.resume               a run directory or one of its checkpoints; auto: the task's newest run
-  run.seed                 order of the samples, augmentation, initial weights, dropout
-  data.global_batch        examples per step over all ranks: part of what is learned
-  data.micro_batch         rows per rank per forward: less memory, same result
+most used settings (docs/settings.md has all):
+  run.epochs, run.steps    length of the run; run.steps overrides run.epochs
+  run.name                 folder of the run, runs/<task>/<name>; a timestamp by default
+  run.resume               run directory or checkpoint to resume; auto: the task's newest run
+  run.seed                 seed of sample order, augmentation, initial weights and dropout
+  data.global_batch        rows per optimizer step over all ranks: changes what is learned
+  data.micro_batch         rows per forward pass on a rank: saves memory, same result
   data.workers             DataLoader processes per rank
-  optim.lr                 the learning rate, times the schedule's factor
-  strategy.precision       fp64, fp32, amp_bf16
-  eval.every_epochs        how often to evaluate; checkpoint.every_epochs how often to save
+  optim.lr                 learning rate; the schedule multiplies it
+  strategy.precision       fp32, amp_bf16, auto, ... (docs/precision.md)
+  eval.every_epochs        epochs between evaluations
+  checkpoint.every_epochs  epochs between checkpoints
 
 flags:
-  --config-dir DIR         adds a folder of yours with task/<name>.yaml
-  -m                       runs a sweep, as in -m optim.lr=0.1,0.2
-  --cfg job                prints the composed config
+  --config-dir DIR         add your own config folder, with task/<name>.yaml
+  -m                       run a sweep, as in -m optim.lr=0.1,0.2
+  --cfg job                print the composed config
 
 Exit codes: 0 done, 1 failed, 2 bad configuration, 75 stopped by a signal after saving.
 
-More verbs, each with --help: trainer.verify (proves that layouts and kills change nothing),
-trainer.evaluate, trainer.checkpoints, trainer.audit, trainer.replay, trainer.doctor (tries the
-ranks, their network and disk)."""
+other commands (python -m <command> --help):
+  trainer.plan             compute memory, messages and time on many ranks, before a start
+  trainer.verify           prove that layouts, kills and resumes do not change the result
+  trainer.evaluate         evaluate a checkpoint
+  trainer.checkpoints      check the files of a run's checkpoints, or export the weights
+  trainer.audit            check that no example was repeated or skipped, over all restarts
+  trainer.replay           repeat a step and name examples that are not finite
+  trainer.doctor           test the ranks, their network and disk"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,12 +75,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def train(config: Config) -> int:
+    """Train in this process and return the exit code."""
     check_soon(config, find_launcher())
     return load_task(config)(config).fit().exit_code
 
 
 def describe(arguments: Sequence[str]) -> str:
-    """The help, with the options of each group, also of the folders of `--config-dir`."""
+    """Return the help text, with the options of each group, including those of --config-dir."""
     _, config_dirs = split_arguments(arguments)
     groups = [
         f"  {group:<11}{visible(', '.join(sorted(options)))}"

@@ -1,4 +1,4 @@
-"""`python -m trainer.audit DIR`: was any example repeated or skipped, over all restarts?"""
+"""`python -m trainer.audit DIR`: prove that no restart repeated or skipped an example."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from trainer.record import directory as rundir
 
 HELP = """usage: python -m trainer.audit DIR
 
-DIR is a run directory. Each step's examples entered a hash chain as they were taken; every
-checkpoint and metrics.jsonl hold it. This recomputes it from the seed and the size of the data, and
-names the first save that differs.
+Checks that no example was repeated or skipped, over all restarts. DIR is a run directory. During
+training the examples of each step enter a hash chain, which checkpoints and metrics.jsonl store.
+This command recomputes the chain from the seed and the size of the data, and names the first save
+that differs.
 
-Exit codes: 0 every example was taken as it should be, 1 one was not, 2 nothing to audit."""
+Exit codes: 0 the chains agree, 1 a save differs, 2 nothing to audit."""
 
-
-BLOCK = 2**20  # examples looked at together: memory does not grow with the data
+BLOCK = 2**20  # examples per block: memory does not grow with the data
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many saves agree with the order recomputed, and the steps of one that does not."""
+    """Number of saves that agree with the recomputed order, and the steps of one that differs."""
 
     num_equal: int
     different: str = ""
@@ -48,8 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     chains = {**_read_chains(directory), manifest["step"]: manifest["ledger"]}
     comparison = _compare(manifest, chains)
     if steps := comparison.different:
-        place = "one did not take the examples of its place in the order"
-        print(f"DIFFERENT: of the steps {steps} {place}")
+        what = "at least one took other examples than the order requires"
+        print(f"DIFFERENT: of the steps {steps}, {what}")
         return 1
     _print_sessions(manifest)
     _print_examples(manifest, comparison, num_later=len(chains) - comparison.num_equal)
@@ -63,9 +63,9 @@ def expected(
     num_steps: int,
     replaced: Mapping[str, int] | None = None,
 ) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """(step, chain after it, its example indices) for each step of an undisturbed run.
+    """Yield (step, chain after it, its example indices) for each step of an uninterrupted run.
 
-    `replaced` maps "<epoch>/<index>" of each unreadable example to the one taken instead.
+    `replaced` maps "<epoch>/<index>" of each unreadable example to the one used instead.
     """
     chain = ""
     others = _by_epoch(replaced or {})
@@ -89,33 +89,34 @@ def expected(
 
 
 def _epochs(num_examples: int, global_batch: int, num_steps: int) -> Iterator[tuple[int, int]]:
-    """(epoch, number of examples that it takes) for each epoch begun."""
+    """Yield (epoch, number of examples used in it) for each epoch that was started."""
     per_epoch = num_examples // global_batch
     for epoch in range(math.ceil(num_steps / per_epoch)):
         yield epoch, min(per_epoch, num_steps - epoch * per_epoch) * global_batch
 
 
 def _by_epoch(replaced: Mapping[str, int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """By epoch: the indices that could not be read, in order, and those taken instead."""
-    found: dict[int, dict[int, int]] = {}
-    for place, other in replaced.items():
-        epoch, index = map(int, place.split("/"))
-        found.setdefault(epoch, {})[index] = other
+    """Return, by epoch, the sorted indices of unreadable examples and those used instead."""
+    by_epoch: dict[int, dict[int, int]] = {}
+    for key, other in replaced.items():
+        epoch, index = map(int, key.split("/"))
+        by_epoch.setdefault(epoch, {})[index] = other
     return {
         epoch: tuple(torch.tensor(sorted(pairs.items())).unbind(1))  # type: ignore[misc]
-        for epoch, pairs in found.items()
+        for epoch, pairs in by_epoch.items()
     }
 
 
 def count_taken(
     seed: int, num_examples: int, global_batch: int, num_steps: int, replaced: Mapping[str, int]
 ) -> tuple[int, int]:
-    """The fewest and the most times that an example was taken.
+    """Return the smallest and the largest number of times that an example was used.
 
-    By the places of a block of examples in each epoch's order, so that no count of all is kept.
+    Works by blocks of examples and their positions in each epoch's order, so no counter per
+    example is stored.
     """
-    orders = []  # with the number of examples that each epoch takes
-    moved: list[tuple[torch.Tensor, int]] = []  # examples that were taken once less, or once more
+    orders = []  # with the number of examples used in each epoch
+    moved: list[tuple[torch.Tensor, int]] = []  # examples used once less, or once more
     others = _by_epoch(replaced)
     for epoch, num_taken in _epochs(num_examples, global_batch, num_steps):
         order = Order(seed, epoch, num_examples)
@@ -130,8 +131,8 @@ def count_taken(
         times = torch.zeros_like(indices)
         for order, num_taken in orders:
             times += order.invert(indices) < num_taken
-        for found, sign in moved:
-            here = found[(found >= first) & (found < first + len(indices))] - first
+        for changed, sign in moved:
+            here = changed[(changed >= first) & (changed < first + len(indices))] - first
             times.index_add_(0, here, torch.full_like(here, sign))
         fewest = min(fewest, int(times.min()))
         most = max(most, int(times.max()))
@@ -139,7 +140,7 @@ def count_taken(
 
 
 def _read_chains(directory: Path) -> dict[int, str]:
-    """The chain at each save, from metrics.jsonl."""
+    """Return the chain at each save, from metrics.jsonl."""
     return {
         entry["step"]: entry["ledger"]
         for _, entry in rundir.read_entries(directory / rundir.METRICS)
@@ -148,7 +149,7 @@ def _read_chains(directory: Path) -> dict[int, str]:
 
 
 def _compare(manifest: dict[str, Any], chains: dict[int, str]) -> Comparison:
-    """Recompute the order up to the newest checkpoint; `chains` are those of the saves."""
+    """Compare the chain of each save with the order recomputed up to the newest checkpoint."""
     config = manifest["config"]
     length = manifest["data"]["train"]["length"]
     run = (config["run.seed"], length, config["data.global_batch"])
@@ -182,18 +183,18 @@ def _print_examples(manifest: dict[str, Any], comparison: Comparison, num_later:
     replaced = manifest["replaced"]
     run = (config["run.seed"], length, config["data.global_batch"])
     fewest, most = count_taken(*run, manifest["step"], replaced)
-    print(f"each of the {length:,} examples was taken {fewest} to {most} times")
-    for place, other in replaced.items():
-        epoch, index = place.split("/")
+    print(f"each of the {length:,} examples was used {fewest} to {most} times")
+    for key, other in replaced.items():
+        epoch, index = key.split("/")
         why = f"could not be read in epoch {epoch}"
-        print(f"example {index} {why}: example {other} was taken (data.on_error=skip)")
-    but = ", but for these" if replaced else ""
+        print(f"example {index} {why}: example {other} was used instead (data.on_error=skip)")
+    but = ", except for these" if replaced else ""
     saves = counted(comparison.num_equal, "save")
     agree = "agrees" if comparison.num_equal == 1 else "agree"
-    print(f"{saves} {agree} with the order recomputed: nothing was repeated or skipped{but}")
+    print(f"{saves} {agree} with the recomputed order: nothing was repeated or skipped{but}")
     if num_later:
         later = f"{counted(num_later, 'save')} after step {manifest['step']:,}"
-        print(f"{later} not compared: no checkpoint is left of them")
+        print(f"{later} not compared: their checkpoints no longer exist")
 
 
 if __name__ == "__main__":

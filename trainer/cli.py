@@ -1,4 +1,4 @@
-"""The verbs' common part: help, words of the command line, the task class, and exit codes."""
+"""Shared code of the verbs (subcommands): help, arguments, the task class and exit codes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import trainer
+from trainer.config.folder import read_config_dirs
+from trainer.config.hints import suggest
 from trainer.config.schema import Config
 from trainer.config.targets import resolve
+from trainer.distributed import entry
 from trainer.distributed.launchers import CODES, find_launcher
 from trainer.distributed.signals import leave_pid_1, let_go
 from trainer.errors import ConfigError, RunError, visible
@@ -24,23 +29,28 @@ SWEEP_FLAGS = ("-m", "--multirun")
 QUESTIONS = ("-c", "--cfg", "-i", "--info", "--hydra-help")
 HYDRA_FLAGS = (*SWEEP_FLAGS, *QUESTIONS, "--resolve", "-p", "--package")
 
-# torchrun kills all ranks at the first exit, and with it the line that rank 0 is about to print
+# Seconds that a rank other than 0 waits before it prints an error and exits: torchrun kills all
+# ranks at the first exit, so rank 0 might not print its line.
 WAIT_S = 3.0
-SOON_S = 0.9
+SOON_S = 0.9  # after the rendezvous began: ranks then fail together
 
 
 def run(verb: Verb, usage: str | Callable[[Sequence[str]], str] = "") -> None:
-    """Run a verb on the command line and exit; `-h` and `--help` print `usage`.
+    """Run a verb with the arguments in sys.argv and exit. `-h` and `--help` print `usage`.
 
-    An error of one line is printed by rank 0 alone; a bad setting ends with code 2.
+    Only rank 0 prints a one-line error. The exit code is 2 for an invalid setting, 1 for other
+    errors.
     """
     leave_pid_1()
     outlive_terminal()
     arguments = sys.argv[1:]
     words = [word for word in arguments if word not in HELP_FLAGS]
     try:
-        if usage and len(words) < len(arguments):
-            print(usage if isinstance(usage, str) else usage(words))
+        if "--version" in arguments:
+            print(f"Lockstep {trainer.__version__}")
+            code = 0
+        elif usage and len(words) < len(arguments):
+            print(entry.as_started(usage if isinstance(usage, str) else usage(words)))
             code = 0
         else:
             code = verb(arguments)
@@ -58,7 +68,7 @@ def run(verb: Verb, usage: str | Callable[[Sequence[str]], str] = "") -> None:
 
 
 def _find_rank() -> int:
-    """This process's rank; 0 where the environment cannot be right."""
+    """Return the rank of this process; 0 if the environment has no valid rank."""
     try:
         given = find_launcher().variables
     except ConfigError:
@@ -70,7 +80,7 @@ def _find_rank() -> int:
 
 
 def _print_error(error: Exception) -> None:
-    """Print it on rank 0; on another rank only if rank 0 has not ended this process soon after."""
+    """Print the error on rank 0. Another rank waits, and prints it only if it is still alive."""
     is_ending = let_go()
     rank = _find_rank()
     if rank and is_ending:
@@ -78,13 +88,14 @@ def _print_error(error: Exception) -> None:
     if rank:
         time.sleep(_patience())
     who = f"rank {rank}: " if rank else ""
-    print(visible(f"error: {who}{error}"), file=sys.stderr, flush=True)
+    print(visible(entry.as_started(f"error: {who}{error}")), file=sys.stderr, flush=True)
 
 
 def _patience() -> float:
-    """Seconds to wait for rank 0's line.
+    """Return the seconds to wait for the line of rank 0.
 
-    By hand each rank has a terminal of its own; ranks that were about to meet fail together.
+    Ranks that were started by hand do not wait: each may have its own terminal. After the start
+    of the rendezvous the wait is short, because the ranks fail together.
     """
     if find_launcher().name == "hand":
         return 0.0
@@ -93,6 +104,7 @@ def _patience() -> float:
 
 
 def _exit(code: int) -> None:
+    """Exit, and report the code to the parent of `launch=elastic` or `launch=spawn`."""
     sys.stdout.flush()
     sys.stderr.flush()
     if path := os.environ.get(CODES):
@@ -101,15 +113,18 @@ def _exit(code: int) -> None:
     if code == 0:
         sys.exit(0)
     for child in multiprocessing.active_children():
-        child.kill()  # data workers hold our sockets open: peers would not notice the end
-    # An orderly end would wait for peers in a collective. It also takes torch half a second.
+        child.kill()  # data workers inherit open sockets: peers would not notice the exit
+    # A normal exit would wait for peers in a collective, and takes torch half a second.
     os._exit(code)
 
 
 def split_arguments(
     arguments: Sequence[str], others: Sequence[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """(overrides, config dirs). Raises ConfigError for a flag that is not one of `others`."""
+    """Return (overrides, config dirs), from `--config-dir` or the settings of the folder.
+
+    `others` are more flags that are allowed. Raises ConfigError for an unknown flag.
+    """
     overrides = []
     folders = []
     rest = list(arguments)
@@ -123,41 +138,42 @@ def split_arguments(
         elif word.startswith("--config-dir="):
             folders.append(value)
         elif word.startswith(("--local-rank=", "--local_rank=")):
-            continue  # torch.distributed.launch gives it beside LOCAL_RANK
+            continue  # torch.distributed.launch passes it, and sets LOCAL_RANK too
         elif word.startswith("-") and flag not in others:
             known = "--config-dir, --help, -m, --cfg, --info and key=value"
-            raise ConfigError(f"{flag} is not a flag: there are {known}")
+            near = suggest(flag.lstrip("-"), ("config-dir", "help", "multirun"), "--")
+            raise ConfigError(f"{flag} is not a flag: allowed are {known}{near}")
         else:
             overrides.append(word)
-    return overrides, folders
+    return overrides, folders or read_config_dirs(Path())
 
 
 def single(words: Sequence[str], advice: str) -> str:
-    """The only word. Raises ConfigError with `advice` for none, several or a flag."""
+    """Return the only word. Raises ConfigError(advice) for no word, several words or a flag."""
     if len(words) != 1 or words[0].startswith("-"):
         raise ConfigError(advice)
     return words[0]
 
 
 def run_directory(arguments: Sequence[str], advice: str) -> tuple[str, list[str], list[str]]:
-    """(run directory, overrides, config dirs). Raises ConfigError unless there is one directory."""
+    """Return (run directory, overrides, config dirs). Raises ConfigError(advice) without one."""
     words, config_dirs = split_arguments(arguments)
     place = single([word for word in words if "=" not in word], advice)
     return place, [word for word in words if "=" in word], config_dirs
 
 
 def check_alone(what: str, advice: str) -> None:
-    """Raises ConfigError within a launch; one task of srun or mpirun counts as alone."""
+    """Raise ConfigError if a launcher started this process; srun and mpirun with one task may."""
     launcher = find_launcher()
     is_one = launcher.name in ("srun", "mpirun") and launcher.variables.get("WORLD_SIZE") == "1"
     if launcher.name != "python" and not is_one:
-        started = f"the ranks were started already, by {launcher.name}"
+        started = f"the ranks were already started by {launcher.name}"
         raise ConfigError(f"{what}: {started}; {advice}")
 
 
 @uncollected()
 def load_task(config: Config) -> Any:
-    """The Trainer that `task.trainer` names. Raises ConfigError for anything else."""
+    """Import the Trainer subclass that `task.trainer` names. Raises ConfigError otherwise."""
     name = config.task.trainer
     if "." not in name:
         raise ConfigError(f"task.trainer={name}: must be <module>.<class>")

@@ -1,4 +1,4 @@
-"""Decisions: what the ranks decide alike from the outcome of a step (law 7)."""
+"""Decisions on the outcome of a step, identical on all ranks (law 7)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.distributed import entry
 from trainer.engine.diagnosis import name_bad_examples
 from trainer.engine.outcome import OneStepLate, Outcome, StepReport
 from trainer.engine.parts import Parts
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class RolledBack(Exception):
-    """All ranks agreed to go back to the newest checkpoint of the run in `directory`."""
+    """All ranks agreed to resume from the newest checkpoint of the run in `directory`."""
 
     def __init__(self, directory: Path, step: int):
-        super().__init__(f"going back to the newest checkpoint of {directory}")
+        super().__init__(f"rolling back to the newest checkpoint of {directory}")
         self.directory = directory
         self.step = step
 
@@ -27,11 +28,11 @@ class RolledBack(Exception):
 class Decisions:
     """Stops, skipped steps and rollbacks, from values that are equal on all ranks.
 
-    `is_stopped` says that the ranks agreed to stop before the end.
+    `is_stopped` is True once the ranks agreed to stop before the end.
     """
 
     def __init__(self, run: Run, parts: Parts, rolled_back: Collection[int]):
-        """`rolled_back` are the steps that the run has gone back from."""
+        """`rolled_back` holds the steps after which the run was already rolled back."""
         self.is_stopped = False
         self._run = run
         self._parts = parts
@@ -40,18 +41,18 @@ class Decisions:
         self._num_skipped = 0
 
     def stop(self) -> None:
-        """Stop after this step; every rank calls it."""
+        """Stop after this step. Every rank must call it."""
         self.is_stopped = True
 
     def push(self, outcome: Outcome) -> None:
-        """Decide on the outcome before this one: on a GPU, this one is still being computed.
+        """Decide on the previous outcome: on a GPU, this one is still being computed.
 
-        Raises ConfigError where train_step returned no outcome, RunError where
-        `run.on_bad_step` ends the run, RolledBack where it goes back.
+        Raises ConfigError if train_step returned no Outcome, RunError if `run.on_bad_step` ends
+        the run, and RolledBack if it rolls the run back.
         """
         if not isinstance(outcome, Outcome):
-            given = f"train_step returned {type(outcome).__name__}"
-            raise ConfigError(f"{given}: end it with return self.update(batch)")
+            returned = f"train_step returned {type(outcome).__name__}"
+            raise ConfigError(f"{returned}: end it with return self.update(batch)")
         self._judge(self._reports.push(outcome), self._run.step - 1)
 
     def flush(self) -> None:
@@ -62,7 +63,7 @@ class Decisions:
         if report is None:
             return
         if not report.has_weight:
-            why = "the weights of its examples sum to 0, so no weight was updated"
+            why = "the weights of its examples sum to 0, so no parameter was updated"
             self._run.record.say(f"warning: step {step}: {why}")
         elif report.is_skipped:
             self._judge_skipped(step)
@@ -72,7 +73,7 @@ class Decisions:
             self.is_stopped = True
 
     def _judge_skipped(self, step: int) -> None:
-        """Apply `run.on_bad_step` to a step that was not finite and changed nothing."""
+        """Apply `run.on_bad_step` to a non-finite step, which changed nothing."""
         run = self._run
         policy = run.config.run.on_bad_step
         precision = self._parts.precision
@@ -83,16 +84,16 @@ class Decisions:
             return
         line = f"step {step}: {self._name_bad_examples(step)}"
         if self._num_skipped == precision.max_skipped:
-            count = f"no finite gradient in {self._num_skipped} steps on end"
+            count = f"no finite gradient in {self._num_skipped} steps in a row"
             raise RunError(f"{line}; and {count}")
         is_repeated = step in self._rolled_back
         if policy == "stop" or is_repeated:
-            again = "again, so it is not chance; " if is_repeated else ""
-            advice = f"look at it with python -m trainer.replay {run.directory} step={step}"
-            raise RunError(f"{line}; {again}{advice}")
+            repeated = "it failed again after a rollback; " if is_repeated else ""
+            advice = f"inspect it with python -m trainer.replay {run.directory} step={step}"
+            raise RunError(f"{line}; {repeated}{entry.as_started(advice)}")
         if policy == "rollback":
-            run.record.say(f"warning: {line}; going back to the newest checkpoint")
-            with self._parts.ranks.group.agreed("going back to a checkpoint"):
+            run.record.say(f"warning: {line}; rolling back to the newest checkpoint")
+            with self._parts.ranks.group.agreed("rolling back to a checkpoint"):
                 run.saver.withdraw(step)
             raise RolledBack(run.directory, step)
         run.record.say(f"warning: {line}; the update was skipped")

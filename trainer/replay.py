@@ -1,4 +1,4 @@
-"""`python -m trainer.replay DIR step=N`: one step of a run again, example by example."""
+"""`python -m trainer.replay DIR step=N`: repeat one step of a run, example by example."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from trainer.strategy.batchnorm import has_batchnorm
 
 HELP = """usage: python -m trainer.replay DIR step=N [key=value ...] [--config-dir DIR]
 
-DIR is a run directory. Goes from the newest checkpoint before step N (or from the start) to
-step N on one process, in micro-batches of the run's size, and shows the loss of each example of
-that step: those that are not finite, or whose gradient is not, and the largest. Writes nothing.
-Exit codes: 0 the step is finite, 1 it is not, 2 it is not there."""
+Trains from the newest checkpoint before step N (or from the start) to step N on one process, in
+micro-batches of the run's size. Then prints the examples of that step whose loss or gradient is not
+finite, and those with the largest losses. DIR is a run directory; nothing is written to it.
+
+Exit codes: 0 the step is finite, 1 it is not finite, 2 the run has no such step."""
 SHOWN = 5
 ADVICE = "give one run directory and one step: python -m trainer.replay DIR step=N"
 
@@ -43,11 +44,11 @@ class Replayed(Exception):
 
 
 def main(arguments: Sequence[str]) -> int:
-    place, words, config_dirs = run_directory(arguments, ADVICE)
+    path, words, config_dirs = run_directory(arguments, ADVICE)
     wanted = [word.removeprefix("step=") for word in words if word.startswith("step=")]
     if len(wanted) != 1 or not wanted[0].isdecimal() or int(wanted[0]) < 1:
         raise ConfigError(ADVICE)
-    directory = Path(place)
+    directory = Path(path)
     step = int(wanted[0])
     if (directory / MANIFEST).is_file():
         raise ConfigError(f"{directory}: is one checkpoint; {ADVICE}")
@@ -58,25 +59,25 @@ def main(arguments: Sequence[str]) -> int:
         config = _on_one_process(config, directory, step, scratch)
         try:
             _stopping_at(load_task(config), step)(config).fit()
-        except Replayed as found:
-            if found.has_batchnorm:
-                how = "BatchNorm took its running statistics for this"
-                print(f"{how}, so these are not the losses of training")
-            return _show(found.examples, step, directory)
+        except Replayed as replayed:
+            if replayed.has_batchnorm:
+                why = "BatchNorm used its running statistics"
+                print(f"{why}, so these are not the losses of training")
+            return _show(replayed.examples, step, directory)
     return STOPPED
 
 
 def _check_fixed(config: Config, saved: Config) -> None:
-    ours = config.flat()
-    theirs = saved.flat()
+    new = config.flat()
+    old = saved.flat()
     for key in FIXED:
-        if ours[key] != theirs[key]:
-            had = f"the run has {theirs[key]}, and its steps have other samples else"
-            raise ConfigError(f"{key}={ours[key]}: {had}")
+        if new[key] != old[key]:
+            must = f"must be {old[key]}, as in the run; another value changes the samples of a step"
+            raise ConfigError(f"{key}={new[key]}: {must}")
 
 
 def _on_one_process(config: Config, directory: Path, step: int, scratch: str) -> Config:
-    """The run's configuration from the checkpoint before a step, on one process."""
+    """Return the run's configuration, to resume before a step on one process."""
     resume = _find_newest_before(directory, step)
     micro_batch = _find_micro_batch(directory, config)
     is_fixed = find_strategy(config.strategy.name).cut(config).is_fixed
@@ -90,7 +91,7 @@ def _on_one_process(config: Config, directory: Path, step: int, scratch: str) ->
 
 
 def _find_newest_before(directory: Path, step: int) -> str | None:
-    """The newest valid checkpoint before a step."""
+    """Return the newest valid checkpoint before a step; None if there is none."""
     for number, path in reversed(transaction.steps(directory / "checkpoints").items()):
         try:
             if number < step and transaction.load(path):
@@ -101,9 +102,10 @@ def _find_newest_before(directory: Path, step: int) -> str | None:
 
 
 def _find_micro_batch(directory: Path, config: Config) -> int:
-    """The size of the run's micro-batches in its last layout: dropout and BatchNorm depend on it.
+    """Return the micro-batch size of the run's last layout: dropout and BatchNorm depend on it.
 
-    Under SyncBN the ranks' shares are one. Prints where one process cannot cut the same pieces.
+    Under SyncBN a micro-batch spans all ranks. Prints a line if one process cannot form the same
+    micro-batches.
     """
     raw = transaction.newest_manifest(directory / "checkpoints")
     ranks = Manifest.of_run(raw, directory).world_size if raw else 1
@@ -116,11 +118,11 @@ def _find_micro_batch(directory: Path, config: Config) -> int:
     joined = 1 if config.strategy.sync_batchnorm else ranks
     micro_batch = -(-batch // (joined * was.accumulation))
     micro_batch += -micro_batch % unit
-    ours = BatchPlan(batch, batch, micro_batch, 1, unit).micro_batches(0)
-    theirs = [piece for rank in range(ranks) for piece in was.micro_batches(rank)]
-    if ours != theirs and not (joined < ranks and was.accumulation == 1):
-        how = "its micro-batches were cut otherwise than one process can"
-        print(f"{how}: with BatchNorm, or run.dropout=torch, losses will differ")
+    new = BatchPlan(batch, batch, micro_batch, 1, unit).micro_batches(0)
+    old = [piece for rank in range(ranks) for piece in was.micro_batches(rank)]
+    if new != old and not (joined < ranks and was.accumulation == 1):
+        why = "one process cannot form the micro-batches of the run"
+        print(f"{why}: with BatchNorm, or run.dropout=torch, losses will differ")
     return micro_batch
 
 
@@ -155,10 +157,10 @@ def _show(examples: Sequence[Example], step: int, directory: Path) -> int:
 
 
 def _recorded_loss(directory: Path, step: int) -> str:
-    """The loss in metrics.jsonl for a step; with log.every_steps above 1, a mean over several."""
+    """Return the loss in metrics.jsonl; with log.every_steps above 1 a mean over several steps."""
     for _, entry in read_entries(directory / METRICS):
         if entry["step"] == step and entry.get("train/loss") is not None:
-            return f"; metrics.jsonl has {entry['train/loss']:.6g} up to that step"
+            return f"; metrics.jsonl has {entry['train/loss']:.6g} up to this step"
     return ""
 
 

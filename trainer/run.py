@@ -1,10 +1,8 @@
-"""The run: what is open while `fit` works, and the decisions that all ranks make alike."""
+"""`Run`: the objects that are open while `fit` runs, and the methods that the loop calls."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -12,11 +10,13 @@ from typing import Any
 
 from torch import nn
 
+from trainer.checkpoints.gathering import gather
 from trainer.checkpoints.manifest import Manifest
-from trainer.checkpoints.saver import Saver
-from trainer.checkpoints.state import MODEL, TRAINING, TrainState, read_on_all_ranks
+from trainer.checkpoints.saver import Saver, Snapshot
+from trainer.checkpoints.state import TrainState, read_on_all_ranks
+from trainer.clock import Clock
+from trainer.config.hints import suggest
 from trainer.config.schema import Checkpoint, Eval, Log
-from trainer.config.typed import suggest
 from trainer.decisions import Decisions
 from trainer.distributed.launchers import requeue
 from trainer.distributed.signals import REQUEUE
@@ -31,12 +31,12 @@ from trainer.record.opening import open_directory
 from trainer.setup import Setup, build_schedule
 from trainer.task import Task
 
-STOPPED = 75  # EX_TEMPFAIL: ended by a signal after a published checkpoint; start it again
+STOPPED = 75  # EX_TEMPFAIL: stopped by a signal after a checkpoint was published; resume it
 
 
 @dataclass
 class Summary:
-    """The result of `fit`, alike on every rank."""
+    """Result of `fit`, the same on every rank."""
 
     directory: Path
     step: int
@@ -49,27 +49,11 @@ class Summary:
     exit_code: int
 
 
-class Clock:
-    """Seconds that count as training: evaluating and saving do not."""
-
-    def __init__(self) -> None:
-        self._paused = 0.0
-
-    def read(self) -> float:
-        return time.monotonic() - self._paused
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        begun = time.monotonic()
-        yield
-        self._paused += time.monotonic() - begun
-
-
 class Run:
     """A run in training: batches, engine, evaluator, record, saver and state.
 
-    Methods that decide something decide it from values that are equal on all ranks.
-    `wants_save` says that a checkpoint is wanted which is not due.
+    All decisions are taken from values that are equal on all ranks. `wants_save` is True if a
+    checkpoint was requested that is not due by the settings.
     """
 
     def __init__(
@@ -77,8 +61,8 @@ class Run:
     ):
         """Build what training needs, restored from `origin`, and open the run directory.
 
-        `rolled_back` are the steps that the run has gone back from. Raises CheckpointError for
-        the checkpoint of another model, optimizer or data set. A collective.
+        `rolled_back` holds the steps after which the run was already rolled back. Raises
+        CheckpointError for a checkpoint of another model, optimizer or data set. A collective.
         """
         self.config = setup.config
         self.world = setup.world
@@ -99,12 +83,13 @@ class Run:
         self.evaluator = setup.open_evaluator(self.engine.ema, self.wants_stop)
         manifest, skipped = self._restore(origin)
         self._check_metrics()
-        place = (self.config, self.world.launcher, self._ranks, origin, self.step, setup.model)
-        opened = open_directory(*place)
+        strategy = setup.parts.strategy
+        opened = open_directory(self.config, self._ranks, origin, self.step, strategy)
         self.directory = opened.directory
         self._shown = self.config.shown(opened.directory)
         self.record = opened.record
         self.saver = opened.saver
+        self._is_shared = opened.is_shared
         self.state.recall(opened.evaluation)
         self.decisions = Decisions(self, setup.parts, rolled_back)
         self._first_step = self.step
@@ -131,7 +116,7 @@ class Run:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Write how it ended, where it failed, and close everything."""
+        """Record the error, if there is one, and close everything."""
         self._ranks.end_child(error)
         if error is not None:
             code = 2 if isinstance(error, ConfigError) else 1
@@ -142,24 +127,27 @@ class Run:
         self.batches.close()
 
     def announce(self) -> None:
-        """Show what is about to run: ranks, layout, batch arithmetic, data, model, changes.
+        """Print what is about to run: ranks, layout, batch arithmetic, data, model, changes.
 
-        A collective. Called within the run's context, which writes down what fails here too.
+        A collective. Call it within the run's context, which also records a failure in here.
         """
         config = self.config
         setup = self._setup
         manifest = self._manifest
-        ranks = self._ranks.group.collect_text(startup.describe_rank(self.world))
-        self.record.table(startup.RANK_COLUMNS, startup.rank_rows(ranks))
+        mesh = setup.parts.strategy.mesh
+        ranks = self._ranks.group.collect_text(startup.describe_rank(self.world, mesh))
+        self.record.table(startup.rank_columns(mesh), startup.rank_rows(ranks))
         self.record.say(startup.layout(config, self.world, setup.threads))
-        told = startup.arithmetic(config, self.batches.plan, self.num_steps)
-        told += [startup.describe_data(split, data) for split, data in setup.datasets.items()]
-        told += [startup.describe_model(self.model), f"run directory: {self._shown}"]
-        told += self._warnings
-        told += startup.resumed(config, manifest, self.world, self.num_steps)
-        told += setup.parts.strategy.list_remarks(manifest is not None)
-        told += self.engine.draws.list_remarks()
-        for line in told:
+        lines = [*setup.notes, *startup.arithmetic(config, self.batches.plan, self.num_steps)]
+        lines += [startup.describe_data(split, data) for split, data in setup.datasets.items()]
+        lines += startup.describe_model(config, self.model, setup.is_cut_fixed)
+        lines += [f"run directory: {self._shown}", *self._warnings]
+        facts = (config, self.world, setup.threads, self.batches.is_streamed)
+        lines += startup.slowness(self._ranks.group.collect_text(startup.slow_reasons(*facts)))
+        lines += startup.resumed(config, manifest, self.world, self.num_steps)
+        remarks = setup.parts.strategy.list_remarks(manifest is not None)
+        lines += [*remarks, *self.engine.draws.list_remarks()]
+        for line in lines:
             self.record.say(line)
         if not self._origin.is_resumed:
             self.record.hyper_parameters(config.flat())
@@ -171,7 +159,7 @@ class Run:
 
     @property
     def is_stopped(self) -> bool:
-        """Did the ranks agree to stop before the end?"""
+        """True once the ranks agreed to stop before the end."""
         return self.decisions.is_stopped
 
     @property
@@ -180,11 +168,11 @@ class Run:
 
     @property
     def is_evaluation_owed(self) -> bool:
-        """Was the run stopped before an evaluation that is due?"""
+        """True if the run was stopped before an evaluation that is due."""
         return self.is_due(self.config.eval) and self.state.evaluated < self.state.step
 
     def is_due(self, block: Log | Eval | Checkpoint) -> bool:
-        """Is it time for logging, evaluating or saving? Always at the end of the run."""
+        """Return True if logging, evaluation or saving is due; always at the end of the run."""
         step = self.state.step
         if step == 0 or step == self.num_steps:
             return step > 0
@@ -194,23 +182,23 @@ class Run:
         return epochs is not None and step % (epochs * self.batches.steps_per_epoch) == 0
 
     def wants_stop(self) -> bool:
-        """Does this rank ask all ranks to stop?"""
+        """Return True if this rank asks all ranks to stop."""
         return self._ranks.stop.name is not None or self.saver.has_failed
 
     def request_save(self) -> Path:
-        """Have the state after this step published; where it will be."""
+        """Request a checkpoint of the state after this step, and return its future path."""
         self.wants_save = True
         return self.saver.path_of(self.state.step + 1)
 
     def react(self, outcome: Outcome) -> None:
-        """Decide on the outcome of the step before: on a GPU, this one is still being computed."""
+        """Decide on the previous step's outcome: on a GPU, this one is still being computed."""
         self._ranks.heartbeat.end_step()
         self.decisions.push(outcome)
 
     # Record -------------------------------------------------------------------------------------
 
     def scalars(self) -> dict[str, float]:
-        """Means since the last log, the rate, and the speed. A collective."""
+        """Return means since the last log, learning rate and speed, by name. A collective."""
         self._ranks.heartbeat.enter(Phase.LOG)
         means = self.engine.means.read(self._ranks.group)
         seconds = self._clock.read()
@@ -223,24 +211,24 @@ class Run:
         return values
 
     def observe(self) -> None:
-        """Compare the ranks' state where that is due, and show progress."""
+        """Compare the state of the ranks if that is due, and show progress."""
         step = self.state.step
         if self._drift_every and step % self._drift_every == 0:
-            state = {
-                "model": self.engine.strategy.shards(),
-                "optimizers": self.engine.optimizer_states(),
-            }
-            check_drift(self._ranks.group, step, state)
-        self.record.progress(step, self.num_steps)
-        self.record.observe(step, self.engine.strategy.module)
+            check_drift(self._ranks.group, step, self.engine.shards(), self.engine.strategy.mesh)
+        self.record.progress(step, self.num_steps, step == self.num_steps)
+        self.record.observe(step)
+        every = self.config.log.histograms_every_steps
+        if every and step % every == 0:
+            for name, values in self.engine.strategy.whole_parameters():
+                self.record.histogram(step, name, values)
 
     def _warn_of_unreadable(self) -> None:
         for index in self.batches.gather_replaced():
-            why = "cannot be read: the next that can is taken instead"
+            why = "cannot be read: the next readable one is used instead"
             self.record.say(f"warning: train example {index} {why}")
 
     def evaluate(self) -> dict[str, float]:
-        """`{"eval/loss": ...}`; empty where the ranks agreed to stop meanwhile."""
+        """Return `{"eval/loss": ...}`; empty after a stop request or without data. A collective."""
         with self._clock.paused():
             metrics = self.evaluator.evaluate()
         if metrics is None:
@@ -248,7 +236,7 @@ class Run:
         return metrics or {}
 
     def note(self, metrics: dict[str, float]) -> None:
-        """Enter an evaluation in the record; the best so far is saved."""
+        """Record the metrics of an evaluation; request a checkpoint if they are the best so far."""
         if not metrics:
             return
         block = self.config.checkpoint
@@ -259,7 +247,7 @@ class Run:
             self.wants_save = True
 
     def _check_metrics(self) -> None:
-        """Evaluate one micro-batch: a mistake in `metrics` shows now, not after an epoch."""
+        """Evaluate one micro-batch, so that a mistake in `metrics` shows before the first epoch."""
         names = self.evaluator.rehearse()
         best = self.config.checkpoint.metric
         if names and best not in names:
@@ -269,9 +257,9 @@ class Run:
     # State --------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Publish the state; one that is published already is left as it is. A collective."""
+        """Publish a checkpoint of the state, unless this step has one already. A collective."""
         with self._clock.paused():
-            self.decisions.flush()  # before it is published
+            self.decisions.flush()  # a bad step must not be published
             self._save()
 
     def _save(self) -> None:
@@ -279,21 +267,26 @@ class Run:
         self.wants_save = False
         group = self._ranks.group
         state = self.state
-        model = self.engine.strategy.shards()
         training = {**self.engine.state_dict(), "progress": state.progress()}
+        shards = self.engine.shards()
+        if not self._is_shared:
+            shards = gather(shards, group)  # rank 0 writes all of them
         self.batches.ledger.close(group)
         self._warn_of_unreadable()
         facts = self._facts()
+        staging = ""
         with group.agreed("saving a checkpoint"):
             self.batches.check_length()
             self.saver.settle()
-            if not self.saver.path_of(state.step).exists():
+            staging = self.saver.stage(state.step)
+        if staging := group.tell_all(staging):
+            snapshot = Snapshot(state.step, shards, training, facts, state.best_step)
+            with group.agreed("saving a checkpoint"):
                 self.record.note(state.step, {"ledger": facts["ledger"]})
-                parts = {MODEL: model, TRAINING: training}
-                self.saver.save(state.step, parts, facts, state.best_step)
+                self.saver.save(staging, snapshot)
 
     def _facts(self) -> dict[str, Any]:
-        """The manifest's, beside files and step."""
+        """Return the entries of the manifest except files and step."""
         state = self.state
         return {
             "config": self.config.flat(),
@@ -311,13 +304,13 @@ class Run:
 
     def _restore(self, origin: resume.Origin) -> tuple[Manifest | None, list[str]]:
         group = self._ranks.group
-        restored, skipped = read_on_all_ranks(group, lambda: resume.read(origin))
+        restored, skipped = read_on_all_ranks(group, lambda: resume.find_checkpoints(origin))
         if restored is None:
             return None, skipped
         manifest = restored.manifest
-        training = restored.training
+        training = restored.content.training
         fingerprint.check_data(self._setup.datasets, manifest.data)
-        self.engine.load_state_dict(restored.model, training)
+        self.engine.load(restored.content.sources, training)
         self.batches.restore(manifest.step, manifest.ledger or "", manifest.replaced)
         progress = training["progress"]
         size = self.world.world_size
@@ -325,35 +318,35 @@ class Run:
         self.state = TrainState.resume(manifest, progress, size, is_same_run)
         if self.state.step > self.num_steps:
             run = self.config.run
-            asked = f"run.epochs={run.epochs}" if run.steps is None else f"run.steps={run.steps}"
+            given = f"run.epochs={run.epochs}" if run.steps is None else f"run.steps={run.steps}"
             reached = f"the run to resume is at step {self.state.step:,} already"
             raise ConfigError(
-                f"{asked}: {reached}, and it asks for {self.num_steps:,}; ask for more"
+                f"{given}: ends at step {self.num_steps:,}, but {reached}; give a larger number"
             )
         return manifest, skipped
 
     def finish(self) -> Summary:
-        """Publish the last state, write how the run ended, and sum it up. A collective."""
+        """Publish the last state, record how the run ended, and return a summary. A collective."""
         self._ranks.heartbeat.enter(Phase.END)
         group = self._ranks.group
         state = self.state
         stop = self._ranks.stop
         self.decisions.flush()
         if self.is_stopped:
-            self.record.progress(state.step, state.step)
-        self._save()  # where it is not there yet: after a stop, or with nothing left to do
+            self.record.progress(state.step, self.num_steps, True)
+        self._save()  # the last step may have no checkpoint yet, for example after a stop
         with group.agreed("saving a checkpoint"):
             self.saver.settle(state.step)
         summary = self._sum_up()
         steps = state.step - self._first_step
         block = self.config.checkpoint
-        place = self._shown
-        for line in startup.ending(summary, self.num_steps, steps, block.metric, stop.name, place):
+        shown = self._shown
+        for line in startup.ending(summary, self.num_steps, steps, block.metric, stop.name, shown):
             self.record.say(line)
-        self.record.say(f"go on with: {startup.resume_command(self.world, place)}")
+        self.record.say(startup.next_command(self.config, self.world, shown, self.is_stopped))
         facts = {"step": state.step, "metrics": state.metrics, "best": state.best}
         self.record.exit(summary.exit_code, "stopped" if self.is_stopped else "done", facts)
-        # SIGTERM is also scancel's, and then nobody wants a requeue; SLURM requeues a preempted job
+        # not at SIGTERM: scancel sends it too, and SLURM requeues a preempted job itself
         is_asked = self.is_stopped and group.max(stop.name in REQUEUE)[0]
         if is_asked and self.world.rank == 0:
             requeue(self.record.say)

@@ -1,8 +1,8 @@
-"""Learning-rate factors as pure functions of the step: a resume needs no state of theirs.
+"""Learning-rate schedules as pure functions of the step, so that a resume needs no saved state.
 
-Each builder takes the run's `num_steps`, first and by that name (targets.py knows a schedule by
-it), and returns `factor(step)`, for the update made at 0-based `step`, which multiplies every
-parameter group's base rate. All warm up linearly over `warmup_steps`, if there are any.
+Each builder takes the run's `num_steps` as its first argument, by that name (targets.py recognises
+a schedule by it), and returns `factor(step)`. The factor multiplies every parameter group's base
+rate for the update at 0-based `step`. All but `one_cycle` warm up linearly over `warmup_steps`.
 """
 
 import bisect
@@ -16,17 +16,20 @@ from trainer.config.typed import limit
 Factor = Callable[[int], float]
 Steps = Annotated[int, limit(min=0)]
 MaybeSteps = Annotated[int | None, limit(min=0)]
-Part = Annotated[float, limit(min=0)]  # of the base rate
+Part = Annotated[float, limit(min=0)]  # relative to the base rate
 
 
 def rate_scale(config: Config) -> float:
-    """The factor of `run.lr_scaling`: linear (Goyal et al., arXiv:1706.02677) or its root."""
+    """Return the factor of `run.lr_scaling` for global_batch / lr_batch.
+
+    It is 1, linear (Goyal et al., arXiv:1706.02677), or the square root.
+    """
     power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[config.run.lr_scaling]
     return (config.data.global_batch / (config.run.lr_batch or 1)) ** power
 
 
 def _warm(warmup_steps: int, num_steps: int, after: Callable[[float], float]) -> Factor:
-    """Linear warm-up, then `after(progress)`; progress 1 is just past the last step."""
+    """Return a linear warm-up, then `after(progress)`; progress 1 is just past the last step."""
     _check_warmup(warmup_steps)
     length = max(1, num_steps - warmup_steps)
 
@@ -40,19 +43,21 @@ def _warm(warmup_steps: int, num_steps: int, after: Callable[[float], float]) ->
 
 def _check_warmup(warmup_steps: int) -> None:
     if not isinstance(warmup_steps, int) or warmup_steps < 0:
-        raise ValueError(f"warmup_steps={warmup_steps}: must be a whole number of at least 0")
+        raise ValueError(f"warmup_steps={warmup_steps}: must be an integer of at least 0")
 
 
 def constant(num_steps: int, warmup_steps: Steps = 0) -> Factor:
+    """Constant rate, factor 1."""
     return _warm(warmup_steps, num_steps, lambda progress: 1.0)
 
 
 def linear(num_steps: int, warmup_steps: Steps = 0, final: Part = 0.0) -> Factor:
+    """Linear decay from 1 to `final`."""
     return _warm(warmup_steps, num_steps, lambda progress: 1 + (final - 1) * progress)
 
 
 def cosine(num_steps: int, warmup_steps: Steps = 0, final: Part = 0.0) -> Factor:
-    """Half a cosine (Loshchilov and Hutter, arXiv:1608.03983, without restarts)."""
+    """Cosine decay from 1 to `final` (Loshchilov and Hutter, arXiv:1608.03983, no restarts)."""
     return _warm(
         warmup_steps,
         num_steps,
@@ -63,7 +68,10 @@ def cosine(num_steps: int, warmup_steps: Steps = 0, final: Part = 0.0) -> Factor
 def one_cycle(
     num_steps: int, warmup_steps: MaybeSteps = None, initial: Part = 0.04, final: Part = 4e-6
 ) -> Factor:
-    """Cosine up from `initial`, cosine down to `final` (Smith and Topin, arXiv:1708.07120)."""
+    """One cycle (Smith and Topin, arXiv:1708.07120): cosine from `initial` to 1, then to `final`.
+
+    The warm-up takes 30 % of the run unless `warmup_steps` is given.
+    """
     peak = int(0.3 * num_steps) if warmup_steps is None else warmup_steps
     _check_warmup(peak)
     down = cosine(max(1, num_steps - peak), 0, final)
@@ -79,7 +87,10 @@ def one_cycle(
 def multistep(
     num_steps: int, warmup_steps: Steps = 0, milestones: list[Part] | None = None, gamma: Part = 0.1
 ) -> Factor:
-    """Times `gamma` at each milestone: a part of the run (0.5) or, from 1 on, a step (20000)."""
+    """Step decay: multiply by `gamma` at each milestone.
+
+    A milestone below 1 is a fraction of the run (0.5); from 1 on it is a step (20000).
+    """
     steps = sorted(m if m >= 1 else round(m * num_steps) for m in milestones or ())
     warm = _warm(warmup_steps, num_steps, lambda progress: 1.0)
     return lambda step: warm(step) * gamma ** bisect.bisect_right(steps, step)

@@ -1,4 +1,4 @@
-"""The setup of a task: the first gate, the ranks, and data and model before any training."""
+"""Setup of a task: the early checks, the exchange between ranks, and the data and the model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer.config.schema import Config
@@ -29,21 +30,22 @@ from trainer.draws.mode import Draws
 from trainer.engine.ema import Ema
 from trainer.engine.evaluation import Evaluator
 from trainer.engine.parts import Parts
-from trainer.engine.precision import Precision
+from trainer.engine.precision import Precision, choose_precision, is_bf16_native
 from trainer.errors import ConfigError, RunError, place_of
 from trainer.loading import uncollected
 from trainer.record import fingerprint, resume
 from trainer.record.gate import check_soon
 from trainer.schedule import Factor
-from trainer.strategy.base import Strategy, convert, find_strategy
+from trainer.strategy.base import convert, find_strategy
+from trainer.strategy.handover import Values, build_structure
 from trainer.strategy.mesh import Mesh
 from trainer.task import FUSED, Split, Task
 
-# The first gate: what config, environment and manifests can tell, before any socket or directory
+# Early checks: of config, environment and manifests, before any socket or directory is opened
 
 
 def check_layout(config: Config, world: World) -> None:
-    """Refuse what this layout cannot run. Raises ConfigError."""
+    """Raise ConfigError if this layout cannot run the configuration."""
     Precision.check(config.strategy.precision, world.device)
     kind = find_strategy(config.strategy.name)
     kind.check(config, world)
@@ -53,7 +55,10 @@ def check_layout(config: Config, world: World) -> None:
 
 
 def check_training(config: Config, world: World) -> resume.Origin:
-    """The first gate of `fit`; where the run lives and what it continues from, on rank 0."""
+    """Run the early checks of `fit`, and return the origin of the run.
+
+    It is the run directory and the checkpoint to resume from, known on rank 0 only.
+    """
     check_layout(config, world)
     check_target(config.optim, "optim", config.packages, Optimizer)
     return check_soon(config, world.launcher)
@@ -61,14 +66,17 @@ def check_training(config: Config, world: World) -> resume.Origin:
 
 @uncollected()
 def try_optimizer(config: Config) -> None:
-    """The end of the first gate: torch's optimizers check their own arguments in a second."""
+    """Last early check: build torch's optimizer, which checks its arguments, in a second."""
     if config.optim["_target_"] in FUSED:
         weights = [torch.zeros(1, requires_grad=True)]
         call_target(config.optim, "optim", config.packages, Optimizer, weights)
 
 
 def check_evaluation(config: Config, world: World, fitted: Path | None) -> resume.Origin:
-    """The first gate of `evaluate`: of `run.resume`, else of the run that was fitted, if any."""
+    """Run the early checks of `evaluate`, and return the checkpoint to read, on rank 0 only.
+
+    It is that of `run.resume`, else of the run directory `fitted`, else none.
+    """
     check_layout(config, world)
     if world.rank:
         return resume.Origin()
@@ -77,8 +85,9 @@ def check_evaluation(config: Config, world: World, fitted: Path | None) -> resum
 
 @contextmanager
 def failures_named(group: Group) -> Iterator[None]:
-    """Raise RunError, one line, where a peer or a data worker is gone or silent, or sys.exit is
-    called: a run that ends in the middle is not done, whatever its exit code.
+    """Raise RunError, one line, if a peer or data worker exits or hangs, or on sys.exit.
+
+    A run that ends before its last step is not done, even with exit code 0.
     """
     with group.peers_named(), workers_named():
         try:
@@ -91,7 +100,7 @@ def failures_named(group: Group) -> Iterator[None]:
 def agree_on_origin(
     config: Config, world: World, group: Group, origin: resume.Origin
 ) -> resume.Origin:
-    """Look for a previous attempt again, with the starters of all ranks. A collective."""
+    """Look for the previous attempt again, now with the starters of all ranks. A collective."""
     with group.agreed("finding the run directory"):
         if world.rank == 0:
             origin = resume.find_previous_attempt(config, world.launcher) or origin
@@ -100,32 +109,68 @@ def agree_on_origin(
     return origin
 
 
+def resolve_precision(
+    config: Config, world: World, group: Group, origin: resume.Origin
+) -> tuple[Config, list[str]]:
+    """Return the config with `strategy.precision=auto` resolved, and a line with the reason.
+
+    A resume keeps the precision of its run. A new run gets amp_bf16 if the devices of all ranks
+    have bf16 arithmetic, otherwise fp32. A collective.
+    """
+    if config.strategy.precision not in ("auto", config.auto_precision):
+        return config, []
+    saved: dict[str, Any] = {}
+    with group.agreed("choosing the precision"):
+        if world.rank == 0:
+            saved = resume.read_saved(config, origin)
+    kept = group.tell_all(saved.get("strategy.precision"))
+    is_native = all(map(is_bf16_native, world.devices))
+    (without,) = group.max(0 if is_native else world.rank + 1)
+    chosen: Any = kept or choose_precision(not without)
+    why = "every rank has bf16 arithmetic in hardware"
+    if kept:
+        why = "the run to resume has it"
+    elif without:
+        why = f"rank {without - 1:.0f} has no bf16 arithmetic in hardware"
+    strategy = replace(config.strategy, precision=chosen)
+    config = replace(config, strategy=strategy, auto_precision=chosen)
+    with group.agreed("checking the precision"):
+        check_layout(config, world)
+    return config, [f"strategy.precision=auto: {chosen}, because {why}"]
+
+
 def gather_starters(world: World, group: Group) -> World:
-    """This rank's world, on rank 0 with the starters of all ranks. A collective."""
+    """Return this rank's world, on rank 0 with the starters of all ranks. A collective."""
     lines = group.collect_text(" ".join(world.launcher.starters))
     starters = tuple(dict.fromkeys(" ".join(lines).split()))
     return replace(world, launcher=replace(world.launcher, starters=starters))
 
 
 class Setup:
-    """Data and model of a task, built alike on every rank before anything is trained."""
+    """Data and model of a task, built identically on every rank before training."""
 
     step = 0
 
-    def __init__(self, task: Task, ranks: Ranks, splits: Sequence[Split]):
-        """Raises ConfigError for what a task's methods return wrongly. A collective."""
+    def __init__(
+        self, task: Task, ranks: Ranks, splits: Sequence[Split], notes: Sequence[str] = ()
+    ):
+        """Raise ConfigError if a hook of the task returns an invalid object. A collective.
+
+        `notes` are lines that the start shows.
+        """
         config = task.config
         world = task.world
         precision = Precision(config.strategy.precision, world.device)
         to_model = partial(convert, precision, config.strategy.channels_last)
         self.config = config
         self.world = world
+        self.notes = notes
         kind = find_strategy(config.strategy.name)
         self.threads = kind.set_threads(world)
         self._cut = kind.cut(config)
         self.datasets: dict[str, Any] = {}
         self._metrics: dict[str, Any] = {}
-        self._mesh = Mesh.replicated(world)
+        self._mesh = Mesh.of(config.strategy.mesh, world)
         seed = config.run.seed
         methods = (task.split_batch, task.augment, to_model)
         draws = Draws(seed, world.device, kind.draws_by_example(config, world))
@@ -134,14 +179,25 @@ class Setup:
         with ranks.group.agreed("building data and model"):
             for split in splits:
                 self._open_data(task, split)
-            strategy = _build_model(task, precision)
+            model = make_model(task, kind.builds_on_rank_0 and world.rank > 0)
             ranks.end_child()
+        if kind.builds_on_rank_0:
+            model = _build_in_turns(task, ranks.group, model)
+        with ranks.group.agreed("dividing the model"):
+            assert model is not None
+            blocks = list_blocks(task, model)
+            strategy = kind.build(config, world, precision, model.train(), blocks)
         self.parts = Parts(config, task, strategy, precision, draws, ranks)
         ranks.group.check_equal(fingerprint.of_built(self.datasets, self.model))
 
     @property
     def model(self) -> nn.Module:
         return self.parts.strategy.module
+
+    @property
+    def is_cut_fixed(self) -> bool:
+        """Return True if the micro-batches have the same rows in every layout."""
+        return self._cut.is_fixed
 
     def _open_data(self, task: Task, split: Split) -> None:
         data: Any = task.build_dataset(split)
@@ -155,12 +211,14 @@ class Setup:
             self._metrics = {name: metric.to(device) for name, metric in metrics.items()}
 
     def open_batches(self) -> Batches:
+        """Return the training data as local batches."""
         data = self.datasets["train"]
         mesh = self._mesh
         numbers = (mesh.data_rank, mesh.data_size)
         return Batches(data, self.config, self._cut, *numbers, self._prepare, self.parts.ranks)
 
     def open_evaluator(self, ema: Ema | None, wants_stop: Callable[[], bool]) -> Evaluator:
+        """Return the evaluator of the eval split, which may be missing."""
         batches: EvalBatches | None = None
         if (data := self.datasets.get("eval")) is not None:
             numbers = (self._mesh.data_rank, self._mesh.data_size)
@@ -168,18 +226,55 @@ class Setup:
         return Evaluator(self.parts, batches, self._metrics, ema, wants_stop)
 
 
-def _build_model(task: Task, precision: Precision) -> Strategy:
+def make_model(task: Task, is_structure_enough: bool) -> nn.Module | None:
+    """Build and check the task's model; without values where these come from rank 0.
+
+    Returns None if it cannot be built without values.
+    """
     torch.manual_seed(task.config.run.seed)
-    model = task.build_model()
+    model = build_structure(task.build_model) if is_structure_enough else task.build_model()
     if not isinstance(model, nn.Module):
-        given = f"a {type(model).__name__}"
-        raise ConfigError(f"build_model returned {given}: must be a torch.nn.Module")
-    kind = find_strategy(task.config.strategy.name)
-    return kind.build(task.config, task.world, precision, model.train())
+        if is_structure_enough:
+            return None
+        returned = f"a {type(model).__name__}"
+        raise ConfigError(f"build_model returned {returned}: must be a torch.nn.Module")
+    if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
+        must = "must be the model without a wrapper; the strategy wraps it"
+        raise ConfigError(f"build_model returned a {type(model).__name__}: {must}")
+    return model
+
+
+def _build_in_turns(task: Task, group: Group, model: nn.Module | None) -> nn.Module | None:
+    """Build the model with values where it could not be built without, a rank of a node at a time.
+
+    Returns its structure only. A collective.
+    """
+    world = task.world
+    (missing,) = group.max(float(model is None))
+    if not missing:
+        return model
+    for turn in range(world.local_world_size):
+        with group.agreed("building the model"):
+            if model is None and turn == world.local_rank:
+                model = make_model(task, False)
+                assert model is not None
+                Values(model, world, torch.float32)  # drops the values
+    return model
+
+
+def list_blocks(task: Task, model: nn.Module) -> list[nn.Module]:
+    """Return the task's blocks. Raise ConfigError unless they are different parts of the model."""
+    blocks = task.blocks(model)
+    parts = set(model.modules())
+    if not isinstance(blocks, list) or any(block not in parts for block in blocks):
+        raise ConfigError("blocks(model): must return a list of modules of the model")
+    if len(set(blocks)) < len(blocks) or model in blocks:
+        raise ConfigError("blocks(model): must not name a module twice, or the model itself")
+    return blocks
 
 
 def build_schedule(task: Task, num_steps: int) -> Factor:
-    """The task's schedule. Raises ConfigError unless it gives finite numbers."""
+    """Return the task's schedule. Raise ConfigError unless its factors are finite numbers."""
     schedule = task.build_schedule(num_steps)
     is_configured = type(task).build_schedule is Task.build_schedule
     target = f"schedule ({task.config.schedule['_target_']})"
@@ -187,7 +282,7 @@ def build_schedule(task: Task, num_steps: int) -> Factor:
     try:
         ends = [float(schedule(step)) for step in (0, num_steps - 1)]
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name}: must give factor(step), a number: {error}") from None
+        raise ConfigError(f"{name}: must return factor(step), a number: {error}") from None
     if not all(map(math.isfinite, ends)):
-        raise ConfigError(f"{name}: gives the factors {ends}: must be finite")
+        raise ConfigError(f"{name}: returned the factors {ends}: must be finite")
     return schedule

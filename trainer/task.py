@@ -1,8 +1,21 @@
-"""The task: the methods that a user writes, and those that may be replaced."""
+"""`Task`: the hooks of a user's class, those it must define and those it may override.
+
+Vocabulary: a step trains on one global batch. Each rank gets a local batch, a part of the global
+batch, and splits it into micro-batches. Every hook runs on every rank and must not depend on the
+rank. `python -m trainer.verify task=<name>` checks that.
+
+For each micro-batch the framework calls
+
+    inputs, targets = task.split_batch(batch)       # tensors, batch-first, on the device
+    inputs, targets = task.augment(inputs, targets, random, train)
+    outputs = model(inputs)                         # *inputs for a tuple, **inputs for a dict
+    values = task.loss(outputs, targets)            # one value per example, or more
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import nn
@@ -11,7 +24,7 @@ from torch.utils.data import Dataset
 
 from trainer.config.schema import Config
 from trainer.config.targets import call_target
-from trainer.config.typed import build
+from trainer.config.typed import build, defaults_of, unknown
 from trainer.data.batches import LocalBatch
 from trainer.data.randomness import Random
 from trainer.distributed.world import World
@@ -25,66 +38,147 @@ FUSED = ("torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW")  # on CPU a
 
 
 class Task:
-    """The subject of a run; `Trainer` adds `fit` and `evaluate`, and is what a task derives from.
+    """Hooks and configuration of a task. Derive from `Trainer`, which adds `fit` and `evaluate`.
 
-    A dataclass named `Options` in the class types `task.options`: typos there are refused too.
+    Set `Options` to a dataclass to check the types of `task.options` and to refuse unknown names:
+
+        class Spiral(Trainer):
+            @dataclass
+            class Options:
+                width: int
+
+    `self.options` is then an instance of it, else the plain mapping. `self.config` is the whole
+    configuration, and `self.world` describes this rank, the world size and the device.
     """
 
     Options: type | None = None
 
     def __init__(self, config: Config, world: World | None = None):
-        found = world or World.from_environment()
+        world = world or World.from_environment()
         strategy = find_strategy(config.strategy.name)
         self.config = config
-        self.world = found.with_devices(strategy.find_devices(config.strategy, found))
-        given = config.task.options
-        self.options: Any = build(self.Options, given, "task.options.") if self.Options else given
+        self.world = world.with_devices(strategy.find_devices(config.strategy, world))
+        values = config.task.options
+        if self.Options is None and config.unlisted:
+            listed = [name for name in values if name not in config.unlisted]
+            raise unknown("task.options.", config.unlisted[0], listed)
+        self.options: Any = build(self.Options, values, "task.options.") if self.Options else values
+        if self.Options and (defaults := defaults_of(self.options, values)):
+            task = replace(config.task, options={**values, **defaults})
+            self.config = replace(config, task=task)  # saved with the run
 
-    # A task writes these ------------------------------------------------------------------------
+    # A task must define these -------------------------------------------------------------------
 
     def build_model(self) -> nn.Module:
-        """Build the model on the CPU; the generators are seeded with `run.seed` before the call."""
+        """Return the model, on the CPU and without a wrapper such as DDP.
+
+        Called after `build_dataset`. torch's generators are seeded with `run.seed` before the
+        call, so every rank initialises the same weights. The framework then converts the model to
+        the dtype of the run, moves it to the device and wraps it. With
+        `strategy.devices_per_rank` above 1 the model places its parts itself. It needs at least
+        one trainable parameter.
+        """
         raise _unwritten(self, "build_model()")
 
     def build_dataset(self, split: Split) -> Dataset | None:
-        """A map-style dataset; None for "eval" if there is nothing to evaluate on."""
+        """Return a map-style dataset (`__len__`, `__getitem__`) for "train" or "eval".
+
+        Called once per split, before `build_model`. Return None for "eval" to train without
+        evaluation. The framework shuffles, shards and batches: return all examples on every rank,
+        in the same order. A `ResidentDataset` or `TensorDataset` is kept on the device. Any other
+        dataset is read through `DataLoader` with `data.workers` processes; `random`, `numpy` and
+        `torch` are seeded per example, so random transforms are reproducible.
+        """
         raise _unwritten(self, "build_dataset(split)")
 
     def loss(self, outputs: Any, targets: Any) -> Values:
-        """Values (batch, ...), or (values, weights) of equal shape; never a mean over the batch."""
+        """Return the loss of each example, never a mean over the batch.
+
+        Called for each micro-batch, in training and in evaluation, under autocast where the
+        precision uses it. `outputs` is what the model returned, `targets` comes from `augment`.
+        Return a tensor of shape (batch, ...), or a pair (values, weights) of that shape where
+        weights require no gradient; return the same form in every call. The framework computes
+        sum(values * weights) / sum(weights) over the global batch. Without weights each value
+        counts 1, and the number of values per example must be constant.
+
+            return F.cross_entropy(outputs, targets, reduction="none")
+
+        For sequences with padding, return (values, is_token): padding then has weight 0.
+        """
         raise _unwritten(self, "loss(outputs, targets)")
 
-    # A task may replace these -------------------------------------------------------------------
+    # A task may override these ------------------------------------------------------------------
 
     def metrics(self, outputs: Any, targets: Any) -> dict[str, Values]:
-        """More values to average in evaluation, by name, in the form that `loss` returns."""
+        """Return further values to average in evaluation, by name, in the form that `loss` returns.
+
+        Called for each micro-batch of an evaluation, without gradients and with the model in eval
+        mode. It may see rows of padding, whose values are cut off afterwards. Each mean over the
+        eval split is logged as `eval/<name>`; the name "loss" is taken.
+
+            return {"accuracy": (outputs.argmax(1) == targets).float()}
+        """
         return {}
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
-        """Functions of the means of an evaluation, {"perplexity": exp(means["loss"])}."""
+        """Return scores computed from the means of an evaluation, logged as `eval/<name>`.
+
+        Called once per evaluation. `means` holds "loss", the means of `metrics`, and the results
+        of `build_metrics`, over all ranks.
+
+            return {"perplexity": math.exp(means["loss"])}
+        """
         return {}
 
     def build_metrics(self, split: Split) -> dict[str, Any]:
-        """torchmetrics by name, for what is no mean: fed without padding, over all ranks."""
+        """Return torchmetrics by name, for scores that are no mean over examples, such as AUROC.
+
+        Called once, for the split "eval" only. The framework moves each metric to the device and
+        calls `update(outputs, targets)` without padding rows, `compute()` and `reset()`. The
+        metric itself synchronises over the ranks. `compute()` must return a scalar, which is
+        logged as `eval/<name>`.
+        """
         return {}
 
     def augment(self, inputs: Any, targets: Any, random: Random, train: bool) -> tuple[Any, Any]:
-        """Change a micro-batch on the device, in training and in evaluation."""
+        """Return (inputs, targets) after augmentation and preprocessing, on the device.
+
+        Called for each micro-batch, with `train` False in evaluation. Draw only from `random`: its
+        rows are keyed by (seed, split, name, epoch, example), so they depend neither on the rank
+        nor on the size of the micro-batch. Other generators would make the run depend on its
+        layout.
+
+            noise = random.normal("noise", 3)       # (batch, 3)
+            return (inputs + 0.1 * noise if train else inputs), targets
+        """
         return inputs, targets
 
     def split_batch(self, batch: Any) -> tuple[Any, Any]:
-        """(inputs, targets) from what the dataset gives."""
+        """Return (inputs, targets) from a micro-batch of the dataset.
+
+        `batch` holds batch-first tensors on the device: the tuple of a `TensorDataset`, else the
+        result of torch's `default_collate`. The default expects a pair. Override it for datasets
+        that return dicts, or derive the targets from the inputs:
+
+            return batch["image"], batch["label"]
+
+        Raises ConfigError unless `batch` is a pair.
+        """
         is_sequence = isinstance(batch, (tuple, list))
         if is_sequence and len(batch) == 2:
             return batch[0], batch[1]
-        given = f"{len(batch)} parts" if is_sequence else f"a {type(batch).__name__}"
-        must = "must be (inputs, targets), or replace Trainer.split_batch"
-        raise ConfigError(f"the dataset gives {given}: {must}")
+        returned = f"{len(batch)} parts" if is_sequence else f"a {type(batch).__name__}"
+        must = "must be (inputs, targets); otherwise override split_batch"
+        raise ConfigError(f"the dataset returned {returned}: {must}")
 
     def build_optimizer(self, model: nn.Module) -> Optimizer | list[Optimizer]:
-        """Build the optimizer of the `optim` group, fused where torch can.
+        """Return an optimizer, or a list of them, for the model.
 
-        Several optimizers all step at every step.
+        Called once, after the model is on its device. `model` is what `build_model` returned,
+        without a wrapper. The default builds `optim._target_` on all trainable parameters, fused
+        where torch supports it. The learning rate of each parameter group is its base rate:
+        `build_schedule` scales it. `update` steps all optimizers, unless you pass it a list of
+        some.
         """
         parameters = [p for p in model.parameters() if p.requires_grad]
         spec = self.config.optim
@@ -93,17 +187,41 @@ class Task:
         return call_target(spec, "optim", packages, Optimizer, parameters, **fused)
 
     def build_schedule(self, num_steps: int) -> Callable[[int], float]:
-        """The factor on every group's rate, for the update made at 0-based step."""
+        """Return `factor(step)`, which multiplies the base rate of every parameter group.
+
+        `num_steps` is the length of the run in optimizer steps, `step` counts from 0. The factor
+        must be finite and a pure function of the step: checkpoints hold no schedule state. The
+        default builds the `schedule` group.
+
+            return lambda step: 1 - step / num_steps
+        """
         return call_target(self.config.schedule, "schedule", self.config.packages, None, num_steps)
 
-    def train_step(self, batch: LocalBatch) -> Outcome:
-        """Train on this rank's rows of a global batch, alike on every rank.
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """Return the modules that make up most of the model, such as the layers of a transformer.
 
-        One `return self.update(batch)`, or the sum of several updates.
+        They are the units that `strategy=fsdp` gathers one at a time, that
+        `strategy.recompute=blocks` computes again in backward, and that are compiled separately.
+        The rest of the model is one unit more.
+
+            return list(model.layers)
+        """
+        return []
+
+    def train_step(self, batch: LocalBatch) -> Outcome:
+        """Train on one global batch and return the outcome. The default is `self.update(batch)`.
+
+        `batch` is the local batch: iterating it yields (inputs, targets) per micro-batch.
+        `update` is a collective: make the same calls in the same order on every rank. Return the
+        outcome of one update, or the sum of several:
+
+            critic, generator = self.optimizers
+            outcome = self.update(batch, self.critic_loss, [critic], "critic")
+            return outcome + self.update(batch, self.generator_loss, [generator], "generator")
         """
         raise NotImplementedError
 
 
 def _unwritten(task: Task, method: str) -> ConfigError:
     name = task.config.task.trainer
-    return ConfigError(f"task.trainer={name}: has no {method}; a task writes it")
+    return ConfigError(f"task.trainer={name}: has no {method}; define it in the class")

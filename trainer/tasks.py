@@ -1,6 +1,6 @@
-"""The built-in tasks, importable as `trainer.tasks.<name>` from a checkout and from a wheel alike.
+"""The built-in tasks, importable as `trainer.tasks.<name>` from a checkout and from a wheel.
 
-A folder called `tasks` in the working directory would shadow a top-level package of that name.
+They are not a top-level package `tasks`: a user's folder of that name would shadow it.
 """
 
 from trainer.config import HOME

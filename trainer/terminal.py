@@ -1,4 +1,4 @@
-"""The terminal of a process: it may go away, and what goes on behind it does not end with it."""
+"""Standard streams that survive a closed terminal, so that a background run continues."""
 
 import io
 import os
@@ -6,16 +6,16 @@ import select
 import sys
 from typing import Any
 
-WAIT_S = 5.0  # for a reader that is slower than a pipe is large
+WAIT_S = 5.0  # for the slow reader of a full pipe
 
 
 class _Lasting(io.FileIO):
-    """A stream that drops what cannot be written: its reader is gone, or its disk is full."""
+    """Stream that drops output it cannot write: its reader has exited, or its disk is full."""
 
     def write(self, data: Any) -> int:
         try:
             written = super().write(data)
-            if written is None:  # a pipe that does not block, and is full
+            if written is None:  # a non-blocking pipe that is full
                 select.select([], [self], [], WAIT_S)
                 written = super().write(data)
         except OSError:
@@ -24,15 +24,15 @@ class _Lasting(io.FileIO):
 
 
 def outlive_terminal() -> None:
-    """Have no error of standard output end this process; closed ones become /dev/null.
+    """Ignore write errors of standard output and error, and open closed streams on /dev/null.
 
-    Left closed, their numbers would be those of the next files that are opened.
+    Otherwise the next files to be opened would get the descriptors of the closed streams.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor is `number`
             os.set_inheritable(descriptor, True)
             mode = "r" if number == 0 else "w"
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
@@ -45,7 +45,7 @@ def outlive_terminal() -> None:
 
 
 def _is_on(stream: Any, number: int) -> bool:
-    """Is it Python's own stream of a descriptor, and not what a program put in its place?"""
+    """Return True for Python's own stream of a descriptor, False for a program's replacement."""
     try:
         return isinstance(stream, io.TextIOWrapper) and stream.fileno() == number
     except (OSError, ValueError):

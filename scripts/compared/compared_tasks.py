@@ -18,7 +18,7 @@ NUM_EXAMPLES = {"train": 203, "eval": 101}
 
 
 def make_points(split):
-    """Points of 4 numbers, and the one of 3 classes that each belongs to."""
+    """Return points of 4 numbers, and the class of each, one of 3."""
     generator = torch.Generator().manual_seed(int(split == "train"))
     inputs = torch.randn(NUM_EXAMPLES[split], 4, generator=generator)
     targets = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0).long()

@@ -1,4 +1,4 @@
-"""SIGKILL and errors at the system calls of one save and prune, by strace on a forked child."""
+"""SIGKILL and errors at the system calls of one save and prune, injected by strace."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from faults.common import (
     words_of,
 )
 
-# Calls that no file sees: to die there is to die between two others. Their number varies with the
-# allocator.
+# Calls that change no file: dying there equals dying between two others. Their number depends on
+# the allocator.
 _UNSEEN = {
     "mmap",
     "munmap",
@@ -58,12 +58,12 @@ RETRIED = (
     "openat",
     "write",
     "fsync",
-)  # Python tries these again after EINTR, but no openat of a directory listing
+)  # Python retries these after EINTR, except the openat of a directory listing
 
 
 @dataclass(frozen=True)
 class Point:
-    """The `at`-th call of that name in the save of a step over what stands in `template`."""
+    """The `at`-th system call named `call` while a step is saved over the files of `template`."""
 
     template: Path
     shape: Shape
@@ -87,7 +87,7 @@ def _save_and_prune(root: Path, shape: Shape, step: int, announced: Path) -> Non
 
 
 def _template(base: Path, shape: Shape) -> Path:
-    """Checkpoints up to step `num_older`, to be copied for each case."""
+    """Write checkpoints up to step `num_older`, to be copied for each case."""
     made = base / f"template-{shape.num_parts}-{shape.size}-{shape.num_older}"
     for step in range(1, shape.num_older + 1):
         shape.save(made, step)
@@ -95,12 +95,12 @@ def _template(base: Path, shape: Shape) -> Path:
 
 
 def _calls(base: Path, template: Path, shape: Shape) -> list[Point]:
-    """Each system call of one save and prune, as strace counts them."""
+    """Return each system call of one save and prune, as strace counts them."""
     log, step = base / "log", shape.num_older + 1
     for is_counted in (
         False,
         True,
-    ):  # first here: what is imported or cached at the first time is no part of it
+    ):  # first in this process: imports and caches of a first save are not counted
         root = base / f"counted-{is_counted}"
         shutil.copytree(template, root)
 
@@ -137,7 +137,7 @@ def _shapes(seed: int) -> Iterator[Shape]:
 
 
 def _points(base: Path, at_least: int, seed: int) -> list[Point]:
-    """All calls of as many shapes of a save as give `at_least` points."""
+    """Return all calls of as many shapes of a save as give `at_least` points."""
     found: list[Point] = []
     for number, shape in enumerate(_shapes(seed)):
         place = base / str(number)
@@ -149,7 +149,7 @@ def _points(base: Path, at_least: int, seed: int) -> list[Point]:
 
 
 def kill(amount: int, seed: int) -> Row:
-    """SIGKILL before each system call: what was announced is there, and nothing is mixed."""
+    """Kill a save before one system call: an announced checkpoint exists, and nothing is mixed."""
     row = Row("SIGKILL at a system call of a save", amount, skipped=without_strace())
     if row.skipped:
         return row
@@ -157,26 +157,27 @@ def kill(amount: int, seed: int) -> Row:
     with folder() as base:
         for point in random_of(seed).sample(_points(base, amount, seed), amount):
             row.note(str(point), _one(point, ends))
-    row.detail = f"newest was the old one {ends['old']} times, the new one {ends['new']}"
+    row.detail = f"the newest checkpoint was the old one {ends['old']} times"
+    row.detail += f" and the new one {ends['new']} times"
     return row
 
 
 def _one(point: Point, ends: Counter[str]) -> str | None:
     with _attempt(point, "signal=KILL") as (root, code, said, announced):
         if code != -9:
-            return f"ended with code {code}, not by the signal: {said}"
+            return f"exited with code {code}, not by the signal: {said}"
         return _judge(root, point.shape, announced, ends)
 
 
 @contextmanager
 def _attempt(point: Point, what: str) -> Iterator[tuple[Path, int, str, int | None]]:
-    """Save the next step with `what` injected at the point: (root, exit code, what was raised,
-    the step announced)."""
+    """Save the next step with `what` injected at the point; yield (root, exit code, error text,
+    announced step)."""
     place, step = point.template.parent, point.shape.num_older + 1
     root, told = (
         place / "root",
         place / "announced",
-    )  # as deep as where the calls were counted: paths are resolved
+    )  # as deep as in the counted run, because resolving a path makes calls per folder
     shutil.copytree(point.template, root)
     try:
         code, said = traced(
@@ -194,8 +195,8 @@ def _attempt(point: Point, what: str) -> Iterator[tuple[Path, int, str, int | No
 
 
 def _judge(root: Path, shape: Shape, announced: int | None, ends: Counter[str]) -> str | None:
-    """What load_newest gives is what was announced, or the old one or the new one, with its own
-    content."""
+    """Return a problem unless load_newest gives the announced step (else the old or the new one)
+    with its own content."""
     old = shape.num_older
     loaded, skipped = checkpoint.load_newest(root)
     try:
@@ -206,17 +207,16 @@ def _judge(root: Path, shape: Shape, announced: int | None, ends: Counter[str]) 
         return str(error)
     ends["new" if step == old + 1 else "old"] += 1
     if skipped:
-        return f"looks like a checkpoint and is none: {skipped}"
+        return f"a checkpoint is invalid: {skipped}"
     allowed = (old, old + 1) if announced is None else (announced,)
-    return None if step in allowed else f"step {step} was found, allowed is {allowed}"
+    return None if step in allowed else f"step {step} was found, allowed are {allowed}"
 
 
 # Errors -------------------------------------------------------------------------------------------
 
 
 def fail(amount: int, seed: int) -> Row:
-    """ENOSPC, EIO, EROFS and EINTR from the system call itself, so that Python's own retry is
-    exercised."""
+    """Inject ENOSPC, EIO, EROFS or EINTR at a system call, so that Python's own retry is tested."""
     row = Row("error from a system call of a save", amount, skipped=without_strace())
     if row.skipped:
         return row
@@ -227,7 +227,7 @@ def fail(amount: int, seed: int) -> Row:
             [(p, e) for p in points for e in ERRORS], amount
         ):
             row.note(f"{error} at {point}", _one_error(point, error, ends))
-    row.detail = f"{ends['success']} went through, {ends['OSError']} ended in an OSError"
+    row.detail = f"{ends['success']} saves went through, {ends['OSError']} ended in an OSError"
     return row
 
 
@@ -235,9 +235,9 @@ def _one_error(point: Point, error: str, ends: Counter[str]) -> str | None:
     with _attempt(point, f"error={error}") as (root, code, said, announced):
         ends["success" if code == 0 else "OSError"] += 1
         if code not in (0, 1) or (code == 1 and "Traceback" in said):
-            return f"ended with code {code}, by no OSError: {said}"
+            return f"exited with code {code}, without an OSError: {said}"
         if error == "EINTR" and code and point.call in RETRIED and not point.is_listing:
-            return f"EINTR was not tried again: {said}"
+            return f"not retried after EINTR: {said}"
         if left := [path.name for path in root.glob(".staging-*")]:
             return f"left {left[0]}"
         return _judge(root, point.shape, announced, Counter())
@@ -254,9 +254,9 @@ SAVES = (
 
 
 def command(amount: int, seed: int) -> Row:
-    """The same through `python -m trainer`: one error line, exit code 1, the previous
-    checkpoint intact."""
-    row = Row("error in a save of the whole command", amount, skipped=without_strace())
+    """Inject an error into a save of `python -m trainer`: one error line, exit code 1, and the
+    previous checkpoint intact."""
+    row = Row("the same error in a save of the whole command", amount, skipped=without_strace())
     if row.skipped:
         return row
     chance = random_of(seed)
@@ -291,8 +291,8 @@ def _strace(place: Path, options: list[str], log: Path) -> subprocess.CompletedP
 
 
 def _of_saves(log: str) -> list[tuple[str, int]]:
-    """(call, how manieth of the first thread) of the calls in saves after the first; what
-    prunes may not fail."""
+    """Return (call, number of that call in the first thread) for the calls in saves after the
+    first; calls of a prune are left out."""
     counts: Counter[str] = Counter()
     main, found, num_saves = log.split(maxsplit=1)[0], [], 0
     for line in log.splitlines():

@@ -1,5 +1,5 @@
-"""What the rows share: a row's outcome, content that tells its step, and strace attached to a
-forked child."""
+"""Shared parts of the rows: the outcome of a row, checkpoint content that identifies its step, and
+strace attached to a forked child."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.internals import checkpoint, packing
+from harness.internals import checkpoint
+from harness.stored import content_of, save
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
+from trainer.errors import RunError
+from trainer.strategy.shards import Shard
+
 REPOSITORY = Path(__file__).resolve().parents[2]
-CPU = torch.device("cpu")
 FACTS: dict[str, Any] = {"metrics": {"eval/loss": None}, "config": {"run.seed": 3}}
 
 
@@ -46,7 +49,7 @@ class Row:
         return not self.failures and (bool(self.skipped) or self.passed == self.asked)
 
     def note(self, case: str, problem: str | None) -> None:
-        """One case: passed where there is no problem."""
+        """Count one case: passed if `problem` is None, else failed."""
         if problem is None:
             self.passed += 1
         else:
@@ -64,49 +67,51 @@ def folder() -> Iterator[Path]:
 
 
 def random_of(seed: int) -> random.Random:
-    return random.Random(seed)  # noqa: S311  # cases are drawn, no secret
+    return random.Random(seed)  # noqa: S311  # draws cases, not secrets
 
 
-# Checkpoints whose content tells what was saved ---------------------------------------------------
+# Checkpoints whose content identifies the save ----------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What one save consists of."""
+    """Number of ranks that write a part of one save, numbers in a part, and older checkpoints."""
 
     num_parts: int
     size: int
     num_older: int = 1
 
-    def parts(self, step: int) -> dict[str, Any]:
-        names = ["model.pt", "training.pt", *(f"part-{n}.pt" for n in range(2, self.num_parts))][
-            : self.num_parts
-        ]
-        return {
-            name: {
-                "weight": torch.arange(self.size, dtype=torch.float32) * step + n,
-                "seen": [step, n, None],
-            }
-            for n, name in enumerate(names)
-        }
+    def content(self, step: int) -> dict[str, Any]:
+        weight = torch.arange(self.num_parts * self.size, dtype=torch.float32) * step
+        training = {"seen": [step, None]}
+        return {"model": {"weight": weight}, "optimizer": {}, "ema": {}, "training": training}
 
     def save(self, root: Path, step: int) -> Path:
-        return checkpoint.save(root, step, packing.packed(self.parts(step)), FACTS)
+        """Save as the ranks of a run do. Raises OSError for an error of the disk."""
+        content = self.content(step)
+        whole = content["model"]["weight"]
+        parts = []
+        for first in range(0, len(whole), self.size):
+            part = whole[first : first + self.size].clone()
+            parts.append({"model": {"weight": Shard(part, tuple(whole.shape), (first,), True)}})
+        try:
+            return save(root, step, parts, content["training"], FACTS)
+        except RunError as error:
+            raise OSError(str(error)) from None
 
     def step_of(self, loaded: checkpoint.Loaded | None) -> int | None:
-        """Its step; raises AssertionError for anything but exactly what was saved for it."""
+        """Return the step; raise AssertionError unless the content is exactly what was saved."""
         if loaded is None:
             return None
         step = loaded.manifest["step"]
-        found = {name: packing.unpack(data, CPU) for name, data in loaded.files.items()}
-        assert same(found, self.parts(step)), (
-            f"step {step} is mixed: it holds what was not saved for it"
+        assert same(content_of(loaded), self.content(step)), (
+            f"step {step} is mixed: it has content that was not saved for it"
         )
         return step
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal to the bit, types and structure included."""
+    """Return True if both are equal bit for bit, including types and structure."""
     (ours, shape), (theirs, other_shape) = tree_flatten(one), tree_flatten(other)
     return shape == other_shape and all(_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -128,7 +133,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def without_strace() -> str:
-    """Why strace cannot be used here; empty where it can."""
+    """Return the reason why strace cannot be used here; "" if it can."""
     if shutil.which("strace") is None and os.geteuid() == 0 and (apt := shutil.which("apt-get")):
         with suppress(OSError, subprocess.SubprocessError):
             subprocess.run(
@@ -144,10 +149,10 @@ def without_strace() -> str:
 
 
 def traced(body: Callable[[], None], options: list[str], log: str) -> tuple[int, str]:
-    """Run `body` in a forked child with strace attached: (its exit code, negative for a signal;
-    what it raised).
+    """Run `body` in a forked child with strace attached; return (exit code, error text).
 
-    The child has torch loaded already, and waits for a byte until strace is there.
+    A negative exit code is a signal. The child has torch loaded, and waits for a byte until
+    strace is attached.
     """
     (go, start), (told, tell) = os.pipe(), os.pipe()
     pid = os.fork()
@@ -177,7 +182,7 @@ def traced(body: Callable[[], None], options: list[str], log: str) -> tuple[int,
 def _child(body: Callable[[], None], go: int, tell: int, others: tuple[int, int]) -> None:
     for descriptor in others:
         os.close(descriptor)
-    select.select([go], [], [])  # and no read: how often that is called is counted
+    select.select([go], [], [])  # not os.read, because calls of read are counted
     try:
         body()
     except BaseException as error:
@@ -198,7 +203,7 @@ def words_of(
     restarts: int = 0,
     module: str = "trainer",
 ) -> list[str]:
-    """The command of a run; under torchrun where `ranks` are given."""
+    """Return the command of a run; under torchrun if `ranks` is given."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     launcher = [*torchrun, f"--max_restarts={restarts}"] if ranks else []
     dirs = [
@@ -212,7 +217,7 @@ def words_of(
 
 
 def wait_for(condition: Callable[[], Any], limit_s: float, every_s: float = 0.005) -> Any:
-    """What `condition` gives once it is true; None after `limit_s`."""
+    """Return the value of `condition` once it is true; None after `limit_s`."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         if found := condition():
@@ -226,8 +231,8 @@ def errors_in(text: str) -> list[str]:
 
 
 def state_of(directory: Path) -> Mapping[str, Any]:
-    """Everything that a run left: the newest checkpoint's content and metrics.jsonl without
-    speeds and ledger."""
+    """Return the content of a run's newest checkpoint, and its metrics.jsonl without speeds and
+    ledger."""
     import json
 
     loaded, skipped = checkpoint.load_newest(directory / "checkpoints")
@@ -238,12 +243,11 @@ def state_of(directory: Path) -> Mapping[str, Any]:
         for line in lines
         if "ledger" not in line
     ]
-    parts = {name: packing.unpack(data, CPU) for name, data in loaded.files.items()}
-    return {"step": loaded.manifest["step"], "record": record, **parts}
+    return {"step": loaded.manifest["step"], "record": record, **content_of(loaded)}
 
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    """What differs, and of it the first value that does."""
+    """Return the parts that differ and the first value that differs; None if all are equal."""
     unlike = [name for name in {**ours, **theirs} if not same(ours.get(name), theirs.get(name))]
     if not unlike:
         return None
@@ -251,7 +255,7 @@ def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None
     where = next(
         (path for path in {**one, **other} if not same(one.get(path), other.get(path))), ()
     )
-    first = f"{keystr(where)} is {_short(one.get(where))}, was {_short(other.get(where))}"
+    first = f"{keystr(where)} is {_short(one.get(where))}, not {_short(other.get(where))}"
     return f"{', '.join(unlike)} differ from the undisturbed run: {first}"
 
 

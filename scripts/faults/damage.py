@@ -1,5 +1,5 @@
-"""Damage to what was saved: each case is noticed before a tensor is made of it, and the newest
-valid one is found."""
+"""Damaged checkpoints: each is noticed before a tensor is built from it, and the newest valid
+checkpoint is found."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from faults.common import Row, Shape, folder, random_of
 from trainer.errors import CheckpointError
 
 SHAPE, NEWEST, PAGE = Shape(2, 6000), 3, 4096
-FILES = ("model.pt", "training.pt", checkpoint.MANIFEST)
+SHARDS = ("model-r00000.safetensors", "model-r00001.safetensors")
+FILES = (*SHARDS, "training.pt", "tensors.json", checkpoint.MANIFEST)
 
 
 def _any(path: Path, chance: random.Random) -> Path:
@@ -60,14 +61,16 @@ def _remove(path: Path, chance: random.Random) -> None:
 
 
 def _swap(path: Path, chance: random.Random) -> None:
-    one, other, between = path / "model.pt", path / "training.pt", path / "between"
+    one, other = (path / name for name in chance.sample(FILES[:-1], 2))
+    between = path / "between"
     one.rename(between)
     other.rename(one)
     between.rename(other)
 
 
 def _from_another_step(path: Path, chance: random.Random) -> None:
-    shutil.copy(path.with_name("step-00000001") / (name := chance.choice(FILES)), path / name)
+    name = chance.choice([name for name in FILES if name != "tensors.json"])  # alike in each step
+    shutil.copy(path.with_name("step-00000001") / name, path / name)
 
 
 def _empty(path: Path, chance: random.Random) -> None:
@@ -82,7 +85,7 @@ def _link(path: Path, chance: random.Random) -> None:
 
 
 def _edit(path: Path, chance: random.Random) -> None:
-    """A manifest that says something else, under its old SHA-256."""
+    """Change a value of the manifest and keep its old SHA-256."""
     manifest = json.loads((path / checkpoint.MANIFEST).read_text())
     key = chance.choice(["step", "format", "metrics", "config", "files", "sha256", "more"])
     others: dict[str, Any] = {
@@ -97,11 +100,11 @@ def _edit(path: Path, chance: random.Random) -> None:
 
 
 def _refit(path: Path, chance: random.Random) -> None:
-    """A manifest with its own SHA-256 made right again, whose sizes, digests or names of files
-    are wrong."""
+    """Make sizes, digests or names of files in the manifest wrong, and recompute its own
+    SHA-256."""
     manifest = json.loads((path / checkpoint.MANIFEST).read_text())
     del manifest["sha256"]
-    files, name = manifest["files"], chance.choice(FILES[:2])
+    files, name = manifest["files"], chance.choice(FILES[:-1])
     kind = chance.choice(["bytes", "sha256", "exchanged", "more"])
     if kind == "bytes":
         files[name]["bytes"] += chance.choice([-1, 1, PAGE])
@@ -109,7 +112,8 @@ def _refit(path: Path, chance: random.Random) -> None:
         digest = files[name]["sha256"]
         files[name]["sha256"] = digest[1:] + ("0" if digest[0] != "0" else "1")
     elif kind == "exchanged":
-        files["model.pt"], files["training.pt"] = files["training.pt"], files["model.pt"]
+        one, other = chance.sample(FILES[:-1], 2)
+        files[one], files[other] = files[other], files[one]
     else:
         files["other.pt"] = dict(files[name])
     manifest["sha256"] = checkpoint.digest(manifest)
@@ -123,9 +127,9 @@ KINDS: tuple[Callable[[Path, random.Random], None], ...] = (
 
 
 def damage(amount: int, seed: int) -> Row:
-    """The newest, or the newest two, of three checkpoints are damaged."""
+    """Damage the newest checkpoint, or the newest two, of three."""
     row, chance, kinds = (
-        Row("damage noticed before the load", amount),
+        Row("damaged checkpoint, noticed before the load", amount),
         random_of(seed),
         Counter[str](),
     )
@@ -158,5 +162,5 @@ def _judge(root: Path, damaged: range) -> str | None:
     loaded, skipped = checkpoint.load_newest(root)
     step = SHAPE.step_of(loaded)
     if step != damaged[-1] - 1 or len(skipped) != len(damaged):
-        return f"step {step} was found, {len(skipped)} were named"
+        return f"step {step} was found, {len(skipped)} damaged checkpoints were named"
     return None

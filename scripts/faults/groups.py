@@ -1,5 +1,5 @@
-"""Groups that cannot form, and ranks unlike each other: all end in time, with a line that says
-what is wrong."""
+"""Rendezvous that cannot succeed, and ranks that differ: all end in time, with a line that states
+the problem."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from faults.launches import is_gone
 from faults.rank import OTHER_VERSION, UNLIKE
 from faults.runs import LIMIT_S, Launched
 
-# Groups that cannot form --------------------------------------------------------------------------
+# Rendezvous that cannot succeed -------------------------------------------------------------------
 
 GRACE_S = 2.0  # after dist.timeout_s
 
 
 @dataclass
 class Broken:
-    """What processes come, as (RANK, WORLD_SIZE), and a part of the line that each of them is
-    to say."""
+    """The processes to start, as (RANK, WORLD_SIZE), and a part of the line that each of them must
+    print."""
 
     ranks: list[tuple[str, str]]
     says: list[str]
@@ -57,8 +57,8 @@ def free_port() -> int:
 
 @contextmanager
 def foreign(how: str) -> Iterator[int]:
-    """The port of a process that is none of ours: it accepts nothing, says nothing, talks, or
-    hangs up."""
+    """Yield the port of a foreign process that accepts nothing, sends nothing, sends HTTP, or
+    closes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         held = []
 
@@ -94,7 +94,7 @@ def _init(chance: random.Random, port: int, place: Path) -> tuple[str, list[str]
 def missing(chance: random.Random, port: int, place: Path, stack: ExitStack) -> Broken:
     how, words = _init(chance, port, place)
     return Broken(
-        [("0", "3"), ("2", "3")], ["rank 1 did not come"] * (how != "file") or [": rank"], words
+        [("0", "3"), ("2", "3")], ["rank 1 did not connect"] * (how != "file") or [": rank"], words
     )
 
 
@@ -111,7 +111,7 @@ def wrong_size(chance: random.Random, port: int, place: Path, stack: ExitStack) 
 
 
 def no_master(chance: random.Random, port: int, place: Path, stack: ExitStack) -> Broken:
-    return Broken([("1", "2")], [f"no group was found at 127.0.0.1:{port}"])
+    return Broken([("1", "2")], [f"no rendezvous at 127.0.0.1:{port}"])
 
 
 def foreign_process(chance: random.Random, port: int, place: Path, stack: ExitStack) -> Broken:
@@ -119,7 +119,7 @@ def foreign_process(chance: random.Random, port: int, place: Path, stack: ExitSt
         foreign(chance.choice(("accepts nothing", "says nothing", "talks", "hangs up")))
     )
     words = ["dist.init=tcp", f"dist.address=127.0.0.1:{other}"]
-    return Broken([("1", "2")], [f"no group was found at 127.0.0.1:{other}"], words)
+    return Broken([("1", "2")], [f"no rendezvous at 127.0.0.1:{other}"], words)
 
 
 def port_in_use(chance: random.Random, port: int, place: Path, stack: ExitStack) -> Broken:
@@ -127,19 +127,19 @@ def port_in_use(chance: random.Random, port: int, place: Path, stack: ExitStack)
         foreign(chance.choice(("accepts nothing", "says nothing", "talks", "hangs up")))
     )
     words = ["dist.init=tcp", f"dist.address=127.0.0.1:{other}"]
-    lines = ["the port is in use on rank 0's host", f"no group was found at 127.0.0.1:{other}"]
+    lines = ["the port is in use on rank 0's host", f"no rendezvous at 127.0.0.1:{other}"]
     return Broken([("0", "2"), ("1", "2")], lines, words)
 
 
 def foreign_file(chance: random.Random, port: int, place: Path, stack: ExitStack) -> Broken:
     path = place / "meet"
     path.write_bytes(b"?" + os.urandom(chance.randrange(1, 300)))
-    line = "meet: is a file of something else; choose another"
+    line = "meet: must be a new file or FileStore; choose another"
     return Broken([("0", "2"), ("1", "2")], [line], _file(path))
 
 
 def fresh_file(chance: random.Random, port: int, place: Path, stack: ExitStack) -> Broken:
-    """Of a run that was killed a moment ago. That it works is as good as a line."""
+    """Use the file of a run that was just killed. Success is as good as an error line."""
     broken = Broken(
         [("0", "2"), ("1", "2")], ["meet"], [*_file(place / "meet"), "run.steps=4"], may_work=True
     )
@@ -165,12 +165,12 @@ def tcp_under_torchrun(chance: random.Random, port: int, place: Path, stack: Exi
 
 def beyond(chance: random.Random, port: int, place: Path, stack: ExitStack) -> Broken:
     rank = str(chance.randrange(2, 9))
-    return Broken([("0", "2"), (rank, "2")], ["rank 1 did not come", f"RANK={rank}: must be"])
+    return Broken([("0", "2"), (rank, "2")], ["rank 1 did not connect", f"RANK={rank}: must be"])
 
 
 def no_number(chance: random.Random, port: int, place: Path, stack: ExitStack) -> Broken:
     rank = chance.choice(("one", "-1", "1.0", ""))
-    return Broken([("0", "2"), (rank, "2")], ["rank 1 did not come", f"RANK={rank}: must be"])
+    return Broken([("0", "2"), (rank, "2")], ["rank 1 did not connect", f"RANK={rank}: must be"])
 
 
 def no_address(chance: random.Random, port: int, place: Path, stack: ExitStack) -> Broken:
@@ -203,9 +203,9 @@ KINDS: dict[str, Callable[[random.Random, int, Path, ExitStack], Broken]] = {
 
 
 def groups(amount: int, seed: int) -> Row:
-    """A group cannot form: every rank ends within dist.timeout_s + 2 s and says in one line
-    what is wrong."""
-    row, chance = Row("group that cannot form", amount), random_of(seed)
+    """Make the rendezvous fail: every rank ends within dist.timeout_s + 2 s and prints one line
+    that states the problem."""
+    row, chance = Row("rendezvous that cannot succeed", amount), random_of(seed)
     cases = (chance.sample(sorted(KINDS), len(KINDS)) * (1 + amount // len(KINDS)))[:amount]
     longest = 0.0
     with folder() as base:
@@ -225,7 +225,7 @@ def groups(amount: int, seed: int) -> Row:
 def _come(
     place: Path, number: int, who: tuple[str, str], broken: Broken, port: int, name: str = "rank"
 ) -> Launched:
-    """One process of a group, started by hand."""
+    """Start one process of a group by hand (environment variables)."""
     given = {
         "RANK": who[0],
         "WORLD_SIZE": who[1],
@@ -243,7 +243,7 @@ def _come(
 def _judge_group(
     place: Path, broken: Broken, port: int, timeout_s: int
 ) -> tuple[str | None, float]:
-    """(problem, how long after dist.timeout_s the last rank ended)."""
+    """Return (problem or None, seconds from dist.timeout_s until the last rank ended)."""
     broken.words.append(f"dist.timeout_s={timeout_s}")
     if not broken.ranks:
         run = Launched(words_of("slow", place, "run.steps=5", *broken.words, ranks=2), place, "run")
@@ -280,7 +280,7 @@ def _judge_group(
     ), late_s
 
 
-# Ranks that are unlike each other -----------------------------------------------------------------
+# Ranks that differ --------------------------------------------------------------------------------
 
 WITHIN_S = 2.0
 TASK = """import os
@@ -301,8 +301,8 @@ ALIKE = {
     "data.global_batch": "22",
 }
 DIGEST = "[0-9a-f]{12}"
-# kind -> (the key that the line must name, the value of most, the value of one; as regular
-# expressions)
+# kind -> (the key that the line must name, the value on most ranks, the value on one rank); values
+# are regular expressions
 UNEQUAL = {
     "learning rate": ("optim.lr", "0.1", "0.2"),
     "seed": ("run.seed", "3", "4"),
@@ -319,9 +319,9 @@ UNEQUAL = {
 
 
 def unequal(amount: int, seed: int) -> Row:
-    """One rank is unlike the others: all stop within 2 s of meeting, with a line that names
-    key, ranks and values."""
-    row, chance = Row("ranks unlike each other", amount), random_of(seed)
+    """Make one rank differ from the others: all stop within 2 s after the process group was
+    formed, with a line that names key, ranks and values."""
+    row, chance = Row("ranks with different settings, data, model or code", amount), random_of(seed)
     left_out = chance.choice(("version of torch", "code of Lockstep"))
     kinds = [kind for kind in UNEQUAL if kind != left_out]
     cases = (chance.sample(kinds, len(kinds)) * (1 + amount // len(kinds)))[:amount]
@@ -334,12 +334,12 @@ def unequal(amount: int, seed: int) -> Row:
             )
             row.note(f"{kind}, {size} ranks", problem)
             longest = max(longest, seconds)
-    row.detail = f"{', '.join(cases)}; the last rank ended {longest:.1f} s after the group stood"
+    row.detail = f"{', '.join(cases)}; the last rank ended {longest:.1f} s after the group formed"
     return row
 
 
 def _unlike(place: Path, kind: str, rank: int) -> dict[str, object]:
-    """What rank.py makes of it, in that rank alone."""
+    """Return the changes that rank.py applies to that rank only."""
     key, _, other = UNEQUAL[kind]
     more = {"length of the data": {"LENGTH": other}, "shape of the model": {"WIDTH": "17"}}.get(
         kind, {}
@@ -371,7 +371,7 @@ def _unlike(place: Path, kind: str, rank: int) -> dict[str, object]:
 
 
 def _judge_unequal(place: Path, kind: str, size: int, rank: int) -> tuple[str | None, float]:
-    """(problem, how long after the group stood the last rank ended)."""
+    """Return (problem or None, seconds from the forming of the group until the last rank ended)."""
     place.mkdir()
     (place / "mine.py").write_text(TASK)
     words = words_of("tiny", place, "task.trainer=mine.Mine", ranks=size, module="faults.rank")
@@ -385,7 +385,7 @@ def _judge_unequal(place: Path, kind: str, size: int, rank: int) -> tuple[str | 
     ended = time.monotonic()
     if not is_standing or not is_over:
         run.kill(*stands)
-        return f"{len(stands)} of {size} ranks met; the end: {run.tail()}", 0.0
+        return f"{len(stands)} of {size} ranks connected; last lines: {run.tail()}", 0.0
     code, lines, seconds = (
         run.end(),
         errors_in(run.log.read_text(errors="replace")),
@@ -406,6 +406,6 @@ def _judge_unequal(place: Path, kind: str, size: int, rank: int) -> tuple[str | 
 
 
 def _stands(run: Launched) -> dict[int, float]:
-    """Process id to the moment, of each rank for which the group stands."""
+    """Return process id to time for each rank whose process group has formed."""
     found = re.findall(r"^stands (\d+) (\S+)$", run.marks.read_text(), re.M)
     return {int(pid): float(moment) for pid, moment in found}

@@ -1,5 +1,5 @@
-"""A rank that stands still: it is named with what it is at, the group ends or starts again; a
-slow rank is no alarm."""
+"""A rank that hangs: it is named with its phase, and the group ends or restarts; a slow rank raises
+no alarm."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ HOW = {
 }
 MOMENTS = ("first step", "mid run", "evaluation")
 STEPS, HANG_S, SECONDS = 14, 2, 10
-PATIENCE = 5  # times the limit, before the first step is done
+PATIENCE = 5  # factor on the limit until the first step is finished
 COMMON = (f"run.steps={STEPS}", f"dist.hang_timeout_s={HANG_S}", "checkpoint.every_steps=3")
 
 
 def hangs(amount: int, seed: int) -> Row:
-    """A rank stands still: exactly it is named, the group ends in time, a restart goes on; slow
-    ranks are no alarm."""
-    row, chance, hit = Row("rank without progress", amount), random_of(seed), Counter[str]()
+    """Make a rank hang: exactly that rank is named, the group ends in time, a restart resumes;
+    slow ranks raise no alarm."""
+    row, chance, hit = Row("rank that hangs", amount), random_of(seed), Counter[str]()
     cases = [(how, moment) for how in HOW for moment in MOMENTS]
     cases += [("worker", moment) for moment in MOMENTS[:2]]
     cases = (chance.sample(cases, len(cases)) * (1 + amount // len(cases)))[:amount]
@@ -54,15 +54,15 @@ def hangs(amount: int, seed: int) -> Row:
                 row.note(f"slow rank {number}", told)
             hit["slow"] += not told
     row.detail = (
-        f"{hit['ended']} ended, {hit['restarted']} started again; reported at most "
+        f"{hit['ended']} ended, {hit['restarted']} restarted; reported at most "
         f"{longest:.1f} s after the limit; "
-        f"{hit['slow']} of {amount} runs with a slow rank without an alarm"
+        f"{hit['slow']} of {amount} runs with a slow rank raised no alarm"
     )
     return row
 
 
 class _Hang:
-    """One case."""
+    """One case: a rank that hangs in one way at one moment."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class _Hang:
         what = HOW.get(self.how, "stopped data worker")
         return (
             f"{what}, {self.moment}, rank {self.rank} of {self.size} with {self.kind}"
-            + " again" * self.is_restarted
+            + ", restarted" * self.is_restarted
         )
 
     def problem(self, undisturbed: Undisturbed) -> str | None:
@@ -117,7 +117,7 @@ class _Hang:
         mark = self._wait(run, ranks)
         if mark is None:
             run.kill(*ranks.values())
-            return f"it was to stand still and did not: {run.tail()}"
+            return f"the rank did not hang as planned: {run.tail()}"
         pid, since = mark
         seconds = seconds_until_gone(run, ranks.values(), since)
         if isinstance(seconds, str):
@@ -135,7 +135,7 @@ class _Hang:
         return _judge(directory, end) if self.is_restarted else self._judge_exit(directory, told)
 
     def _wait(self, run: Launched, ranks: dict[int, int]) -> tuple[int, float] | None:
-        """(process id of the rank, since when it stands still); `ranks` is filled."""
+        """Return (process id of the hung rank, time since which it hangs); fill `ranks`."""
         end = time.monotonic() + LIMIT_S
         while run.process.poll() is None and time.monotonic() < end:
             ranks |= run.ranks()
@@ -162,26 +162,24 @@ class _Hang:
             or named[0][:3] != (str(self.rank), str(pid), phase)
             or named[0][3] not in at
         ):
-            return f"rank {self.rank} (process {pid}) in {phase} was to be named: {line}"
+            return f"rank {self.rank} (process {pid}) in {phase} must be named: {line}"
         is_frozen = {
             "stop": ", stopped by a signal" in line,
             "worker": "; its child process" in line,
         }
         if not is_frozen.get(self.how, True):
-            return f"that it is stopped is not said: {line}"
+            return f"the line does not report that it is stopped: {line}"
         waits = re.findall(r"ranks? ([\d, ]+) waits? in ([^;]*?) of step (\d+)", line)
         others = sorted(int(rank) for ranks, *_ in waits for rank in ranks.split(","))
         places = (
             {"a collective in evaluation"} if self.where == "metrics" else {"gradient all-reduce"}
         )
-        if (
-            self.moment == "first step"
-        ):  # DDP makes its buckets anew there, with a collective of its own
+        if self.moment == "first step":  # DDP rebuilds its buckets there, with its own collective
             places.add("a collective in forward and backward")
         is_right = all(place in places and step == named[0][3] for _, place, step in waits)
         if not is_right or others != [r for r in range(self.size) if r != self.rank]:
             return (
-                f"all others were to wait in {' or '.join(sorted(places))} of step "
+                f"all others must wait in {' or '.join(sorted(places))} of step "
                 f"{named[0][3]}: {line}"
             )
         return None
@@ -189,17 +187,18 @@ class _Hang:
     def _judge_exit(self, directory: Path, told: str) -> str | None:
         found: dict[str, Any] = json.loads((directory / "exit.json").read_text())
         is_said = found["code"] == 1 and found["reason"] == _report(told).removeprefix("error: ")
-        return None if is_said else f"exit.json does not say it: {found}"
+        return None if is_said else f"exit.json does not report it: {found}"
 
 
 def _report(told: str) -> str:
     return next(
-        (line for line in told.splitlines() if line.startswith("error: no progress: ")), "no report"
+        (line for line in told.splitlines() if line.startswith("error: hang detected: ")),
+        "no report",
     )
 
 
 def _slow(place: Path, chance: random.Random) -> str | None:
-    """A rank that is slow in each step, by less than the limit."""
+    """Run with a rank that is slow in each step, by less than the limit."""
     size, kind = chance.choice((2, 3)), chance.choice(LAUNCHERS)
     slow = [
         f"task.options.rank={chance.randrange(size)}",
@@ -209,4 +208,4 @@ def _slow(place: Path, chance: random.Random) -> str | None:
         command(kind, "stuck", place, size, *COMMON[1:], "run.steps=8", *slow), place, "slow"
     )
     code, told = run.end(), run.log.read_text(errors="replace")
-    return f"exit code {code}: {run.tail()}" if code or "no progress" in told else None
+    return f"exit code {code}: {run.tail()}" if code or "hang detected" in told else None

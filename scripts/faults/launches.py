@@ -1,4 +1,4 @@
-"""Launchers: ranks killed and started again, signals in every phase, and jobs that SLURM
+"""Launchers: ranks that are killed and restarted, signals in every phase, and jobs that SLURM
 requeues."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STOPPED = 75
 def command(
     launcher: str, task: str, place: Path, size: int, *more: str, restarts: int = 0
 ) -> list[str]:
-    """The command that starts `size` ranks with `launcher`: torchrun, elastic or spawn."""
+    """Return the command that starts `size` ranks with `launcher`: torchrun, elastic or spawn."""
     if launcher == "torchrun":
         return words_of(task, place, *EVERY, *more, ranks=size, restarts=restarts)
     own = [f"launch={launcher}", f"launch.nproc_per_node={size}"]
@@ -47,8 +47,8 @@ def command(
 
 
 class Undisturbed:
-    """What a run leaves that nothing disturbs, and how long it takes to its first step; each
-    made when asked for."""
+    """Final states of undisturbed runs and their seconds to the first step; each run is made on
+    first use."""
 
     def __init__(self, base: Path):
         self.base, self.found = base, dict[tuple[str, ...], tuple[Any, float]]()
@@ -66,7 +66,7 @@ class Undisturbed:
 
 
 def is_gone(pid: int) -> bool:
-    """An orphan that nobody waits for stays a zombie, and counts as gone."""
+    """Return True if the process has exited; an orphan that stays a zombie counts as exited."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -74,19 +74,20 @@ def is_gone(pid: int) -> bool:
 
 
 def seconds_until_gone(run: Launched, pids: Collection[int], since: float) -> float | str:
-    """From `since`; where one is still there after the limit, that, and they are killed."""
+    """Return the seconds from `since` until all have exited; at the limit, kill them and return
+    the problem."""
     if wait_for(lambda: all(map(is_gone, pids)), LIMIT_S):
         return time.monotonic() - since
     run.kill(*pids)
     return f"the ranks did not end within {LIMIT_S:.0f} s: {run.tail()}"
 
 
-# Ranks started again ------------------------------------------------------------------------------
+# Restarted ranks ----------------------------------------------------------------------------------
 
 
 def restarts(amount: int, seed: int) -> Row:
-    """One rank is killed: its launcher starts the ranks again, and the run goes on by itself to
-    the undisturbed end."""
+    """Kill one rank: its launcher restarts the ranks, and the run resumes automatically and ends
+    like an undisturbed run."""
     row, chance, hit = (
         Row("rank killed, restarted by its launcher", amount),
         random_of(seed),
@@ -102,15 +103,17 @@ def restarts(amount: int, seed: int) -> Row:
     with folder() as base:
         undisturbed = Undisturbed(base)
         for number, (phase, size, kind) in enumerate(cases):
-            end, _ = undisturbed("slow", size, f"run.steps={STEPS}")
+            settings = [f"run.steps={STEPS}", f"strategy={'fsdp' if number % 2 else 'ddp'}"]
+            end, _ = undisturbed("slow", size, *settings)
             place, is_named = base / str(number), chance.random() < 0.5
-            more = [f"run.steps={STEPS}", *([] if is_named else ["run.name=null"])]
+            more = [*settings, *([] if is_named else ["run.name=null"])]
             run = Launched(command(kind, "slow", place, size, *more, restarts=3), place, "killed")
-            case = f"rank of {size}, {kind}, {phase}, {'named' if is_named else 'no name'}"
+            name = "named" if is_named else "no name"
+            case = f"rank of {size}, {settings[1]}, {kind}, {phase}, {name}"
             row.note(case, _restart(run, place / "slow", phase, end, chance, hit))
     row.detail = (
-        f"{hit['killed']} ranks were killed (rank 0: {hit['rank 0']}), {hit['over']} runs were "
-        f"over; " + (", ".join(f"{phase} {hit[phase]}" for phase in PHASES if hit[phase]))
+        f"{hit['killed']} ranks were killed (rank 0: {hit['rank 0']}), {hit['over']} runs had "
+        f"ended; " + (", ".join(f"{phase} {hit[phase]}" for phase in PHASES if hit[phase]))
     )
     row.detail += f"; at most {hit['longest']} s from the kill to the end"
     return row
@@ -151,9 +154,9 @@ SECONDS = 5.0
 
 
 def signals(amount: int, seed: int) -> Row:
-    """SIGTERM or SIGUSR1 in every phase: all ranks end within 5 s with a checkpoint, and a
-    resume ends the run."""
-    row, chance, hit = Row("signal in a phase", amount), random_of(seed), Counter[str]()
+    """Send SIGTERM or SIGUSR1 in every phase: all ranks end within 5 s with a checkpoint, and a
+    resume finishes the run."""
+    row, chance, hit = Row("SIGTERM or SIGUSR1", amount), random_of(seed), Counter[str]()
     cases = [(target, moment) for target in TARGETS for moment in MOMENTS]
     cases = (chance.sample(cases, len(cases)) * (1 + amount // len(cases)))[:amount]
     longest = Counter[str]()
@@ -162,7 +165,7 @@ def signals(amount: int, seed: int) -> Row:
         for number, (target, moment) in enumerate(cases):
             kind, size = LAUNCHERS[number % 3], chance.choice((2, 3)) if amount > 3 else 2
             stop = chance.choice((signal.SIGTERM, signal.SIGUSR1))
-            workers = number // 3 % 2  # which the signal may reach too
+            workers = number // 3 % 2  # the signal may reach data workers too
             case = _Signal(base / str(number), kind, size, target, moment, stop, workers)
             row.note(str(case), case.problem(undisturbed, chance))
             hit[case.outcome] += 1
@@ -175,7 +178,7 @@ def signals(amount: int, seed: int) -> Row:
 
 
 class _Signal:
-    """One case; what came of it stands in `outcome` and `seconds`."""
+    """One case; its result is in `outcome` and `seconds`."""
 
     def __init__(
         self,
@@ -247,9 +250,9 @@ class _Signal:
         )
 
     def _can_be_asked(self, run: Launched) -> bool:
-        """Python's own start cannot be: until there are handlers.
+        """Return True once the ranks have signal handlers; Python's own start has none.
 
-        With launch=spawn it is over in half a second too.
+        With launch=spawn that start takes less than half a second too.
         """
         ranks = run.ranks().values()
         return all(map(_catches, ranks)) or (self.kind == "spawn" and min(map(_age_s, ranks)) > 1.0)
@@ -260,7 +263,7 @@ class _Signal:
             and self.target == "the launcher"
             and self.stop == signal.SIGUSR1
         )
-        # what has not started yet has to start first
+        # a rank that has not started yet must start first
         if self.seconds > SECONDS + self.start_s * (self.moment == "init"):
             return f"the ranks ended after {self.seconds:.1f} s: {run.tail()}"
         if not (self.directory / "exit.json").exists():
@@ -268,7 +271,7 @@ class _Signal:
             if not (is_lost and self.moment == "init" and is_told):
                 return f"no exit.json: {run.tail()}"
             self.outcome = (
-                "no store, nothing to save"  # it died with torchrun, before the ranks had met
+                "no store, nothing to save"  # it died with torchrun, before the rendezvous
             )
             return None
         told = json.loads((self.directory / "exit.json").read_text())
@@ -296,7 +299,7 @@ class _Signal:
 
 
 def _catches(pid: int) -> bool:
-    """Whether the process has its handlers: SIGUSR1's is the last that it sets."""
+    """Return True if the process has its handlers; it sets that of SIGUSR1 last."""
     with contextlib.suppress(OSError):
         found = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
         return bool(found and int(found[1], 16) >> (signal.SIGUSR1 - 1) & 1)
@@ -312,17 +315,17 @@ def _age_s(pid: int) -> float:
     return 0.0
 
 
-# Jobs requeued ------------------------------------------------------------------------------------
+# Requeued jobs ------------------------------------------------------------------------------------
 
-REQUEUES, LENGTH = 5, 120  # of one job; its steps
+REQUEUES, LENGTH = 5, 120  # requeues and steps of one job
 
 
 def requeues(amount: int, seed: int) -> Row:
-    """SLURM's SIGUSR1 at random steps: the job requeues itself and goes on, to the end of an
-    undisturbed one."""
+    """Send SLURM's SIGUSR1 at random steps: the job requeues itself, resumes, and ends like an
+    undisturbed job."""
     from harness.slurm import Cluster, unavailable
 
-    row, chance = Row("SLURM job requeued", amount), random_of(seed)
+    row, chance = Row("SLURM job that requeues itself", amount), random_of(seed)
     row.skipped = unavailable()
     if row.skipped:
         return row
@@ -330,7 +333,7 @@ def requeues(amount: int, seed: int) -> Row:
         try:
             cluster = stack.enter_context(Cluster(base / "slurm"))
         except (OSError, AssertionError) as error:
-            row.skipped = f"SLURM does not start here: {str(error).splitlines()[0]}"
+            row.skipped = f"SLURM could not be started: {str(error).splitlines()[0]}"
             return row
         ours = environment()
         cluster.environment |= {name: ours[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
@@ -367,8 +370,8 @@ def _requeue_jobs(cluster: Any, base: Path, row: Row, chance: random.Random) -> 
 
 
 def _submit(cluster: Any, place: Path, per_node: int) -> str:
-    """A job of two nodes, as scripts/slurm.sbatch starts it; its run directory has a timestamp
-    for a name."""
+    """Submit a job of two nodes with scripts/slurm.sbatch; the name of its run directory is a
+    timestamp."""
     place.mkdir()
     words = words_of("slow", place, *EVERY, f"run.steps={LENGTH}", "run.name=null")[3:]
     cluster.environment[MARKS] = str(place / "marks")
@@ -381,7 +384,7 @@ def _ask(cluster: Any, job: str, place: Path, at: list[int], chance: random.Rand
     for number, step in enumerate(at):
         marked = lambda step=step: f"step {step}" in (place / "marks").read_text().splitlines()  # noqa: E731
         if not wait_for(marked, LIMIT_S):
-            return f"attempt {number} did not come to step {step}: {_said(place, job)}"
+            return f"attempt {number} did not reach step {step}: {_said(place, job)}"
         time.sleep(chance.random() * 0.02)
         cluster.run("scancel", "--signal=USR1", job)
         if not wait_for(lambda number=number: cluster.requeues(job) > number, 30.0, 0.2):

@@ -1,4 +1,5 @@
-"""A hostile machine: second starts, terminals that go away, and what a run must not depend on."""
+"""A hostile machine: second starts, terminals that close, and conditions that must not affect a
+run."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ LENGTH = f"run.steps={STEPS}"
 
 
 def _words(place: Path, size: int, *more: str) -> list[str]:
-    """The command of a run in one process, or of launch=spawn."""
+    """Return the command of a run in one process, or with launch=spawn."""
     if size > 1:
         return command("spawn", "slow", place, size, LENGTH, *more)
     return words_of("slow", place, LENGTH, *EVERY, *more)
@@ -47,13 +48,13 @@ def _end(undisturbed: Undisturbed, size: int) -> Any:
     return state
 
 
-# Two starts ---------------------------------------------------------------------------------------
+# Second starts ------------------------------------------------------------------------------------
 
 
 def starts(amount: int, seed: int) -> Row:
-    """A run is started twice, the second time within 10 s of the first: one of them trains to the
-    undisturbed end, the other is refused."""
-    row, chance, hit = Row("second start of a run", amount), random_of(seed), Counter[str]()
+    """Start a run twice, the second time within 10 s of the first: one of them ends like an
+    undisturbed run, the other is refused."""
+    row, chance, hit = Row("second start within 10 s", amount), random_of(seed), Counter[str]()
     with folder() as base:
         undisturbed = Undisturbed(base)
         for number in range(amount):
@@ -63,14 +64,14 @@ def starts(amount: int, seed: int) -> Row:
             case = f"{size} rank(s), run.resume={resume}, {wait_s:.2f} s later"
             place = base / str(number)
             row.note(case, _start_again(place, size, resume, wait_s, _end(undisturbed, size), hit))
-    row.detail = "the first was " + ", ".join(f"{name} {hit[name]}" for name in sorted(hit))
+    row.detail = "the first run was " + ", ".join(f"{name} {hit[name]}" for name in sorted(hit))
     return row
 
 
 def _start_again(
     place: Path, size: int, resume: str, wait_s: float, undisturbed: Any, hit: Counter[str]
 ) -> str | None:
-    """The first builds for 2 s and then takes some 4 s."""
+    """Start a run that builds for 2 s and trains for about 4 s, and start it a second time."""
     build = ("task.options.build_s=2", "task.options.pause_s=0.06", f"run.resume={resume}")
     words, directory = _words(place, size, *build), place / "slow/run"
     first = Launched(words, place, "first")
@@ -84,9 +85,9 @@ def _start_again(
         return f"exit codes {codes}: {first.tail()} || {second.tail()}"
     for run, code in zip(runs, codes, strict=True):
         if code and len(errors_in(run.log.read_text())) != 1:
-            return f"not one line: {run.tail()}"
+            return f"not one error line: {run.tail()}"
     if lost := [*(directory / "checkpoints").glob("invalid-*")]:
-        return f"set aside: {lost[0].name}"
+        return f"a checkpoint was set aside: {lost[0].name}"
     return _judge(directory, undisturbed)
 
 
@@ -103,9 +104,9 @@ def _phase_of(run: Launched, directory: Path) -> str:
 
 
 def terminals(amount: int, seed: int) -> Row:
-    """A terminal is closed, full, hangs up or loses its reader: the run goes on, or saves and ends
-    with 75; the end is the undisturbed one."""
-    row, chance, hit = Row("terminal that goes away", amount), random_of(seed), Counter[str]()
+    """Close, fill or hang up a terminal, or end the reader of its output: the run continues, or
+    saves and exits with 75; it ends like an undisturbed run."""
+    row, chance, hit = Row("terminal that closes or fails", amount), random_of(seed), Counter[str]()
     with folder() as base:
         undisturbed = Undisturbed(base)
         for number in range(amount):
@@ -122,7 +123,7 @@ def terminals(amount: int, seed: int) -> Row:
 
 
 def _finish(place: Path, size: int, undisturbed: Any) -> str | None:
-    """Go on where the run was ended, and compare."""
+    """Resume the run if it was stopped, and compare its end."""
     directory = place / "slow/run"
     told = json.loads((directory / "exit.json").read_text())
     if told["code"] == STOPPED:
@@ -144,7 +145,7 @@ def _hang_up(place: Path, size: int, at: int) -> str | None:
 
 
 def _drained(terminal: int) -> bool:
-    """Read what is there: a full one would stop the run."""
+    """Read the available output, because a full terminal would block the run."""
     with suppress(OSError):
         while os.read(terminal, 4096):
             pass
@@ -180,14 +181,14 @@ TERMINALS: dict[str, Callable[[Path, int, int], str | None]] = {
 }
 
 
-# What a run must not depend on --------------------------------------------------------------------
+# Conditions that must not affect a run ------------------------------------------------------------
 
 
 def places(amount: int, seed: int) -> Row:
-    """No network, clocks that were set back, os.chdir, data that grows, a long build: the
-    undisturbed end, or one line."""
+    """Run without network, with a clock set back, os.chdir, growing data or a long build: the run
+    ends like an undisturbed one, or with one line."""
     row, chance, hit = (
-        Row("network, clock, folder, data, build", amount),
+        Row("network, clock, folder, data or build that changes", amount),
         random_of(seed),
         Counter[str](),
     )
@@ -214,7 +215,7 @@ def _without_network(place: Path, undisturbed: Undisturbed, chance: random.Rando
 
 
 def _clock_set_back(place: Path, undisturbed: Undisturbed, chance: random.Random) -> str | None:
-    """Two runs, the newer one dated before the older: run.resume=auto goes on with the newer."""
+    """Date the newer of two runs before the older: run.resume=auto resumes the newer."""
     size = chance.choice((1, 2))
     unnamed = ["run.name=null", "run.steps=8"]
     for name in ("older", "newer"):
@@ -236,16 +237,16 @@ def _clock_set_back(place: Path, undisturbed: Undisturbed, chance: random.Random
 
 
 def _compare_weights(directory: Path, undisturbed: Any) -> str | None:
-    """Of a run that had an end before, which its record holds."""
+    """Compare step and weights only: the record of this run also has its first end."""
     ours, theirs = (
-        {name: state[name] for name in ("step", "model.pt")}
+        {name: state[name] for name in ("step", "model")}
         for state in (state_of(directory), undisturbed)
     )
     return difference(ours, theirs)
 
 
 def _old_file(place: Path, undisturbed: Undisturbed, chance: random.Random) -> str | None:
-    """The file of dist.init=file is dated hours off; it belongs to a job that was killed."""
+    """Reuse the file of dist.init=file of a killed job, dated hours off."""
     place.mkdir()
     path = place / "store"
     words = _words(place, 2, "dist.init=file", f"dist.path={path}")
@@ -260,7 +261,7 @@ def _old_file(place: Path, undisturbed: Undisturbed, chance: random.Random) -> s
 
 
 def _elsewhere(place: Path, undisturbed: Undisturbed, chance: random.Random) -> str | None:
-    """A task that calls os.chdir; run.dir is relative, and the run is resumed."""
+    """Resume a run whose task calls os.chdir, with a relative run.dir."""
     size = chance.choice((1, 2))
     words = [
         word
@@ -275,7 +276,7 @@ def _elsewhere(place: Path, undisturbed: Undisturbed, chance: random.Random) -> 
 
 
 def _growing(place: Path, undisturbed: Undisturbed, chance: random.Random) -> str | None:
-    """Data of another length: one line, and a resume with the old length goes on."""
+    """Change the length of the data: one error line, and a resume with the old length continues."""
     size, workers = chance.choice((1, 2)), chance.choice((0, 1))
     task = ["task.trainer=faults.task.Growing", f"data.workers={workers}", "run.resume=auto"]
     run = Launched(_words(place, size, *task), place, "run")
@@ -300,7 +301,7 @@ def _growing(place: Path, undisturbed: Undisturbed, chance: random.Random) -> st
 
 
 def _long_build(place: Path, undisturbed: Undisturbed, chance: random.Random) -> str | None:
-    """Beyond five times dist.hang_timeout_s who works is not ended, and who sleeps is."""
+    """Build for longer than five times dist.hang_timeout_s: only a rank that sleeps is ended."""
     size = chance.choice((1, 2))
     how = chance.choice(("busy", "asleep"))
     build = (f"task.options.build={how}", "task.options.build_s=8", "dist.hang_timeout_s=1")

@@ -1,4 +1,4 @@
-"""A loss that is not finite on one rank, and what saving costs a run."""
+"""A loss that is not finite on one rank, and the cost of saving checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH, EXAMPLES = 22, 203
 
 
 def nonfinite(amount: int, seed: int) -> Row:
-    """One example gives NaN: the output names it and its rank, and no weight is touched by it."""
+    """Make one example NaN: the output names it and its rank, and no weight changes."""
     row, chance, hit = Row("loss not finite on one rank", amount), random_of(seed), Counter[str]()
     with folder() as base:
         for number in range(amount):
@@ -68,8 +68,8 @@ def _poison(place: Path, size: int, example: int, hit: Counter[str]) -> str | No
 
 
 def _train_poisoned(place: Path, example: int) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
-    """Weights at the end, and the examples that this rank took; two epochs, so that each
-    example is taken."""
+    """Train two epochs, so that each example is taken; return the final weights and the examples
+    that this rank took."""
     from harness import fit
 
     from faults.task import Slow
@@ -99,16 +99,16 @@ def _slow_options(example: int) -> list[str]:
     ]
 
 
-# What saving costs --------------------------------------------------------------------------------
+# Cost of saving -----------------------------------------------------------------------------------
 
 EPOCHS = 2
 LIMIT = 3.5  # percent
 
 
 def cost(amount: int, seed: int) -> Row:
-    """task=cifar with checkpoints at the default interval behind the loop, and with none but
-    the last, by turns."""
-    row, stalls, saves = Row("cost of checkpointing, at most 3.5 %", 1), [], []
+    """Run task=cifar with checkpoints in the background at the default interval, and with only
+    the last checkpoint, in turns."""
+    row, stalls, saves = Row("run time that checkpoints add, at most 3.5 %", 1), [], []
     ratios: dict[str, list[float]] = {"seconds": [], "cpu": []}
     with folder() as base:
         for turn in range(amount):
@@ -133,8 +133,8 @@ def cost(amount: int, seed: int) -> Row:
 
 
 def _measure(place: Path, is_on: bool) -> dict[str, Any]:
-    """A run in a process of its own: its seconds, and of each save the stall and torch.save of
-    the same state."""
+    """Run in a separate process; return its seconds, and for each save the stall of the loop and
+    the time of torch.save on the same state."""
     place.mkdir()
     program = "import sys; from faults.numbers import timed; timed(*sys.argv[1:])"
     words = [sys.executable, "-c", program, str(place), "1" if is_on else "null"]
@@ -146,10 +146,10 @@ def _measure(place: Path, is_on: bool) -> dict[str, Any]:
 
 
 def timed(place: str, every: str) -> None:
-    """In the process that is measured: what we time beside the run, torch.save, is taken off
-    its seconds."""
+    """Run and measure in this process; the time of the extra torch.save is subtracted from its
+    seconds."""
     from trainer import load_config
-    from trainer.checkpoints.saver import DiskSaver
+    from trainer.checkpoints.saver import DiskSaver, Snapshot
     from trainer.run import Run
     from trainer.tasks.cifar import Cifar
 
@@ -165,15 +165,16 @@ def timed(place: str, every: str) -> None:
         save(self)
         told["stalls"].append(time.perf_counter() - begun - (beside[0] - before))
 
-    def written(self: DiskSaver, step: int, parts: Any, *rest: Any) -> None:
+    def written(self: DiskSaver, staging: str, snapshot: Snapshot) -> None:
         begun = time.perf_counter()
         used = time.thread_time()
+        tensors = [[s.tensor for s in named.values()] for named in snapshot.shards.values()]
         with open(f"{place}/plain.pt", "wb") as file:
-            torch.save(dict(parts), file)
+            torch.save([tensors, dict(snapshot.training)], file)
         told["saves"].append(time.perf_counter() - begun)
         beside[0] += time.perf_counter() - begun
         cpu[0] += time.thread_time() - used
-        write(self, step, parts, *rest)
+        write(self, staging, snapshot)
 
     Run.save = stalled  # type: ignore[method-assign]
     DiskSaver.save = written  # type: ignore[method-assign]

@@ -1,10 +1,9 @@
-"""Power loss: record what a save does to the disk, and materialise each state that a crash may
+"""Power loss: record the disk operations of a save, and materialise each state that a crash may
 leave.
 
-The model: a file's data survives up to its last fsync; what was written later is there, missing,
-cut off or zeros. A name (create, rename, unlink) survives up to its directory's fsync; of the later
-ones a first part,
-in their order, is there, for each directory independently of the others.
+The model: the data of a file survives up to its last fsync; later data is there, missing, cut off
+or zeros. A name (create, rename, unlink) survives up to the fsync of its directory; of the later
+operations a first part survives, in their order, for each directory independently.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ class File:
 
 @dataclass(eq=False)
 class Folder:
-    """`entries` as the processes see them; `changes` what was done to them, the first `synced`
-    of them for good."""
+    """A directory: `entries` as processes read them, and `changes` to them, of which the first
+    `synced` are durable."""
 
     entries: dict[str, File | Folder] = field(default_factory=dict)
     changes: list[list[tuple[str, File | Folder | None]]] = field(default_factory=list)
     synced: int = 0
 
     def change(self, *pairs: tuple[str, File | Folder | None]) -> None:
-        """One operation: names and what they stand for then (None: nothing)."""
+        """Record one operation: names and their new entries (None: removed)."""
         self.changes.append(list(pairs))
         for name, target in pairs:
             if target is None:
@@ -66,8 +65,8 @@ class Folder:
 
 
 class Disk:
-    """What stands below `base`, told of every operation; `announced` is what the writer has
-    said to be saved."""
+    """Model of the files below `base`, updated at every operation; `announced` is the step that
+    the writer has reported as saved."""
 
     def __init__(self, base: Path, at_each: Callable[[Disk], None]):
         self.base, self.root, self.at_each = str(base), Folder(), at_each
@@ -96,7 +95,7 @@ class Disk:
         self.at_each(self)
 
     def named(self, call: str, path: str, other: Any, result: Any) -> None:
-        """Follow what was done to a name."""
+        """Record an operation on a name."""
         (folder, name) = self.parent(path) if path != self.base else (Folder({"": self.root}), "")
         if call == "open":
             if name not in folder.entries:
@@ -115,7 +114,7 @@ class Disk:
 
 @contextmanager
 def recorded(disk: Disk) -> Iterator[None]:
-    """The calls of `os` that change a disk still do so, and tell `disk` too."""
+    """Pass the calls of `os` that change a disk through, and record them in `disk`."""
     names = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
     real = {name: getattr(os, name) for name in names}
 
@@ -150,7 +149,7 @@ def recorded(disk: Disk) -> Iterator[None]:
 
         return call
 
-    # pathlib of Python 3.10 has references of its own, under the same names
+    # pathlib of Python 3.10 has its own references, under the same names
     own = getattr(pathlib, "_NormalAccessor", None)
     places = [(os, name) for name in names]
     places += [(own, name) for name in ("mkdir", "rename", "unlink", "rmdir") if own is not None]
@@ -168,7 +167,7 @@ def recorded(disk: Disk) -> Iterator[None]:
 
 
 def states(disk: Disk) -> Iterator[Tree]:
-    """All that a crash at this moment may leave."""
+    """Yield every state of the disk that a crash at this moment may leave."""
     folders: list[Folder] = []
     files: list[File] = []
     _collect(disk.root, folders, files)
@@ -182,8 +181,8 @@ def states(disk: Disk) -> Iterator[Tree]:
 
 
 def _collect(folder: Folder, folders: list[Folder], files: list[File]) -> None:
-    """What may be reached from here in some state, and of the files those that have more than
-    one outcome."""
+    """Collect the folders that some state contains, and the files that have more than one
+    outcome."""
     folders.append(folder)
     for count in range(folder.synced, len(folder.changes) + 1):
         for target in folder.after(count).values():
@@ -228,7 +227,7 @@ def _key(tree: Tree) -> Any:
 
 # Writers ------------------------------------------------------------------------------------------
 
-MOST_PER_MOMENT = 300  # a writer without fsync has thousands
+MOST_PER_MOMENT = 300  # states of one moment; a writer without fsync has thousands
 Writer = Callable[[Disk, Path, Shape, int], None]
 
 
@@ -239,7 +238,7 @@ def ours(disk: Disk, root: Path, shape: Shape, step: int) -> None:
 
 
 def in_place(disk: Disk, root: Path, shape: Shape, step: int) -> None:
-    """Weak: the new files over the old ones, then the new name."""
+    """Weak writer: overwrite the old files, then rename."""
     final = root / f"step-{step:08d}"
     old = next(iter(checkpoint.steps(root).values()), final)
     if old == final:
@@ -252,14 +251,14 @@ def in_place(disk: Disk, root: Path, shape: Shape, step: int) -> None:
 
 
 def no_fsync(disk: Disk, root: Path, shape: Shape, step: int) -> None:
-    """Weak: staged and renamed, but never made last."""
+    """Weak writer: stage and rename, but never fsync."""
     _stage(root, shape, step, False)
     disk.announce(step)
     _remove_older(root, step)
 
 
 def unlink_first(disk: Disk, root: Path, shape: Shape, step: int) -> None:
-    """Weak: makes room, then writes as it should."""
+    """Weak writer: remove the older checkpoint first, then write correctly."""
     _remove_older(root, step)
     _stage(root, shape, step, True)
     _sync(root)
@@ -267,7 +266,7 @@ def unlink_first(disk: Disk, root: Path, shape: Shape, step: int) -> None:
 
 
 def prune_before_fsync(disk: Disk, root: Path, shape: Shape, step: int) -> None:
-    """Weak: all that is needed, in the wrong order."""
+    """Weak writer: make all needed calls, but prune before the fsync."""
     final = _stage(root, shape, step, False)
     _remove_older(root, step)
     for path in (*final.iterdir(), final, root):
@@ -287,7 +286,7 @@ def _stage(root: Path, shape: Shape, step: int, is_synced: bool) -> Path:
 
 
 def _put(place: Path, shape: Shape, step: int, is_synced: bool) -> None:
-    """The files that checkpoint.save writes for this step."""
+    """Write the files of a save of this step."""
     with folder() as elsewhere:
         files = {path.name: path.read_bytes() for path in shape.save(elsewhere, step).iterdir()}
     for name, data in sorted(files.items(), key=lambda item: item[0] == checkpoint.MANIFEST):
@@ -316,7 +315,7 @@ def _remove_older(root: Path, step: int) -> None:
 
 
 def crash_states(writer: Writer, shape: Shape, num_saves: int) -> list[tuple[int, Tree]]:
-    """(what was announced, the disk) of every distinct state that a crash may leave while
+    """Return (announced step, disk) for every distinct state that a crash may leave while
     `writer` saves."""
     found: dict[Any, tuple[int, Tree]] = {}
 
@@ -328,7 +327,7 @@ def crash_states(writer: Writer, shape: Shape, num_saves: int) -> list[tuple[int
         disk = Disk(base, note)
         root = base / "checkpoints"
         with recorded(disk):
-            if writer is not ours:  # save makes its root itself
+            if writer is not ours:  # ours creates its root itself
                 os.mkdir(root)
                 _sync(base)
             for step in range(1, num_saves + 1):
@@ -337,7 +336,7 @@ def crash_states(writer: Writer, shape: Shape, num_saves: int) -> list[tuple[int
 
 
 def loss_in(announced: int, tree: Tree, shape: Shape) -> str | None:
-    """Materialise the state and load from it: what is lost, if something is."""
+    """Materialise the state and load from it; return what is lost, or None."""
     with folder() as base:
         _write(tree, base / "disk")
         loaded, _ = checkpoint.load_newest(base / "disk/checkpoints")
@@ -346,14 +345,14 @@ def loss_in(announced: int, tree: Tree, shape: Shape) -> str | None:
         except Exception as error:
             return str(error)
     if announced and (step is None or step < announced):
-        return f"step {announced} was announced, {step} is what is left of it all"
+        return f"step {announced} was announced, step {step} is the newest that is left"
     return None
 
 
 def power(amount: int, seed: int) -> Row:
-    """Each state of the disk that a crash in a save or prune may leave, drawn from all of them,
-    and loaded from."""
-    row = Row("disk state after a power loss", amount)
+    """Load from disk states that a crash in a save or prune may leave, drawn from all such
+    states."""
+    row = Row("disk state that a power loss may leave", amount)
     shapes = [
         Shape(parts, size, keep)
         for parts, size in ((1, 20_000), (2, 50), (3, 2000), (5, 1))
@@ -367,14 +366,14 @@ def power(amount: int, seed: int) -> Row:
         row.note(
             f"state {number} of {shape}, announced {announced}", loss_in(announced, tree, shape)
         )
-    row.detail = f"of {len(found)} distinct states of {4 * len(shapes)} saves and prunes"
+    row.detail = f"drawn from {len(found)} distinct states of {4 * len(shapes)} saves and prunes"
     return row
 
 
 def weak(amount: int, seed: int) -> Row:
-    """Each of the weak writers is found losing: proof that the harness can see a loss."""
+    """Check that the power test detects a loss with each weak writer."""
     row, told, shape, chance = (
-        Row("weak writer found losing", amount),
+        Row("weak writer, detected by the power test", amount),
         [],
         Shape(2, 50, 1),
         random_of(seed),
@@ -384,6 +383,6 @@ def weak(amount: int, seed: int) -> Row:
         drawn = chance.sample(found, min(100, len(found)))
         losses = sum(loss_in(announced, tree, shape) is not None for announced, tree in drawn)
         row.note(writer.__name__, None if losses else f"no loss in {len(drawn)} states")
-        told.append(f"{writer.__name__} loses in {losses} of {len(drawn)}")
+        told.append(f"{writer.__name__} loses data in {losses} of {len(drawn)}")
     row.detail = ", ".join(told)
     return row

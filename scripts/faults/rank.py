@@ -1,8 +1,8 @@
-"""`python -m faults.rank`: the command as one rank. It marks when it begins to meet and when the
-group stands.
+"""`python -m faults.rank`: run the command as one rank, and mark the beginning of the rendezvous
+and the moment when the process group has formed.
 
-FAULTS_UNLIKE may tell the one rank that is unlike the others: its `rank`, more `words`, `paths` to
-import from first, its `environment`, and what to `set` in torch.
+FAULTS_UNLIKE may describe the one rank that differs from the others: its `rank`, more `words`,
+`paths` to import from first, its `environment`, and what to `set` in torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def main() -> None:
     odd = json.loads(os.environ.get(UNLIKE, "{}"))
     if odd.get("rank") == os.environ.get("RANK"):
         sys.argv += odd["words"]
-        sys.path[:0] = odd["paths"]  # before anything of the package is loaded
+        sys.path[:0] = odd["paths"]  # before any module of the package is loaded
+
         os.environ |= odd["environment"]
         _set(odd["set"])
     from faults.task import mark

@@ -1,5 +1,4 @@
-"""Whole runs: ranks killed and started again, two writers of one run, a loss that is not
-finite, what saving costs."""
+"""Whole runs: ranks that are killed and runs that are started again, and two writers of one run."""
 
 from __future__ import annotations
 
@@ -48,16 +47,16 @@ EVERY = (
 LIMIT_S = 120.0
 
 
-# Ranks killed -------------------------------------------------------------------------------------
+# Killed ranks -------------------------------------------------------------------------------------
 
 
 class Launched:
-    """A run in a process, or under a launcher; what it prints goes to a file."""
+    """A run in a process or under a launcher; its output goes to a file."""
 
     def __init__(
         self, words: list[str], place: Path, name: str, terminal: int | None = None, **more: str
     ):
-        """On a `terminal` of its own, if one is given; `more` is its environment's."""
+        """Start it on `terminal`, if one is given; `more` are environment variables."""
         place.mkdir(parents=True, exist_ok=True)
         self.marks, self.log = place / f"{name}.marks", place / f"{name}.log"
         self.marks.touch()
@@ -79,7 +78,7 @@ class Launched:
         return self.process.poll() is not None
 
     def end(self) -> int | None:
-        """Its exit code; None where it had to be killed after LIMIT_S."""
+        """Return its exit code; None if it had to be killed after LIMIT_S."""
         try:
             return self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -93,8 +92,8 @@ class Launched:
         self.process.wait()
 
     def ranks(self) -> dict[int, int]:
-        """Rank to process id, of the launcher's children that are alive; those of launch=spawn
-        stand in their order."""
+        """Return rank to process id of the launcher's living children; those of launch=spawn are
+        numbered in their order."""
         found: dict[int, int] = {}
         pid = self.process.pid
         with contextlib.suppress(OSError):
@@ -114,9 +113,9 @@ class Launched:
 
 
 def _take(terminal: int) -> None:
-    """Make it the terminal of this session: when it goes away, the kernel sends SIGHUP."""
+    """Make it the controlling terminal of this session: when it closes, the kernel sends SIGHUP."""
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started this may ignore it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the parent may ignore it
 
 
 def _saving(directory: Path) -> bool:
@@ -128,8 +127,7 @@ def _saving(directory: Path) -> bool:
 
 
 def _wait_for_phase(run: Launched, base: Path, phase: str, chance: random.Random) -> None:
-    """Until the run below `base` is in `phase`, and a random time more; also where it ended
-    before."""
+    """Wait until the run below `base` is in `phase` or has ended, and a random time longer."""
     at = chance.randrange(2, STEPS)
     wanted = {
         "start-up": lambda: run.ranks(),
@@ -151,8 +149,7 @@ def _layout_words(place: Path, layout: str, ranks: int, *more: str) -> list[str]
 
 
 def ranks(amount: int, seed: int) -> Row:
-    """One rank is killed at a random time, the run started again: the end is that of an
-    undisturbed run."""
+    """Kill one rank at a random time and start the run again: it ends like an undisturbed run."""
     row, chance, hit = (
         Row("rank killed, run started again", amount),
         random_of(seed),
@@ -181,7 +178,7 @@ def ranks(amount: int, seed: int) -> Row:
                     hit,
                 ),
             )
-    row.detail = f"{hit['killed']} ranks were killed, {hit['over']} runs were over; " + ", ".join(
+    row.detail = f"{hit['killed']} ranks were killed, {hit['over']} runs had ended; " + ", ".join(
         f"{phase} {hit[phase]}" for phase in PHASES if hit[phase]
     )
     return row
@@ -213,7 +210,8 @@ def _kill_one(
 
 
 def _judge(directory: Path, undisturbed: Any) -> str | None:
-    """The end of an undisturbed run, audited, with each step once per curve."""
+    """Return a problem unless the run equals an undisturbed run, passes the audit, and has each
+    step once per curve."""
     try:
         problem = difference(state_of(directory), undisturbed)
     except Exception as error:
@@ -247,9 +245,9 @@ ALONE = (
 
 
 def doubles(amount: int, seed: int) -> Row:
-    """A second start is refused; a writer frozen in a save wakes after another took over, and
-    publishes nothing."""
-    row, chance, hit = Row("double start or woken writer", amount), random_of(seed), Counter[str]()
+    """Check that a second start is refused, and that a writer frozen in a save that wakes after
+    another took over publishes nothing."""
+    row, chance, hit = Row("second start or woken writer", amount), random_of(seed), Counter[str]()
     with folder() as base:
         whole = Launched(
             words_of("slow", base / "whole", f"run.steps={STEPS}", *ALONE), base / "whole", "whole"
@@ -259,7 +257,7 @@ def doubles(amount: int, seed: int) -> Row:
         for number in range(amount):
             place = base / str(number)
             if number % 4 == 0:
-                row.note(f"double start {number}", _start_twice(place, chance, hit))
+                row.note(f"second start {number}", _start_twice(place, chance, hit))
             else:
                 row.note(
                     f"woken writer {number}",
@@ -294,8 +292,8 @@ def _start_twice(place: Path, chance: random.Random, hit: Counter[str]) -> str |
 
 
 def _freeze_in_save(run: Launched, directory: Path, chance: random.Random) -> int | None:
-    """Stop the process while a staging directory stands, after the first checkpoint: the newest
-    step published."""
+    """Stop the process while a staging directory exists, after the first checkpoint; return the
+    newest published step."""
     for _ in range(60):
         if not wait_for(lambda: _saving(directory) or run.is_over(), LIMIT_S, 0.0002):
             return None
@@ -315,22 +313,23 @@ def _freeze_in_save(run: Launched, directory: Path, chance: random.Random) -> in
 def _wake(
     place: Path, undisturbed: Any, chance: random.Random, is_over: bool, hit: Counter[str]
 ) -> str | None:
-    """`is_over`: the old one wakes after its successor has ended, else within."""
+    """Freeze a writer in a save and wake it after its successor has ended (`is_over`), or while
+    the successor runs."""
     words, directory = words_of("slow", place, f"run.steps={STEPS}", *ALONE), place / "slow/run"
     old = Launched(words_of("slow", place, "run.steps=100000", *ALONE), place, "old")
     try:
         step = _freeze_in_save(old, directory, chance)
         if step is None or step >= STEPS - 6:
-            return f"was not frozen in a save in time (step {step}): {old.tail()}"
+            return f"could not be frozen in a save in time (step {step}): {old.tail()}"
         (directory / ".writer").unlink()
         new = Launched(words, place, "new")
         if not wait_for(lambda: new.has_marked(f"step {step + 4}"), LIMIT_S):
-            return f"the successor did not go on: {new.tail()}"
+            return f"the successor did not resume: {new.tail()}"
         time.sleep(chance.random() * 0.2)
         codes = [new.end()] if is_over else []
         old.process.send_signal(signal.SIGCONT)
         codes = [old.end(), *(codes or [new.end()])]
-        hit["woken after the end" if is_over else "woken within"] += 1
+        hit["woken after the end" if is_over else "woken during the run"] += 1
     finally:
         old.process.kill()
         old.process.wait()
@@ -340,8 +339,8 @@ def _wake(
 
 
 def _judge_successor(directory: Path, step: int, undisturbed: Any) -> str | None:
-    """Each checkpoint after `step` is of the second session, and what is left is what one run
-    alone leaves."""
+    """Return a problem unless each checkpoint after `step` is of the second session and the run
+    equals an undisturbed one."""
     for other, path in checkpoint.steps(directory / "checkpoints").items():
         sessions = len(checkpoint.load(path).manifest["sessions"])
         if sessions != 1 + (other > step):

@@ -1,5 +1,5 @@
-"""The tests' tiny task, slowed down: it says where it is, may have an example that is not
-finite, or stand still."""
+"""The tests' tiny task, slowed down: it marks its progress, and may have a non-finite example or
+hang."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Slow(Tiny):
         return ResidentDataset(inputs, targets)
 
     def _build(self) -> None:
-        """Take `build_s`, busy or asleep; or leave for another folder."""
+        """Build for `build_s` seconds, busy or asleep, or change the working directory."""
         self._mark("building")
         how, end = self.options.build, time.monotonic() + self.options.build_s
         if how == "elsewhere":
@@ -62,7 +62,7 @@ class Slow(Tiny):
 
 
 class Growing(Slow):
-    """Once there is a file `grown` where it started, its data has another length."""
+    """Task whose data has another length once the file `grown` exists where it was started."""
 
     def build_dataset(self, split):
         self._build()
@@ -83,8 +83,8 @@ class GrowingItems(Items):
 
 
 class Stuck(Slow):
-    """At step `at`, in `where` (step, metrics, worker), rank `rank` stands still; started again it
-    does not.
+    """Task whose rank `rank` hangs at step `at`, in `where` (step, metrics, worker), but not after
+    a restart.
 
     A step of that rank takes `slow_s` longer.
     """
@@ -122,7 +122,7 @@ class Stuck(Slow):
 
 
 class Stopping(Items):
-    """The data worker that reads its `at`-th example stops; 0: none."""
+    """Dataset that stops the data worker at its `at`-th example; 0: never."""
 
     def __init__(self, split: str, at: int):
         super().__init__(split)

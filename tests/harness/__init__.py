@@ -1,5 +1,5 @@
-"""What tests share: ranks in forks, commands in forks, real launches, two machines, a SLURM,
-runs to compare."""
+"""Shared parts of the tests: ranks and commands in forks, real launches, two machines, a SLURM
+cluster, and runs to compare."""
 
 from harness.command import Command, Done
 from harness.launch import ELASTIC, PATHS, SPAWN, TORCHRUN, children_of, ended, launch, ranks_of

@@ -1,11 +1,10 @@
-"""A verb in a fork of the tests, where torch is loaded already: 0.1 s in place of the 2 s of a new
+"""Run a verb in a fork of the tests, which has torch loaded: 0.1 s instead of 2 s for a new
 interpreter.
 
-The fork has the working directory, the environment, the arguments and the files of a process of its
-own. With `ranks` it is an agent as torchrun's, whose ranks are forks too: it passes signals on,
-ends all ranks when one
-fails, and exits with 1 then. Restarts, and what a launcher prints, are for real launches
-(harness.launch).
+The fork has its own working directory, environment, arguments and files, as a separate process has.
+With `ranks` it is an agent like torchrun's, whose ranks are forks too: it forwards signals, ends
+all ranks when one fails, and then exits with 1. Use real launches (harness.launch) to test restarts
+and the output of a launcher.
 """
 
 import os
@@ -46,7 +45,7 @@ class Done(NamedTuple):
 
 
 class Process:
-    """A command under way; the methods are those of subprocess.Popen."""
+    """A running command, with the methods of subprocess.Popen."""
 
     def __init__(self, pid: int, files: tuple[int, ...] = ()):
         self.pid = pid
@@ -70,7 +69,7 @@ class Process:
         return self.returncode
 
     def communicate(self, timeout: float = LIMIT_S) -> tuple[str, str]:
-        """(stdout, stderr)."""
+        """Wait for the end and return (stdout, stderr)."""
         self.wait(timeout)
         if self._read is None:
             self._read = self.read()
@@ -79,7 +78,7 @@ class Process:
         return self._read
 
     def read(self) -> tuple[str, str]:
-        """(stdout, stderr) so far."""
+        """Return (stdout, stderr) so far."""
         if self._read is not None:
             return self._read
         found = [os.pread(file, os.fstat(file).st_size, 0) for file in self._files]
@@ -91,15 +90,15 @@ class Process:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """With all that it has started."""
+        """Kill it and all processes that it has started."""
         if self.poll() is None:
             kill_with_descendants(self.pid)
             self.wait()
 
 
 class Command:
-    """`command(*words, ranks=, environment=, verb=)` runs a verb in the folder of the test and
-    returns how it ended."""
+    """Run verbs in the folder of the test: `command(*words, ranks=, environment=, verb=)` returns
+    exit code and output."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -123,11 +122,11 @@ class Command:
         is_fresh: bool = False,
         before: Callable[[], object] = lambda: None,
     ) -> Process:
-        """The command under way.
+        """Start the command and return its process.
 
-        `before` is called in each process of it before the verb. With `is_session` signals can be
-        sent to the whole of it, as a terminal does; with `is_fresh`, and in ranks, the package is
-        imported anew, for what looks at the process when it is imported.
+        `before` is called in each of its processes before the verb. With `is_session` signals can
+        be sent to all of them, as a terminal does. With `is_fresh`, and in ranks, the package is
+        imported again, for modules that inspect the process at import.
         """
         told = environment_of_a_command(**(environment or {}))
         files = (_open_nameless(), _open_nameless())
@@ -153,15 +152,15 @@ class Command:
 
 
 def _open_nameless() -> int:
-    """A file that is gone with its last descriptor: a pipe would be held open by whatever
-    outlives the command."""
+    """Open a file that is deleted with its last descriptor; a process that outlives the command
+    would keep a pipe open."""
     descriptor, name = tempfile.mkstemp()
     Path(name).unlink()
     return descriptor
 
 
 def _become(folder: Path, environment: Mapping[str, str], files: tuple[int, int]) -> None:
-    """Files, folder, environment and warnings as a new process has them."""
+    """Set files, working directory, environment and warnings as in a new process."""
     null = os.open(os.devnull, os.O_RDONLY)
     for number, source in enumerate((null, *files)):
         os.dup2(source, number)
@@ -191,7 +190,7 @@ def _show_warning(message, category, filename, lineno, file=None, line=None) -> 
 
 
 def _run(verb: str, words: tuple[str, ...]) -> None:
-    """`python -m verb words`, whose end is this process's."""
+    """Run `python -m verb words` and exit this process with its exit code."""
     sys.argv = [verb, *words]
     package = f"{verb}.__main__"
     for name in (verb, package):
@@ -207,7 +206,7 @@ def _run(verb: str, words: tuple[str, ...]) -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 1)  # what pytest runs at its exit is not ours
+    os._exit(code if isinstance(code, int) else 1)  # without the exit handlers of pytest
 
 
 # The agent ----------------------------------------------------------------------------------------
@@ -281,8 +280,8 @@ def _be_rank(rank, size, job, entrance, verb, words, before) -> None:
 
 
 def _forget() -> None:
-    """Have the package and the tests' tasks imported anew: some of it looks at this process
-    when it is loaded."""
+    """Have the package and the tests' tasks imported again, because some modules inspect the
+    process at import."""
     for name in list(sys.modules):
         if name.partition(".")[0] in ("trainer", "tiny", "watched", "faults"):
             del sys.modules[name]
@@ -292,7 +291,7 @@ def _forget() -> None:
 
 
 def fork_jobs() -> None:
-    """What the verb starts as `python -m trainer ...` is a fork too."""
+    """Replace child processes `python -m trainer ...` of the verb by forks."""
     start = subprocess.Popen
 
     def begin(words, *, start_new_session=False, **options):
@@ -304,21 +303,21 @@ def fork_jobs() -> None:
         if start_new_session:
             os.setsid()
         _reset_signals()
-        _forget()  # and no begin_child: a second timer would wait for the thread of the first
+        _forget()  # without begin_child: a second timer would wait for the thread of the first
         _run("trainer", tuple(words[3:]))
 
     subprocess.Popen = begin  # type: ignore[misc,assignment]
 
 
 def refuse_meeting() -> None:
-    """No socket is made and no group formed."""
+    """Make any attempt to open a socket or form a process group fail."""
     socket.socket = _NoSocket  # type: ignore[misc]
     for name in ("init_process_group", "TCPStore", "FileStore", "HashStore"):
         setattr(dist, name, _refused)
 
 
 def hide_gpus() -> None:
-    """As on a machine without one."""
+    """Hide the GPUs, as on a machine without any."""
     torch.cuda.is_available = lambda: False
 
 

@@ -1,4 +1,4 @@
-"""An archive of two files and a server that gives it, whole or not."""
+"""An archive of two files, and a server that sends it completely or in part."""
 
 import hashlib
 import io
@@ -27,19 +27,19 @@ ARCHIVE = packed({"readme.html": b"read me", **FILES})
 
 
 class Server(ThreadingHTTPServer):
-    daemon_threads = False  # closing it waits for the answers under way
+    daemon_threads = False  # close() waits for unfinished responses
 
 
 @contextmanager
 def serving(body, status=200, length=None, before=lambda: None, amid=lambda: None):
-    """A server that answers with `body`; its address, and the paths it was asked for."""
+    """Run a server that answers with `body`; yield its address and the requested paths."""
     asked = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             asked.append(self.path)
             before()
-            with suppress(OSError):  # who asked may be gone
+            with suppress(OSError):  # the client may have disconnected
                 self.send_response(status)
                 self.send_header("Content-Length", str(length or len(body)))
                 self.end_headers()

@@ -1,11 +1,13 @@
-"""The modules of the package that tests look into, in one place for all of them."""
+"""The internal modules of the package that tests use, imported in one place."""
 
 from trainer import audit, doctor, evaluate, replay
 from trainer.checkpoints import manifest, packing
 from trainer.checkpoints import transaction as checkpoint
+from trainer.checkpoints.sources import open_content
 from trainer.cli import load_task
 from trainer.record import directory as rundir
 from trainer.record import resume
+from trainer.strategy.shards import read_whole
 
 __all__ = [
     "audit",
@@ -14,7 +16,9 @@ __all__ = [
     "evaluate",
     "load_task",
     "manifest",
+    "open_content",
     "packing",
+    "read_whole",
     "replay",
     "resume",
     "rundir",

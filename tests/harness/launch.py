@@ -1,4 +1,4 @@
-"""Real processes, where the launcher is what a test is about; elsewhere see harness.command."""
+"""Start real processes, for tests of the launcher itself; other tests use harness.command."""
 
 import contextlib
 import os
@@ -24,8 +24,8 @@ _OF_LAUNCHERS = re.compile(
 
 
 def environment_of_a_command(**more: str) -> dict[str, str]:
-    """Ours without what a launcher or pytest sets; the package, the tests' tasks and those of
-    scripts/ are found."""
+    """Return this environment without variables of a launcher or pytest, and with a path to the
+    package, the tests' tasks and those of scripts/."""
     ours = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.match(name)}
     return {**ours, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", **more}
 
@@ -38,8 +38,8 @@ def launch(
     is_session: bool = False,
     **environment: str,
 ) -> subprocess.Popen:
-    """`python [launcher] -m verb words` in `folder`; with `is_session` signals can be sent to
-    all of it at once."""
+    """Start `python [launcher] -m verb words` in `folder`; with `is_session` signals can be sent to
+    all its processes at once."""
     return subprocess.Popen(
         [sys.executable, *launcher, "-m", verb, *words],
         cwd=folder,
@@ -53,7 +53,7 @@ def launch(
 
 
 def ended(process, limit_s: float = 120) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of a launch, or of what `command.start` started."""
+    """Wait for a launch or a process of `command.start`; return (exit code, stdout, stderr)."""
     try:
         out, err = process.communicate(timeout=limit_s)
     finally:
@@ -61,8 +61,44 @@ def ended(process, limit_s: float = 120) -> tuple[int, str, str]:
     return process.returncode, out, without_noise(err)
 
 
+def finished(words: list[str], folder: Path, log: Path, limit_s: float = 400) -> tuple[int, str]:
+    """Run a command in `folder`; return its exit code and its output, which is also in `log`.
+
+    A process that it leaves behind cannot block the test, as it could with a pipe. After `limit_s`
+    seconds all its processes are killed, and the code is None."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            words,
+            cwd=folder,
+            env=environment_of_a_command(),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+            print(
+                f"still running after {limit_s} s:", *map(command_of, descendants_of(process.pid))
+            )
+        finally:
+            kill_with_descendants(process.pid)
+            process.wait()
+    return code, log.read_text()
+
+
+def command_of(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return ""
+    return f"\n{pid} {' '.join(words)}"
+
+
 def without_noise(text: str) -> str:
-    """Without what torch adds: gloo of 2.10 at its start, triton of 2.15 with CUDA at its end."""
+    """Remove lines of torch: from gloo in 2.10 at its start, from triton in 2.15 with CUDA at its
+    end."""
     lines = text.splitlines(keepends=True)
     return "".join(line for line in lines if not _NOISE.match(line))
 
@@ -82,7 +118,7 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def ranks_of(process: subprocess.Popen) -> dict[int, int]:
-    """Rank to process id, of the launcher's children."""
+    """Return rank to process id of the launcher's children."""
     found = {}
     with contextlib.suppress(OSError):
         for child in children_of(process.pid):
@@ -92,7 +128,7 @@ def ranks_of(process: subprocess.Popen) -> dict[int, int]:
 
 
 def kill_with_descendants(pid: int) -> None:
-    """SIGKILL, the parent first, so that nothing is started anew."""
+    """Send SIGKILL to the parent first, so that it restarts nothing, then to its descendants."""
     for each in (pid, *descendants_of(pid)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)

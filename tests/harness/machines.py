@@ -1,12 +1,12 @@
-"""Two machines on one: network namespaces with a cable between them. Linux, root, and Debian's
-iproute2.
+"""Two simulated machines: network namespaces with a cable between them. Needs Linux, root, and
+Debian's iproute2.
 
     with Machines(tmp_path) as machines:
         words = [sys.executable, "-m", "trainer", "task=cifar"]
         ranks = [machines.start(number, *words, RANK=str(number)) for number in (0, 1)]
 
-Each has a loopback and an `eth0` of its own and nothing else to send by; files, process ids and the
-host's name are those of the host.
+Each machine has only a loopback and its own `eth0`; files, process ids and the host name are those
+of the host.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import subprocess
 import time
 from pathlib import Path
 
-ADDRESSES = ("10.77.0.1", "10.77.0.2")  # known inside only, so the same in every test run
+ADDRESSES = ("10.77.0.1", "10.77.0.2")  # visible inside only, so the same in every test run
 NOBODY = "02:00:00:00:00:99"
 LIMIT_S = 20
 
@@ -26,7 +26,7 @@ _numbers = itertools.count()
 
 
 def unavailable() -> str:
-    """Why there can be no machines here; empty where there can."""
+    """Return the reason why machines cannot be simulated here; "" if they can."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -39,10 +39,10 @@ def unavailable() -> str:
 
 
 class Machines:
-    """Number 0 and 1, while the block runs.
+    """Machines 0 and 1, for the duration of the block.
 
-    What is started has `folder` as its working directory and writes stdout and stderr to one file
-    there: a pipe would be held open by whatever outlives the process.
+    Each process has `folder` as its working directory and writes stdout and stderr to one file
+    there; a child that outlives the process would keep a pipe open.
     """
 
     def __init__(self, folder: Path):
@@ -54,7 +54,7 @@ class Machines:
         try:
             for name in self.names:
                 _ip("netns", "add", name)
-            one, other = self.names  # made inside, so that no interface appears outside
+            one, other = self.names  # created inside, so that no interface appears outside
             _ip(
                 "link",
                 "add",
@@ -80,14 +80,15 @@ class Machines:
 
     def __exit__(self, *_: object) -> None:
         for number, name in enumerate(self.names):
-            with contextlib.suppress(RuntimeError):  # one that was never made
+            with contextlib.suppress(RuntimeError):  # it may not have been created
                 self.kill(number)
                 _ip("netns", "del", name)
         for process in self._started:
             process.wait(LIMIT_S)
 
     def start(self, number: int, *words: str, **environment: str) -> subprocess.Popen:
-        """Run a command on a machine; the process is the command's own, `ip` is gone by then."""
+        """Run a command on a machine; the returned process is the command's, not that of `ip`."""
+
         inside = ("ip", "netns", "exec", self.names[number], *words)
         given = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", **environment}
         with self._output(len(self._started)).open("w") as output:
@@ -96,16 +97,16 @@ class Machines:
         return self._started[-1]
 
     def said(self, process: subprocess.Popen) -> str:
-        """All that it, and what it started, has written so far."""
+        """Return the output of the process and its children so far."""
         return self._output(self._started.index(process)).read_text(errors="replace")
 
     def pids(self, number: int) -> list[int]:
         return [int(pid) for pid in _ip("netns", "pids", self.names[number]).split()]
 
     def kill(self, number: int) -> None:
-        """SIGKILL for all that runs on a machine, again until nothing does.
+        """Send SIGKILL to all processes of a machine, repeatedly until none is left.
 
-        Its network stays, and says so to peers.
+        Its network stays up, so peers are notified.
         """
         end = time.monotonic() + LIMIT_S
         while pids := self.pids(number):
@@ -116,9 +117,9 @@ class Machines:
             time.sleep(0.02)
 
     def partition(self) -> None:
-        """Pull the cable: what is sent is lost and nobody is told.
+        """Pull the cable: packets are lost without a notice.
 
-        A link that is set down would tell its own side.
+        Setting a link down would notify its own side.
         """
         for name, peer in zip(self.names, reversed(ADDRESSES), strict=True):
             _ip(

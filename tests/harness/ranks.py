@@ -1,5 +1,5 @@
-"""Several real ranks in one test: forked, over gloo, each runs the same body; what they return
-comes back in order."""
+"""Run the same body on several real ranks (forked, over gloo) in one test, and return the results
+by rank."""
 
 import faulthandler
 import gc
@@ -20,7 +20,7 @@ LIMIT_S = 240
 
 
 def environment_of_torchrun(rank: int, size: int) -> dict[str, str]:
-    """Without MASTER_PORT, which is known once the ranks are forked."""
+    """Return torchrun's variables without MASTER_PORT, which is known once the ranks are forked."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -32,8 +32,8 @@ def environment_of_torchrun(rank: int, size: int) -> dict[str, str]:
 
 
 def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """`body(*arguments)` on `size` ranks under the environment that torchrun would set; their
-    results by rank.
+    """Run `body(*arguments)` on `size` ranks in the environment that torchrun would set; return
+    their results by rank.
 
     Raises AssertionError with the traceback of the first rank that failed.
     """
@@ -49,8 +49,8 @@ def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
             if data
             else (False, f"process {pid} died")
         )
-    # A traceback would keep it, and a later child that collects it waits for a thread that it does
-    # not have.
+    # A traceback would keep the store alive; a later child that collects it would wait for a thread
+    # that it does not have.
     del server
     for rank, (is_good, value) in enumerate(outcomes):
         assert is_good, f"rank {rank} of {size}:\n{value}"
@@ -58,9 +58,9 @@ def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
 
 
 def open_store(gates: list[int]) -> dist.TCPStore:
-    """torchrun's store. To be called after the forks, which wait at their gates for its port.
+    """Open torchrun's store. Call it after the forks, which wait at their gates for its port.
 
-    A lock of libc that the store's thread holds at a fork stays locked in the child for ever.
+    A lock of libc that the store's thread holds at a fork stays locked in the child without limit.
     """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for gate in gates:
@@ -70,13 +70,13 @@ def open_store(gates: list[int]) -> dist.TCPStore:
 
 
 def begin_child(limit_s: float = LIMIT_S) -> None:
-    """First thing in a fork."""
-    gc.freeze()  # what was inherited need not be looked through again: 0.25 s for each run
-    faulthandler.dump_traceback_later(limit_s, exit=True)  # a hang says where it hangs
+    """Prepare a forked child; call it first."""
+    gc.freeze()  # skip inherited objects at collections: saves 0.25 s per run
+    faulthandler.dump_traceback_later(limit_s, exit=True)  # print the stacks of a hang
 
 
 def _fork(rank: int, size: int, body: Callable[..., Any], arguments: tuple) -> tuple[int, int, int]:
-    """(process id, pipe with its outcome, gate to which its store's port is to be written)."""
+    """Fork a rank; return (process id, pipe with its outcome, gate for the port of its store)."""
     reader, writer = os.pipe()
     entrance, gate = os.pipe()
     sys.stdout.flush()

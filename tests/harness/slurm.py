@@ -1,11 +1,11 @@
-"""A real SLURM of two nodes, n1 and n2, on this machine: own munge, own ports, own files; /etc is
-not touched.
+"""A real SLURM of two nodes, n1 and n2, on this machine, with its own munge, ports and files; /etc
+is not changed.
 
     with Cluster(tmp_path) as cluster:
         cluster.srun("-N2", "--ntasks-per-node=2", sys.executable, "-m", "trainer", "task=cifar")
 
-It needs Debian's slurm-wlm and munge installed, no root, and disturbs no SLURM or munge that runs
-already.
+It needs Debian's slurm-wlm and munge, but not root, and does not disturb a SLURM or munge that is
+already running.
 """
 
 import contextlib
@@ -22,19 +22,18 @@ from pathlib import Path
 from typing import Any
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
-# where the daemons are; only root looks there by itself
+# folder of the daemons, which is on the PATH of root only
 PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin"
 START_S, CANCEL_S = (
     60,
     15,
-)  # limits: a start takes 1 s, the end up to 11 s where a job ignores SIGTERM
+)  # limits: a start takes 1 s, the end up to 11 s if a job ignores SIGTERM
 
-# cred_expire is what a requeued job waits before it starts again: 120 s by default, 5 s is the
-# least that SLURM takes.
-# sched_interval and bf_interval are how often SLURM looks (30 s until a restart without them),
-# KillWait is the time
-# from SIGTERM to SIGKILL. The nodes claim more CPUs than there are, so that any layout starts at
-# once.
+# cred_expire is the time before a requeued job restarts: 120 s by default; 5 s is the least that
+# SLURM accepts.
+# sched_interval and bf_interval are the intervals of the scheduler (a restart takes 30 s without
+# them). KillWait is the time from SIGTERM to SIGKILL. The nodes claim more CPUs than the machine
+# has, so that any layout starts immediately.
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -65,12 +64,12 @@ NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=64
 PartitionName=test Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """
 
-# A step ends for SLURM once nothing is left in its process group, and an ended process counts
-# until it is reaped. What outlives its parent there (a rank's watcher, the sleep of a killed
-# script) goes to the next subreaper above: in tests that is pytest, which reaps only between
-# tests, and a container's first process may never do so. The step then hangs (COMPLETING, or srun
-# itself), and after 60 s its node is drained with "Kill task failed". So each slurmd runs below
-# this process, which adopts and reaps at once; 36 is PR_SET_CHILD_SUBREAPER.
+# For SLURM a step ends when its process group is empty, and an exited process counts until it is
+# reaped. A process that outlives its parent there (a rank's watcher, the sleep of a killed script)
+# goes to the next subreaper above: in tests that is pytest, which reaps only between tests, and the
+# first process of a container may never do so. The step then hangs (COMPLETING, or srun itself),
+# and after 60 s its node is drained with "Kill task failed". So each slurmd runs below this
+# process, which adopts and reaps immediately; 36 is PR_SET_CHILD_SUBREAPER.
 REAPER = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
@@ -82,7 +81,7 @@ while os.wait()[0] != daemon:
 
 
 def unavailable() -> str:
-    """Why no SLURM can be started here; empty where it can."""
+    """Return the reason why SLURM cannot be started here; "" if it can."""
     missing = [
         name for name in (*DAEMONS, "srun", "sbatch") if shutil.which(name, path=PATH) is None
     ]
@@ -90,8 +89,8 @@ def unavailable() -> str:
 
 
 class Cluster:
-    """Runs while the block does; its logs stay in `folder`, whose path must be short (it holds
-    Unix sockets)."""
+    """Run a cluster for the duration of the block; its logs stay in `folder`, whose path must be
+    short because of Unix sockets."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
@@ -106,7 +105,9 @@ class Cluster:
     def __enter__(self) -> "Cluster":
         for name in ("state", "n1", "n2"):
             (self.folder / name).mkdir(parents=True)
-        with contextlib.ExitStack() as stack:  # held together, so that no two are the same
+        with (
+            contextlib.ExitStack() as stack
+        ):  # all open at the same time, so that no two are the same
             sockets = [
                 stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)
             ]
@@ -142,7 +143,7 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(
             subprocess.TimeoutExpired, TimeoutError
-        ):  # what stays is killed below
+        ):  # remaining processes are killed below
             self.run("scancel", "--partition=test", timeout=CANCEL_S)
             self._until(
                 lambda: not self.run("squeue", "-h", timeout=CANCEL_S).stdout,
@@ -160,8 +161,8 @@ class Cluster:
         self._until(self._kill_leftovers, CANCEL_S, "no process left")
 
     def run(self, *words: str | Path, **options: Any) -> subprocess.CompletedProcess:
-        """A command in the cluster's environment; options are subprocess.run's: here text,
-        captured, 60 s, no stdin."""
+        """Run a command in the cluster's environment; options are those of subprocess.run, by
+        default text, captured output, 60 s, no stdin."""
         usual = {
             "env": self.environment,
             "stdin": subprocess.DEVNULL,
@@ -174,8 +175,8 @@ class Cluster:
         return self.run("srun", *words, **options)
 
     def submit(self, script: Path, *words: str) -> str:
-        """The job's number; `words` are sbatch's options, and the script's own arguments follow
-        `--`."""
+        """Submit a script and return the number of the job; `words` are options of sbatch, then
+        `--` and the arguments of the script."""
         split = words.index("--") if "--" in words else len(words)
         return self._said(
             "sbatch", "--parsable", *words[:split], script, *words[split + 1 :]
@@ -188,8 +189,8 @@ class Cluster:
         return int(self._shown(job)["Restarts"])
 
     def wait(self, job: str, states: Collection[str], limit_s: float) -> str:
-        """The first of `states` that the job is seen in; TimeoutError with all that SLURM knows
-        of it."""
+        """Wait until the job is in one of `states` and return it; raise TimeoutError with all that
+        SLURM reports about the job."""
         end = time.monotonic() + limit_s
         while (shown := self._shown(job))["JobState"] not in states:
             if time.monotonic() > end:
@@ -210,7 +211,7 @@ class Cluster:
 
     def _start(self, *words: str, below: tuple[str, ...] = ()) -> None:
         with (self.folder / f"{words[0]}{len(self._daemons)}.log").open("w") as log:
-            # a session of its own: Ctrl-C reaches the tests, which then end it in order
+            # a separate session: Ctrl-C reaches only the tests, which then end the cluster in order
             own = {"cwd": self.folder, "env": self.environment, "start_new_session": True}
             self._daemons.append(
                 subprocess.Popen(
@@ -239,8 +240,8 @@ class Cluster:
         ]
 
     def _kill_leftovers(self) -> bool:
-        """True once no process is left that was started in this cluster; a slurmstepd outlives
-        its slurmd."""
+        """Kill processes that were started in this cluster; return True once none is left. A
+        slurmstepd outlives its slurmd."""
         mark, is_clean = f"SLURM_CONF={self.folder}/slurm.conf".encode(), True
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

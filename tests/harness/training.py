@@ -1,10 +1,12 @@
-"""Runs in this process or on forked ranks, and what is compared of them."""
+"""Training runs in this process or on forked ranks, and comparisons of their results."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +15,24 @@ import torch
 from harness.internals import checkpoint, load_task
 from harness.ranks import on_ranks
 from trainer import Config, Trainer, load_config
+from trainer.run import Run, Summary
+from trainer.strategy.mesh import Mesh
 
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
 FIFTY = ["experiment=parity"]
 
 
 def warm_up() -> None:
-    """Before any fork, what each run would import, and a parse: 0.3 s for each child otherwise."""
+    """Import before any fork what each run imports, and parse once; saves 0.3 s per child."""
     for name in ("rich._emoji_codes", "tensorboard.plugins.hparams.api_pb2"):
         importlib.import_module(name)
     load_config(["task=tiny"], [CONF])
 
 
 def compose(folder: Path, *overrides: str) -> Config:
-    """The config of a run in `folder`.
+    """Return the config of a run in `folder`.
 
-    It is composed once, in the parent where ranks are forked.
+    It is composed once, in the parent process if ranks are forked.
     """
     if any(word.startswith("run.resume=") and word != "run.resume=auto" for word in overrides):
         return load_config([f"run.dir={folder}", "run.name=run", *overrides], [CONF])
@@ -42,13 +46,15 @@ def _compose(overrides: tuple[str, ...]) -> Config:
 
 
 def fit(folder: Path, *overrides: str, task: type[Trainer] | None = None) -> dict[str, Any]:
-    """Train in this process, as one rank of those the environment tells of; what a test
-    compares."""
+    """Train in this process, as the rank that the environment describes; return the values that
+    tests compare."""
     config = compose(folder, *overrides)
     trainer = (task or load_task(config))(config)
     seen: list[list[int]] = []
     _record(trainer, seen)
-    summary = trainer.fit()
+    state: dict[str, Any] = {}
+    with _recorded_state(state):
+        summary = trainer.fit()
     record = [
         json.loads(line) for line in (summary.directory / "metrics.jsonl").read_text().splitlines()
     ]
@@ -59,9 +65,9 @@ def fit(folder: Path, *overrides: str, task: type[Trainer] | None = None) -> dic
             for r in record
             if "ledger" not in r
         ],
-        "weights": {
-            name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()
-        },
+        "weights": state["parts"],
+        "shard": Mesh.of(config.strategy.mesh, trainer.world).shard,
+        "whole": state["shapes"],
         "seen": seen,
         "metrics": summary.metrics,
         "code": summary.exit_code,
@@ -71,7 +77,7 @@ def fit(folder: Path, *overrides: str, task: type[Trainer] | None = None) -> dic
 
 
 def _record(trainer: Trainer, seen: list[list[int]]) -> None:
-    """Note the example indices that each training step really draws its augmentation for."""
+    """Record the indices of the examples that each training step really augments."""
     augment = trainer.augment
     train_step = trainer.train_step
     is_stepping = [False]
@@ -95,23 +101,53 @@ def _record(trainer: Trainer, seen: list[list[int]]) -> None:
 def fit_on(
     ranks: int, folder: Path, *overrides: str, task: type[Trainer] | None = None
 ) -> dict[str, Any]:
-    """`fit` on several ranks: rank 0's view, with the examples of all ranks joined step by step."""
+    """Run `fit` on several ranks; return rank 0's result with the examples of all ranks by step."""
     compose(folder, *overrides)
     return together(on_ranks(ranks, lambda: fit(folder, *overrides, task=task)))
 
 
+@contextlib.contextmanager
+def _recorded_state(found: dict[str, Any]) -> Iterator[None]:
+    """Record the model's state at the end of a run: afterwards a sharded model is gone."""
+    finish = Run.finish
+
+    def finish_and_record(run: Run) -> Summary:
+        summary = finish(run)
+        shards = run.engine.strategy.shards()
+        found["parts"] = {name: s.tensor.detach().clone() for name, s in shards.items()}
+        found["shapes"] = {name: s.shape for name, s in shards.items()}
+        return summary
+
+    Run.finish = finish_and_record  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Run.finish = finish  # type: ignore[method-assign]
+
+
+def whole_weights(results: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Return the weights joined from the ranks' parts; ranks with the same part must agree."""
+    weights = {}
+    for name, shape in results[0]["whole"].items():
+        parts = [result["weights"][name] for result in results]
+        is_divided = shape and len(parts[0]) < shape[0]
+        num_parts = results[0]["shard"] if is_divided else 1
+        for rank, part in enumerate(parts):
+            assert torch.equal(part, parts[rank % num_parts]), f"{name} differs between ranks"
+        weights[name] = torch.cat(parts[:num_parts]) if shape else parts[0]
+        assert weights[name].shape == shape
+    return weights
+
+
 def together(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rank 0's view of what `fit` returned on each rank; all ranks must have the same weights."""
+    """Join the results of `fit` into rank 0's view; all ranks must have the same weights."""
     steps = zip(*(r["seen"] for r in results), strict=True)
     joined = [[index for part in parts for index in part] for parts in steps]
-    for other in results[1:]:
-        for name, tensor in other["weights"].items():
-            assert torch.equal(tensor, results[0]["weights"][name]), f"{name} differs between ranks"
-    return {**results[0], "seen": joined}
+    return {**results[0], "seen": joined, "weights": whole_weights(results)}
 
 
 def join(*outcomes: Any) -> Any:
-    """What a train_step of several updates returns."""
+    """Join outcomes as a train_step with several updates must return them."""
     joined = outcomes[0]
     for outcome in outcomes[1:]:
         joined = None if joined is None else joined + outcome
@@ -125,7 +161,7 @@ def newest(directory: Path) -> checkpoint.Loaded:
 
 
 def relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """norm(a - b) / norm(a), in fp64."""
+    """Return norm(a - b) / norm(a), in fp64."""
     a, b = a.double(), b.double()
     return float((a - b).norm() / a.norm().clamp_min(1e-300))
 
@@ -136,9 +172,9 @@ def check_equal_bits(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def check_parity(reference, other, tolerance=1e-10, weights_tolerance=1e-10, falls=True):
-    """Both runs took the same examples, and learned the same but for rounding."""
+    """Check that two runs took the same examples and have equal results up to rounding."""
     assert other["seen"] == reference["seen"], "other examples"
-    assert len(reference["losses"]) == 50
+    assert len(reference["losses"]) >= 20
     for step, loss in reference["losses"].items():
         assert abs(other["losses"][step] - loss) <= tolerance * abs(loss), f"loss of step {step}"
     for name, tensor in reference["weights"].items():

@@ -1,4 +1,4 @@
-"""Waiting for something with a limit, and limits that hold on a slow or busy machine."""
+"""Wait for a condition with a limit, and compute limits that work on a slow or busy machine."""
 
 import functools
 import signal
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-QUIET_S = 0.7  # importing torch on the machine that the limits of the tests are meant for
+QUIET_S = 0.7  # import time of torch on the machine for which the limits of the tests were set
 
 
 def wait_for(condition: Callable[[], Any], limit_s: float = 60.0, every_s: float = 0.01) -> Any:
-    """What `condition` gives once it is true; AssertionError after `limit_s`."""
+    """Return the value of `condition` once it is true; raise AssertionError after `limit_s`."""
     end = time.monotonic() + limit_s
     while not (found := condition()):
         assert time.monotonic() < end, f"not within {limit_s} s"
@@ -30,7 +30,7 @@ def free_port() -> int:
 
 @contextmanager
 def within(seconds: int) -> Iterator[None]:
-    """The block is interrupted after so many seconds."""
+    """Interrupt the block after so many seconds."""
 
     def late(number, frame):
         raise AssertionError(f"took more than {seconds} s")
@@ -45,7 +45,7 @@ def within(seconds: int) -> Iterator[None]:
 
 
 def seconds_of_importing_torch() -> float:
-    """In a process of its own, now."""
+    """Measure the import of torch in a new process, now."""
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     return time.monotonic() - began
@@ -53,13 +53,12 @@ def seconds_of_importing_torch() -> float:
 
 @functools.cache
 def slowness() -> float:
-    """How much slower than a quiet machine this one is, at least 1; measured once."""
+    """Return how much slower this machine is than an idle one, at least 1; measured once."""
     return max(1.0, seconds_of_importing_torch() / QUIET_S)
 
 
 class Beside:
-    """A limit for what is timed, from what the same machine takes for something like it at the same
-    time.
+    """A time limit from the time that the same machine takes for similar work at the same time.
 
     beside = Beside(lambda: command(...))   # the same without the wait
     assert seconds < limit_s + beside.allowance_s
@@ -73,5 +72,5 @@ class Beside:
 
     @property
     def allowance_s(self) -> float:
-        """Five times as long, and half a second for what the scheduler does."""
+        """Five times the measured time, and half a second for the scheduler."""
         return 0.5 + 5 * self.seconds

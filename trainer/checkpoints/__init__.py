@@ -1,1 +1,1 @@
-"""Checkpoints as transactions: what a run saves, verified and published whole."""
+"""Checkpoints as transactions: the state of a run, verified, and published as a whole."""

@@ -1,25 +1,26 @@
-"""`python -m trainer.checkpoints DIR`: a run's checkpoints, and whether every byte is intact."""
+"""`python -m trainer.checkpoints DIR`: list a run's checkpoints and verify every byte."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoints import transaction as checkpoint
 from trainer.checkpoints.manifest import Manifest
 from trainer.cli import run, single
-from trainer.errors import CheckpointError, ConfigError, one_line, visible
+from trainer.errors import CheckpointError, ConfigError, visible
 
 HELP = """usage: python -m trainer.checkpoints DIR [--export FILE.safetensors]
 
-DIR is a run directory, or one directory step-<number> in its checkpoints. Lists the checkpoints:
-each file is read and its SHA-256 compared with the manifest's. --export writes the weights of the
-newest valid one as safetensors; averaged weights too, as ema.<name>, where run.ema_decay made them.
-It needs pip install '.[export]'.
+DIR is a run directory, or one directory step-<number> in its checkpoints. Lists the checkpoints
+and verifies them: each file is read and its SHA-256 compared with the manifest. --export writes
+the weights of the newest valid checkpoint to one file, and the averaged weights as ema.<name> if
+run.ema_decay is set. It reads and writes one tensor at a time.
 
-Exit codes: 0 all are valid, 1 one is not, 2 there is none."""
+Exit codes: 0 all are valid, 1 one is not valid, 2 there are none."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,44 +72,49 @@ def _list(paths: Sequence[Path]) -> int:
 
 def _export(paths: Sequence[Path], target: Path) -> int:
     if target.exists():
-        raise ConfigError(f"--export {target}: exists already; give another name")
-    try:
-        from safetensors.torch import save_file
-    except ModuleNotFoundError:
-        advice = "needs safetensors; pip install 'lockstep-trainer[export]'"
-        raise ConfigError(f"--export: {advice}") from None
+        raise ConfigError(f"--export {target}: already exists; give another name")
+    from trainer.checkpoints.sources import open_content
+
     for path in reversed(paths):
         try:
             loaded = checkpoint.load(path)
+            sources = open_content(loaded).sources
         except CheckpointError as error:
             print(f"skipped {path.name}: {error}")
             continue
-        tensors = _weights(loaded)
         step = loaded.manifest["step"]
         facts = {"step": str(step), "run": str(loaded.manifest["run"])}
-        try:
-            save_file(tensors, target, metadata=facts)
-        except Exception as error:  # safetensors has its own for a folder that is not there
-            raise ConfigError(f"--export {target}: {one_line(error)}") from None
-        print(f"{target}: {len(tensors)} tensors of step {step:,}")
+        num_tensors = _write(sources, facts, target)
+        print(f"{target}: {num_tensors} tensors of step {step:,}")
         return 0
     raise CheckpointError(f"{paths[0].parent}: no checkpoint is valid")
 
 
-def _weights(loaded: checkpoint.Loaded) -> dict[str, Any]:
-    """Tensors by name, each with its own memory: safetensors knows no sharing."""
-    import torch
+def _write(sources: Mapping[str, Any], facts: Mapping[str, str], target: Path) -> int:
+    """Write the weights and their averages to a new safetensors file; return their number."""
+    from trainer.checkpoints.tensors import write_tensors
 
-    from trainer.checkpoints.packing import unpack
-
-    state: dict[str, Any] = unpack(loaded.files["model.pt"], torch.device("cpu"))
-    averages = unpack(loaded.files["training.pt"], torch.device("cpu"))["ema"]
-    named = {**state, **{f"ema.{name}": tensor for name, tensor in averages.items()}}
-    return {
-        name: tensor.contiguous().clone()
-        for name, tensor in named.items()
-        if isinstance(tensor, torch.Tensor)
+    places = {
+        f"{prefix}{name}": (sources[kind], name, shape)
+        for kind, prefix in (("model", ""), ("ema", "ema."))
+        for name, shape in sources[kind].shapes().items()
     }
+    forms = {key: (source.dtype(name), shape) for key, (source, name, shape) in places.items()}
+
+    def read(key: str) -> Any:
+        source, name, shape = places[key]
+        return source.read(name, (0,) * len(shape), shape)
+
+    try:
+        write_tensors(target, forms, read, facts, 0o666)
+    except BaseException as error:
+        if not isinstance(error, FileExistsError):  # of another process
+            with suppress(OSError):
+                target.unlink()
+        if isinstance(error, OSError):
+            raise ConfigError(f"--export {target}: {error.strerror}") from None
+        raise
+    return len(forms)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A disk that fails: what `checkpoint.on_error` says of it."""
+"""Disk errors: stop the run or warn, as set by `checkpoint.on_error`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from trainer.config.schema import Checkpoint
 from trainer.errors import RunError
 
-# Limits of a process that look like a disk that fails: their name in a shell and their unit.
+# Process limits whose errors look like disk errors: the limit, its shell command, its unit.
 LIMITS = {
     errno.EFBIG: (resource.RLIMIT_FSIZE, "ulimit -f", "bytes a file"),
     errno.EMFILE: (resource.RLIMIT_NOFILE, "ulimit -n", "open files"),
@@ -20,7 +20,7 @@ LIMITS = {
 
 
 class Disk:
-    """The disk of a run directory. `failure` ends the run at the next step, if set."""
+    """The disk of a run directory. `failure`, if set, ends the run at the next step."""
 
     def __init__(self, directory: Path, config: Checkpoint, say: Callable[[str], None]):
         self.failure: RunError | None = None
@@ -30,33 +30,33 @@ class Disk:
         self._warned: set[tuple[str, int | None]] = set()
 
     def report(self, error: OSError, doing: str, need: int = 0) -> None:
-        """End the run, or warn once for each kind of error; `need` counts the bytes wanted."""
+        """End the run, or warn once for each kind of error. `need` is a number of bytes."""
         place = error.filename or self._directory
         fact, cure = self._explain(error, need)
-        line = f"{place}: {error.strerror or error} in {doing}; {fact}"
+        line = f"{place}: {error.strerror or error} while {doing}; {fact}"
         kind = (doing.split(" step ")[0], error.errno)
         if self._stops:
-            advice = f"{cure} and go on with run.resume, or give checkpoint.on_error=continue"
+            advice = f"{cure} and resume with run.resume, or give checkpoint.on_error=continue"
             self.failure = RunError(f"{line}; {advice}")
         else:
-            self._warn(kind, f"{line}; going on, as checkpoint.on_error=continue says")
+            self._warn(kind, f"{line}; the run continues (checkpoint.on_error=continue)")
 
     def _explain(self, error: OSError, need: int) -> tuple[str, str]:
-        """(what limits the run, what to do about it)."""
+        """Return (the limit that was reached, the remedy)."""
         if error.errno in LIMITS:
             limit, command, unit = LIMITS[error.errno]
             most = resource.getrlimit(limit)[0]
             if most != resource.RLIM_INFINITY:  # else the limit is the file system's
                 return f"{command} allows {most:,} {unit}", f"raise {command}"
         sizes = f"{need / 1e6:,.1f} MB are needed"
-        with suppress(OSError):  # also where the directory was removed
+        with suppress(OSError):  # also if the directory was removed
             sizes += f", {shutil.disk_usage(self._directory).free / 1e6:,.1f} MB free"
         return sizes, "make room"
 
     def bear(self, error: OSError, doing: str) -> None:
-        """Warn, once for each kind of error, of what a run can do without."""
+        """Warn, once for each kind of error, about a part that the run can do without."""
         place = error.filename or self._directory
-        line = f"{place}: {error.strerror or error} in {doing}; the run goes on without it"
+        line = f"{place}: {error.strerror or error} while {doing}; the run continues without it"
         self._warn((doing, error.errno), line)
 
     def _warn(self, kind: tuple[str, int | None], line: str) -> None:
@@ -65,5 +65,5 @@ class Disk:
             self._say(f"warning: {line}")
 
     def recover(self, doing: str) -> None:
-        """Note that `doing` works again: its next failure is another one."""
+        """Note that `doing` succeeded, so that its next failure is reported as a new one."""
         self._warned = {kind for kind in self._warned if kind[0] != doing}

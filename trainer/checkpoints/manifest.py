@@ -14,7 +14,8 @@ from trainer.checkpoints.files import read_file
 from trainer.config.typed import build, convert, limit
 from trainer.errors import CheckpointError, ConfigError
 
-FORMAT = 2
+FORMAT = 3
+READABLE = (2, 3)
 MANIFEST = "manifest.json"
 MOST_BYTES = 2**26
 STEP_NAME = re.compile(r"step-(\d{8,})")
@@ -24,9 +25,9 @@ _COUNT = Annotated[int, limit(min=1)]
 
 @dataclass(frozen=True)
 class Manifest:
-    """The facts of a run that a checkpoint holds. `sessions` are [first step, ranks] pairs.
+    """The facts of a run in a checkpoint. `sessions` are pairs [first step, number of ranks].
 
-    `replaced` maps "<epoch>/<index>" of an example that could not be read to the one taken.
+    `replaced` maps "<epoch>/<index>" of an unreadable example to the index of its replacement.
     """
 
     step: int
@@ -40,22 +41,22 @@ class Manifest:
     config: dict[str, Any]
     metrics: dict[str, Any]
     files: dict[str, Any]
-    machine: dict[str, Any] = field(default_factory=dict)  # none in the first edition
+    machine: dict[str, Any] = field(default_factory=dict)  # empty in the first edition
 
     @classmethod
     def of_run(cls, raw: Mapping[str, Any], path: Path) -> Manifest:
-        """Raises CheckpointError for a manifest that lacks a fact of a run, or forges one."""
+        """Convert a manifest. Raises CheckpointError if a fact of the run is missing or invalid."""
         try:
             facts = {each.name: raw[each.name] for each in fields(cls) if each.name in raw}
-            if facts["ledger"] == "":  # of no step
+            if facts["ledger"] == "":  # no step yet
                 facts["ledger"] = None
             manifest = build(cls, facts)
-            lengths = {split: _length(found) for split, found in manifest.data.items()}
+            lengths = {split: _length(entry) for split, entry in manifest.data.items()}
             is_sound = manifest._is_sound(lengths["train"])
         except (ConfigError, KeyError, TypeError):
             is_sound = False
         if not is_sound:
-            raise CheckpointError(f"{path}: its manifest is not that of a run")
+            raise CheckpointError(f"{path}: its manifest does not describe a run")
         return manifest
 
     def _is_sound(self, num_examples: int) -> bool:
@@ -84,9 +85,9 @@ def _is_place(place: str, index: Any, num_examples: int) -> bool:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint at `path`, its form and digest checked, no file's bytes.
+    """Read the manifest of the checkpoint at `path`; verify its form and digest, but no file.
 
-    Raises CheckpointError.
+    Raises CheckpointError if it is missing or not valid.
     """
     place = path / MANIFEST
     try:
@@ -98,13 +99,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{place}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise CheckpointError(f"{place}: cannot be read as a manifest") from None
-    if manifest.get("format") != FORMAT:
-        given = f"format {manifest.get('format')}, this version reads {FORMAT}"
-        raise CheckpointError(f"{path}: {given}")
+    if manifest.get("format") not in READABLE:
+        known = " and ".join(map(str, READABLE))
+        why = f"has format {manifest.get('format')}, this version reads formats {known}"
+        raise CheckpointError(f"{path}: {why}")
     if not is_well_formed or not number or manifest.get("step") != int(number[1]):
         raise CheckpointError(f"{place}: does not belong to this checkpoint")
     if manifest.pop("sha256", None) != digest(manifest):
-        why = "its SHA-256 is not the one in it, so it has changed"
+        why = "its SHA-256 differs from the one stored in it, so it has changed"
         raise CheckpointError(f"{place}: {why}")
     return manifest
 
@@ -121,12 +123,12 @@ def _is_well_formed(manifest: Any) -> bool:
 
 
 def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name is there twice")
-    return found
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a name is defined twice")
+    return values
 
 
 def digest(manifest: Mapping[str, Any]) -> str:
-    """The SHA-256 of a manifest without its own."""
+    """Return the SHA-256 of a manifest that does not contain `sha256` itself."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -14,9 +14,9 @@ from trainer.errors import CheckpointError
 
 
 def packed(parts: Mapping[str, Any]) -> Iterator[tuple[str, memoryview]]:
-    """(name, content) of each part, made on demand: the bytes of one are in memory at a time.
+    """Yield (name, content) of each part; the bytes of only one are in memory at a time.
 
-    Raises CheckpointError for what could not be loaded again.
+    Raises CheckpointError for a value that could not be loaded.
     """
     for name, part in parts.items():
         _check_plain(part, name)
@@ -26,56 +26,31 @@ def packed(parts: Mapping[str, Any]) -> Iterator[tuple[str, memoryview]]:
 
 
 def unpack(data: bytes, device: torch.device) -> Any:
-    """Tensors and plain values only, on `device`. Raises CheckpointError for anything else."""
+    """Load tensors and plain values onto `device`. Raises CheckpointError for anything else."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             entries = archive.infolist()
         is_stored = all(e.compress_type == zipfile.ZIP_STORED for e in entries)
         if not is_stored or sum(e.file_size for e in entries) > len(data):
-            raise ValueError(
-                "compressed or overlapping entries"
-            )  # a small file would fill the memory
-        found = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
-        _check_loaded(found, len(data))
-    except Exception as error:  # the bytes are anybody's, and torch has many ways to say no
+            # a small file could fill the memory
+            raise ValueError("compressed or overlapping entries")
+        tree = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+        _check_loaded(tree, len(data))
+    except Exception as error:  # the bytes are untrusted, and torch raises many types
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"the checkpoint holds more than tensors and plain values: {reason}"
         ) from None
-    return found
-
-
-def private_copy(tree: Any, copied: dict[Any, torch.Tensor] | None = None) -> Any:
-    """Copy a tree, with its tensors on the CPU, so that training can continue while it is written.
-
-    Tensors that share memory (tied weights) share it in the copy.
-    """
-    copied = {} if copied is None else copied
-    if isinstance(tree, torch.Tensor):
-        key = (tree.device, tree.data_ptr(), tree.shape, tree.stride(), tree.dtype)
-        if not tree.numel() or key not in copied:
-            copied[key] = tree.detach().to("cpu", copy=True)
-        return copied[key]
-    if isinstance(tree, Mapping):
-        pairs = [(key, private_copy(value, copied)) for key, value in tree.items()]
-        made = type(tree)(pairs)  # type: ignore[call-arg]
-        if hasattr(tree, "_metadata"):  # of a module's state_dict: the versions of its layers
-            made._metadata = tree._metadata  # type: ignore[attr-defined]
-        return made
-    return (
-        type(tree)(private_copy(value, copied) for value in tree)
-        if isinstance(tree, (list, tuple))
-        else tree
-    )
+    return tree
 
 
 def size_of(tree: Any) -> int:
-    """Bytes of all tensors in a tree."""
+    """Return the bytes of all tensors in a tree."""
     return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def _check_plain(part: Any, name: str) -> None:
-    """Refuse at the save what could not be loaded: numpy numbers, paths, objects."""
+    """Raise CheckpointError for values that could not be loaded: numpy numbers, paths, objects."""
     if isinstance(part, Mapping):
         for key, value in part.items():
             _check_plain(key, name)
@@ -94,14 +69,14 @@ def _check_plain(part: Any, name: str) -> None:
 
 
 def _check_loaded(tree: Any, most: int) -> None:
-    """Refuse what `packed` would not write. A list that holds itself has no end."""
+    """Raise ValueError for values that `packed` does not write, or for more than `most` values."""
     pending = [tree]
     seen = 0
     while pending:
         part = pending.pop()
         seen += 1
-        if seen > most:
-            raise ValueError("a value that holds itself")
+        if seen > most:  # a list that contains itself has no end
+            raise ValueError("a value that contains itself")
         if isinstance(part, Mapping):
             pending += [*part.keys(), *part.values()]
         elif type(part) in (list, tuple):

@@ -1,44 +1,112 @@
-"""The saver: publishes checkpoints behind the loop, one at a time."""
+"""Savers: each rank writes its part of a checkpoint in the background, and rank 0 publishes it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoints import packing, transaction
+import torch.distributed as dist
+
+from trainer.checkpoints import packing, tensors, transaction
 from trainer.checkpoints.disk import Disk
+from trainer.checkpoints.sources import TRAINING
 from trainer.config.schema import Checkpoint
-from trainer.errors import RunError
+from trainer.errors import CheckpointError, RunError
+from trainer.strategy.shards import Shard
+
+POLL_S = 0.02  # a blocking wait of the store would hold up the main thread's messages
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State that a rank saves: its shards by kind, plain values, facts for the manifest."""
+
+    step: int
+    shards: Mapping[str, Mapping[str, Shard]]
+    training: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    best: int | None
+
+    def private_copy(self) -> Snapshot:
+        """Copy the values that training changes, without those that other ranks write."""
+        shards = tensors.private_copy(self.shards)
+        return replace(self, shards=shards, training=copy.deepcopy(self.training))
+
+    @property
+    def size(self) -> int:
+        """Bytes that this rank writes."""
+        every = [shard for named in self.shards.values() for shard in named.values()]
+        return sum(shard.tensor.nbytes for shard in every if shard.is_written)
+
+
+class Mail:
+    """Lines that the writers of a checkpoint send to rank 0, through the group's store."""
+
+    def __init__(self, store: dist.Store, rank: int, writers: Sequence[int], limit_s: float):
+        self.rank = rank
+        self._store = store
+        self._others = [writer for writer in writers if writer]
+        self._limit_s = limit_s
+        self._is_closed = threading.Event()
+
+    def post(self, staging: Path, line: Any) -> None:
+        self._store.set(f"{staging.name}/{self.rank}", json.dumps(line))
+
+    def collect(self, staging: Path) -> list[Any]:
+        """Return the lines of all writers but rank 0. Raises RunError if one does not arrive."""
+        begun = time.monotonic()
+        lines = []
+        for rank in self._others:
+            key = f"{staging.name}/{rank}"
+            while not self._store.check([key]):
+                if self._is_closed.wait(POLL_S):
+                    raise RunError("the run ended before all ranks had written their part")
+                if time.monotonic() - begun > self._limit_s:
+                    waited = f"rank {rank} has not written its part in {self._limit_s:g} s"
+                    raise RunError(f"{waited}; raise dist.timeout_s if the disk is slow")
+            lines.append(json.loads(self._store.get(key)))
+        return lines
+
+    def close(self) -> None:
+        self._is_closed.set()
 
 
 class Saver:
-    """Saves nothing: on all ranks but 0, so that callers never ask for the rank."""
+    """A saver that saves nothing: that of a rank whose state rank 0 has too."""
 
     def __init__(self, directory: Path):
         self.root = directory / "checkpoints"
 
     def path_of(self, step: int) -> Path:
-        return self.root / f"step-{step:08d}"
+        return transaction.final_path(self.root, step)
 
-    def save(
-        self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], best: int | None
-    ) -> None:
-        """Publish `parts` as the checkpoint of `step`, then remove older ones, never `best`.
+    def stage(self, step: int) -> str:
+        """Return the staging directory for a checkpoint; empty if none is to be written."""
+        return ""
 
-        With checkpoint.background it happens behind the caller; `settle` waits for it.
+    def save(self, staging: str, snapshot: Snapshot) -> None:
+        """Write this rank's part into the staging directory.
+
+        Rank 0 then publishes it, and removes older checkpoints, but never the best. With
+        checkpoint.background a thread does all this; `settle` waits for the thread.
         """
 
     def settle(self, step: int | None = None) -> None:
-        """Wait for what is being written.
+        """Wait for the checkpoint that is being written.
 
-        Raises RunError, one line, where it failed, or where `step` is not there afterwards.
+        Raises RunError, one line, if it failed, or if `step` does not exist afterwards.
         """
 
     @property
     def has_failed(self) -> bool:
-        """Would `settle` raise now? Asked after every step."""
+        """True if `settle` would raise. Read after every step."""
         return False
 
     def withdraw(self, step: int) -> None:
@@ -47,8 +115,62 @@ class Saver:
     def close(self) -> None: ...
 
 
-class DiskSaver(Saver):
-    """Rank 0's saver. Everything logged before a checkpoint is on the disk before it is."""
+class PartSaver(Saver):
+    """The saver of a rank that writes its own shards."""
+
+    def __init__(self, directory: Path, keep: Checkpoint, mail: Mail):
+        super().__init__(directory)
+        self._keep = keep
+        self._mail = mail
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._saving: Future[None] | None = None
+        self._is_lost = False
+
+    def save(self, staging: str, snapshot: Snapshot) -> None:
+        if self._keep.background:
+            copied = snapshot.private_copy()
+            self._saving = self._pool.submit(self._save_behind, Path(staging), copied)
+        else:
+            self._save(Path(staging), snapshot)
+
+    def _save_behind(self, staging: Path, snapshot: Snapshot) -> None:
+        """Save in the background; the loop reads `has_failed` after every step."""
+        try:
+            self._save(staging, snapshot)
+        except BaseException:
+            self._is_lost = True
+            raise  # `settle` raises it in the main thread
+
+    def _save(self, staging: Path, snapshot: Snapshot) -> None:
+        """Write this rank's files and tell rank 0 what they hold, or what failed."""
+        try:
+            written = tensors.write_shards(staging, self._mail.rank, snapshot.shards)
+        except OSError as error:
+            problem = [error.errno, error.strerror, str(error.filename or staging)]
+            self._mail.post(staging, {"problem": problem})  # rank 0 decides what it means
+        except Exception as error:
+            self._mail.post(staging, {"problem": str(error)})
+            raise
+        else:
+            self._mail.post(staging, {"written": written})
+
+    def settle(self, step: int | None = None) -> None:
+        saving = self._saving
+        self._saving = None
+        if saving is not None:
+            saving.result()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._is_lost
+
+    def close(self) -> None:
+        self._mail.close()
+        self._pool.shutdown()
+
+
+class DiskSaver(PartSaver):
+    """Rank 0's saver. It writes all earlier log entries to disk before each checkpoint."""
 
     def __init__(
         self,
@@ -57,32 +179,25 @@ class DiskSaver(Saver):
         disk: Disk,
         check_owner: Callable[[], None],
         flush_record: Callable[[], None],
+        mail: Mail,
     ):
-        """`check_owner` raises where another process has taken the directory over."""
-        super().__init__(directory)
-        self._keep = keep
+        """`check_owner` raises if another process has taken over the directory."""
+        super().__init__(directory, keep, mail)
         self._disk = disk
         self._check_owner = check_owner
         self._flush_record = flush_record
-        self._pool = ThreadPoolExecutor(1, "checkpoint")
-        self._saving: Future[None] | None = None
-        self._is_lost = False
 
-    def save(
-        self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], best: int | None
-    ) -> None:
-        self.settle()
-        if not self._keep.background:
-            self._publish(step, parts, facts, best)
-            return
-        copied = packing.private_copy(parts)
-        self._saving = self._pool.submit(self._publish_behind, step, copied, facts, best)
+    def stage(self, step: int) -> str:
+        if self.path_of(step).exists():
+            return ""
+        try:
+            return str(transaction.stage(self.root, step))
+        except OSError as error:
+            self._report(error, step, 0)
+            return ""
 
     def settle(self, step: int | None = None) -> None:
-        saving = self._saving
-        self._saving = None
-        if saving is not None:
-            saving.result()
+        super().settle()
         if self._disk.failure is not None:
             raise self._disk.failure
         if step is not None and not self.path_of(step).exists():
@@ -93,37 +208,49 @@ class DiskSaver(Saver):
     def has_failed(self) -> bool:
         return self._is_lost or self._disk.failure is not None
 
-    def _publish_behind(self, *arguments: Any) -> None:
-        """Publish behind the loop, which asks `has_failed` after every step."""
-        try:
-            self._publish(*arguments)
-        except BaseException:
-            self._is_lost = True
-            raise  # to whoever settles
-
-    def _publish(
-        self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], best: int | None
-    ) -> None:
+    def _save(self, staging: Path, snapshot: Snapshot) -> None:
         keep = self._keep
-        also = {best} if keep.keep_best else set()
+        also = {snapshot.best} if keep.keep_best else set()
         counts = (keep.keep_last, keep.keep_best)
         check = self._check_owner
         try:
-            self._flush_record()
-            transaction.save(self.root, step, packing.packed(parts), facts, check)
+            with transaction.removed_on_error(staging):
+                self._publish(staging, snapshot)
             self._disk.recover("saving")
             transaction.prune(self.root, *counts, keep.metric, keep.best_mode, also, check)
         except OSError as error:
-            check()  # a successor has swept what was being written
-            self._disk.report(error, f"saving step {step}", packing.size_of(parts))
+            self._report(error, snapshot.step, snapshot.size)
             if self._disk.failure is not None:
                 raise self._disk.failure from None
+
+    def _report(self, error: OSError, step: int, size: int) -> None:
+        self._check_owner()  # raises if a new owner has removed the staged files
+        self._disk.report(error, f"saving step {step}", size)
+
+    def _publish(self, staging: Path, snapshot: Snapshot) -> None:
+        try:
+            self._flush_record()
+            files, index = tensors.write_shards(staging, 0, snapshot.shards)
+        finally:
+            lines = self._mail.collect(staging)  # before the directory may be removed
+        indices = [index]
+        for line in lines:
+            problem = line.get("problem")
+            if isinstance(problem, list):
+                raise OSError(*problem)
+            if problem is not None:
+                raise CheckpointError(problem)
+            files |= line["written"][0]
+            indices.append(line["written"][1])
+        text = json.dumps(tensors.merge(indices)).encode()
+        files[tensors.INDEX] = transaction.write_one(staging, tensors.INDEX, text)
+        for name, data in packing.packed({TRAINING: snapshot.training}):
+            files[name] = transaction.write_one(staging, name, data)
+        facts = snapshot.facts
+        transaction.publish(staging, self.root, snapshot.step, files, facts, self._check_owner)
 
     def withdraw(self, step: int) -> None:
         self.settle()
         for number, path in transaction.steps(self.root).items():
             if number >= step:
                 transaction.set_aside(path)
-
-    def close(self) -> None:
-        self._pool.shutdown()

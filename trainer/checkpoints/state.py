@@ -1,28 +1,22 @@
-"""The state of a run as a checkpoint holds it, read by rank 0 and handed to all ranks."""
+"""The state of a run as stored in a checkpoint, read by rank 0 and sent to all ranks."""
 
 from __future__ import annotations
 
 import math
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import torch
-
-from trainer.checkpoints import packing
 from trainer.checkpoints.manifest import Manifest
+from trainer.checkpoints.sources import Content, open_content, share
 from trainer.checkpoints.transaction import Loaded
 from trainer.distributed.group import Group
 from trainer.engine.ema import Ema
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, ConfigError
 from trainer.strategy.base import Strategy
-
-MODEL = "model.pt"
-TRAINING = "training.pt"
-Found = tuple[Loaded | None, list[str]]  # and a line for each checkpoint passed over
 
 
 @dataclass
@@ -46,7 +40,7 @@ class TrainState:
     def resume(
         cls, manifest: Manifest, progress: dict[str, Any], world_size: int, is_same_run: bool
     ) -> TrainState:
-        """The state that a checkpoint holds; of another run it is only the step."""
+        """Restore the state from a checkpoint; from another run's, only step and sessions."""
         sessions = [*manifest.sessions, [manifest.step, world_size]]
         if not is_same_run:
             return cls(manifest.step, secrets.token_hex(8), sessions)
@@ -57,13 +51,13 @@ class TrainState:
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
-        """Another step while the block runs: it is looked at again."""
-        now = self.step
+        """Set another step for the duration of the block, to examine it a second time."""
+        before = self.step
         self.step = step
         try:
             yield
         finally:
-            self.step = now
+            self.step = before
 
     def recall(self, metrics: dict[str, float]) -> None:
         """Take over an evaluation of this step that an earlier process recorded, if any."""
@@ -72,7 +66,7 @@ class TrainState:
             self.evaluated = self.step
 
     def note(self, metrics: dict[str, float], metric: str, mode: str) -> bool:
-        """Keep an evaluation; is it the best so far by `metric`?"""
+        """Store an evaluation. Return True if it is the best so far by `metric`."""
         self.metrics = metrics
         self.evaluated = self.step
         best_of = f"{mode} {metric}"
@@ -95,40 +89,69 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Restored:
-    """A verified checkpoint, the same bytes on every rank."""
+    """A verified checkpoint, the same on every rank."""
 
     manifest: Manifest
-    model: dict[str, torch.Tensor]
-    training: dict[str, Any]
+    content: Content
 
     def load(self, strategy: Strategy, ema: Ema | None) -> None:
-        """Load what evaluation needs: the model, and the averages of its weights."""
-        strategy.load(self.model)
+        """Load the parts that evaluation needs: the model and its averaged weights."""
+        sources = self.content.sources
+        strategy.load(sources["model"], self.content.training["extra"])
         if ema:
-            ema.load_state_dict(self.training["ema"])
+            ema.load(sources["ema"])
 
 
-def read_on_all_ranks(group: Group, read: Callable[[], Found]) -> tuple[Restored | None, list[str]]:
-    """Rank 0 reads and verifies by `read`; all ranks unpack the same bytes. A collective.
+def read_on_all_ranks(
+    group: Group, find: Callable[[], tuple[list[Path], bool]]
+) -> tuple[Restored | None, list[str]]:
+    """Open and verify the newest valid checkpoint of those that `find` returns on rank 0.
 
-    No shared file system is needed, and no rank can load another file. The second result holds
-    a line for each checkpoint that did not verify.
+    `find` returns paths, the newest first, and whether the first one must be valid. If all ranks
+    see a checkpoint's files, each verifies some of them and reads what it needs. Otherwise rank 0
+    reads and sends. The second result has a line for each checkpoint that is not valid. A
+    collective. Raises CheckpointError if there are checkpoints, but none is valid.
     """
-    loaded: Loaded | None = None
-    skipped: list[str] = []
-    with group.agreed("reading the checkpoint"):
+    found: list[str] = []
+    must_be_first = False
+    with group.agreed("finding the checkpoint"):
         if group.world.rank == 0:
-            loaded, skipped = read()
-    raw, skipped = group.tell_all([loaded.manifest if loaded else None, skipped])
-    if raw is None:
-        return None, skipped
-    name = f"step-{raw['step']:08d}"
-    state = {}
-    for file in sorted(raw["files"]):
-        data = group.share_bytes(loaded.files[file] if loaded else None)
-        state[file] = packing.unpack(data, torch.device("cpu"))
-    for file in (MODEL, TRAINING):
-        if file not in state:
-            raise CheckpointError(f"{name}: holds no {file}: not one of a run")
-    manifest = Manifest.of_run(raw, Path(name))
-    return Restored(manifest, state[MODEL], state[TRAINING]), skipped
+            paths, must_be_first = find()
+            found = [str(path.absolute()) for path in paths]
+    found, must_be_first = group.tell_all([found, must_be_first])
+    skipped: list[str] = []
+    for path in map(Path, found):
+        try:
+            return _open(group, path), skipped
+        except ConfigError as error:  # a CheckpointError on the rank that found it
+            if must_be_first:
+                raise
+            skipped.append(f"skipped {path.name}: {error}")
+    if skipped:
+        raise CheckpointError(f"{path.parent}: no checkpoint is valid; {skipped[0]}")
+    return None, []
+
+
+def _open(group: Group, path: Path) -> Restored:
+    """Verify and open a checkpoint. Raises the same CheckpointError on every rank."""
+    is_root = group.world.rank == 0
+    loaded: Loaded | None = None
+    with group.agreed("reading the checkpoint"):
+        with suppress(CheckpointError) if not is_root else nullcontext():
+            loaded = Loaded.read(path)
+        if is_root and loaded:
+            Manifest.of_run(loaded.manifest, path)
+    raw = group.tell_all(loaded.manifest if loaded and is_root else None)
+    sees_it = loaded is not None and loaded.manifest == raw
+    (is_unseen,) = group.max(float(not sees_it))
+    manifest = Manifest.of_run(raw, path)
+    content: Content | None = None
+    with group.agreed("verifying the checkpoint"):
+        own = Loaded(path, raw)
+        if not is_unseen:
+            own.files.verify(sorted(own.files)[group.world.rank :: group.world.world_size])
+        elif is_root:
+            own.files.verify(own.files)
+        if is_root or not is_unseen:
+            content = open_content(own)
+    return Restored(manifest, share(group, content) if is_unseen else cast(Content, content))

@@ -1,11 +1,12 @@
-"""A checkpoint is a transaction: a directory that is there whole, or not at all.
+"""A checkpoint is a transaction: a directory that exists as a whole, or not at all.
 
-    checkpoints/step-00000100/{model.pt, training.pt, manifest.json}
+    checkpoints/step-00000100/{model-r00000.safetensors, training.pt, tensors.json, manifest.json}
 
-Files are written and fsynced in a staging directory, the manifest with their sizes and SHA-256
-last; one rename publishes it, an fsync of the parent makes that last. Only then may older ones
-go. Nothing is ever overwritten, and a name whose fsync failed is not used again: after a failure
-the kernel may report the next one as done.
+Files are written and fsynced in a staging directory, last of all the manifest with their sizes and
+SHA-256. Each rank may write some of the files, and rank 0 writes the manifest. One rename publishes
+the directory, and an fsync of its parent makes the rename durable. Only then are older checkpoints
+removed. Nothing is ever overwritten. A name whose fsync failed is not used a second time: after a
+failure the kernel may report the next fsync as done.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoints.files import read_file, sync_directory, write_file
+from trainer.checkpoints.files import digest_file, read_file, sync_directory, write_file
 from trainer.checkpoints.manifest import (
     FORMAT,
     MANIFEST,
@@ -32,13 +34,72 @@ from trainer.checkpoints.manifest import (
 from trainer.errors import CheckpointError
 
 
+class Files(Mapping[str, bytes]):
+    """The files of a checkpoint by name, read when they are asked for."""
+
+    def __init__(self, path: Path, entries: Mapping[str, Any]):
+        self._path = path
+        self._entries = entries
+
+    def __getitem__(self, name: str) -> bytes:
+        """Read a file. Raises CheckpointError if a byte differs from what was written."""
+        entry = self._entries[name]
+        place = self._path / name
+        with _errors_named(place):
+            size, data = read_file(place, entry["bytes"])
+        _check(place, entry, size, hashlib.sha256(data).hexdigest())
+        return data
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # Mapping's own would read the file
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def verify(self, names: Iterable[str]) -> None:
+        """Read files block by block. Raises CheckpointError if a byte has changed."""
+        for name in names:
+            entry = self._entries[name]
+            place = self._path / name
+            with _errors_named(place):
+                found = digest_file(place, entry["bytes"])
+            _check(place, entry, *found)
+
+
+@contextmanager
+def _errors_named(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, MemoryError) as error:
+        raise CheckpointError(f"{place!s}: {getattr(error, 'strerror', error)}") from None
+
+
+def _check(place: Path, entry: Mapping[str, Any], size: int, sha256: str) -> None:
+    if size != entry["bytes"]:
+        raise CheckpointError(f"{place}: {size} bytes, {entry['bytes']} were written")
+    if sha256 != entry["sha256"]:
+        why = "its SHA-256 differs from the manifest's, so bits have changed"
+        raise CheckpointError(f"{place}: {why}")
+
+
 @dataclass(frozen=True)
 class Loaded:
-    """A verified checkpoint: its manifest and the bytes that the manifest's digests are of."""
+    """A checkpoint with a valid manifest; `load` also verifies its files."""
 
     path: Path
     manifest: dict[str, Any]
-    files: dict[str, bytes]
+
+    @classmethod
+    def read(cls, path: Path) -> Loaded:
+        """Read and verify the manifest only. Raises CheckpointError."""
+        return cls(path, read_manifest(path))
+
+    @property
+    def files(self) -> Files:
+        return Files(self.path, self.manifest["files"])
 
 
 def save(
@@ -50,89 +111,115 @@ def save(
 ) -> Path:
     """Publish `files`, (name, content) one at a time, as `root/step-<step>`.
 
-    `facts` go into the manifest. `check_owner` is called last before the rename, and may raise.
-    Raises CheckpointError where that step exists already, and OSError as the disk gives it.
+    `facts` go into the manifest. `check_owner` is called just before the rename, and may raise.
+    Raises CheckpointError if that step already exists, and OSError for disk errors.
     """
-    final = root / f"step-{step:08d}"
-    if final.exists():
-        raise CheckpointError(f"{final} exists already: a checkpoint is never overwritten")
+    with staged(root, step) as staging:
+        listed = {name: write_one(staging, name, data) for name, data in files}
+        publish(staging, root, step, listed, facts, check_owner)
+    return final_path(root, step)
+
+
+def final_path(root: Path, step: int) -> Path:
+    return root / f"step-{step:08d}"
+
+
+def stage(root: Path, step: int) -> Path:
+    """Create the staging directory of a checkpoint, to write its files into.
+
+    Raises CheckpointError if that step already exists, and OSError for disk errors.
+    """
+    if final_path(root, step).exists():
+        raise CheckpointError(
+            f"{final_path(root, step)} already exists: a checkpoint is never overwritten"
+        )
     if not root.exists():
         root.mkdir(mode=0o700)
         sync_directory(root.parent)
     staging = root / f".staging-{step:08d}-{secrets.token_hex(4)}"
     os.mkdir(staging, 0o700)
+    return staging
+
+
+@contextmanager
+def staged(root: Path, step: int) -> Iterator[Path]:
+    """Yield a staging directory, and remove it if the block fails."""
+    staging = stage(root, step)
+    with removed_on_error(staging):
+        yield staging
+
+
+@contextmanager
+def removed_on_error(staging: Path) -> Iterator[None]:
     try:
-        _write_all(staging, files, {"format": FORMAT, "step": step, **facts})
-        sync_directory(staging)
-        check_owner()
-        os.rename(staging, final)
+        yield
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
+
+
+def write_one(staging: Path, name: str, data: bytes | memoryview) -> dict[str, Any]:
+    """Write a file of rank 0, and return its entry in the manifest."""
+    write_file(staging / name, data)
+    return {"rank": 0, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def publish(
+    staging: Path,
+    root: Path,
+    step: int,
+    files: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    check_owner: Callable[[], None],
+) -> None:
+    """Write the manifest of the files in `staging`, and rename it to the checkpoint."""
+    _write_manifest(staging, {"format": FORMAT, "step": step, **facts, "files": files})
+    sync_directory(staging)
+    check_owner()
+    os.rename(staging, final_path(root, step))
     try:
         sync_directory(root)
     except OSError:
-        _discard([final])  # it may not be there after a power cut
+        _discard([final_path(root, step)])  # it may not be there after a power cut
         raise
-    return final
 
 
-def _write_all(
-    folder: Path, files: Iterable[tuple[str, bytes | memoryview]], facts: Mapping[str, Any]
-) -> None:
-    """The files, then the manifest with their digests."""
-    listed = {}
-    for name, data in files:
-        sha256 = hashlib.sha256(data).hexdigest()
-        listed[name] = {"rank": 0, "bytes": len(data), "sha256": sha256}
-        write_file(folder / name, data)
-    manifest = {**facts, "files": listed}
+def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     text = json.dumps({**manifest, "sha256": digest(manifest)}, indent=1)
     if len(text) > MOST_BYTES:
         num_replaced = len(manifest.get("replaced", ()))
-        why = f"its manifest has {len(text):,} bytes, of which {MOST_BYTES:,} can be read"
-        advice = f"mend or remove the {num_replaced:,} examples that data.on_error=skip replaced"
+        why = f"its manifest has {len(text):,} bytes, and at most {MOST_BYTES:,} can be read"
+        advice = f"repair or remove the {num_replaced:,} examples that data.on_error=skip replaced"
         raise CheckpointError(f"{folder.parent}: cannot be saved, {why}; {advice}")
     write_file(folder / MANIFEST, text.encode())
 
 
 def load(path: Path) -> Loaded:
-    """The checkpoint at `path`.
+    """Read the manifest of the checkpoint at `path`, and verify each file.
 
-    Raises CheckpointError, with the reason, unless every byte is as it was written.
+    Raises CheckpointError, with the reason, if any byte differs from what was written.
     """
-    manifest = read_manifest(path)
-    files = {}
-    for name, entry in manifest["files"].items():
-        try:
-            size, data = read_file(path / name, entry["bytes"])
-        except (OSError, ValueError, MemoryError) as error:
-            raise CheckpointError(f"{path / name!s}: {getattr(error, 'strerror', error)}") from None
-        if size != entry["bytes"]:
-            raise CheckpointError(f"{path / name}: {size} bytes, {entry['bytes']} were written")
-        if hashlib.sha256(data).hexdigest() != entry["sha256"]:
-            why = "its SHA-256 is not the one in the manifest, so bits have changed"
-            raise CheckpointError(f"{path / name}: {why}")
-        files[name] = data
-    return Loaded(path, manifest, files)
+    loaded = Loaded.read(path)
+    loaded.files.verify(loaded.files)
+    return loaded
 
 
 def steps(root: Path) -> dict[int, Path]:
-    """Published checkpoints by step, oldest first, valid or not."""
-    found = {}
+    """Return the published checkpoints by step, oldest first, valid or not."""
+    paths = {}
     for path in root.glob("step-*"):
         match = STEP_NAME.fullmatch(path.name)
         if match and _is_own_directory(path):
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
+            paths[int(match[1])] = path
+    return dict(sorted(paths.items()))
 
 
 def _is_own_directory(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()  # a link may lead to what somebody else wrote
+    return path.is_dir() and not path.is_symlink()  # a link may lead to others' files
 
 
 def load_newest(root: Path) -> tuple[Loaded | None, list[str]]:
-    """The newest checkpoint that verifies, and a line for each newer one that did not."""
+    """Load the newest valid checkpoint; return it and a line for each newer, invalid one."""
     skipped: list[str] = []
     for path in reversed(steps(root).values()):
         try:
@@ -143,7 +230,7 @@ def load_newest(root: Path) -> tuple[Loaded | None, list[str]]:
 
 
 def newest_manifest(root: Path) -> dict[str, Any] | None:
-    """The manifest of the newest checkpoint that has a readable one."""
+    """Return the manifest of the newest checkpoint that has a readable one, or None."""
     for path in reversed(steps(root).values()):
         try:
             return read_manifest(path)
@@ -153,7 +240,7 @@ def newest_manifest(root: Path) -> dict[str, Any] | None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint that does not verify, out of the way of its step."""
+    """Rename a checkpoint, so that its step can be saved again; return the new path."""
     aside = path.with_name(f"invalid-{path.name}-{secrets.token_hex(4)}")
     os.rename(path, aside)
     return aside
@@ -170,37 +257,37 @@ def prune(
 ) -> None:
     """Remove all but the newest `keep_last`, the best `keep_best` by `metric`, and `also`.
 
-    Only what has a readable manifest counts, and only that is removed: a damaged checkpoint
-    never takes the place of a good one.
+    Only checkpoints with a readable manifest are counted and removed: a damaged one never takes
+    the place of a good one.
     """
-    found: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     metrics: dict[int, float] = {}
     for step, path in steps(root).items():
         try:
             value = read_manifest(path).get("metrics", {}).get(metric)
         except CheckpointError:
             continue
-        found[step] = path
+        paths[step] = path
         if isinstance(value, (int, float)) and value == value:
             metrics[step] = value if mode == "min" else -value
     best = sorted(metrics, key=lambda step: (metrics[step], step))[:keep_best]
-    keep = {*list(found)[-keep_last:], *best, *also}
+    keep = {*list(paths)[-keep_last:], *best, *also}
     check_owner()
-    _discard([path for step, path in found.items() if step not in keep])
+    _discard([path for step, path in paths.items() if step not in keep])
 
 
 def sweep(root: Path) -> None:
-    """Remove what an interrupted save or prune left behind; only for the owner of `root`.
+    """Remove the leftovers of an interrupted save or prune; only for the owner of `root`.
 
-    A writer that was frozen in a save, and wakes, then finds nothing to publish.
+    A writer that was frozen during a save then finds nothing to publish when it wakes.
     """
     _discard([*root.glob(".staging-*"), *root.glob(".trash-*")])
 
 
 def _discard(paths: Sequence[Path]) -> None:
-    """Rename, then remove: half a directory must not look like a checkpoint, nor be published."""
+    """Rename, then remove: a partial directory must never look like a checkpoint."""
     trash = [path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}") for path in paths]
-    for path, gone in zip(paths, trash, strict=True):
-        os.rename(path, gone)
-    for gone in trash:
-        shutil.rmtree(gone, ignore_errors=True)
+    for path, renamed in zip(paths, trash, strict=True):
+        os.rename(path, renamed)
+    for renamed in trash:
+        shutil.rmtree(renamed, ignore_errors=True)

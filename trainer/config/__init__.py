@@ -1,8 +1,8 @@
-"""Configuration: composed by Hydra, checked here, a plain dataclass everywhere else. No torch."""
+"""Configuration: Hydra composes it, this package checks it and returns a dataclass. No torch."""
 
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent
-# A wheel has conf/ and tasks/ inside the package, a checkout beside it; never the working folder.
+# In a wheel, conf/ and tasks/ are inside the package; in a checkout they are beside it.
 HOME = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent
 CONF = HOME / "conf"

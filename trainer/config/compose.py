@@ -1,4 +1,4 @@
-"""Composition: files and overrides become a Config. The only module that knows Hydra."""
+"""Composition: build a Config from YAML files and command-line overrides, with Hydra."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ from yaml import YAMLError
 
 from trainer.config import CONF
 from trainer.config.guard import check_override
+from trainer.config.hints import suggest, translate
 from trainer.config.rules import check
 from trainer.config.schema import ONCE, Config, flatten
-from trainer.config.typed import show, suggest
+from trainer.config.typed import show
 from trainer.errors import ConfigError, one_line
 
-# What several values of a setting may be: glob(*) is never one.
+# Kinds of Hydra sweep overrides that `-m` accepts. glob(*) is not among them.
 SWEPT = ("SIMPLE_CHOICE_SWEEP", "CHOICE_SWEEP", "RANGE_SWEEP")
 SEARCHED = (*SWEPT, "INTERVAL_SWEEP")
-# Resolvers that see the configuration alone.
+# OmegaConf resolvers that read nothing but the configuration.
 _RESOLVERS = ("oc.create", "oc.decode", "oc.select", "oc.dict.keys", "oc.dict.values")
 Options = Mapping[str, Mapping[str, list[Path]]]  # group -> option -> its files
 
 
 def load_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Config:
-    """The Config of `conf/`, the folders of `--config-dir` and `key=value` overrides.
+    """Return the Config from `conf/`, the folders of `--config-dir` and `key=value` overrides.
 
-    Without `task=` and with `run.resume=<path>` it is that of the run to resume, as
-    `load_run_config` gives it. Raises ConfigError, one line, for whatever cannot be.
+    With `run.resume=<path>` and without `task=`, return the Config of the run to resume, as
+    `load_run_config` does. Raises ConfigError, in one line, for invalid input.
     """
     given = dict(override.split("=", 1) for override in overrides if "=" in override)
     place = given.get("run.resume", "auto")
@@ -54,10 +55,10 @@ def load_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Co
 def load_run_config(
     place: str, overrides: Sequence[str], config_dirs: Sequence[str] = (), prefix: str = ""
 ) -> Config:
-    """The Config that a run directory, or that of a checkpoint, was written with, overridden.
+    """Return the saved Config of a run, with `overrides` applied.
 
-    Overrides are single values or whole groups. `run.resume` is `place`; errors about the
-    directory begin with `prefix`.
+    `place` is a run directory or one of its checkpoints; `run.resume` is set to it. Overrides are
+    single values or whole groups. Errors about the directory start with `prefix`.
     """
     options = find_options(config_dirs)
     saved = _read_saved(place, prefix)
@@ -65,20 +66,25 @@ def load_run_config(
     parsed = [override for override in parse(overrides) if override.key_or_group != "run.resume"]
     for group, choice in _choose(parsed, options).items():
         if group in ("task", "experiment"):
-            why = "the run directory has a task already; give single values"
+            why = "the run directory already has a task; override single settings"
             raise ConfigError(f"{group}={choice}: {why}")
         saved[group] = _compose(f"{group}/{choice}", [], config_dirs)[group]
     return _override(saved, parsed, options, prefix=f"{place}/config.yaml: ")
 
 
 def _override(config: Any, parsed: Sequence[Any], options: Options, prefix: str = "") -> Config:
-    """The Config of composed or saved settings and the values that replace some of them."""
+    """Return the checked Config of composed or saved settings, with overrides applied."""
+    listed = set(OmegaConf.select(config, "task.options", default=None) or ())
     for override in parsed:
         if override.key_or_group not in options:
             _apply(override, config, options)
     with _explained(prefix):
         plain = OmegaConf.to_container(config, resolve=True)
-    return check(plain, find_options())
+    checked = check(plain, find_options())
+    added = {o.key_or_group for o in parsed if o.is_add() or o.is_force_add()}
+    new = [name for name in checked.task.options if name not in listed]
+    unlisted = [name for name in new if f"task.options.{name}" not in added]
+    return dataclasses.replace(checked, unlisted=unlisted)
 
 
 def _apply(override: Any, config: Any, options: Options) -> None:
@@ -88,13 +94,18 @@ def _apply(override: Any, config: Any, options: Options) -> None:
     parent, _, name = key.rpartition(".")
     block = OmegaConf.select(config, parent) if parent else config
     is_known = OmegaConf.is_list(block) or (OmegaConf.is_dict(block) and name in block)
-    is_new = override.is_add() or override.is_force_add()
+    # `Options` of the task may declare options with defaults that its YAML does not list.
+    is_option = parent == "task.options" and not override.is_delete()
+    is_new = override.is_add() or override.is_force_add() or (is_option and not is_known)
     if not is_known and not is_new:
         known: Any = OmegaConf.to_container(config)
-        raise ConfigError(f"{key} is not a setting{suggest(key, [*flatten(known), *options])}")
+        near = suggest(key, [*flatten(known), *options])
+        if parent in ("optim", "schedule"):
+            near = near or f"; to add an argument of its class give +{override.input_line}"
+        raise ConfigError(f"{key} is not a setting{near}")
     previous = OmegaConf.select(config, key, throw_on_resolution_failure=False)
     if override.is_add() and previous is not None and not isinstance(value, (dict, list)):
-        raise ConfigError(f"{override.input_line}: {key} is there already; leave out the '+'")
+        raise ConfigError(f"{override.input_line}: {key} already exists; leave out the '+'")
     if override.is_delete():
         with open_dict(config):
             del block[name]
@@ -104,31 +115,34 @@ def _apply(override: Any, config: Any, options: Options) -> None:
 
 
 def _read_saved(place: str, prefix: str) -> Any:
-    """The config.yaml of the run directory that `place` is or lies in."""
+    """Return config.yaml of a run directory, or of the run directory of a checkpoint."""
     home = Path(place)
     if (home / "manifest.json").is_file():
         home = home.resolve().parent.parent
     if not (home / "config.yaml").is_file():
         advice = "give a run directory, or one of its checkpoints"
+        if steps := [path.name for path in sorted(home.parent.glob("step-*")) if not home.exists()]:
+            raise ConfigError(f"{prefix}{place}: is not there; there are {', '.join(steps)}")
         raise ConfigError(f"{prefix}{place}: has no config.yaml; {advice}")
-    wrong = f"{prefix}{place}: its config.yaml is not that of a run"
+    wrong = f"{prefix}{place}: its config.yaml was not written by a run"
     with _explained(f"{wrong}: "):
         saved: Any = OmegaConf.create((home / "config.yaml").read_text(encoding="utf-8"))
         groups = [field.name for field in dataclasses.fields(Config) if not field.metadata]
         if not all(OmegaConf.is_dict(block) for block in (saved, *map(saved.get, groups))):
-            raise ConfigError(f"{wrong}: it has not all groups of settings")
+            raise ConfigError(f"{wrong}: some groups of settings are missing")
         for key, value in ONCE.items():
             OmegaConf.update(saved, key, OmegaConf.select(saved, key, default=value))
         OmegaConf.set_struct(saved, True)
-        saved.run.name = None  # a run lives where its directory is now
+        saved.run.name = None  # the directory may have been renamed or moved
     return saved
 
 
 @contextmanager
 def _explained(prefix: str = "", line: str = "") -> Iterator[None]:
-    """Raise ConfigError for what YAML, OmegaConf or Hydra refuse: `line`, or what they say.
+    """Turn errors of YAML, OmegaConf and Hydra into ConfigError: `line`, or their message.
 
-    Within it no interpolation looks at the machine: config.yaml would hold what it reads.
+    Within the block, interpolations cannot read the environment or files: their values would be
+    written to config.yaml.
     """
     known = BaseContainer._resolvers
     BaseContainer._resolvers = {name: known[name] for name in _RESOLVERS}
@@ -139,23 +153,25 @@ def _explained(prefix: str = "", line: str = "") -> Iterator[None]:
         if key := getattr(error, "full_key", None):
             message = f"{key}: {str(error).splitlines()[0]}"
         if isinstance(error, (YAMLError, UnicodeDecodeError)):
-            message = f"a file in it cannot be read: {message}"
-        if "@task." in message:
-            message += "; is the first line of the task's file '# @package _global_'?"
+            message = f"a YAML file cannot be read: {message}"
+        if re.search(r"@(task|experiment)\.", message) and "at the end of" not in message:
+            first = "the first line of the task's file must be '# @package _global_'"
+            message = f"{first}: {message}"
         if resolver := re.search(r"Unsupported interpolation type (\S+)", message):
             allowed = f"must be one of {', '.join(_RESOLVERS)}, or a plain ${{key}}"
-            message = f"${{{resolver[1]}:...}}: {allowed}; let the task read what it needs"
+            message = f"${{{resolver[1]}:...}}: {allowed}; read other values inside the task"
         raise ConfigError(line or f"{prefix}{message}") from None
     finally:
         BaseContainer._resolvers = known
 
 
 def to_yaml(config: Config) -> str:
+    """Return all settings as YAML, the text of config.yaml."""
     return OmegaConf.to_yaml(OmegaConf.create(config.plain()))
 
 
 def find_options(config_dirs: Sequence[str] = ()) -> dict[str, dict[str, list[Path]]]:
-    """The options of every config group and their files, `{"task": {"cifar": [...]}, ...}`."""
+    """Return the options of each config group with their files: `{"task": {"cifar": [...]}}`."""
     options: dict[str, dict[str, list[Path]]] = {}
     for root in [CONF, *map(Path, config_dirs)]:
         for file in sorted(root.glob("*/[!_]*.yaml")):
@@ -166,38 +182,42 @@ def find_options(config_dirs: Sequence[str] = ()) -> dict[str, dict[str, list[Pa
 
 
 def parse(overrides: Sequence[str], sweeps: Sequence[str] = ()) -> list[Any]:
-    """Hydra's Override objects; `sweeps` are the kinds of several values that may be given.
+    """Return Hydra's Override objects. `sweeps` are the allowed kinds of sweep overrides.
 
-    Raises ConfigError for words that are no `key=value`.
+    Raises ConfigError for a word that is not `key=value`.
     """
     parser = OverridesParser.create()
     parsed: list[Any] = []
     for text in overrides:
         check_override(text)
         is_pair = "=" in text or text.startswith("~")
-        if not is_pair or text.startswith(("=", "hydra.", "hydra/")):
+        if is_pair and text.lstrip("+~").startswith(("hydra.", "hydra/")):
+            advice = "settings of Hydra itself are taken with -m only, for sweeps; leave it out"
+            raise ConfigError(f"{text}: {advice}")
+        if not is_pair or text.startswith("="):
+            if "=" in overrides:
+                raise ConfigError(f"{text} = ...: write key=value without spaces")
             near = suggest(text, ["--help", "--config-dir"])
             raise ConfigError(f"{text!r} is not a setting: write key=value{near}")
         advice = "cannot be read as key=value; quote special characters: key=\"'a,b'\""
         with _explained(line=f"{text}: {advice}"):
             override: Any = parser.parse_override(text)
         if override.is_sweep_override() and override.value_type.name not in sweeps:
-            advice = "several values need -m, as a,b or range(1,4); a list is written [a,b]"
+            advice = "several values need -m, such as a,b or range(1,4); write a list as [a,b]"
             raise ConfigError(f"{text}: {advice}")
         parsed.append(override)
     return parsed
 
 
 def _compose(name: str, parsed: Sequence[Any], config_dirs: Sequence[str]) -> Any:
-    """Hydra's composition of a file, and of the options of groups that are chosen in `parsed`."""
+    """Compose the file `name` with the group options that `parsed` chooses."""
     for folder in config_dirs:
         if not folder or not Path(folder).is_dir():
             raise ConfigError(f"--config-dir {folder}: no such directory")
     options = find_options(config_dirs)
     _choose(parsed, options)
     words = [override.input_line for override in parsed if override.key_or_group in options]
-    folders = ",".join(repr(f"file://{Path(folder).resolve()}") for folder in config_dirs)
-    words.append(f"hydra.searchpath=[{folders}]")
+    words.append(_search_path(config_dirs))
     where = f"--config-dir {' '.join(config_dirs)}" if config_dirs else str(CONF)
     GlobalHydra.instance().clear()
     with _explained(f"{where}: "), hydra.initialize_config_dir(str(CONF), "trainer", "1.3"):
@@ -206,11 +226,19 @@ def _compose(name: str, parsed: Sequence[Any], config_dirs: Sequence[str]) -> An
         except ConfigCompositionException as error:
             if "You must specify 'task'" not in str(error):
                 raise
-    raise ConfigError(f"task is not chosen: give task=<name>, one of {', '.join(options['task'])}")
+    raise ConfigError(f"task is missing: give task=<name>, one of {', '.join(options['task'])}")
+
+
+def _search_path(config_dirs: Sequence[str]) -> str:
+    folders = ",".join(repr(f"file://{Path(folder).resolve()}") for folder in config_dirs)
+    return f"hydra.searchpath=[{folders}]"
 
 
 def _choose(parsed: Sequence[Any], options: Options) -> dict[str, str]:
-    """The option of each group that is given, checked."""
+    """Return the chosen option of each overridden group.
+
+    Raises ConfigError for unknown, ambiguous and conflicting options.
+    """
     chosen: dict[str, str] = {}
     for override in parsed:
         group = override.key_or_group
@@ -218,32 +246,34 @@ def _choose(parsed: Sequence[Any], options: Options) -> dict[str, str]:
         if group not in options or override.is_delete():
             continue
         if override.is_add():
-            advice = f"{group} is there already; leave out the '+'"
+            advice = f"{group} already exists; leave out the '+'"
             raise ConfigError(f"{override.input_line}: {advice}")
         name = choice if isinstance(choice, str) else show(choice)
         files = options[group].get(name, [])
         if not files:
-            hint = "; one of yours needs --config-dir" if group == "task" else ""
-            near = suggest(name, options[group]) or hint
+            own = f"; your own is <folder>/{group}/{name}.yaml, with --config-dir <folder>"
+            hint = own if group in ("task", "experiment") else ""
+            near = translate(group, name, options[group]) or hint
             raise ConfigError(f"{group}={name}: must be one of {', '.join(options[group])}{near}")
         if len(files) > 1:
             both = " and ".join(map(str, files))
-            raise ConfigError(f"{group}={choice} stands twice, in {both}; rename yours")
+            raise ConfigError(f"{group}={choice} is defined twice, in {both}; rename yours")
         if chosen.setdefault(group, choice) != choice:
-            before = f"{group}={chosen[group]} was given before; give one"
+            before = f"{group}={chosen[group]} was given before; give only one"
             raise ConfigError(f"{group}={choice}: {before}")
     return chosen
 
 
-def answer(overrides: Sequence[str], flags: Sequence[str]) -> None:
-    """Print what Hydra's `--cfg` and `--info` ask for. Runs nothing.
+def answer(overrides: Sequence[str], flags: Sequence[str], config_dirs: Sequence[str] = ()) -> None:
+    """Print the output of Hydra's `--cfg` or `--info`, without training.
 
-    Raises ConfigError for what Hydra would answer with its usage.
+    Raises ConfigError where Hydra would print its usage and exit.
     """
     parser = get_args_parser()
     parser.exit_on_error = False
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come through as they are
-    sys.argv = [sys.argv[0], *overrides, *flags]  # argparse wants the overrides together
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, does not print them
+    # argparse needs the overrides in one block, and takes one --config-dir only
+    sys.argv = [sys.argv[0], *overrides, _search_path(config_dirs), *flags]
     try:
         parser.parse_known_args(sys.argv[1:])
         hydra.main(str(CONF), "config", "1.3")(lambda _: None)()

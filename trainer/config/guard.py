@@ -1,4 +1,4 @@
-"""Secrets are refused in a configuration: it is written to config.yaml and every checkpoint."""
+"""Refusal of secrets in settings, which are written to config.yaml and every checkpoint."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from trainer.errors import ConfigError
 
 _WORDS = {"token", "password", "passwd", "passphrase", "secret", "apikey", "accesskey"}
 _PAIRS = {("api", "key"), ("access", "key"), ("private", "key")}
-# pad_token: "<pad>" is an entry of a vocabulary
+# pad_token: "<pad>" is a vocabulary entry, so "token" after one of these is no secret
 _MARKS = {"pad", "bos", "eos", "unk", "sep", "cls", "mask"}
 
 
 def check_no_secret(value: Any, key: str = "") -> None:
-    """Raises ConfigError, without the value, for a key anywhere in a tree that names a secret."""
+    """Raise ConfigError if a key in a nested value names a secret. The message has no values."""
     if isinstance(value, Mapping):
         for name, below in value.items():
             check_no_secret(below, f"{key}.{name}" if key else str(name))
@@ -29,7 +29,7 @@ def check_no_secret(value: Any, key: str = "") -> None:
 
 
 def check_override(text: str) -> None:
-    """Refuse a secret in an override as it was typed, before anything can fail and print it."""
+    """Raise ConfigError for a secret in a raw override, before another error can print it."""
     key, _, value = text.partition("=")
     key = key.lstrip("+~-")
     check_no_secret(value, key)
@@ -39,9 +39,9 @@ def check_override(text: str) -> None:
 
 
 def _is_secret(key: str, value: str) -> bool:
-    """True where a whole word of the key names a secret: num_tokens and tokenizer are none.
+    """Return True if a whole word of the key names a secret; num_tokens and tokenizer do not.
 
-    A number is a secret only where that word is the last one: token_dim=64 is none.
+    A number is a secret only if that word is the last one, so token_dim=64 is not.
     """
     text = value.strip(" '\"").lower()
     if text in ("", "null", "none", "true", "false"):

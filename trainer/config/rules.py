@@ -1,4 +1,4 @@
-"""Rules about settings: what one value, or two together, cannot be."""
+"""Rules about settings that types and ranges cannot express, such as relations between two."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from trainer.config.schema import Config, Dist, Launch
 from trainer.config.typed import build, convert, show
 from trainer.errors import ConfigError
 
-Problems = Iterator[tuple[str, str]]  # a key, and why it cannot have its value
+Problems = Iterator[tuple[str, str]]  # (key, reason why its value is refused)
 
 
 def check(plain: Any, choices: Mapping[str, Iterable[str]]) -> Config:
-    """A Config from nested plain values; `choices` are the options of each config group.
+    """Build a Config from nested plain values. `choices` are the options of each config group.
 
-    Raises ConfigError naming the key, what was given and what is allowed.
+    Raises ConfigError with the key, the given value and the allowed values.
     """
     if not isinstance(plain.get("task"), Mapping) or "name" not in plain["task"]:
-        where = "a task's file sets it, below a first line '# @package _global_'"
+        where = "set it in the task's file, below a first line '# @package _global_'"
         raise ConfigError(f"task.name is missing: {where}")
     check_no_secret(plain)
     config = build(Config, plain)
@@ -39,9 +39,9 @@ def _find_problems(config: Config, strategies: Iterable[str]) -> Problems:
     if config.data.micro_batch is not None and config.data.micro_batch > whole:
         yield "data.micro_batch", f"must be at most data.global_batch={whole}"
     if run.lr_scaling == "none" and run.lr_batch is not None:
-        yield "run.lr_scaling", "takes no run.lr_batch"
+        yield "run.lr_scaling", "must be linear or sqrt if run.lr_batch is given"
     if run.lr_scaling != "none" and run.lr_batch is None:
-        yield "run.lr_scaling", "give run.lr_batch=<the global batch that optim.lr was chosen for>"
+        yield "run.lr_scaling", "give run.lr_batch=<the global batch that optim.lr was tuned for>"
     if config.norm_rows is not None:
         yield from _find_group_problems(config, config.norm_rows)
     steps = config.log.profile_steps
@@ -61,7 +61,7 @@ def _find_group_problems(config: Config, rows: int) -> Problems:
     micro_batch = config.data.micro_batch
     if whole % rows:
         near = " or ".join(str(n * rows) for n in (whole // rows, whole // rows + 1) if n)
-        must = f"must be a multiple of run.norm_rows={rows}, as {near}"
+        must = f"must be a multiple of run.norm_rows={rows}, such as {near}"
         yield "data.global_batch", f"{must}; or give run.norm_rows=null"
     if micro_batch is not None and micro_batch % rows:
         yield "data.micro_batch", f"must be a multiple of run.norm_rows={rows}"
@@ -75,12 +75,12 @@ def _find_launch_problems(block: Launch) -> Problems:
     ranks = block.nproc_per_node
     is_count = ranks is not None and ranks.isdecimal() and int(ranks) > 0
     if ranks not in (None, "gpu", "cpu", "auto") and not is_count:
-        yield "launch.nproc_per_node", "must be gpu, cpu, auto or a whole number of at least 1"
+        yield "launch.nproc_per_node", "must be gpu, cpu, auto or an integer of at least 1"
     if block.name == "inline" and (ranks is not None or block.max_restarts):
         key = "launch.max_restarts" if ranks is None else "launch.nproc_per_node"
-        yield key, "needs launch=elastic or launch=spawn; torchrun has flags of its own for it"
+        yield key, "needs launch=elastic or launch=spawn; torchrun has its own flags for it"
     if block.name == "spawn" and block.max_restarts:
-        yield "launch.max_restarts", "launch=spawn starts nothing anew; use elastic"
+        yield "launch.max_restarts", "launch=spawn does not restart ranks; use launch=elastic"
 
 
 def _find_dist_problems(block: Dist) -> Problems:
@@ -90,17 +90,19 @@ def _find_dist_problems(block: Dist) -> Problems:
         if init == method and not value:
             yield f"dist.{key}", f"dist.init={init} needs it on every rank; see conf/dist/auto.yaml"
         if init != method and value:
-            yield f"dist.{key}", f"is for dist.init={method}, and dist.init is {init}"
+            yield f"dist.{key}", f"needs dist.init={method}, but dist.init is {init}"
     host, _, port = (block.address or "localhost:1").rpartition(":")
     if not host or not is_port(port):
         yield "dist.address", "must be <host>:<port>, port from 1 to 65535"
 
 
 def is_port(text: str) -> bool:
+    """Return True if the text is a port number from 1 to 65535."""
     return text.isdecimal() and 0 < int(text) < 65536
 
 
 def _check_spec(group: str, spec: Mapping[str, Any], options: Iterable[str]) -> None:
+    """Check that a spec has a `_target_`, its floats are finite and its `lr` is not negative."""
     if not isinstance(spec.get("_target_"), str):
         given = f"give {group}=<name> ({', '.join(options)})"
         raise ConfigError(f"{group}._target_ is missing: {given}")

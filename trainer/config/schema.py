@@ -1,4 +1,4 @@
-"""Names, types and ranges of all settings. Their values are in conf/."""
+"""Names, types and ranges of all settings. Their default values are in conf/."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ from typing import Annotated, Any, Literal
 
 from trainer.config.typed import NO_SETTING, limit
 
-# The layout: where and how a run is computed, saved and shown. Every other setting is the run.
+# Settings of the layout: how a run is computed, saved and shown. All others belong to the run.
 _LAYOUT = """
     checkpoint. dist. launch. log. eval.micro_batch run.dir run.name run.resume
     data.micro_batch data.path data.timeout_s data.workers
     strategy.name strategy.device_ids strategy.devices_per_rank
     strategy.bucket_mb strategy.static_graph strategy.find_unused_parameters
+    strategy.mesh. strategy.reshard strategy.recompute
 """
 LAYOUT = tuple(_LAYOUT.split())
 
-# Settings that did not exist once, and the values by which older runs go on as they were.
-ONCE = {"run.dropout": "torch", "run.norm_rows": None}
+# Settings that older runs lack, with the values that keep the behaviour of those runs.
+ONCE = {
+    **{"run.dropout": "torch", "run.norm_rows": None, "checkpoint.sharded": "auto"},
+    **{"strategy.mesh.replicate": "auto", "strategy.mesh.shard": 1},
+    **{"strategy.reshard": True, "strategy.recompute": "none"},
+}
 
 
 @dataclass
@@ -54,10 +59,21 @@ class Data:
     on_error: Literal["raise", "skip"]
 
 
+Axis = Annotated[int, limit(min=1)]
+
+
+@dataclass
+class Mesh:
+    """Sizes of the mesh's axes: their product is the number of ranks. One may be auto: the rest."""
+
+    replicate: Axis | Literal["auto"]
+    shard: Axis | Literal["auto", "node"]
+
+
 @dataclass
 class Strategy:
     name: str
-    precision: Literal["fp64", "fp32", "tf32", "amp_bf16", "amp_fp16", "bf16", "fp16"]
+    precision: Literal["auto", "fp64", "fp32", "tf32", "amp_bf16", "amp_fp16", "bf16", "fp16"]
     sync_batchnorm: bool
     channels_last: bool
     device_ids: list[Annotated[int, limit(min=0)]] | None
@@ -66,6 +82,9 @@ class Strategy:
     static_graph: bool
     find_unused_parameters: bool
     comm_hook: Literal["none", "fp16", "bf16", "powersgd", "parameter_server"]
+    mesh: Mesh
+    reshard: bool
+    recompute: Literal["none", "blocks"] | list[str]
 
 
 @dataclass
@@ -94,13 +113,14 @@ class Checkpoint:
     keep_last: Annotated[int, limit(min=1)]
     keep_best: Annotated[int, limit(min=0)]
     background: bool
+    sharded: Literal["auto"] | bool
     on_error: Literal["stop", "continue"]
     best_metric: str | None
     best_mode: Literal["min", "max"]
 
     @property
     def metric(self) -> str:
-        """The metric that decides which checkpoint is best, with its prefix."""
+        """Name of the metric that decides which checkpoint is best, with the prefix `eval/`."""
         name = self.best_metric or "loss"
         return name if name.startswith("eval/") else f"eval/{name}"
 
@@ -130,10 +150,12 @@ class Task:
 
 @dataclass
 class Config:
-    """All settings; `optim` and `schedule` are a `_target_` and its arguments.
+    """All settings. `optim` and `schedule` contain a `_target_` and its arguments.
 
-    `folder` is no setting: the working directory when they were loaded. Relative paths begin there,
-    wherever a task goes with os.chdir.
+    Three fields are not settings. `folder` is the working directory at load time: relative paths
+    start there, even after a task calls os.chdir. `unlisted` are the names that were given in
+    task.options and are not in the task's YAML. `auto_precision` is the precision that
+    strategy.precision=auto became.
     """
 
     run: Run
@@ -148,38 +170,44 @@ class Config:
     optim: dict[str, Any]
     schedule: dict[str, Any]
     folder: str = field(default_factory=os.getcwd, metadata=NO_SETTING)
+    unlisted: list[str] = field(default_factory=list, metadata=NO_SETTING)
+    auto_precision: str = field(default="", metadata=NO_SETTING)
 
     @property
     def runs(self) -> Path:
-        """`run.dir`, wherever the process is now."""
+        """Path of `run.dir`, independent of the current working directory."""
         return Path(self.folder, self.run.dir)
 
     def shown(self, path: Path) -> Path:
-        """A path as it can be typed where the run was started."""
+        """Return a path relative to the folder where the run was started, if it is inside it."""
         return path.relative_to(self.folder) if path.is_relative_to(self.folder) else path
 
     @property
     def norm_rows(self) -> int | None:
-        """`run.norm_rows`, where BatchNorm is plain: SyncBN normalises over all rows."""
+        """`run.norm_rows`, or None with SyncBN, which normalises over all rows."""
         return None if self.strategy.sync_batchnorm else self.run.norm_rows
 
     @property
     def packages(self) -> list[str]:
-        """Where a `_target_` may be defined besides torch and trainer."""
+        """Packages that a `_target_` may come from, besides torch and trainer."""
         return [self.task.trainer.split(".")[0], *self.task.packages]
 
     def flat(self) -> dict[str, Any]:
-        """Every value by its full name, `{"data.global_batch": 250, ...}`."""
+        """Return all values by full name, `{"data.global_batch": 250, ...}`."""
         return flatten(self.plain())
 
     def plain(self) -> dict[str, Any]:
-        """The groups of settings as nested dicts."""
+        """Return the groups of settings as nested dicts."""
         groups = dataclasses.asdict(self)
-        del groups["folder"]
+        for name in ("folder", "unlisted", "auto_precision"):
+            del groups[name]
         return groups
 
     def run_hash(self, more: Collection[str] = ()) -> str:
-        """A digest of the run: the same in any layout. `more` are settings that belong to it."""
+        """Return a digest of the run's settings, which is the same in any layout.
+
+        `more` are settings of the layout that belong to this run.
+        """
         flat = self.flat().items()
         run = {key: v for key, v in flat if key in more or not key.startswith(LAYOUT)}
         text = json.dumps(run, sort_keys=True, default=str)
@@ -187,6 +215,7 @@ class Config:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a nested mapping by dotted name."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         is_group = isinstance(value, Mapping) and value

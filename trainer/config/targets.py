@@ -1,4 +1,4 @@
-"""Targets: the one place where a name in a config becomes code."""
+"""Targets: import and call what a config names. The only module that does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.config.typed import convert, suggest
+from trainer.config.hints import suggest
+from trainer.config.typed import convert
 from trainer.errors import ConfigError, one_line
 
 ALLOWED_PACKAGES = ("torch.optim", "torch.nn", "trainer")
@@ -18,9 +19,9 @@ Spec = Mapping[str, Any]  # a `_target_` and its arguments
 
 
 def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
-    """The object a config names, `torch.optim.SGD`.
+    """Import and return the object that a config names, such as `torch.optim.SGD`.
 
-    Raises ConfigError unless the name, and the module that defines what it names, lie under an
+    Raises ConfigError unless both the name and the module that defines the object are under an
     allowed package.
     """
     allowed = check_name(name, key, packages)
@@ -31,7 +32,7 @@ def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
         missing = error.name or ""
         advice = f", which {home} imports; install it"
         if f"{home}.".startswith(f"{missing}."):
-            advice = "; start where it can be imported from"
+            advice = "; start in the folder that contains it, or set PYTHONPATH"
         raise ConfigError(f"{key}={name}: no module named {missing}{advice}") from None
     if not hasattr(module, attribute):
         near = suggest(attribute, [known for known in vars(module) if not known.startswith("_")])
@@ -45,17 +46,17 @@ def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
 
 
 def check_name(name: str, key: str, packages: Sequence[str] = ()) -> tuple[str, ...]:
-    """The packages it may lie under. Imports nothing.
+    """Return the packages that a target may come from, without importing anything.
 
-    Raises ConfigError where it lies elsewhere.
+    Raises ConfigError if the name is not under one of them.
     """
     allowed = tuple(dict.fromkeys((*ALLOWED_PACKAGES, *packages)))
     parts = name.split(".")
     problem = ""
     if not _lies_under(name.rpartition(".")[0], allowed):
-        problem = f"lie under {', '.join(allowed)}; task.packages=[<package>] adds one"
+        problem = f"be under {', '.join(allowed)}; add yours with task.packages=[<package>]"
     elif parts[0] in sys.stdlib_module_names:
-        problem = f"not be of Python's own library, {parts[0]}; write a class or function"
+        problem = f"not be in Python's standard library ({parts[0]}); write a class or function"
     elif not all(part.isidentifier() for part in parts):
         problem = "be <module>.<name>"
     if problem:
@@ -64,21 +65,22 @@ def check_name(name: str, key: str, packages: Sequence[str] = ()) -> tuple[str, 
 
 
 def _lies_under(name: str, packages: Sequence[str]) -> bool:
+    """Return True if a dotted name is one of the packages or inside one of them."""
     return any(f"{name}.".startswith(f"{package}.") for package in packages)
 
 
 def check_target(spec: Spec, key: str, packages: Sequence[str], kind: type | None = None) -> Any:
-    """The object `spec["_target_"]` names, checked together with its arguments.
+    """Return the object that `spec["_target_"]` names, after a check of its arguments.
 
-    It must be a subclass of `kind`; without one it must take `num_steps` first, as schedules do.
-    Otherwise a config could call any function of an allowed package. Raises ConfigError also for
-    arguments that are missing, unknown or of a wrong type.
+    It must be a subclass of `kind`, or, if `kind` is None, take `num_steps` as its first argument,
+    as schedules do. Otherwise a config could call any function of an allowed package. Raises
+    ConfigError also for arguments that are missing, unknown or of a wrong type.
     """
     name = spec["_target_"]
     target = resolve(name, f"{key}._target_", packages)
     try:
         signature = inspect.signature(target)
-    except ValueError:  # of a builtin
+    except ValueError:  # some builtins have no signature
         signature = inspect.Signature()
     if kind is None and next(iter(signature.parameters), None) != "num_steps":
         advice = "as in def mine(num_steps, warmup_steps=0)"
@@ -95,14 +97,14 @@ def check_target(spec: Spec, key: str, packages: Sequence[str], kind: type | Non
     except TypeError as error:
         line = f"{key} ({name}): {error}"
         if unknown := [a for a in arguments if a not in signature.parameters]:
-            near = suggest(unknown[0], signature.parameters).replace("mean ", f"mean {key}.")
+            near = suggest(unknown[0], signature.parameters, f"{key}.")
             line = f"{key}.{unknown[0]} is not an argument of {name}{near}"
         raise ConfigError(line) from None
     return target
 
 
 def _check_argument(parameter: inspect.Parameter, value: Any, key: str) -> None:
-    """Compare with the annotation, or the default, where it is a switch, a number or numbers."""
+    """Check a value against the parameter's annotation or default, if that is a bool or numbers."""
     default = parameter.default
     kind: Any = {bool: bool, int: float, float: float}.get(type(default), Any)
     if _is_plain(parameter.annotation):
@@ -115,7 +117,7 @@ def _check_argument(parameter: inspect.Parameter, value: Any, key: str) -> None:
 
 
 def _is_plain(kind: Any) -> bool:
-    """True for bool, int and float, also where limited, optional or in a list."""
+    """Return True for bool, int and float, also with limits, optional or in a list."""
     origin = typing.get_origin(kind)
     parts = [part for part in typing.get_args(kind) if part is not type(None)]
     if origin is typing.Annotated:
@@ -128,12 +130,15 @@ def _is_plain(kind: Any) -> bool:
 def call_target(
     spec: Spec, key: str, packages: Sequence[str], kind: type | None, first: Any, **extra: Any
 ) -> Any:
-    """Call `spec["_target_"]` with `first`, its arguments, and those of `extra` that it takes."""
+    """Call `spec["_target_"]` with `first`, its arguments, and those in `extra` that it accepts.
+
+    Raises ConfigError for wrong arguments, and for any exception of the call.
+    """
     target = check_target(spec, key, packages, kind)
     known = inspect.signature(target).parameters
     arguments = {name: value for name, value in extra.items() if name in known} | {**spec}
     del arguments["_target_"]
     try:
         return target(first, **arguments)
-    except Exception as error:  # a constructor says what is wrong with its arguments
+    except Exception as error:  # the constructor's own check of its arguments
         raise ConfigError(f"{key} ({spec['_target_']}): {one_line(error)}") from None

@@ -1,92 +1,147 @@
-"""Dataclasses from plain values, each checked against its annotation and limits."""
+"""Conversion of plain values to dataclasses, checked against annotations and limits."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union
 
+from trainer.config.hints import suggest, translate
 from trainer.errors import ConfigError
 
 T = TypeVar("T")
 Limits = Mapping[str, Any]
 _NO_LIMITS: Limits = {}
-NO_SETTING = {"is_setting": False}  # the metadata of a field that nobody sets
+NO_SETTING = {"is_setting": False}  # metadata of a dataclass field that is not a setting
 _NAMES: dict[Any, str] = {
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
-    str: "a text",
+    str: "a string",
     bool: "true or false",
     dict: "a mapping",
     list: "a list",
+    tuple: "a list",
     type(None): "null",
 }
 
 
+class _Bounds(dict):
+    """A dict that can be part of an annotation such as `Annotated[int, limit(min=1)] | None`."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items())))
+
+
 def limit(**bounds: float) -> dict[str, float]:
-    """The bounds of a number: `min`, `max` (inclusive) or `above` (exclusive)."""
-    return bounds
+    """Return the bounds of a number: `min` and `max` (inclusive), `above` (exclusive)."""
+    return _Bounds(bounds)
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean optim.lr?` for the nearest known name, else nothing."""
-    known = list(known)
-    same_leaf = [k for k in known if k.split(".")[-1] == name]
-    close = same_leaf or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+def unknown(prefix: str, name: str, known: Iterable[str]) -> ConfigError:
+    """Return the error for a name that is not a setting."""
+    return ConfigError(f"{prefix}{name} is not a setting{suggest(name, known, prefix)}")
 
 
 def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
-    """The dataclass `cls` from plain values, each checked against its annotation and limits.
+    """Build the dataclass `cls` from plain values, checked against its annotations and limits.
 
-    Raises ConfigError naming the full key, what was given and what is allowed.
+    Raises ConfigError with the full key, the given value and the allowed values.
     """
     hints = typing.get_type_hints(cls, include_extras=True)
     known = {f.name: f for f in dataclasses.fields(cls) if not f.metadata}  # type: ignore[arg-type]
     for name in values:
         if name not in known:
-            near = suggest(str(name), known).replace("mean ", f"mean {prefix}")
-            raise ConfigError(f"{prefix}{name} is not a setting{near}")
+            raise unknown(prefix, str(name), known)
     arguments = {}
     for name, entry in known.items():
         key = f"{prefix}{name}"
         if name in values:
             arguments[name] = convert(hints[name], values[name], key)
         elif entry.default is entry.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{key} is missing: give {key}=<{_describe(hints[name])}>")
+            raise ConfigError(f"{key} is missing: give {key}=<{describe(hints[name])}>")
     return cls(**arguments)
 
 
-def convert(kind: Any, value: Any, key: str, limits: Limits = _NO_LIMITS) -> Any:
-    """`value` as the annotation `kind` wants it.
+def defaults_of(built: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain values of a built dataclass that are its defaults, not in `values`."""
+    every = dataclasses.asdict(built)
+    plain = {name: list(v) if isinstance(v, tuple) else v for name, v in every.items()}
+    kinds = (str, int, float, bool, list, dict, type(None))
+    return {n: v for n, v in plain.items() if n not in values and isinstance(v, kinds)}
 
-    Raises ConfigError, beginning with `key`, for a value that kind and limits do not allow.
+
+def convert(kind: Any, value: Any, key: str, limits: Limits = _NO_LIMITS) -> Any:
+    """Return `value` converted to the annotation `kind`.
+
+    Raises ConfigError, starting with `key`, for a value that `kind` and `limits` do not allow.
     """
     origin = typing.get_origin(kind)
     choices = typing.get_args(kind)
     if origin is Annotated:
         return convert(choices[0], value, key, choices[1])
     if origin in (Union, types.UnionType):
-        if value is None and type(None) in choices:
-            return None
-        kind = next(c for c in choices if c is not type(None))
-        return convert(kind, value, key, {**limits, "null": True})
+        return _convert_union(kind, value, key, limits)
     if kind is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)  # run.name=5
     if origin is list and isinstance(value, list):
         return [convert(choices[0], entry, f"{key}[{i}]") for i, entry in enumerate(value)]
+    if kind is tuple or origin is tuple:
+        return _convert_tuple(kind, value, key)
+    if origin is dict and isinstance(value, Mapping):
+        names = [convert(choices[0], name, f"{key}: the name {show(name)}") for name in value]
+        values = [convert(choices[1], entry, f"{key}.{name}") for name, entry in value.items()]
+        return dict(zip(names, values, strict=True))
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return build(typing.cast(type, kind), value, f"{key}.")
     if not _fits(kind, value, key, limits):
-        raise ConfigError(f"{key}={show(value)}: must be {_describe(kind, limits)}")
+        near = translate(key, value, choices) if origin is Literal else ""
+        raise ConfigError(f"{key}={show(value)}: must be {describe(kind, limits)}{near}")
     return float(value) if kind is float else value
 
 
+def _convert_union(kind: Any, value: Any, key: str, limits: Limits) -> Any:
+    """Convert to the first member that accepts the value. A member of its exact type goes first."""
+    members = [member for member in typing.get_args(kind) if member is not type(None)]
+    if value is None and len(members) < len(typing.get_args(kind)):
+        return None
+    if len(members) == 1:
+        return convert(members[0], value, key, {**limits, "null": len(typing.get_args(kind)) > 1})
+    kinds = [member.__origin__ if hasattr(member, "__metadata__") else member for member in members]
+    own = [int, float] if type(value) is int else [type(value)]
+    for wanted in own:
+        if wanted in kinds:
+            return convert(members[kinds.index(wanted)], value, key, limits)
+    for member in members:
+        try:
+            return convert(member, value, key, limits)
+        except ConfigError:
+            continue
+    raise ConfigError(f"{key}={show(value)}: must be {describe(kind, limits)}")
+
+
+def _convert_tuple(kind: Any, value: Any, key: str) -> tuple[Any, ...]:
+    """Convert a list to `tuple[int, int]`, `tuple[int, ...]` or a plain tuple."""
+    members = typing.get_args(kind)
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f"{key}={show(value)}: must be {describe(kind)}")
+    if not members:
+        return tuple(value)
+    if members[-1] is ...:
+        members = members[:1] * len(value)
+    if len(members) != len(value):
+        raise ConfigError(f"{key}={show(value)}: must be {describe(kind)}")
+    pairs = enumerate(zip(members, value, strict=True))
+    return tuple(convert(member, entry, f"{key}[{i}]") for i, (member, entry) in pairs)
+
+
 def _fits(kind: Any, value: Any, key: str, limits: Limits) -> bool:
+    """Return True if a value has the type `kind` and is within the limits.
+
+    An empty string is allowed in task.options only.
+    """
     origin = typing.get_origin(kind)
     if origin is Literal:
         return any(value == c and type(value) is type(c) for c in typing.get_args(kind))
@@ -102,22 +157,25 @@ def _fits(kind: Any, value: Any, key: str, limits: Limits) -> bool:
 
 
 def show(value: Any) -> str:
-    """A value as it is written on the command line."""
+    """Return a value as it is written on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value) or "''"
 
 
-def _describe(kind: Any, limits: Limits = _NO_LIMITS) -> str:
+def describe(kind: Any, limits: Limits = _NO_LIMITS) -> str:
+    """Return the values that an annotation allows, such as `an integer of at least 1 or null`."""
     origin = typing.get_origin(kind)
     choices = typing.get_args(kind)
     if origin is Annotated:
-        return _describe(choices[0], choices[1])
+        return describe(choices[0], choices[1])
     if origin in (Union, types.UnionType):
-        return " or ".join(_describe(c) for c in choices)
+        return " or ".join(describe(c, limits if c is not type(None) else {}) for c in choices)
     if origin is Literal:
         return ("one of " if len(choices) > 1 else "") + ", ".join(show(c) for c in choices)
+    if origin is tuple and ... not in choices:
+        return f"a list of {len(choices)} values"
     bounds = {"min": "of at least", "above": "above", "max": "of at most"}
-    told = [f" {word} {limits[name]}" for name, word in bounds.items() if name in limits]
+    limited = [f" {word} {limits[name]}" for name, word in bounds.items() if name in limits]
     null = " or null" if "null" in limits else ""
-    return _NAMES.get(origin or kind, "a group of settings") + " and".join(told) + null
+    return _NAMES.get(origin or kind, "a group of settings") + " and".join(limited) + null

@@ -1,1 +1,1 @@
-"""Which example stands where, which random numbers it draws, and how it gets to the device."""
+"""Sample order, random numbers keyed by example, and loaders that feed the device."""

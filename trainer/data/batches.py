@@ -30,20 +30,23 @@ from trainer.distributed.watch.heartbeat import Heartbeat, Phase
 from trainer.errors import ConfigError, RunError
 
 MicroBatch = tuple[Any, Any]
-MOST_UNREADABLE = 10  # training examples, or 1 % of them
+MOST_UNREADABLE = 10  # training examples; 1 % of the data, where that is more
 
 
 def count_rows(*trees: Any) -> int:
-    """The length of the first axis of the first tensor found: every tensor is batch-first."""
+    """Return the number of rows: the first axis of the first tensor that has an axis.
+
+    Every tensor is batch-first. Raises ConfigError if there is no such tensor.
+    """
     for tree in trees:
         for leaf in [tree] if isinstance(tree, torch.Tensor) else tree_leaves(tree):
             if isinstance(leaf, torch.Tensor) and leaf.dim():
                 return leaf.shape[0]
-    raise ConfigError("neither targets nor outputs hold a tensor with a batch axis")
+    raise ConfigError("neither targets nor outputs contain a tensor with a batch axis; one must")
 
 
 class Draws(Protocol):
-    """Whoever draws at random in forward and loss: it is told for which rows."""
+    """Source of the random draws in forward and loss; `begin` sets the rows to draw for."""
 
     def begin(self, step: int, number: int, indices: torch.Tensor) -> None: ...
     def end(self) -> None: ...
@@ -51,9 +54,9 @@ class Draws(Protocol):
 
 @dataclass(frozen=True)
 class Preparation:
-    """Turns what a dataset gives into a micro-batch, by a task's `split_batch` and `augment`.
+    """Turn a batch of the dataset into a micro-batch, with the task's `split_batch` and `augment`.
 
-    `convert` gives it the dtype and layout of the model.
+    `convert` casts it to the dtype and memory format of the model.
     """
 
     split_batch: Callable[[Any], tuple[Any, Any]]
@@ -62,11 +65,11 @@ class Preparation:
     seed: int
     device: torch.device
     draws: Draws
-    checked: set[str] = field(default_factory=set)  # splits of which a micro-batch was looked at
+    checked: set[str] = field(default_factory=set)  # splits of which one micro-batch was checked
 
     def __call__(self, piece: Piece, split: str, epoch: int, step: int, number: int) -> MicroBatch:
-        """The micro-batch, the `number`-th of `step`, for which draws begin with its rows."""
-        self.draws.end()  # augment has a Random of its own
+        """Return the `number`-th micro-batch of `step`, and begin the random draws of its rows."""
+        self.draws.end()  # augment draws from its own Random
         batch, indices = piece
         inputs, targets = self.split_batch(batch)
         random = Random(self.seed, split, epoch, indices)
@@ -81,13 +84,16 @@ class Preparation:
 
 
 def _check_not_text(tree: Any, split: str, index: int) -> None:
-    """Text beside tensors is the task's own affair; without any, torch's error says nothing."""
+    """Raise ConfigError if a tree contains text and no tensor: torch's own error is unclear.
+
+    Text next to tensors is allowed, and is left to the task.
+    """
     leaves = tree_leaves(tree)
     text = next((leaf for leaf in leaves if isinstance(leaf, (str, bytes))), None)
     if text is not None and not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         example = f"{split} example {index} is {text!r:.40}"
-        advice = "make one of it in the dataset, in split_batch or in augment"
-        raise ConfigError(f"{example}, and a model takes tensors: {advice}")
+        advice = "convert it in the dataset, in split_batch or in augment"
+        raise ConfigError(f"{example}: must be a tensor; {advice}")
 
 
 @dataclass(eq=False, slots=True)
@@ -95,8 +101,8 @@ class LocalBatch:
     """This rank's rows of one global batch, in micro-batches.
 
     Iterating augments a micro-batch and seeds dropout for it, so run it before taking the next.
-    It may be iterated several times, with the same numbers. `first` is the number of the first
-    micro-batch in the global batch.
+    It can be iterated several times, with the same random numbers. `first` is the number of this
+    rank's first micro-batch among those of the global batch.
     """
 
     pieces: Sequence[Piece]
@@ -116,7 +122,7 @@ class LocalBatch:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         for number, piece in enumerate(self.pieces, self.first):
-            if number > self.first:  # Batches entered the phase for the first one
+            if number > self.first:  # Batches.epoch entered the phase for the first one
                 self.heartbeat.enter(Phase.COMPUTE)
             yield self.prepare(piece, "train", self.epoch, self.step, number)
 
@@ -134,9 +140,10 @@ class Batches:
         prepare: Preparation,
         ranks: Ranks,
     ):
-        """`rank` of `size` counts data-parallel ranks.
+        """Open the data for rank `rank` of `size` data-parallel ranks.
 
-        Raises ConfigError for data with too few examples.
+        Raises ConfigError if the data has fewer examples than a global batch, or if a micro-batch
+        would be empty.
         """
         data = config.data
         num_examples = len(dataset)
@@ -150,6 +157,7 @@ class Batches:
         self.ledger = Ledger(self.plan, rank)
         self.replaced: dict[str, int] = {}
         self.dataset = dataset
+        self.is_streamed = not source.is_resident
         self._first = self.plan.first(rank)
         self._may_replace = data.on_error == "skip"
         self._prepare = prepare
@@ -158,7 +166,7 @@ class Batches:
         self._loaders = [source.open(self._sampler)]
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[LocalBatch]:
-        """The batches of an epoch, from its 0-based step `first` on."""
+        """Iterate over the batches of an epoch, from its 0-based step `first`."""
         self.check_length()
         self._sampler.set_epoch(epoch, first)
         pieces = iter(self._loaders[0])
@@ -172,7 +180,7 @@ class Batches:
             yield batch
 
     def of_step(self, step: int) -> LocalBatch:
-        """The batch of any 0-based step, read in this process and not entered in the ledger."""
+        """Return the batch of any 0-based step, read in this process and kept out of the ledger."""
         epoch, first = divmod(step, self.steps_per_epoch)
         sampler = copy.copy(self._sampler)
         sampler.set_epoch(epoch, first)
@@ -181,28 +189,28 @@ class Batches:
         return self._local(pieces, step, epoch)
 
     def of_examples(self, indices: torch.Tensor) -> LocalBatch:
-        """Given examples as one micro-batch, read in this process and as of epoch 0."""
+        """Return these examples as one micro-batch, read in this process as in epoch 0."""
         piece = self._loaders[0].read(indices.to(self._sampler.device))
         return LocalBatch([piece], 0, 0, 0, self._prepare, self._ranks.heartbeat)
 
     def check_length(self) -> None:
-        """Raises RunError where the data has another length than at the start."""
-        now, then = len(self.dataset), self.plan.num_examples
-        if now != then:
-            why = "the order of the samples depends on it"
-            advice = "give the dataset one length, or start a new run"
-            had = f"has {now:,} examples and had {then:,}"
+        """Raise RunError if the number of training examples has changed since the start."""
+        length, original = len(self.dataset), self.plan.num_examples
+        if length != original:
+            why = "must not change, because the sample order depends on it"
+            advice = "fix the length of the dataset, or start a new run"
+            had = f"has {length:,} examples and had {original:,}"
             raise RunError(f"the train data {had} at the start: {why}; {advice}")
 
     def _local(self, pieces: Sequence[Piece], step: int, epoch: int) -> LocalBatch:
         return LocalBatch(pieces, self._first, step, epoch, self._prepare, self._ranks.heartbeat)
 
     def gather_replaced(self) -> list[int]:
-        """Exchange which training examples could not be read since the last time. A collective.
+        """Gather the training examples that any rank could not read since the last call.
 
-        Returns those that no rank had met before.
-
-        Raises RunError for more than 10 of them, or 1 % of the data.
+        Returns the indices that are new to the run. Collective: every rank must call it.
+        Raises RunError if the whole run has more than 10 of them, or 1 % of the data where that
+        is more.
         """
         if not self._may_replace:
             return []
@@ -213,26 +221,26 @@ class Batches:
         most = max(MOST_UNREADABLE, self.plan.num_examples // 100)
         if len(unreadable) > most:
             read = f"{counted(len(unreadable), 'train example')} cannot be read"
-            raise RunError(f"data.on_error=skip: {read}; at most {most} may")
+            raise RunError(f"data.on_error=skip: {read}; must be at most {most}; repair the data")
         return sorted(unreadable - known)
 
     def restore(self, step: int, chain: str, replaced: dict[str, int]) -> None:
-        """Continue the ledger after `step` with what a checkpoint holds."""
+        """Restore the ledger after `step`, and the replaced examples, from a checkpoint."""
         self.ledger.restore(step, chain)
         self.replaced = dict(replaced)
 
     def close(self) -> None:
-        """End the data workers now: the garbage collector would wait 5 s for each."""
+        """Stop the data workers immediately: garbage collection would wait 5 s for each."""
         self._loaders.clear()
 
 
 def _examples(replaced: dict[str, int]) -> set[int]:
-    """The indices in "<epoch>/<index>" keys."""
-    return {int(place.split("/")[1]) for place in replaced}
+    """Return the indices in "<epoch>/<index>" keys."""
+    return {int(key.split("/")[1]) for key in replaced}
 
 
 class EvalBatches:
-    """This rank's shard of the evaluation data: every example in exactly one shard."""
+    """This rank's shard of the evaluation data; every example is in exactly one shard."""
 
     def __init__(
         self,
@@ -257,11 +265,11 @@ class EvalBatches:
 
     @property
     def is_padding(self) -> bool:
-        """Is this a shard of padding alone?"""
+        """Return True if this shard is padding only."""
         return self._shard.is_padding
 
     def __iter__(self) -> Iterator[tuple[Any, Any, int]]:
-        """(inputs, targets, number of rows that are no padding); padding comes last."""
+        """Iterate over (inputs, targets, number of real rows); padding rows come last."""
         pairs = zip(self._loader, self._shard.rows(), strict=False)
         for number, (piece, rows) in enumerate(pairs, self._shard.first):
             inputs, targets = self._prepare(piece, "eval", 0, -1, number)

@@ -1,7 +1,7 @@
-"""The ledger: a hash chain over the examples that a run's steps took, saved in every checkpoint.
+"""The ledger: a hash chain over the examples used in every step, saved in each checkpoint.
 
-A step's digest is a sum over its pairs (position in the global batch, example index). The parts
-of the ranks add up to the same number in any layout. The chain joins the steps in order.
+The digest of a step is a sum over its pairs (position in the global batch, example index), so the
+ranks' parts add up to the same number in any layout. The chain hashes the digests in step order.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import torch
 from trainer.data.order import BatchPlan
 from trainer.distributed.group import Group
 
-CLOSE_EVERY = 4096  # steps whose indices are kept until then
+CLOSE_EVERY = 4096  # steps, whose indices stay in memory until `close`
 
 
 class Ledger:
-    """Chains the steps of a run. Every rank calls `note` for each step, and `close` to read."""
+    """Hash chain over the steps of a run, after `step` steps.
+
+    Every rank calls `note` at each step, and `close` before it reads `chain`.
+    """
 
     def __init__(self, plan: BatchPlan, rank: int):
         self.step = 0
@@ -27,18 +30,21 @@ class Ledger:
         self._pending: list[Sequence[torch.Tensor]] = []
 
     def restore(self, step: int, chain: str) -> None:
-        """Continue after `step`, whose chain a checkpoint holds."""
+        """Continue after `step` with the chain from a checkpoint."""
         self.step = step
         self.chain = chain
 
     def note(self, indices: Sequence[torch.Tensor], group: Group) -> None:
-        """Take this rank's example indices of the next step, a tensor for each micro-batch."""
+        """Record this rank's example indices of the next step, one tensor for each micro-batch.
+
+        Collective at every 4096th step, when it calls `close`.
+        """
         self._pending.append(indices)
         if len(self._pending) == CLOSE_EVERY:
             self.close(group)
 
     def close(self, group: Group) -> None:
-        """Enter the steps noted so far. A collective."""
+        """Add the recorded steps to the chain. Collective: every rank must call it."""
         if not self._pending:
             return
         indices = torch.cat([part for step in self._pending for part in step])
@@ -50,10 +56,10 @@ class Ledger:
 
 
 def digests(indices: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """(steps,) int64 from example indices (steps, rows), whose first row is number `start`.
+    """Return (steps,) int64 digests of example indices (steps, rows).
 
-    Integer arithmetic modulo 2**64 with splitmix64's finalizer (Steele et al., OOPSLA 2014):
-    equal on every device.
+    `start` is the position of the first row in the global batch. Integer arithmetic modulo 2**64
+    with splitmix64's finalizer (Steele et al., OOPSLA 2014) gives the same bits on every device.
     """
     positions = torch.arange(start, start + indices.shape[1], device=indices.device)
     mixed = indices * 0x1E3779B97F4A7C15 + positions * 0x3F58476D1CE4E5B9 + 1

@@ -1,4 +1,4 @@
-"""Sample order as a function, `index = order(seed, epoch, position)`: nothing is stored."""
+"""Sample order as a function, `index = order(seed, epoch, position)`, without stored state."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from trainer.errors import ConfigError
 
 _MASK = 0xFFFFFFFF
 _ROUNDS = 8
-BLOCK = 65536  # positions computed ahead at once: 17 to 62 ms, under 1 us each
+BLOCK = 65536  # positions computed at once: 17 to 62 ms, under 1 us each
 
 
 class Order:
     """A keyed permutation of range(size): a Feistel network over Z_a x Z_b with cycle walking.
 
     After Black and Rogaway, "Ciphers with arbitrary finite domains" (CT-RSA 2002).
-    a = ceil(sqrt(size)) and b = ceil(size / a), so a * b exceeds the size by less than a and
-    hardly any position is walked twice.
+    a = ceil(sqrt(size)) and b = ceil(size / a), so a * b exceeds the size by less than a, and
+    few positions need a second encryption (a step of the cycle walk).
     """
 
     def __init__(self, seed: int, epoch: int, size: int):
@@ -33,18 +33,18 @@ class Order:
         self.keys = [key_of(seed, "order", epoch, r) & 0x7FFFFFFF for r in range(_ROUNDS)]
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        """Example indices at `positions`, int64 of any shape, with values in range(size)."""
+        """Return the example indices at `positions`: int64 of any shape, in range(size)."""
         return self._walk(self._encrypt, positions)
 
     def invert(self, indices: torch.Tensor) -> torch.Tensor:
-        """The positions of example indices."""
+        """Return the positions of example indices."""
         return self._walk(self._decrypt, indices)
 
     def _walk(self, step: Callable[..., torch.Tensor], values: torch.Tensor) -> torch.Tensor:
-        found = step(values)
-        while (outside := found >= self.size).any():
-            found[outside] = step(found[outside])
-        return found
+        values = step(values)
+        while (outside := values >= self.size).any():
+            values[outside] = step(values[outside])
+        return values
 
     def _encrypt(self, values: torch.Tensor) -> torch.Tensor:
         left, right = values // self.b, values % self.b
@@ -66,7 +66,10 @@ class Order:
 
 
 def _scramble(values: torch.Tensor, key: int) -> torch.Tensor:
-    """31 bits each, by MurmurHash3's finalizer; factors below 2**31 keep products in int64."""
+    """Return 31 bits for each value, by a finalizer of MurmurHash3's form.
+
+    Factors below 2**31 keep the products in int64.
+    """
     mixed = (values ^ key) & _MASK
     mixed = ((mixed ^ (mixed >> 16)) * 0x45D9F3B5) & _MASK
     mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & _MASK
@@ -75,9 +78,10 @@ def _scramble(values: torch.Tensor, key: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a run lets its global batch be cut: units of rows that stay together, micro-batches.
+    """Rules of a run for splitting a global batch: rows per unit and per micro-batch.
 
-    With `is_fixed` every micro-batch of training and evaluation has this size, in any layout.
+    The rows of a unit stay together in one micro-batch. With `is_fixed`, every micro-batch of
+    training and evaluation has `micro_batch` rows in any layout.
     """
 
     unit: int = 1
@@ -87,7 +91,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class Leaves:
-    """A rank's micro-batches, among all of a fixed size that make up a batch."""
+    """The micro-batches of one rank (leaves), where all micro-batches of a batch have one size.
+
+    The rank has `count` of the batch's `total` leaves, beginning with number `first`.
+    """
 
     first: int
     count: int
@@ -96,10 +103,11 @@ class Leaves:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The arithmetic of a global batch: each rank's rows, cut into micro-batches.
+    """Split of a global batch into one part per rank, and of each part into micro-batches.
 
-    The ranks' parts are contiguous, in rank order, and differ by at most one `unit` of rows; so do
-    the micro-batches of a part. None is empty; a rank with fewer units may have fewer.
+    The ranks' parts are contiguous, in rank order, and differ by at most one `unit` of rows. So do
+    the micro-batches of a part. No micro-batch is empty; a rank with fewer units may have fewer
+    micro-batches.
     """
 
     num_examples: int
@@ -110,7 +118,7 @@ class BatchPlan:
 
     @cached_property
     def accumulation(self) -> int:
-        """The micro-batches of rank 0; no rank has more."""
+        """The number of micro-batches of rank 0; no rank has more."""
         units = math.ceil(self.global_batch / self.unit / self.ranks)
         return math.ceil(units / (self.micro_batch // self.unit))
 
@@ -119,14 +127,14 @@ class BatchPlan:
         return self.num_examples // self.global_batch
 
     def micro_batches(self, rank: int) -> list[tuple[int, int]]:
-        """(start, end) within the global batch of each micro-batch of a rank."""
+        """Return (start, end) in the global batch for each micro-batch of a rank."""
         first, last = split((0, self.global_batch // self.unit), self.ranks, rank)
         count = min(self.accumulation, last - first)
         parts = [split((first, last), count, number) for number in range(count)]
         return [(start * self.unit, end * self.unit) for start, end in parts]
 
     def first(self, rank: int) -> int:
-        """The number of a rank's first micro-batch in the global batch."""
+        """Return the number of a rank's first micro-batch among those of the global batch."""
         units = self.global_batch // self.unit
         return rank * self.accumulation - max(0, rank - units % self.ranks) * self._is_uneven
 
@@ -136,7 +144,7 @@ class BatchPlan:
 
 
 def split(rows: tuple[int, int], parts: int, number: int) -> tuple[int, int]:
-    """(start, end) of one of several parts of rows, the larger ones first."""
+    """Return (start, end) of part `number` of rows (start, end); larger parts come first."""
     start, end = rows
     size, larger = divmod(end - start, parts)
     first = start + number * size + min(number, larger)
@@ -148,9 +156,9 @@ def counted(number: int, noun: str, plural: str = "s") -> str:
 
 
 def check_batch(global_batch: int, cut: Cut, ranks: int) -> int:
-    """The micro-batch size in force, a multiple of the unit, which divides the global batch.
+    """Return the micro-batch size in use, a multiple of the unit.
 
-    Raises ConfigError where a micro-batch would be empty.
+    The unit divides the global batch. Raises ConfigError if a micro-batch would be empty.
     """
     units = global_batch // cut.unit
     if units < ranks:
@@ -164,13 +172,13 @@ def check_batch(global_batch: int, cut: Cut, ranks: int) -> int:
     rows = global_batch // ranks
     if cut.unit == 1 and rows < accumulation:
         why = f"some ranks have {rows} rows for {accumulation} micro-batches, so one would be empty"
-        advice = f"use data.micro_batch={micro_batch + 1}, or a global batch that {ranks} divides"
+        advice = f"use data.micro_batch={micro_batch + 1}, or a global batch divisible by {ranks}"
         raise ConfigError(f"data.micro_batch={micro_batch}: {why}; {advice}")
     return micro_batch
 
 
 class IndexSampler(Sampler[torch.Tensor]):
-    """Gives index tensors, one for each micro-batch, of one epoch."""
+    """Sampler of index tensors, one for each micro-batch of an epoch."""
 
     epoch = 0
 
@@ -186,7 +194,7 @@ class EpochSampler(IndexSampler):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Choose the epoch, and the step in it to begin with."""
+        """Select the epoch, and its 0-based step `start` to begin with."""
         self.epoch = epoch
         self.start = start
         self._order = Order(self.seed, epoch, self.plan.num_examples)
@@ -207,10 +215,10 @@ class EpochSampler(IndexSampler):
 
 
 class ShardSampler(IndexSampler):
-    """One rank's contiguous shard for evaluation, in micro-batches.
+    """One rank's contiguous shard of the evaluation data, in micro-batches.
 
-    Shards are padded to equal length, so that every rank calls the model equally often. Padding is
-    example 0, at the end of a micro-batch, and is cut off before anything is counted.
+    Shards are padded to equal length, so that every rank calls the model equally often. A padding
+    row is example 0 at the end of a micro-batch, and is cut off before anything is counted.
     """
 
     def __init__(
@@ -222,14 +230,17 @@ class ShardSampler(IndexSampler):
         device: torch.device,
         is_fixed: bool = False,
     ):
-        """With `is_fixed` all micro-batches have one size, the last ones by padding."""
+        """Split `num_examples` over `ranks`.
+
+        With `is_fixed`, every micro-batch has `micro_batch` rows; the last ones are padded.
+        """
         length = -(-num_examples // ranks)
         self.leaves: Leaves | None = None
         if is_fixed:
             each = -(-length // micro_batch)
             length = each * micro_batch
             self.leaves = Leaves(rank * each, each, ranks * each)
-        self.first = rank * -(-length // micro_batch)  # the number of its first micro-batch
+        self.first = rank * -(-length // micro_batch)  # number of this rank's first micro-batch
         self._num_examples = num_examples
         self._micro_batch = micro_batch
         self._start = rank * length
@@ -238,11 +249,11 @@ class ShardSampler(IndexSampler):
 
     @property
     def is_padding(self) -> bool:
-        """Is there no example in this shard?"""
+        """Return True if this shard is padding only."""
         return self._start >= self._num_examples
 
     def rows(self) -> Iterator[int]:
-        """The number of real rows of each micro-batch."""
+        """Iterate over the number of real rows in each micro-batch."""
         for first, last in self._parts():
             yield min(last, self._num_examples) - min(first, self._num_examples)
 

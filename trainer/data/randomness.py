@@ -1,4 +1,4 @@
-"""Randomness as a function of its purpose, never of the rank that draws or of the time."""
+"""Randomness as a function of its purpose, independent of rank and time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def philox(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
     """Philox4x32-10 (Salmon et al., SC 2011, section 5.3).
 
     `counter` (4, n) and the result (4, n) are 32-bit values in int64. Integer arithmetic only,
-    so CPU and CUDA give equal bits. The two multiplications of a round are one operation.
+    so CPU and CUDA give equal bits. The two multiplications of a round are one tensor operation.
     """
     multiplier, keys = _constants(key, counter.device)
     even = counter[0::2]
@@ -37,22 +37,25 @@ def philox(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _constants(key: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tensors kept on the device: making one from Python numbers is a copy that a GPU waits for."""
+    """Return multipliers and round keys, cached as tensors on the device.
+
+    Creating a tensor from Python numbers is a copy to the GPU that blocks.
+    """
     rounds = [[(key[i] + r * _WEYL[i]) & _MASK for i in (0, 1)] for r in range(10)]
     multiplier = torch.tensor(_MULTIPLIERS, device=device).unsqueeze(1)
     return multiplier, torch.tensor(rounds, device=device).unsqueeze(2)
 
 
 def key_of(*parts: Any) -> int:
-    """64 bits from any values, `key_of(seed, "train", "flip")`; equal on every machine."""
+    """Return 64 bits from any values, `key_of(seed, "train", "flip")`; equal on every machine."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 class Random:
-    """Random numbers for a micro-batch, one row for each example.
+    """Random numbers for a micro-batch, one row per example.
 
-    A row is keyed by (seed, split, name, epoch, example index). A draw depends on its name and
-    not on the order of calls. Rows are independent: code that mixes them depends on the size of
+    A row is keyed by (seed, split, name, epoch, example index), so a draw depends on its name and
+    not on the order of calls. Rows are independent: code that mixes rows depends on the size of
     the micro-batch. `per="run"` leaves the epoch out, so every epoch has the same numbers.
     """
 
@@ -63,7 +66,7 @@ class Random:
         self._split = split
 
     def bits(self, name: str, *shape: int, per: Per = "epoch") -> torch.Tensor:
-        """(rows, *shape) of 32 random bits each, as int64."""
+        """Return (rows, *shape) int64, with 32 random bits in each."""
         rows = len(self.indices)
         width = math.prod(shape)
         blocks = -(-width // 4)
@@ -76,19 +79,19 @@ class Random:
         return words.t().reshape(rows, blocks * 4)[:, :width].reshape(rows, *shape)
 
     def uniform(self, name: str, *shape: int, per: Per = "epoch") -> torch.Tensor:
-        """(rows, *shape) float32 in [0, 1), multiples of 2**-24."""
+        """Return (rows, *shape) float32 in [0, 1), multiples of 2**-24."""
         return (self.bits(name, *shape, per=per) >> 8).to(torch.float32) * 2.0**-24
 
     def integers(
         self, name: str, low: int, high: int, *shape: int, per: Per = "epoch"
     ) -> torch.Tensor:
-        """(rows, *shape) int64 in [low, high); high - low at most 2**31."""
+        """Return (rows, *shape) int64 in [low, high); high - low is at most 2**31."""
         return low + ((self.bits(name, *shape, per=per) * (high - low)) >> 32)
 
     def normal(self, name: str, *shape: int, per: Per = "epoch") -> torch.Tensor:
-        """(rows, *shape) float32, mean 0 and deviation 1 (Box and Muller).
+        """Return (rows, *shape) float32 with mean 0 and standard deviation 1 (Box and Muller).
 
-        Equal bits on one kind of device only.
+        The bits are equal only on the same kind of device.
         """
         pair = self.bits(name, 2, *shape, per=per).to(torch.float64)
         radius = torch.sqrt(-2 * torch.log((pair[:, 0] + 1) * 2.0**-32))
@@ -96,7 +99,7 @@ class Random:
 
 
 def mixed(*parts: int) -> int:
-    """63 bits from integers, by splitmix64's finalizer: about 1 us, a hash over text takes 3."""
+    """Return 63 bits from integers, by splitmix64's finalizer: 1 us; hashing a string takes 3."""
     state = 0
     for part in parts:
         state = (state ^ part) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
@@ -107,9 +110,10 @@ def mixed(*parts: int) -> int:
 
 
 def splitmix(state: torch.Tensor) -> torch.Tensor:
-    """64 random bits from each number of an int64 tensor, in place: splitmix64's finalizer.
+    """Turn each number of an int64 tensor into 64 random bits, in place, and return the tensor.
 
-    Steele et al., OOPSLA 2014. Integer arithmetic modulo 2**64: equal on every device.
+    splitmix64's finalizer (Steele et al., OOPSLA 2014). Integer arithmetic modulo 2**64 gives the
+    same bits on every device.
     """
     shifted = torch.empty_like(state)
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
@@ -121,9 +125,9 @@ def splitmix(state: torch.Tensor) -> torch.Tensor:
 
 
 def seed_layers(seed: int, step: int, number: int, device: torch.device) -> None:
-    """Seed the generators of dropout for one micro-batch, numbered within the global batch.
+    """Seed torch's generators, which dropout uses, for micro-batch `number` of a global batch.
 
-    They are seeded directly in 1 us: torch.manual_seed visits every accelerator in 75 us.
+    Seeding them directly takes 1 us; torch.manual_seed visits every accelerator and takes 75 us.
     """
     value = mixed(seed, step, number)
     for generator in _generators(device):
@@ -132,7 +136,7 @@ def seed_layers(seed: int, step: int, number: int, device: torch.device) -> None
 
 @contextmanager
 def seed_generators(device: torch.device) -> Iterator[Callable[[int], None]]:
-    """Yields a function that seeds torch's generators; they are put back at the end."""
+    """Yield a function that seeds torch's generators; restore their states at the end."""
     generators = _generators(device)
     states = [generator.get_state() for generator in generators]
 
@@ -154,7 +158,7 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 
 
 def seed_example(seed: int, epoch: int, index: int) -> None:
-    """Seed `random`, `torch` and, if it is in use, `numpy` for one example of a dataset."""
+    """Seed `random`, `torch` and, if it is imported, `numpy` for one example of a dataset."""
     value = mixed(seed, epoch, index)
     random.seed(value)
     torch.default_generator.manual_seed(value)

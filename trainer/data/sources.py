@@ -1,7 +1,7 @@
-"""Two paths from a dataset to the device: loaders that iterate (batch, indices) by micro-batch.
+"""Two loaders from a dataset to the device, which iterate over micro-batches (batch, indices).
 
-*Resident*: the dataset is tensors; they stay on the device, and batches are gathered there.
-*Streamed*: any map-style dataset, through DataLoader and its workers.
+*Resident*: the dataset is tensors, which stay on the device; micro-batches are gathered there.
+*Streamed*: any map-style dataset, read through DataLoader and its workers.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from trainer.data.workers import (
 )
 from trainer.errors import ConfigError, RunError, one_line, place_of
 
-AHEAD_BYTES = 2**18  # gathered at once, at most, unless one micro-batch is larger
-MOST_IN_A_ROW = 10  # examples that are tried in place of one that cannot be read
+AHEAD_BYTES = 2**18  # most bytes gathered at once, unless one micro-batch is larger
+MOST_IN_A_ROW = 10  # examples tried for one row: the wanted one and those after it
 Piece = tuple[Any, torch.Tensor]  # a micro-batch of the dataset, and its example indices
 
 
 class ResidentDataset(TensorDataset):
-    """Tensors with equal first axes, which may live on the device, and where they come from.
+    """Tensors with equal first axes, on any device, with a note on their origin.
 
-    `source` is printed at the start. `digest`, if given, is saved in the checkpoint: a resume
-    refuses data with another one.
+    `source` is printed at the start. `digest`, if set, is saved in the checkpoint: a resume
+    refuses data with another digest.
     """
 
     def __init__(self, *tensors: torch.Tensor, source: str = "", digest: str = ""):
@@ -50,7 +50,10 @@ class ResidentDataset(TensorDataset):
 
 
 def check_dataset(dataset: Any, split: str, path: str) -> None:
-    """Raises ConfigError for a dataset that is empty or cannot be read by index."""
+    """Raise ConfigError if a dataset is empty, cannot be read by index or does not fit `path`.
+
+    Tensors that require a gradient are refused too.
+    """
     kind = type(dataset).__name__
     returned = f"build_dataset({split!r}) returned"
     has_methods = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -60,16 +63,16 @@ def check_dataset(dataset: Any, split: str, path: str) -> None:
         why = f"the {split} data is a {kind}, not a TensorDataset"
         raise ConfigError(f"data.path=resident: {why}; use data.path=auto or streamed")
     if len(dataset) == 0:
-        raise ConfigError(f"{returned} 0 examples: there must be at least 1")
+        raise ConfigError(f"{returned} 0 examples: must be at least 1")
     if isinstance(dataset, TensorDataset) and requires_grad(dataset.tensors):
-        raise ConfigError(f"{returned} tensors that require a gradient; give tensor.detach()")
+        raise ConfigError(f"{returned} tensors that require a gradient; return tensor.detach()")
 
 
 @dataclass(frozen=True, eq=False)
 class Source(Dataset):
     """A user's dataset, read by micro-batches: `source[epoch, indices]`.
 
-    The generators are seeded for each example, so that its transforms are the same in any
+    The random generators are seeded for each example, so its transforms are the same in any
     worker, on any rank and after a restart. With data.on_error=skip an unreadable training
     example is replaced by the next readable one, which is the same in any layout.
     """
@@ -86,28 +89,31 @@ class Source(Dataset):
 
     @property
     def index_device(self) -> torch.device:
-        """The device for a sampler's indices: that of resident tensors, else the CPU."""
+        """The device of a sampler's indices: that of resident tensors, else the CPU."""
         return self.device if self.is_resident else torch.device("cpu")
 
     def open(self, sampler: IndexSampler) -> ResidentLoader | StreamedLoader:
         return (ResidentLoader if self.is_resident else StreamedLoader)(self, sampler)
 
     def __getitem__(self, request: tuple[int, list[int]]) -> Any:
-        """(batch, indices taken, those replaced), or the RunError to raise."""
+        """Return (batch, indices read, replaced indices), or the RunError to raise.
+
+        The last is {"<epoch>/<index>": the index read instead}.
+        """
         epoch, wanted = request
         try:
             seed = key_of(self.seed, self.split, "example")
             rows = [self._read(seed, epoch, index) for index in wanted]
             taken = [index for index, _ in rows]
             batch = self._collate([example for _, example in rows], taken)
-        except RunError as error:  # raised in a worker, it would be forty lines long
+        except RunError as error:  # raised in a worker, it would print forty lines
             return error
         pairs = zip(wanted, taken, strict=True)
         replaced = {f"{epoch}/{index}": other for index, other in pairs if index != other}
         return batch, torch.tensor(taken), replaced
 
     def _read(self, seed: int, epoch: int, wanted: int) -> tuple[int, Any]:
-        """(index, example): the wanted one or, where allowed, the next that can be read."""
+        """Return (index, example): the wanted one or, where allowed, the next readable one."""
         for index in range(wanted, wanted + MOST_IN_A_ROW):
             taken = index % len(self.dataset)
             seed_example(seed, epoch, taken)
@@ -116,17 +122,17 @@ class Source(Dataset):
             except (Exception, SystemExit) as error:
                 kind = type(error).__name__
                 reason = f"{kind}: {one_line(error)} ({place_of(error)})"
-            # In evaluation each example counts exactly once, so none is replaced.
+            # Evaluation counts each example exactly once, so it replaces none.
             if self.config.on_error != "skip" or self.split != "train":
-                advice = "mend it, or give data.on_error=skip for training data"
+                advice = "repair it, or set data.on_error=skip for training data"
                 raise self._unreadable(wanted, reason, advice)
-        advice = f"nor can the {MOST_IN_A_ROW - 1} examples after it"
+        advice = f"nor can the {MOST_IN_A_ROW - 1} examples after it be read; repair them"
         raise self._unreadable(wanted, reason, advice)
 
     def _collate(self, examples: list[Any], indices: list[int]) -> Any:
         try:
             batch = default_collate(examples)
-            if not requires_grad(batch):  # else no worker could hand it over
+            if not requires_grad(batch):  # a worker cannot send such a tensor
                 return batch
         except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             if os.strerror(errno.ENOSPC) in str(error):
@@ -134,7 +140,7 @@ class Source(Dataset):
         raise self._find_odd(examples, indices)
 
     def _find_odd(self, examples: list[Any], indices: list[int]) -> RunError:
-        """Why no batch is made of them."""
+        """Return the error that names the example which cannot be collated, and why."""
         for index, example in zip(indices, examples, strict=True):
             if requires_grad(example):
                 reason = "it is a tensor that requires a gradient"
@@ -143,18 +149,18 @@ class Source(Dataset):
         usual = max(forms, key=forms.count)
         for index, form in zip(indices, forms, strict=True):
             if form != usual:
-                reason = f"it is {form}, where others are {usual}"
-                advice = "mend it, or raise in __getitem__ and give data.on_error=skip"
+                reason = f"it is {form} and the others are {usual}"
+                advice = "repair it, or raise in __getitem__ and set data.on_error=skip"
                 return self._unreadable(index, reason, advice)
         advice = "return tensors, arrays, numbers, or tuples and dicts of them"
-        return self._unreadable(indices[0], f"no batch is made of {usual}", advice)
+        return self._unreadable(indices[0], f"no batch can be collated from {usual}", advice)
 
     def _unreadable(self, index: int, reason: str, advice: str) -> RunError:
         return RunError(f"{self.split} example {index} cannot be read: {reason}; {advice}")
 
 
 def requires_grad(tree: Any) -> bool:
-    """True if any tensor of the tree requires a gradient."""
+    """Return True if any tensor of the tree requires a gradient."""
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(tree))
 
 
@@ -163,10 +169,10 @@ def _form(leaf: Any) -> Any:
 
 
 class ResidentLoader:
-    """Gathers rows of tensors on the device.
+    """Loader that gathers rows of tensors on the device.
 
-    Small micro-batches are gathered several at once: next to a small model, each gather costs
-    as much as a layer.
+    Several small micro-batches are gathered at once: next to a small model, each gather costs as
+    much as a layer.
     """
 
     def __init__(self, source: Source, sampler: IndexSampler):
@@ -185,15 +191,15 @@ class ResidentLoader:
             yield from zip(zip(*parts, strict=True), some, strict=True)
 
     def read(self, indices: torch.Tensor, epoch: int = 0) -> Piece:
-        """Any examples as one micro-batch."""
+        """Return any examples as one micro-batch."""
         return tuple(tensor.index_select(0, indices) for tensor in self._tensors), indices
 
     def take_replaced(self) -> dict[str, int]:
-        return {}  # a tensor's rows can be read
+        return {}  # rows of a tensor are always readable
 
 
 class StreamedLoader:
-    """Reads examples one by one, in `data.workers` processes or in this one."""
+    """Loader that reads examples one by one, in `data.workers` processes or in this one."""
 
     def __init__(self, source: Source, sampler: IndexSampler):
         self._replaced: dict[str, int] = {}
@@ -204,7 +210,7 @@ class StreamedLoader:
         self._answers = DataLoader(
             source,
             sampler=_Requests(sampler),
-            batch_size=None,  # the source gives whole micro-batches
+            batch_size=None,  # the source returns whole micro-batches
             num_workers=config.workers,
             timeout=config.timeout_s if config.workers else 0,
             persistent_workers=config.workers > 0 and source.split == "train",
@@ -222,22 +228,22 @@ class StreamedLoader:
                     self._replaced |= replaced
                     yield batch, indices
             except (ConnectionError, FileNotFoundError, EOFError):
-                # A worker hands over the memory of a batch by a socket.
-                raise no_answer(name, "it ended while a batch was on its way") from None
+                # A worker sends the shared memory of a batch over a socket.
+                raise no_answer(name, "it exited while it sent a batch") from None
 
     def read(self, indices: torch.Tensor, epoch: int = 0) -> Piece:
-        """Any examples as one micro-batch, read in this process."""
+        """Return any examples as one micro-batch, read in this process."""
         batch, taken, _ = self._take(self._source[epoch, indices.tolist()])
         return batch, taken
 
     def take_replaced(self) -> dict[str, int]:
-        """Examples replaced since the last call: "<epoch>/<index>", and the index taken instead."""
+        """Return examples replaced since the last call: {"<epoch>/<index>": the index read}."""
         replaced = self._replaced
         self._replaced = {}
         return replaced
 
     def _take(self, answer: Any) -> Any:
-        """An answer of the source, on the device."""
+        """Move an answer of the source to the device, or raise it if it is a RunError."""
         if isinstance(answer, RunError):
             raise answer
         move = partial(torch.Tensor.to, device=self._source.device, non_blocking=True)
@@ -245,7 +251,7 @@ class StreamedLoader:
 
 
 class _Requests:
-    """A sampler's index tensors as (epoch, indices).
+    """Requests to the source, (epoch, indices), from a sampler's index tensors.
 
     The epoch is part of a request because each worker keeps its own copy of the dataset.
     """

@@ -1,1 +1,1 @@
-"""Who am I, which group do I belong to, and who asked us to stop."""
+"""Launchers, rendezvous, the process group, stop requests and hang detection."""

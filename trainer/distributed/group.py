@@ -1,4 +1,4 @@
-"""The process group: store, backend, the few collectives Lockstep needs, and an orderly end."""
+"""The process group: backend, the few collectives that Lockstep needs, and its shutdown."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _KINDS = {"config": ConfigError, "run": RunError}
 
 
 class Group:
-    """All ranks of one run. Every rank calls every method, equally often and in the same order.
+    """All ranks of one run. Collective: every rank must call every method, in the same order.
 
-    Numbers go by collectives, which take the logarithm of the number of ranks. Texts go to rank 0
-    by the store: one message of each rank, and one back.
+    Numbers are exchanged by collectives, which take time logarithmic in the number of ranks.
+    Strings go to rank 0 through the store: one message from each rank, and one reply.
     """
 
     def __init__(self, world: World, store: dist.Store):
@@ -50,11 +50,11 @@ class Group:
         self._calls = 0
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, alike on every rank.
+        """Return the sum of a tensor over all ranks, the same on every rank.
 
-        Rank 0 adds floating numbers in rank order: a ring all-reduce adds in an order that depends
-        on the position in the tensor, so a resume would have other bits. Whole numbers have one
-        sum in any order.
+        Rank 0 adds floating-point numbers in rank order. A ring all-reduce adds in an order that
+        depends on the position in the tensor, so a resume would give different bits. Integers
+        are all-reduced, since their sum does not depend on the order.
         """
         if self.world.world_size == 1:
             return tensor
@@ -73,16 +73,22 @@ class Group:
         dist.broadcast(total, 0)
         return total.to(home)
 
-    def find_unequal(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Where whole numbers are not the same on all ranks, as bools on the CPU."""
+    def find_unequal(self, numbers: torch.Tensor, absent: int | None = None) -> torch.Tensor:
+        """Return a bool tensor on the CPU: True where an integer differs between ranks.
+
+        Where a rank gives `absent`, the smallest integer, it is not compared.
+        """
         if self.world.world_size == 1:
             return torch.zeros_like(numbers, dtype=torch.bool)
-        both = torch.stack([numbers, ~numbers]).to(self._wire_device())
+        both = torch.stack([numbers, ~numbers])
+        if absent is not None:
+            both[1][numbers == absent] = absent
+        both = both.to(self._wire_device())
         dist.all_reduce(both, dist.ReduceOp.MAX)
-        return (both[0] != ~both[1]).cpu()  # the largest, and the smallest
+        return (both[0] != ~both[1]).cpu()  # the maximum differs from the minimum
 
     def max(self, *values: float) -> list[float]:
-        """The largest of each value over all ranks."""
+        """Return the maximum of each value over all ranks."""
         if self.world.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self._wire_device())
@@ -90,7 +96,7 @@ class Group:
         return tensor.tolist()
 
     def share_bytes(self, data: bytes | None, source: int = 0) -> bytes:
-        """The bytes of rank `source`, on every rank; the other ranks' are ignored."""
+        """Return the bytes of rank `source` on every rank; those of other ranks are ignored."""
         if self.world.world_size == 1:
             return data or b""
         own = (data or b"") if self.world.rank == source else b""
@@ -103,12 +109,31 @@ class Group:
         dist.broadcast(buffer, source)
         return buffer.cpu().numpy().tobytes()
 
+    def share_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's tensor on every rank; the others give one of its shape and dtype."""
+        if self.world.world_size == 1:
+            return tensor
+        sent = tensor.to(self._wire_device()).contiguous()
+        dist.broadcast(sent, 0)
+        return sent.to(tensor.device)
+
+    def send_to_rank_0(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Return rank `source`'s tensor on rank 0, which gives one of its shape and dtype."""
+        if source == 0:
+            return tensor
+        sent = tensor.to(self._wire_device()).contiguous()
+        if self.world.rank == source:
+            dist.send(sent, 0)
+        elif self.world.rank == 0:
+            dist.recv(sent, source)
+        return sent.to(tensor.device)
+
     def share_text(self, text: str, source: int = 0) -> str:
-        """The text of rank `source`, on every rank; the other ranks' are ignored."""
+        """Return the string of rank `source` on every rank; those of other ranks are ignored."""
         return self.share_bytes(text.encode(), source).decode()
 
     def collect_text(self, text: str) -> list[str]:
-        """On rank 0 the text of every rank, in rank order; elsewhere nothing."""
+        """Return the strings of all ranks in rank order on rank 0, an empty list elsewhere."""
         size = self.world.world_size
         if size == 1:
             return [text]
@@ -121,27 +146,27 @@ class Group:
         return [value.decode() for value in read_keys(store, keys)]
 
     def gather_text(self, text: str) -> list[str]:
-        """The text of every rank, in rank order."""
+        """Return the strings of all ranks, in rank order, on every rank."""
         return self.tell_all(self.collect_text(text))
 
     def gather_text_of(self, kind: str, text: str) -> list[str]:
-        """The texts of the ranks that call it with this rank's `kind`, in rank order."""
+        """Return the strings of the ranks that passed the same `kind`, in rank order."""
         if self.world.world_size == 1:
             return [text]
-        alike: dict[str, list[str]] = {}
+        groups: dict[str, list[str]] = {}
         for line in self.collect_text(json.dumps([_hashed(kind), text])):
             key, other = json.loads(line)
-            alike.setdefault(key, []).append(other)
+            groups.setdefault(key, []).append(other)
         store = dist.PrefixStore(f"kind/{self._calls}", self.store)
-        for key, texts in alike.items():
+        for key, texts in groups.items():
             store.set(key, json.dumps(texts))
         return json.loads(store.get(_hashed(kind)))
 
     def check_equal(self, facts: Mapping[str, Any]) -> None:
-        """Raises ConfigError on every rank, naming the first fact in which the ranks differ.
+        """Raise ConfigError on every rank, naming the first fact that differs between ranks.
 
-        Before the group is made the digests meet in the store, then by a collective; whole texts
-        travel only where they differ.
+        Digests are compared first: through the store before the process group exists, later by
+        a collective. The facts themselves are sent only if the digests differ.
         """
         if self.world.world_size == 1:
             return
@@ -156,7 +181,10 @@ class Group:
             raise ConfigError(self.tell_all(_find_difference(self.collect_text(text))))
 
     def tell_all(self, finding: Any) -> Any:
-        """Rank 0's finding on every rank: by a collective, before there are any by the store."""
+        """Return rank 0's `finding` on every rank.
+
+        It is sent through the store before the process group exists, later by a collective.
+        """
         if self.world.world_size == 1 or dist.is_initialized():
             return json.loads(self.share_text(json.dumps(finding)))
         self._calls += 1
@@ -167,10 +195,11 @@ class Group:
 
     @contextmanager
     def agreed(self, doing: str) -> Iterator[None]:
-        """Run a block that may fail on some ranks only: then all ranks raise.
+        """Run a block that may fail on some ranks only; if it does, raise on all ranks.
 
-        A rank that failed raises its own error; the others raise a ConfigError or RunError with
-        the line of the lowest such rank, or, for another kind of error, a RuntimeError naming it.
+        A rank that failed raises its own error. The other ranks raise a ConfigError or RunError
+        with the message of the lowest rank that failed. For any other type of error they raise
+        a RuntimeError that names this rank.
         """
         problem: Exception | None = None
         try:
@@ -190,22 +219,22 @@ class Group:
 
     @contextmanager
     def peers_named(self) -> Iterator[None]:
-        """Raises RunError, one line, for the backend's error that a rank is gone or silent."""
+        """Raise a one-line RunError for a backend error that means a lost or silent rank."""
         try:
             yield
         except RuntimeError as error:
             lost = _LOST.search(str(error))
             if lost is None or not (isinstance(error, dist.DistError) or "gloo/" in str(error)):
                 raise
-            line = f"another rank has ended or does not answer ({lost[0]})"
-            raise RunError(f"{line}; its own message, or its launcher's, says why") from error
+            line = f"another rank has exited or does not answer ({lost[0]})"
+            raise RunError(f"{line}; read its error message, or its launcher's") from error
 
     def _wire_device(self) -> torch.device:
         return self.world.device if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def _describe(problem: Exception | None) -> str:
-    """`<kind> <line>`; empty without a problem."""
+    """Return `<kind> <line>` for an error; an empty string for None."""
     for kind, error in _KINDS.items():
         if isinstance(problem, error):
             return f"{kind} {problem}"
@@ -217,7 +246,7 @@ def _hashed(text: str) -> str:
 
 
 def _find_difference(lines: list[str]) -> str:
-    """The first fact in which the ranks' facts differ; empty off rank 0, which has no lines."""
+    """Describe the first fact that differs between ranks; empty if there are no lines."""
     each = [json.loads(line) for line in lines]
     for name in {name: None for other in each for name in other}:
         ranks: dict[str, list[int]] = {}
@@ -230,21 +259,21 @@ def _find_difference(lines: list[str]) -> str:
 
 
 def choose_backend(config: Dist, world: World) -> str:
-    """Resolve `auto`: nccl where every local rank has a GPU of its own, else gloo.
+    """Resolve `auto`: nccl if every local rank has its own GPU, else gloo.
 
-    Raises ConfigError for nccl where it cannot work.
+    Raises ConfigError if the configured backend cannot work here.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # srun shows each rank its own GPUs
+    # srun can show each rank its own GPUs only
     needed = 1 if "SLURM_GPUS_PER_TASK" in os.environ else world.local_world_size
     problem = ""
     if config.backend == "mpi" and world.launcher.name not in ("mpirun", "srun"):
-        problem = "start with mpirun -n <ranks> python -m trainer, or use dist.backend=gloo"
+        problem = "needs mpirun or srun; use mpirun -n <ranks> python -m trainer, or gloo"
     elif config.backend == "nccl" and not gpus:
-        problem = "needs CUDA, and torch sees no GPU here; use dist.backend=auto or gloo"
-    elif config.backend == "nccl" and 1 < gpus < needed:  # one: each rank may see its own alone
-        ranks = f"{world.local_world_size} local ranks share {gpus}"
-        problem = f"needs a GPU per rank, and {ranks}; use gloo"
+        problem = "needs CUDA, but torch sees no GPU here; use dist.backend=auto or gloo"
+    elif config.backend == "nccl" and 1 < gpus < needed:  # 1: each rank may see its own only
+        ranks = f"{world.local_world_size} local ranks share {gpus} GPUs"
+        problem = f"needs one GPU per rank, but {ranks}; use gloo"
     if problem:
         raise ConfigError(f"dist.backend={config.backend}: {problem}")
     if config.backend != "auto":
@@ -253,19 +282,19 @@ def choose_backend(config: Dist, world: World) -> str:
 
 
 def _check_own_gpu(group: Group) -> None:
-    """Raises ConfigError where ranks share a GPU, which each may see as its only one."""
+    """Raise ConfigError if ranks share a GPU, which each of them may see as its only one."""
     uuid = torch.cuda.get_device_properties(group.world.device).uuid
     gpus = group.collect_text(f"{group.world.host} {uuid}")
     counts = Counter(gpus)
     shared = group.tell_all([rank for rank, gpu in enumerate(gpus) if counts[gpu] > 1])
     if shared:
-        problem = f"needs a GPU per rank, and {name_ranks(shared)} share theirs; use gloo"
+        problem = f"needs one GPU per rank, but {name_ranks(shared)} share GPUs; use gloo"
         raise ConfigError(f"dist.backend=nccl: {problem}")
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Hide a line that gloo of torch 2.10 prints: JSON of a verb goes to stdout too."""
+    """Hide a line that gloo of torch 2.10 prints to stdout, where verbs print JSON."""
     if not torch.__version__.startswith("2.10."):
         yield
         return
@@ -284,13 +313,14 @@ def _quietly() -> Iterator[None]:
 def process_group(
     config: Dist, world: World, facts: Mapping[str, Any] | None = None
 ) -> Iterator[Group]:
-    """The group of all ranks while the block runs; they compare `facts` and the backend first.
+    """Open the process group for the duration of the block, after all ranks compared `facts`.
 
-    After an error a group of several is not destroyed: that would wait for peers that are in a
-    collective. Raises ConfigError when the ranks do not find each other, or differ.
+    The ranks compare the backend too. The group is destroyed after the block. After an error with
+    several ranks it is not, since that would wait for peers that are blocked in a collective.
+    Raises ConfigError if rendezvous fails, or if a fact differs between ranks.
     """
     backend = choose_backend(config, world)
-    if config.path:  # the task may change the working directory before the end
+    if config.path:  # the task may change the working directory before `part`
         config = replace(config, path=str(Path(config.path).absolute()))
     group = Group(world, dist.HashStore() if world.world_size == 1 else meet(config, world))
     with group.peers_named():
@@ -299,7 +329,7 @@ def process_group(
         _check_own_gpu(group)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    # One process needs no group: gloo fails on a machine without a network, even to itself.
+    # One process needs no group. gloo fails on a machine without a network even for one rank.
     with suppress(RuntimeError) if world.world_size == 1 else nullcontext(), _quietly():
         dist.init_process_group(
             mpi.register() if backend == "mpi" else backend,
@@ -307,7 +337,7 @@ def process_group(
             rank=world.rank,
             world_size=world.world_size,
             timeout=timedelta(seconds=config.timeout_s),
-            device_id=world.device if backend == "nccl" else None,  # the barrier would guess it
+            device_id=world.device if backend == "nccl" else None,  # else barrier guesses it
         )
     try:
         yield group

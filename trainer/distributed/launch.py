@@ -1,10 +1,9 @@
-"""Start the ranks of one machine: `launch=elastic` by torchrun's engine, `launch=spawn` without."""
+"""Start of the ranks of one machine, by torchrun's agent (elastic) or multiprocessing (spawn)."""
 
 from __future__ import annotations
 
 import logging
 import os
-import runpy
 import signal
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainer.config.schema import Launch
+from trainer.distributed import entry
 from trainer.distributed.launchers import CODES, MARK, MASTER, RANKS
 from trainer.distributed.signals import SIGNALS, check_start
 from trainer.distributed.world import count_ranks
@@ -29,13 +29,14 @@ _ERRORS = (ChildFailedError, SignalException, mp.ProcessExitedException, mp.Proc
 
 
 def launch(config: Launch, words: Sequence[str]) -> int:
-    """Run `python -m trainer <words>` as several ranks until they end; the code that they agree on.
+    """Run `python -m trainer <words>` as several ranks, and wait for them to exit.
 
-    Raises ConfigError for an impossible number of ranks.
+    Returns 0 if all ranks succeed, else the first of 2, 1 and 75 that is an exit code of a rank in
+    the last attempt, else 1. Raises ConfigError for an invalid number of ranks.
     """
     size = count_ranks(config.nproc_per_node or "auto")
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # up to 40 lines after rank 0's one
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # else up to 40 lines after rank 0's
     with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch:
         path = Path(scratch) / "codes"
         has_failed = True
@@ -47,16 +48,18 @@ def launch(config: Launch, words: Sequence[str]) -> int:
             has_failed = False
         codes = [int(line) for line in path.read_text().split()] if path.exists() else []
     last = codes[-size:]
-    if not has_failed or (len(last) == size and not any(last)):  # a signal after the ranks' end
+    if not has_failed or (len(last) == size and not any(last)):  # a signal after all ranks exited
         return 0
     return next((code for code in (2, 1, 75) if code in last), 1)
 
 
 def _end(number: int, frame: object) -> None:
+    """Handle a signal before the agent is running."""
     raise SignalException("before the ranks were started", signal.Signals(number))
 
 
 def _elastic(max_restarts: int, size: int, words: Sequence[str]) -> None:
+    """Run the ranks under torchrun's agent, which restarts all of them after a failure."""
     engine = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -69,12 +72,13 @@ def _elastic(max_restarts: int, size: int, words: Sequence[str]) -> None:
         signals_to_handle=",".join(s.name for s in SIGNALS),
     )
     for number in SIGNALS:
-        signal.signal(number, _end)  # until torchrun's engine has handlers of its own
+        signal.signal(number, _end)  # until torchrun's agent installs its own handlers
     check_start(0.0)
-    elastic_launch(engine, sys.executable)("-m", "trainer", *words)
+    elastic_launch(engine, sys.executable)(*entry.words(), *words)
 
 
 def _spawn(size: int, words: Sequence[str]) -> None:
+    """Run the ranks with torch.multiprocessing, and forward signals to them."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {
         "WORLD_SIZE": str(size),
@@ -85,8 +89,8 @@ def _spawn(size: int, words: Sequence[str]) -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     with _environment(variables):
-        # Each rank unblocks the signals once it can act on them. Python's resource tracker, which a
-        # first rank would start, unblocks SIGTERM for all that come after it.
+        # Each rank unblocks the signals when it can handle them. Python's resource tracker must run
+        # before: its start, with the first rank, would unblock SIGTERM for all later ranks.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         check_start(0.0)
@@ -108,14 +112,15 @@ def _spawn(size: int, words: Sequence[str]) -> None:
 
 
 def _enter(rank: int, words: list[str]) -> None:
+    """Run one rank of `launch=spawn`, in its process."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     sys.argv = ["trainer", *words]
-    runpy.run_module("trainer", run_name="__main__", alter_sys=True)
+    entry.run_module()
 
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """The ranks' environment: this one without the variables of an outer launcher."""
+    """Set the environment of the ranks: add `variables`, remove those of an outer launcher."""
     before = dict(os.environ)
     for name in before:
         if name in (*RANKS, *MASTER) or name.startswith("TORCHELASTIC_"):

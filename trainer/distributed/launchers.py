@@ -25,21 +25,21 @@ from trainer.errors import ConfigError
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 MARK = "LOCKSTEP_LAUNCH"  # set for the ranks that `launch=elastic` and `launch=spawn` start
-# For the same ranks: a file to which each adds its exit code, which torchrun's engine flattens.
+# For the same ranks: a file for their exit codes, since torchrun's engine turns each into 1.
 CODES = "LOCKSTEP_CODES"
 _OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 _MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]  # and Intel MPI
 _MVAPICH = [f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-_PORTS = range(20000, 32000)  # below those that systems hand out by themselves
+_PORTS = range(20000, 32000)  # below the ephemeral ports that systems assign
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """`variables` are torchrun's, as far as known.
+    """The launcher of this process; `variables` are torchrun's variables, as far as known.
 
-    `job` is the same for all attempts of one launch, None by hand; `attempt` counts how often the
-    launcher has started it again, `requeues` how many of these were SLURM's; `starters` name
-    torchrun's agents, that of this host, and those of all ranks once they have met.
+    `job` is the same for all attempts of one launch, and None without torchrun and srun.
+    `attempt` counts the launcher's restarts, `requeues` those of them that were SLURM's requeues.
+    `starters` name torchrun's agents: this host's, or those of all ranks after rendezvous.
     """
 
     name: str
@@ -50,10 +50,10 @@ class Launcher:
     starters: tuple[str, ...] = ()
 
     def place(self) -> tuple[int, int, int, int, int, int]:
-        """(rank, local rank, node rank, world size, local world size, nodes), as `World` has them.
+        """Return (rank, local rank, node rank, world size, local world size, number of nodes).
 
-        Raises ConfigError for a variable that is missing beside another, no whole number, or out
-        of range.
+        Raises ConfigError if one of RANK and WORLD_SIZE is missing, or if a variable is not an
+        integer or out of range.
         """
         if "RANK" not in self.variables and "WORLD_SIZE" not in self.variables:
             return 0, 0, 0, 1, 1, 1
@@ -66,25 +66,25 @@ class Launcher:
         return rank, local_rank, node, size, local_size, nodes
 
     def _whole(self, name: str, low: int, high: float = inf, default: int | None = None) -> int:
-        given = self.variables.get(name)
-        if given is None and default is not None:
+        value = self.variables.get(name)
+        if value is None and default is not None:
             return default
-        if given is None:
-            advice = "torchrun sets RANK and WORLD_SIZE together; by hand, set both"
-            raise ConfigError(f"{name} is not set, though its kin is: {advice}")
-        if not given.isdecimal() or not low <= int(given) <= high:
+        if value is None:
+            must = "RANK and WORLD_SIZE must be set together"
+            raise ConfigError(f"{name} is not set: {must}; start with torchrun, or set both")
+        if not value.isdecimal() or not low <= int(value) <= high:
             limit = "" if high == inf else f" and at most {high}"
-            raise ConfigError(f"{name}={given}: must be a whole number of at least {low}{limit}")
-        return int(given)
+            raise ConfigError(f"{name}={value}: must be an integer of at least {low}{limit}")
+        return int(value)
 
     @property
     def master(self) -> tuple[str, int]:
-        """(host, port) of rank 0's store. Raises ConfigError where one is missing or no port."""
+        """(host, port) of rank 0's store. Raises ConfigError if one is missing or invalid."""
         for name in MASTER:
             if not self.variables.get(name):
-                start = "start with torchrun, or set it to rank 0's"
+                start = "start with torchrun, or set MASTER_ADDR and MASTER_PORT by hand"
                 if self.name == "mpirun":
-                    start = "with mpirun over several nodes, mpirun -x MASTER_ADDR=<host of rank 0>"
+                    start = "over several nodes, start with mpirun -x MASTER_ADDR=<host of rank 0>"
                 size = self.variables.get("WORLD_SIZE")
                 raise ConfigError(f"{name} is not set, but WORLD_SIZE={size}: {start}")
         port = self.variables["MASTER_PORT"]
@@ -95,12 +95,15 @@ class Launcher:
 
 
 def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher:
-    """RANK and WORLD_SIZE win (torchrun, or by hand), then mpirun, then srun; else it is alone."""
+    """Find the launcher: RANK and WORLD_SIZE (torchrun, or set by hand), then mpirun, then srun.
+
+    Without any of them this is a single process.
+    """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return _by_variables(environment)
     has_step = "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment  # no batch script
     for names in (_OPEN_MPI, _MPICH, _MVAPICH):
-        # srun sets PMI's too; the mpirun of MPICH and Intel MPI starts its processes by srun
+        # srun sets PMI's too; mpirun of MPICH and of Intel MPI starts its processes with srun
         is_srun = has_step and names == _MPICH and "MPI_LOCALNRANKS" not in environment
         if names[0] in environment and names[1] in environment and not is_srun:
             return _by_mpirun(environment, names)
@@ -114,16 +117,16 @@ def _by_variables(environment: Mapping[str, str]) -> Launcher:
     job = f"torchrun:{environment['TORCHELASTIC_RUN_ID']}"
     if "SLURM_JOB_ID" in environment:
         job = f"slurm:{environment['SLURM_JOB_ID']}"
-    requeues = _count(environment, "SLURM_RESTART_COUNT")  # a requeue starts torchrun anew
+    requeues = _count(environment, "SLURM_RESTART_COUNT")  # a requeue starts a new torchrun
     attempt = _count(environment, "TORCHELASTIC_RESTART_COUNT") + requeues
     name = environment.get(MARK, "torchrun")
     return Launcher(name, variables, job, attempt, requeues, _name_agent(environment))
 
 
 def _name_agent(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """A name for torchrun's agent: its log directory, made for one launch and kept over restarts.
+    """Name torchrun's agent by its log directory: new for each launch, kept over restarts.
 
-    The run id is no name: several launches may have the same. Empty with --log-dir=/dev/null.
+    The run id is not unique: several launches may have the same. Empty with --log-dir=/dev/null.
     """
     error_file = Path(environment.get("TORCHELASTIC_ERROR_FILE", ""))
     directory = error_file.parts[:-3]  # <directory>/attempt_<number>/<local rank>/error.json
@@ -169,17 +172,17 @@ def _by_srun(environment: Mapping[str, str]) -> Launcher:
 
 
 def requeue(say: Callable[[str], None], environment: Mapping[str, str] = os.environ) -> None:
-    """Have SLURM end this job and start it again, if it is one; `say` hears of it first.
+    """Requeue this job with SLURM, if it is a SLURM job; call `say` with a line before.
 
-    SLURM then ends srun, scontrol and this process, in any order: a later line can be lost, and
-    an scontrol that a signal ended has done its work.
+    SLURM then ends srun, scontrol and this process, in any order. So a later line can be lost,
+    and an scontrol that was ended by a signal has succeeded.
     """
     job = environment.get("SLURM_JOB_ID", "")
     scontrol = shutil.which("scontrol")
     if not job:
         return
     if not re.fullmatch(r"\d+", job) or scontrol is None:
-        say(f"not requeued: SLURM_JOB_ID={job!r}, and scontrol is {scontrol or 'not there'}")
+        say(f"not requeued: SLURM_JOB_ID={job!r}, and scontrol is {scontrol or 'not found'}")
         return
     say(f"requeueing SLURM job {job}")
     words = [str(Path(scontrol).absolute()), "requeue", job]
@@ -195,7 +198,7 @@ def requeue(say: Callable[[str], None], environment: Mapping[str, str] = os.envi
 def expand_hosts(text: str) -> list[str]:
     """Expand SLURM's list: `gpu-a[03-07,12],login1` is seven hosts; several brackets multiply.
 
-    Raises ConfigError for a string that is no such list.
+    Raises ConfigError for any other string.
     """
     hosts: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
@@ -227,17 +230,17 @@ def expand_counts(text: str) -> list[int]:
 
 @cache
 def _address_of(node: str) -> str:
-    """The node's name where it is a host's, else SLURM's address of it."""
+    """Return the node's name if it resolves, else the address that SLURM has for it."""
     with suppress(OSError):
         socket.getaddrinfo(node, None)
         return node
     if (scontrol := shutil.which("scontrol")) and re.fullmatch(r"[\w.-]+", node):
         words = [scontrol, "show", "node", node]
         done = subprocess.run(words, capture_output=True, text=True, timeout=10)  # noqa: S603
-        if found := re.search(r"NodeAddr=(\S+)", done.stdout):
-            return found[1]
-    advice = "set MASTER_ADDR to one that all nodes reach"
-    raise ConfigError(f"the node {node} of rank 0 has no address here; {advice}")
+        if address := re.search(r"NodeAddr=(\S+)", done.stdout):
+            return address[1]
+    advice = "set MASTER_ADDR to an address that all nodes reach"
+    raise ConfigError(f"the node {node} of rank 0 does not resolve to an address; {advice}")
 
 
 def _given_master(environment: Mapping[str, str]) -> dict[str, str]:
@@ -245,10 +248,10 @@ def _given_master(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _port_of(text: str) -> str:
-    """A port that is the same on every rank, and another for every job."""
+    """Return a port that is the same on every rank, and differs between jobs."""
     return str(_PORTS[zlib.crc32(text.encode()) % len(_PORTS)])
 
 
 def _count(environment: Mapping[str, str], name: str) -> int:
-    given = environment.get(name, "0")
-    return int(given) if given.isdecimal() else 0
+    count = environment.get(name, "0")
+    return int(count) if count.isdecimal() else 0

@@ -1,14 +1,14 @@
 """dist.backend=mpi on torch's stock wheels: a process group over mpi4py, for tensors on the CPU.
 
-Every operation is one of MPI's nonblocking ones, started in the calling thread: MPI sees the order
-of the program, which must be the same on all ranks, and every wait can time out. The main thread
-and autograd's, which calls DDP's hooks, take turns: a lock is held over each call into MPI, so
-THREAD_SERIALIZED is enough.
+Every operation is a nonblocking MPI operation, started in the calling thread. So MPI sees the
+order of the program, which must be the same on all ranks, and every wait can time out. The main
+thread and autograd's thread, which calls DDP's hooks, take turns: a lock is held during each call
+into MPI, so THREAD_SERIALIZED is enough.
 
 DDP's reductions are complete when its hook returns: they do not overlap with the rest of backward.
-Completed by another thread, they gained 10 to 20% of a step over loopback TCP with idle cores and
-nothing over shared memory; and hooks that continue from a result, such as PowerSGD's with further
-reductions, must not do so in a thread of their own.
+Completing them in another thread gained 10 to 20% of a step over loopback TCP with idle cores, and
+nothing over shared memory. Hooks that start further reductions from a result, such as PowerSGD's,
+must not do so in a separate thread.
 """
 
 # mypy: disable-error-code="override, assignment"
@@ -32,31 +32,31 @@ from torch import Tensor
 
 from trainer.errors import ConfigError, RunError
 
-NAME = "mpi4py"  # torch keeps "mpi" for itself
-MPI: Any = None  # mpi4py.MPI from `register` on: importing it starts MPI, which takes 0.25 s
+NAME = "mpi4py"  # torch reserves the name "mpi"
+MPI: Any = None  # mpi4py.MPI, set by `register`: importing it starts MPI, which takes 0.25 s
 
 Tensors = Sequence[Tensor]
 Start = Callable[..., Any]
 
-# The types that MPI reduces. Two-byte floats go as float32 and are rounded once, at the end.
+# Types that MPI reduces. Two-byte floats are sent as float32 and rounded once, at the end.
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _REDUCIBLE = (torch.float64, torch.float32, *_INTEGERS)
 _CAST = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}
 _OPS = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX": "MAX"}
-_OPS_OF_BOOL = {"SUM": "MAX", "PRODUCT": "MIN", "MIN": "MIN", "MAX": "MAX"}  # of bytes 0 and 1
-# The types of data that is only moved, by their bytes.
+_OPS_OF_BOOL = {"SUM": "MAX", "PRODUCT": "MIN", "MIN": "MIN", "MAX": "MAX"}  # stored as 0 and 1
+# Types for data that is only moved, by element size in bytes.
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
-_lock = threading.Lock()  # held over every call into MPI
-_abandoned: list[Any] = []  # requests without a waiter; they hold the memory that MPI writes to
+_lock = threading.Lock()  # held during every call into MPI
+_abandoned: list[Any] = []  # requests that nobody waits for; they keep MPI's memory alive
 _open_groups: set[MpiGroup] = set()
 
 
 def register() -> str:
-    """Make the backend known to torch, and start MPI; its name for `dist.init_process_group`.
+    """Register the backend with torch and start MPI; return the name for init_process_group.
 
-    Raises ConfigError when mpi4py or the MPI library is missing, or the library allows one thread
-    only. Forming the group raises it when the ranks are not those of MPI.
+    Raises ConfigError if mpi4py or the MPI library is missing, or if the library allows one thread
+    only. Creating the group raises it if the ranks are not those of MPI.
     """
     global MPI
     if MPI is not None:
@@ -85,13 +85,13 @@ def _create(options: Any, _: Any) -> MpiGroup:
     size = options.group_size
     ranks = list(options.global_ranks_in_group or ())  # empty for the group of all
     if not ranks and world.size != size:
-        there = f"MPI has {world.size} rank{'s' * (world.size > 1)} and the run has {size}"
+        there = f"MPI has {world.size} rank{'s' * (world.size > 1)} but the run has {size}"
         raise ConfigError(f"dist.backend=mpi: {there}; start with mpirun -n {size}")
     if not ranks and world.rank != rank:
         differ = f"this is rank {world.rank} of MPI and rank {rank} of the run"
         advice = "start with mpirun, and without RANK in the environment"
         raise ConfigError(f"dist.backend=mpi: {differ}; {advice}")
-    options.store.set(str(rank), "")  # Create_group would wait for a late rank for ever
+    options.store.set(str(rank), "")  # Create_group would wait for a late rank without limit
     options.store.wait([str(other) for other in range(size)], options.timeout)
     with _lock:
         comm = world.Create_group(world.group.Incl(ranks or list(range(size))))
@@ -100,9 +100,9 @@ def _create(options: Any, _: Any) -> MpiGroup:
 
 
 def _finalize(pid: int) -> None:
-    """MPI_Finalize, which waits for all ranks, where all groups are shut down without an exception.
+    """Call MPI_Finalize, which waits for all ranks, unless a group is open or an error occurred.
 
-    An end without it, whatever the exit code, is a failure to mpirun, which then ends the ranks.
+    mpirun treats an exit without it as a failure, whatever the exit code, and ends the ranks.
     """
     is_good = not _open_groups and not hasattr(sys, "last_value")
     if is_good and not MPI.Is_finalized() and os.getpid() == pid:
@@ -110,7 +110,7 @@ def _finalize(pid: int) -> None:
 
 
 class _Part(NamedTuple):
-    """One operation of MPI, started by `start`; consecutive parts of `wire` are the outputs."""
+    """One MPI operation, started by `start`; consecutive parts of `wire` are the outputs."""
 
     start: Callable[[], Any]
     outputs: Tensors = ()
@@ -118,7 +118,7 @@ class _Part(NamedTuple):
     divisor: int = 1
 
     def finish(self) -> None:
-        """Divide, and copy to the outputs unless MPI has written to their memory."""
+        """Divide, and copy to the outputs unless MPI wrote to their memory directly."""
         if self.wire is None:
             return
         if self.divisor > 1:
@@ -130,7 +130,7 @@ class _Part(NamedTuple):
 
 
 class _Work(dist.Work):
-    """Operations under way. The waiting thread drives them, and no other."""
+    """Pending operations. Only the waiting thread drives them."""
 
     def __init__(self, name: str, parts: Sequence[_Part], timeout: timedelta):
         super().__init__()
@@ -153,7 +153,7 @@ class _Work(dist.Work):
             return not self._requests
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Raises RunError after the timeout, the group's if none is given."""
+        """Wait until all are complete. Raises RunError after the timeout (default: the group's)."""
         limit_s = (timeout or self._timeout).total_seconds()
         began = time.monotonic()
         while not self.is_completed():
@@ -161,7 +161,7 @@ class _Work(dist.Work):
             if seconds > limit_s:
                 late = f"the other ranks did not join within {limit_s:g} s (dist.timeout_s)"
                 raise RunError(f"{self._name} over MPI: {late}")
-            if seconds < 1e-3:  # small messages need to be asked for at once
+            if seconds < 1e-3:  # small messages complete fast, so do not sleep yet
                 os.sched_yield()
             else:
                 time.sleep(1e-4)
@@ -177,8 +177,8 @@ class _Work(dist.Work):
 class MpiGroup(dist.ProcessGroup):
     """torch's collectives, each by MPI's of the same name; data that is only moved has any dtype.
 
-    Names and arguments of the methods are those that torch.distributed and DDP's C++ call. Not
-    supported: torch's Join, whose C++ keeps a work without its Python half, and crashes.
+    Names and arguments of the methods are those that torch.distributed and DDP's C++ code call.
+    torch's Join is not supported: its C++ code keeps a work without its Python half, and crashes.
     """
 
     def __init__(self, rank: int, size: int, name: str, timeout: timedelta, comm: Any):
@@ -190,7 +190,7 @@ class MpiGroup(dist.ProcessGroup):
         atexit.register(_finalize, os.getpid())
 
     def _get_backend(self, device: torch.device) -> MpiGroup:
-        """Itself: torch 2.15 asks it in batch_isend_irecv."""
+        """Return itself: torch 2.15 calls this in batch_isend_irecv."""
         return self
 
     def getGroupName(self) -> str:
@@ -240,7 +240,7 @@ class MpiGroup(dist.ProcessGroup):
         return _Part(partial(start, MPI.IN_PLACE, message, op), [tensor], wire, divisor)
 
     def _prepare(self, tensor: Tensor, opts: Any) -> tuple[Tensor, Any, int]:
-        """(the tensor that MPI reduces, MPI's operation, the divisor of the result)."""
+        """Return (the tensor that MPI reduces, MPI's operation, the divisor of the result)."""
         name = opts.reduceOp.op.name
         wire = _wire(tensor).to(_CAST.get(tensor.dtype, tensor.dtype))
         op = (_OPS_OF_BOOL if tensor.dtype == torch.bool else _OPS).get(name)
@@ -284,7 +284,7 @@ class MpiGroup(dist.ProcessGroup):
         return self.allgather([[output]], [input])
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> _Work:
-        """Gather to the root; the other ranks give no outputs."""
+        """Gather to the root; the other ranks pass no outputs."""
         start = partial(self._comm.Igather, root=opts.rootRank)
         pairs = zip(outputs or [[]], inputs, strict=True)
         return self._work("gather", [_gather(start, o, i) for o, i in pairs])
@@ -305,7 +305,7 @@ class MpiGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, input: Tensor, of: list[int], to: list[int], opts: Any = None
     ) -> _Work:
-        """`of` and `to` are numbers of rows per rank; empty means equally many."""
+        """Exchange rows: `of` and `to` are numbers of rows per rank, empty for equal parts."""
         outputs = output.split(of or [len(output) // self.size()] * self.size())
         return self.alltoall(outputs, input.split(to or [len(input) // self.size()] * self.size()))
 
@@ -319,9 +319,9 @@ class MpiGroup(dist.ProcessGroup):
 
 
 def _wire(tensor: Tensor) -> Tensor:
-    """The tensor itself where MPI can read and write its memory, else a copy."""
+    """Return the tensor itself if MPI can read and write its memory, else a copy."""
     if tensor.device.type != "cpu":
-        only = f"carries tensors on the CPU, and one is on {tensor.device}; use nccl"
+        only = f"carries CPU tensors only, but one is on {tensor.device}; use nccl"
         raise ConfigError(f"dist.backend=mpi: {only}")
     return tensor.detach().contiguous()
 
@@ -331,10 +331,10 @@ def _join(tensors: Tensors) -> Tensor:
 
 
 def _message(wire: Tensor, dtype: torch.dtype | None = None) -> Any:
-    """The memory, as MPI sees it; the request holds it for as long as MPI uses it."""
+    """Return the memory as an array for MPI; the request keeps it alive while MPI uses it."""
     if wire.numel() >= 2**31:
-        limit = "MPI counts to 2**31 - 1; use gloo"
-        raise ConfigError(f"dist.backend=mpi: a tensor of {wire.numel()} elements; {limit}")
+        limit = "MPI allows at most 2**31 - 1; use gloo"
+        raise ConfigError(f"dist.backend=mpi: a tensor has {wire.numel()} elements; {limit}")
     return wire.view(-1).view(dtype or _UNITS[wire.itemsize]).numpy()
 
 

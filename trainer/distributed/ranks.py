@@ -1,4 +1,4 @@
-"""The ranks of a job while they are together: group, requests to stop, heartbeat."""
+"""The ranks of a job: process group, stop requests and heartbeat, opened together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.errors import one_line, place_of
 
 @dataclass(frozen=True)
 class Ranks:
-    """The things that a rank shares with all others."""
+    """The process group, the stop request and the heartbeat of this rank."""
 
     group: Group
     stop: StopRequest
@@ -27,12 +27,12 @@ class Ranks:
     pid: int = field(default_factory=os.getpid)
 
     def end_child(self, error: BaseException | None = None) -> None:
-        """End this process if the task has forked it: connections and files are its parent's.
+        """Exit if the task has forked this process: its connections and files are the parent's.
 
-        `error` is what it ends with.
+        `error` is the exception that ends this process, if any.
         """
         if os.getpid() != self.pid:
-            what = f"process {os.getpid()}, which the task forked, went on as if it were the run"
+            what = f"process {os.getpid()}, which the task forked, continued as if it were the run"
             if error is not None:
                 kind = type(error).__name__
                 what = f"{what} and failed ({kind}: {one_line(error)}, {place_of(error)})"
@@ -42,9 +42,10 @@ class Ranks:
 
 @contextmanager
 def open_ranks(config: Dist, world: World, facts: Mapping[str, Any]) -> Iterator[Ranks]:
-    """The ranks together while the block runs, after they compared `facts`.
+    """Open the process group for the duration of the block, after all ranks compared `facts`.
 
-    Raises ConfigError when they do not find each other, or are not alike.
+    Stop requests are caught and hangs are detected meanwhile. Raises ConfigError if rendezvous
+    fails, or if a fact differs between ranks.
     """
     with (
         stop_requests() as stop,

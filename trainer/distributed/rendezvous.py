@@ -1,4 +1,7 @@
-"""Rendezvous: the store of all ranks, and a roll call that ends in time and names missing ranks."""
+"""Rendezvous: connect all ranks to one store within a time limit, and name the missing ranks.
+
+In the startup exchange every rank writes a hello to the store and waits for rank 0's reply.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,16 @@ from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError
 
 MAX_POLL_S = 0.05  # of a file
-LOOK_S = 0.25  # how often a rank that waits looks whether it is asked to stop
+LOOK_S = 0.25  # how often a waiting rank checks for a stop request
 FOREVER = timedelta(days=30)
-FIRST_ENTRY = b"\x09\0\0\0refcount/"  # of every file of a FileStore (torch 2.13)
-GRACE_S = 0.6  # the other ranks wait this much longer than rank 0, for its reply
+FIRST_ENTRY = b"\x09\0\0\0refcount/"  # how every file of a FileStore begins (torch 2.13)
+GRACE_S = 0.6  # the other ranks wait this much longer than rank 0 for its reply
 
-num_meetings = 0  # that this process has begun; from the first on, its ranks fail together
+num_meetings = 0  # started by this process; after the first, all ranks fail at the same time
 
 
 def check_init(config: Dist, world: World) -> None:
-    """Refuse settings that cannot bring the ranks together, beyond what one setting alone tells."""
+    """Raise ConfigError for settings, each valid alone, with which the ranks cannot connect."""
     if config.init == "env" and world.world_size > 1:
         _ = world.launcher.master
     if config.path and not (folder := Path(config.path).absolute().parent).is_dir():
@@ -40,10 +43,10 @@ def check_init(config: Dist, world: World) -> None:
 
 
 def meet(config: Dist, world: World) -> dist.Store:
-    """The store of all ranks once every one is there, with a prefix new to it.
+    """Connect all ranks and return their store, with a new prefix.
 
-    Raises ConfigError within `dist.timeout_s` and two seconds, naming ranks that are missing or
-    there twice.
+    Raises ConfigError within `dist.timeout_s` plus two seconds, naming ranks that are missing or
+    were started twice.
     """
     global num_meetings
     num_meetings += 1
@@ -53,12 +56,12 @@ def meet(config: Dist, world: World) -> dist.Store:
     except RunError:
         raise
     except (RuntimeError, OSError) as error:
-        gone = f"rank 0 went away ({_first_line(error)}); its own message says why"
-        raise ConfigError(f"no group was found at {place}: {gone}") from None
+        lost = f"rank 0 exited ({_first_line(error)}); read its error message"
+        raise ConfigError(f"rendezvous at {place} failed: {lost}") from None
 
 
 def part(config: Dist, world: World) -> None:
-    """Remove the file of `dist.init=file` after the last collective: torch 2.13 may leave it."""
+    """Remove the file of `dist.init=file` after the last collective: torch 2.13 may keep it."""
     if config.init == "file" and world.world_size > 1:
         _file_of(config).unlink(missing_ok=True)
 
@@ -67,24 +70,24 @@ def part(config: Dist, world: World) -> None:
 
 
 def _describe_place(config: Dist, world: World) -> str:
-    """The address or file."""
+    """Return the address or the file of the store."""
     if config.init != "file":
         return config.address or "{}:{}".format(*world.launcher.master)
     return str(_file_of(config))
 
 
 def read_keys(store: dist.Store, keys: list[str]) -> list[bytes]:
-    """The values of keys, once they are there: by one message where the store can."""
+    """Return the values of keys once they are set, by one message if the store supports it."""
     return [*map(store.get, keys)] if _is_file(store) else store.multi_get(keys)
 
 
 def write_keys(store: Any, keys: list[str], value: str) -> None:
-    """Give all keys of a store one value: by one message where it can."""
+    """Set all keys to one value, by one message if the store supports it."""
     if _is_file(store):
         for key in keys:
             store.set(key, value)
     elif keys:
-        store.multi_set(keys, [value] * len(keys))  # torch's stubs do not know it
+        store.multi_set(keys, [value] * len(keys))  # missing in torch's stubs
 
 
 def _is_file(store: dist.Store) -> bool:
@@ -94,14 +97,14 @@ def _is_file(store: dist.Store) -> bool:
 
 
 def _file_of(config: Dist) -> Path:
-    """Under torchrun each launch and restart has its own file."""
+    """Return the store's file; under torchrun each launch and restart has its own."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     launch = [os.environ[name] for name in names if name in os.environ]
     return Path(".".join([str(config.path), *launch])).absolute()
 
 
 def _is_store(path: Path) -> bool:
-    """May torch's FileStore take the file? It reads lengths there, and hangs with wrong ones."""
+    """Return True if a FileStore can use the file: it reads lengths and hangs on wrong ones."""
     if not path.exists():
         return True
     with path.open("rb") as file:
@@ -112,12 +115,12 @@ def _open(config: Dist, world: World, deadline: float, may_serve: bool = True) -
     if config.init == "file":
         path = _file_of(config)
         if not _is_store(path):
-            raise ConfigError(f"dist.path={path}: is a file of something else; choose another")
+            raise ConfigError(f"dist.path={path}: must be a new file or FileStore; choose another")
         return dist.FileStore(str(path), world.world_size)
-    if config.init == "env":  # torchrun has a store of its own, and rank 0 is a client too
+    if config.init == "env":  # torchrun's agent can own the store; then rank 0 is a client too
         host, port = world.launcher.master
         is_server = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    else:  # not init_method=tcp://, which under torchrun makes every rank a client of that store
+    else:  # not init_method=tcp://: under torchrun it makes every rank a client of torchrun's store
         host, _, digits = str(config.address).rpartition(":")
         host = host.strip("[]")
         port = int(digits)
@@ -129,7 +132,7 @@ def _open(config: Dist, world: World, deadline: float, may_serve: bool = True) -
             break
         except OSError as error:
             if time.monotonic() > deadline:
-                raise ConnectionError(f"nobody answers there ({error.strerror or error})") from None
+                raise ConnectionError(f"no answer ({error.strerror or error})") from None
         time.sleep(0.05)
     timeout = timedelta(seconds=config.timeout_s)
     return dist.TCPStore(
@@ -141,10 +144,12 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-# The roll call ------------------------------------------------------------------------------------
+# The startup exchange -----------------------------------------------------------------------------
 
 
 class _Hello(NamedTuple):
+    """A rank's message at startup."""
+
     rank: int
     size: int
     host: str
@@ -155,34 +160,34 @@ class _Hello(NamedTuple):
 
 
 class _Meeting:
-    """Every rank says hello under a number of its own and waits for rank 0's reply to that number.
+    """The startup exchange: each rank writes a hello under a new number and waits for the reply.
 
-    A store may outlive the processes that used it, as torchrun's does over restarts. So rank 0 has
-    every hello said again that came before its own: a process that is gone does not do so.
+    A store may outlive the processes that used it, as torchrun's does over restarts. So rank 0
+    asks for every hello before its own to be repeated: a process that exited does not repeat it.
     """
 
     def __init__(self, config: Dist, world: World, place: str):
         self._config = config
         self._world = world
         self._place = place
-        self._failure = f"no group was found at {place} within dist.timeout_s={config.timeout_s:g}"
+        self._failure = f"no rendezvous at {place} within dist.timeout_s={config.timeout_s:g}"
         self._deadline = time.monotonic() + config.timeout_s
         self._own = _Hello(world.rank, world.world_size, world.host, world.pid)
         self._base = self._open_in_time()
         self._prefix = f"roll-call/{num_meetings}"
         self._store = dist.PrefixStore(self._prefix, self._base)
-        # Under torchrun a rank may be started again, and a file may be an earlier run's.
+        # Under torchrun a rank may be restarted, and a file may be an earlier run's.
         is_agents = "TORCHELASTIC_RUN_ID" in os.environ
         self._is_fresh = isinstance(self._base, dist.TCPStore) and not is_agents
 
     def hold(self) -> dist.Store:
-        """The store under the group's name. Raises ConfigError with rank 0's finding."""
+        """Return the store under the group's name. Raises ConfigError with rank 0's message."""
         name = self._follow() if self._own.rank else self._lead()
         self._base.set_timeout(timedelta(seconds=self._config.timeout_s))
         return dist.PrefixStore(f"lockstep/{name}", self._base)
 
     def _open_in_time(self) -> dist.Store:
-        """Open it in a thread: torch's client has no limit where a foreign process is mute."""
+        """Open the store in a thread: torch's client waits without limit for a foreign process."""
         results: list[dist.Store | Exception] = []
 
         def attempt() -> None:
@@ -197,7 +202,7 @@ class _Meeting:
             thread.join(0.1)
             check_start()
         if not results:
-            advice = "what listens there is not rank 0 of this run; choose another port"
+            advice = "the process that listens there is not rank 0 of this run; choose another port"
             raise ConfigError(f"{self._failure}: {advice}")
         if isinstance(results[0], dist.Store):
             return results[0]
@@ -207,34 +212,34 @@ class _Meeting:
         if "EADDRINUSE" in reason or "address already in use" in reason.lower():
             advice = "the port is in use on rank 0's host; choose another, the same on every rank"
             raise ConfigError(f"{self._place}: {advice}")
-        raise ConfigError(f"{self._failure}: {reason}; is rank 0 running, and is it this address?")
+        raise ConfigError(f"{self._failure}: {reason}; start rank 0, or correct its address")
 
     def _lead(self) -> str:
         first = self._say_hello()
-        self._reply(range(1, first), again=True)
+        self._reply(range(1, first), repeat=True)
         hellos = {first: self._own}
         try:
             members = self._collect(first, hellos)
         except ConfigError as error:
             self._reply(hellos, problem=str(error))
-            time.sleep(GRACE_S / 2)  # the store may end with this process before it is read
+            time.sleep(GRACE_S / 2)  # the store may end with this process before the reply is read
             raise
         name = secrets.token_hex(8)
         taken = [n for n, hello in hellos.items() if members.get(hello.rank) is hello]
         self._reply(taken, name=name)
-        if self._is_fresh:  # the next hello comes too late
+        if self._is_fresh:  # the next hello is too late
             self._reply([max(hellos) + 1], members=members)
         return name
 
     def _collect(self, number: int, hellos: dict[int, _Hello]) -> dict[int, _Hello]:
-        """Add hellos after `number` until all ranks are there; the newest of each rank."""
+        """Read hellos after `number` until all ranks are there; return the newest of each rank."""
         members = {0: self._own}
         while len(members) < self._own.size:
             values = self._read_hellos(number + 1)
             if not values:
                 here = "; ".join(f"rank {rank} is {members[rank]}" for rank in sorted(members)[:8])
                 missing = name_ranks(self._missing(members))
-                raise ConfigError(f"{self._failure}: {missing} did not come; {here}")
+                raise ConfigError(f"{self._failure}: {missing} did not connect; {here}")
             for value in values:
                 number += 1
                 hello = hellos[number] = _Hello(*value)
@@ -245,7 +250,7 @@ class _Meeting:
         return members
 
     def _read_hellos(self, first: int) -> list[Any]:
-        """The hellos from a number on, all that are there or the next; none at the deadline."""
+        """Return all hellos from a number on, or wait for the next; empty at the deadline."""
         last = self._store.add("hellos", 0)
         keys = [f"hello/{number}" for number in range(first, last + 1)]
         if len(keys) > 1 and self._store.check(keys):
@@ -271,11 +276,11 @@ class _Meeting:
             number = self._say_hello()
             reply = self._wait_for(f"reply/{number}", self._deadline + GRACE_S)
             if reply is None:
-                raise ConfigError(f"{self._failure}: rank 0 did not come")
+                raise ConfigError(f"{self._failure}: rank 0 did not connect")
             if "problem" in reply:
                 raise ConfigError(reply["problem"])
             if "members" in reply:
-                self._reply([number + 1], **reply)  # for the next that is late
+                self._reply([number + 1], **reply)  # for the next late rank
                 raise ConfigError(f"{self._place}: {self._explain_late(reply['members'])}")
             if "name" in reply:
                 return reply["name"]
@@ -283,8 +288,8 @@ class _Meeting:
     def _explain_late(self, members: Mapping[str, list[Any]]) -> str:
         rank, size, *_ = self._own
         if who := members.get(str(rank)):
-            return f"rank {rank} is taken by {_Hello(*who)}; give each process a RANK of its own"
-        return f"the group there has {len(members)} ranks, and this one came with WORLD_SIZE={size}"
+            return f"rank {rank} is taken by {_Hello(*who)}; give each process its own RANK"
+        return f"the group has {len(members)} ranks, but this process has WORLD_SIZE={size}"
 
     def _say_hello(self) -> int:
         number = self._store.add("hellos", 1)
@@ -296,10 +301,10 @@ class _Meeting:
         write_keys(self._store, keys, json.dumps(reply))
 
     def _wait_for(self, key: str, deadline: float) -> Any:
-        """The value of a key once it is set; None at the deadline.
+        """Return the value of a key once it is set; None at the deadline.
 
-        The wait is a thread's: it would hold Python's signal handlers back, and its timeout prints
-        lines of C++. Ranks that poll instead keep rank 0 from its own work, from 256 ranks on.
+        A thread waits, since the wait delays Python's signal handlers and its timeout prints
+        lines of C++. Polling would keep rank 0 from its own work, from 256 ranks on.
         """
         if not self._store.check([key]):
             errors: list[Exception] = []
@@ -326,12 +331,12 @@ class _Meeting:
             errors.append(error)
 
     def _poll(self, key: str) -> None:
-        """A file's wait reads it all the time, and holds the lock meanwhile."""
+        """Poll a FileStore: its own wait reads the file all the time and holds its lock."""
         while time.monotonic() < self._deadline + GRACE_S and not self._store.check([key]):
             time.sleep(MAX_POLL_S)
 
     def _unblock(self, key: str) -> bool:
-        """Set a key by a connection of its own: the other is the waiting thread's."""
+        """Set a key through a second connection, as the waiting thread uses the first."""
         is_blocked = isinstance(self._base, dist.TCPStore)
         if is_blocked:
             with suppress(OSError, RuntimeError):

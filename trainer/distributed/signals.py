@@ -12,11 +12,11 @@ from contextlib import contextmanager, suppress
 from trainer.distributed.launchers import find_launcher
 from trainer.errors import RunError
 
-GRACE_S = 1.0  # torchrun sends Ctrl-C a second time at once; a person's second comes later
-START_S = 3.0  # a rank asked to stop still waits this long for the others, which may be coming
+GRACE_S = 1.0  # torchrun repeats Ctrl-C at once; a second one from a person comes later
+START_S = 3.0  # how long a rank that was asked to stop still waits for the others
 # submitit has SLURM send SIGUSR2 before the time limit.
 _BY_SUBMITIT = [signal.SIGUSR2] * ("SUBMITIT_EXECUTOR" in os.environ)
-# A terminal that goes away; nohup has it ignored.
+# Sent when the terminal is closed; nohup ignores it.
 _BY_TERMINAL = [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_BY_SUBMITIT, *_BY_TERMINAL]
 PARENT = os.getppid()  # read as early as possible, so that a launcher that dies later is noticed
@@ -24,7 +24,7 @@ REQUEUE = ("SIGUSR1", "SIGUSR2")
 
 
 class StopRequest:
-    """A request to stop: `name` of the signal, or None."""
+    """A request to stop; `name` is the signal's name, None before a request."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -35,7 +35,7 @@ class StopRequest:
 
     @property
     def seconds(self) -> float:
-        """Time since the request."""
+        """Seconds since the request."""
         return time.monotonic() - self._since
 
     def receive(self, number: int, frame: object) -> None:
@@ -43,14 +43,14 @@ class StopRequest:
             self.name = signal.Signals(number).name
             self._since = time.monotonic()
         elif self.seconds > GRACE_S:
-            os._exit(1)  # the second request ends the process at once; what is published is valid
+            os._exit(1)  # a second request exits at once; published checkpoints stay valid
 
 
 def leave_pid_1() -> None:
-    """Continue in a child where this process is a container's first.
+    """Continue in a child process if this process is PID 1, the first one of a container.
 
-    The kernel lets no process of the container kill the first one, so a watcher could not end it.
-    The first process passes signals on and ends as its child does.
+    The kernel does not let the container's processes kill PID 1, so a watcher could not end it.
+    PID 1 passes signals on to the child and exits as the child does.
     """
     if os.getpid() != 1 or (child := os.fork()) == 0:
         return
@@ -58,7 +58,7 @@ def leave_pid_1() -> None:
         signal.signal(number, lambda number, frame: os.kill(child, number))
     pid = 0
     while pid != child:
-        pid, status = os.wait()  # orphans come to the first process too
+        pid, status = os.wait()  # orphans become children of PID 1 too
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
 
@@ -69,18 +69,18 @@ _early: list[StopRequest] = []
 def catch_early() -> None:
     """Catch signals from here to the end of the process.
 
-    A request during start-up stops the run at its first step; Ctrl-C, which a person sends, ends
-    it there and then.
+    A request during startup stops the run at its first step. Ctrl-C, which a person sends, ends
+    the process at once.
     """
     _early[:] = [StopRequest()]
     signal.signal(signal.SIGINT, _interrupt)
     for number in SIGNALS[1:]:
         signal.signal(number, _early[0].receive)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # launch=spawn holds them back until here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # launch=spawn blocks them until here
 
 
 def _interrupt(number: int, frame: object) -> None:
-    """End the process: KeyboardInterrupt in an import may be lost, or leave half a module."""
+    """Exit at once: KeyboardInterrupt in an import may be lost, or leave half a module."""
     if find_launcher().variables.get("RANK", "0") == "0":
         with suppress(OSError):
             os.write(2, b"interrupted; nothing was saved\n")
@@ -88,16 +88,16 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def check_start(patience_s: float = START_S) -> None:
-    """Raises RunError where a rank waits for the others in vain: no launcher, or asked to stop."""
+    """Raise RunError if waiting for the others is useless: launcher lost, or asked to stop."""
     if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT:
-        raise RunError("the launcher has ended before the ranks had met; nothing was begun")
+        raise RunError("the launcher exited before all ranks connected; nothing was started")
     if _early and _early[0] and _early[0].seconds > patience_s:
         name = _early[0].name
-        raise RunError(f"asked to stop ({name}) before the ranks had met; nothing was begun")
+        raise RunError(f"asked to stop ({name}) before all ranks connected; nothing was started")
 
 
 def let_go() -> bool:
-    """Let SIGTERM end this process again: nothing is to be saved. True if it was asked to end."""
+    """Restore SIGTERM's default, as nothing is left to save. Return True if asked to stop."""
     if _early:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return bool(_early and _early[0])
@@ -105,7 +105,7 @@ def let_go() -> bool:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Catch SIGINT, SIGTERM and SIGUSR1 while the block runs, in the main thread only."""
+    """Catch the stop signals (SIGNALS) for the duration of the block, in the main thread only."""
     request = _early[0] if _early else StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request

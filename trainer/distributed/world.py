@@ -1,8 +1,9 @@
-"""This process's place: rank, world size and devices, read once from the launcher's environment."""
+"""Rank, world size and devices of this process, read once from the launcher's environment."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,10 +15,12 @@ import torch
 from trainer.distributed.launchers import Launcher, find_launcher
 from trainer.errors import ConfigError
 
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
 
 @dataclass(frozen=True)
 class World:
-    """One rank's place among all ranks, and the device it computes on."""
+    """Position of a rank among all ranks, and its devices."""
 
     rank: int = 0
     local_rank: int = 0
@@ -32,39 +35,42 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        """The device of the batches: the first of this rank's devices."""
+        """Device of the batches: the first device of this rank."""
         return self.devices[0]
 
     def with_devices(self, devices: tuple[torch.device, ...]) -> World:
-        """This rank with the devices that its strategy found."""
+        """Return a copy with the devices that the strategy chose."""
         return replace(self, devices=devices)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
-        """Read torchrun's RANK, WORLD_SIZE and so on, or SLURM's or MPI's; without them, alone."""
+        """Read the variables of torchrun, SLURM or MPI; without them, return a single rank."""
         launcher = find_launcher(environment)
         return cls(*launcher.place(), launcher=launcher)
 
     def divide_threads(self) -> int:
-        """Set this rank's part of the cores as torch's number of threads.
+        """Set torch's number of threads to this rank's part of the cores, and return it.
 
-        OMP_NUM_THREADS wins, except under torchrun, which sets it to 1 unasked.
+        OMP_NUM_THREADS has priority, except under torchrun, which sets it to 1 by default.
         """
         if "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
             return torch.get_num_threads()
+        torch.set_num_threads(max(1, self.count_cores()))
+        return torch.get_num_threads()
+
+    def count_cores(self) -> int:
+        """Return this rank's part of the cores; 0 if there are more ranks than cores."""
         cores = usable_cores()
         num_cpus = os.environ.get("SLURM_CPUS_PER_TASK", "")
-        may_bind = self.launcher.name in ("srun", "mpirun")  # each rank to its own cores
         if self.launcher.name == "srun" and num_cpus.isdecimal():
-            cores = int(num_cpus)
-        elif not may_bind or cores * self.local_world_size > (os.cpu_count() or 1):
-            cores //= self.local_world_size
-        torch.set_num_threads(max(1, cores))
-        return torch.get_num_threads()
+            return int(num_cpus)
+        may_bind = self.launcher.name in ("srun", "mpirun")  # bind each rank to its own cores
+        is_bound = may_bind and cores * self.local_world_size <= (os.cpu_count() or 1)
+        return cores if is_bound else cores // self.local_world_size
 
 
 def usable_cores() -> int:
-    """The cores that this process may run on, at most its container's quota."""
+    """Return the number of cores that this process may use, limited by the container's quota."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -74,8 +80,29 @@ def usable_cores() -> int:
     return cores
 
 
+def explain_unseen_gpu() -> str:
+    """Return the reason why torch sees no GPU despite an NVIDIA driver; empty otherwise."""
+    has_driver = NVIDIA_DRIVER.exists() or shutil.which("nvidia-smi") is not None
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not has_driver or shown in ("", "-1") or _count_gpus():
+        return ""
+    build = f"torch {torch.__version__}"
+    if not torch.version.cuda:
+        why = f"{build} is built without CUDA; install a CUDA build"
+    elif shown is not None:
+        why = f"CUDA_VISIBLE_DEVICES={shown} shows it none; unset it, or ask the scheduler for GPUs"
+    else:
+        needs = f"{build} needs a driver for CUDA {torch.version.cuda}"
+        why = f"{needs}, and a container needs --gpus all; compare it with nvidia-smi"
+    return f"an NVIDIA driver is installed, but torch sees no GPU: {why}"
+
+
 def count_ranks(number: str) -> int:
-    """`gpu`, `cpu` (cores), `auto` (GPUs where there are any, else cores) or a number."""
+    """Return the number of ranks for `launch.nproc_per_node`.
+
+    `gpu` and `cpu` count GPUs and cores, `auto` counts GPUs if there are any, else cores. Raises
+    ConfigError for `gpu` without a GPU.
+    """
     gpus = _count_gpus()
     if number == "gpu" and not gpus:
         advice = "torch sees no GPU here; give cpu, auto or a number"

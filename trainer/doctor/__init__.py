@@ -1,1 +1,1 @@
-"""The doctor: what a run started like this would meet, before it is started."""
+"""The doctor: check the environment of a run before the run is started."""

@@ -1,4 +1,4 @@
-"""`python -m trainer.doctor`, under any launcher: what a run here would meet, as a table."""
+"""`python -m trainer.doctor`, under any launcher: check the environment, and print a table."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from trainer.task import Task
 HELP = """usage: python -m trainer.doctor [key=value ...] [--config-dir DIR] [--json]
        torchrun --nproc_per_node=<ranks> -m trainer.doctor ...       (or srun, mpirun, by hand)
 
-Start it as the run will be started: it reports what one would otherwise learn from a hang. Who the
-ranks are, whether they meet, whether an all-reduce is right and how fast, clocks, disk, threads,
-shared memory, versions, code. No task is needed; settings count as for a run, but dist.timeout_s
-is 30 unless given. --json prints the table as one JSON object. Nothing is left on disk.
+Start it exactly as the run will be started: it reports problems that would otherwise show up as a
+hang. It checks the ranks and their rendezvous, all-reduce (results and speed), clocks, disk,
+threads, shared memory, versions, code and settings. No task is needed. Settings apply as in a run,
+but dist.timeout_s is 30 unless given. --json prints the table as one JSON object. Nothing is left
+on disk.
 
-Exit codes: 0 nothing fails (warnings do not count), 1 something fails, 2 bad settings."""
+Exit codes: 0 no check fails (warnings do not count), 1 a check fails, 2 bad settings."""
 _DEFAULTS = {"task": "task=text", "dist.timeout_s": "dist.timeout_s=30"}
 
 
@@ -53,21 +54,21 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def load(overrides: Sequence[str], config_dirs: Sequence[str]) -> Task:
-    """The task a run would have.
+    """Return the task that a run with these settings would have.
 
-    Raises ConfigError for what a run would refuse before it opens a socket.
+    Raises ConfigError for errors that a run would report before it opens a socket.
     """
     given = {word.lstrip("+").split("=", 1)[0] for word in overrides}
     defaults = [word for key, word in _DEFAULTS.items() if key not in given]
     config = load_config([*defaults, *overrides], config_dirs)
     if config.launch.name != "inline":
-        advice = "the doctor starts no ranks; torchrun ... -m trainer.doctor"
+        advice = "the doctor starts no ranks; run torchrun ... -m trainer.doctor"
         raise ConfigError(f"launch={config.launch.name}: {advice}")
     task: Task = load_task(config)(config)
     check_init(config.dist, task.world)
     check_layout(config, task.world)
     if choose_backend(config.dist, task.world) == "mpi":
-        mpi.register()  # in this thread, which is also the one that ends MPI
+        mpi.register()  # in the main thread, which also finalises MPI
     return task
 
 

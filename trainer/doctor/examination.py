@@ -1,4 +1,4 @@
-"""The examination: stage by stage, in a thread, so that a call that hangs is given up."""
+"""Examination: run the checks in a thread, stage by stage, so that a hanging call can be left."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from trainer.doctor.table import ADVICE, Check, judge, list_ranks, show
 from trainer.errors import one_line, visible
 from trainer.task import Task
 
-# After dist.timeout_s: a stage that hangs is given up; ranks above 0 end.
+# Seconds after dist.timeout_s: when a hanging stage is given up, and when ranks above 0 exit.
 LATE_S = 1.2
 LAST_S = 1.5
 
 
 class Examination(threading.Thread):
-    """All checks, stage by stage; whatever is known by then is shown even where a call hangs."""
+    """All checks, stage by stage. If a call hangs, the results so far are still shown."""
 
     def __init__(self, task: Task, is_json: bool):
         super().__init__(daemon=True)
@@ -47,7 +47,7 @@ class Examination(threading.Thread):
         self.is_json = is_json
         self.code = 1
         self.error = ""
-        self.mark = ""  # a file in run.dir, for the other ranks to see
+        self.mark = ""  # path of a file in run.dir that the other ranks should find
         self.checks: list[Check] = []
         self._begin("start")
 
@@ -59,9 +59,9 @@ class Examination(threading.Thread):
         return time.monotonic() - self.since > self.config.dist.timeout_s + LATE_S
 
     def end(self, *_: object) -> None:
-        """Handle a launcher's SIGTERM, since another rank has ended: what is known is shown."""
+        """Handle SIGTERM, sent by a launcher when another rank exits: show the results so far."""
         if self.stage != "end":
-            self.error = "ended by the launcher; the message of the rank that ended first says why"
+            self.error = "ended by the launcher; the rank that exited first reports the reason"
 
     def run(self) -> None:
         try:
@@ -75,7 +75,7 @@ class Examination(threading.Thread):
             self.error = one_line(error) or type(error).__name__
 
     def _meet(self, facts: dict[str, Any]) -> Group:
-        """Meet, compare facts, and check what needs no process group, by the store alone."""
+        """Rendezvous, compare facts, and make the checks that need the store only."""
         block = self.config.dist
         world = self.world
         self._begin("rendezvous")
@@ -87,7 +87,7 @@ class Examination(threading.Thread):
         self.checks += [compare(group, n, facts[n]) for n in ("versions", "code", "settings")]
         if world.world_size > 1:
             place = block.address or block.path or ":".join(map(str, world.launcher.master))
-            found = f"{world.world_size} ranks met at {place} in {seconds:.2f} s"
+            found = f"{world.world_size} ranks connected at {place} in {seconds:.2f} s"
             self.checks.append(Check("rendezvous", "ok", f"{found}, by dist.init={block.init}"))
             self._begin("clocks")
             self.checks.append(check_clocks(group))
@@ -96,11 +96,11 @@ class Examination(threading.Thread):
         return group
 
     def _reduce(self, is_nccl: bool) -> None:
-        """Try all-reduces of several sizes; rank 0 then shows all."""
+        """Test all-reduce with several sizes, then print the table on rank 0."""
         world = self.world
         block = self.config.dist
         self._begin("process group")
-        # NCCL's own timeout kills the process: it comes after ours
+        # NCCL's own timeout kills the process, so it must expire after ours
         block = replace(block, timeout_s=block.timeout_s + 5 * is_nccl)
         device = world.device if is_nccl else torch.device("cpu")
         with process_group(block, world) as group:
@@ -113,9 +113,12 @@ class Examination(threading.Thread):
             self.code = group.tell_all(code)
 
     def _check_visibility(self, group: Group) -> list[Check]:
-        """Rank 0 alone writes to the run directory; that the others see it is of use."""
+        """Check that every rank sees a file that rank 0 writes to run.dir.
+
+        A run does not need it, because only rank 0 writes there; a resume on another node does.
+        """
         if self.world.rank == 0:
-            with suppress(OSError):  # what rank 0 found of the disk says so already
+            with suppress(OSError):  # the disk check of rank 0 has reported it
                 place = find_existing(self.config)
                 descriptor, self.mark = tempfile.mkstemp(prefix=".doctor-", dir=place)
                 os.close(descriptor)
@@ -125,24 +128,25 @@ class Examination(threading.Thread):
         seen = group.gather_text("yes" if os.access(mark, os.F_OK) else "no")
         blind = [rank for rank, text in enumerate(seen) if text == "no"]
         who = f"all but {list_ranks(blind)}" if blind else "every rank"
-        found = f"what rank 0 writes there is seen by {who}"
-        advice = "a resume elsewhere would find no checkpoint: "
+        found = f"a file that rank 0 writes is visible to {who}"
+        advice = "a resume on another node would find no checkpoint: "
         advice += "choose a file system that all nodes share"
         return [judge("run.dir", not blind, found, advice)]
 
     def give_up(self) -> None:
-        """Report what is known by now and where it ended: rank 0 the table, every rank a line."""
+        """Print the results so far: on rank 0 the table, on every rank the stage that failed."""
         limit_s = self.config.dist.timeout_s
         world = self.world
         error = self.error or f"no answer within dist.timeout_s={limit_s:g}"
         self.checks.append(Check(self.stage, "fail", error, ADVICE.get(self.stage.split()[0], "")))
-        # by hand each rank has its own terminal
+        # ranks started by hand have their own terminals
         has_terminal = world.local_rank == 0 or world.launcher.name == "hand"
         if world.rank == 0 or (has_terminal and not self.is_json):
             show(self.checks, self.is_json)
         who = f"rank {world.rank} ({world.host}, process {world.pid}): " if world.rank else ""
         print(visible(f"error: {who}{self.stage}: {error}"), file=sys.stderr, flush=True)
         self.code = 1
-        if world.rank:  # not the first to end: a launcher would kill rank 0 before it has reported
+        # A launcher kills all ranks at the first exit: rank 0 must have reported by then.
+        if world.rank:
             left_s = self.since + limit_s + LAST_S - time.monotonic()
             time.sleep(max(0.0, min(WAIT_S, left_s)))

@@ -1,4 +1,4 @@
-"""The checks that the ranks make together, and rank 0's view of all of them."""
+"""Checks that the ranks make together, and the table rows of all ranks on rank 0."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ from trainer.record import startup as report
 
 SIZES = {"1 KB": 2**10, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24}
 REPEATS = 5
-# Beyond these it warns.
+# Limits for a warning.
 SLOW_MB_S = 100
 SKEW_S = 1.0
 
 
 def compare(group: Group, name: str, facts: Mapping[str, Any]) -> Check:
-    """Fail where the ranks differ in these facts."""
+    """Return a failed check if the ranks differ in these facts."""
     try:
         group.check_equal(facts)
     except ConfigError as error:
         return Check(name, "fail", str(error).split(": must be the same")[0], ADVICE[name])
     found = ", ".join(f"{key} {value}" for key, value in facts.items())
     if name == "settings":
-        found = f"the same on every rank, {len(facts)} of them"
+        found = f"{len(facts)} settings, the same on every rank"
     return Check(name, "ok", found)
 
 
 def check_clocks(group: Group) -> Check:
-    """Compare the ranks' clocks with rank 0's.
+    """Compare the clocks of the ranks with that of rank 0.
 
-    A rank reads its clock after it has heard rank 0 in the second round, and before rank 0 hears
-    it in the third.
+    A rank reads its clock after it has received rank 0's message in the second round, and before
+    rank 0 receives its answer in the third. The duration of both bounds the error.
     """
-    group.gather_text("")  # waits for the late
+    group.gather_text("")  # waits for the slowest rank
     began = time.monotonic()
     group.gather_text("")
     times = [float(text) for text in group.gather_text(repr(time.time()))]
     within_ms = (time.monotonic() - began) * 1e3
     worst = max(range(len(times)), key=lambda rank: abs(times[rank] - times[0]))
     offset = times[worst] - times[0]
-    found = f"{offset * 1e3:+,.1f} ms from rank 0's at most, on rank {worst}"
-    found += f", known to {within_ms:.1f} ms"
-    advice = "run chrony or ntpd: TensorBoard and timestamps go by them"
+    found = f"largest offset from rank 0: {offset * 1e3:+,.1f} ms, on rank {worst}"
+    found += f", measured to {within_ms:.1f} ms"
+    advice = "run chrony or ntpd: TensorBoard and timestamps use these clocks"
     return judge("clocks", abs(offset) <= SKEW_S, found, advice)
 
 
 def all_reduce(world: World, num_bytes: int, device: torch.device) -> dict[str, float]:
-    """Wrong sums and the median seconds of one all-reduce.
+    """Return the number of wrong sums and the median seconds of one all-reduce.
 
-    The numbers are whole ones that float64 holds exactly.
+    The values are integers that float64 represents exactly.
     """
     values = torch.arange(num_bytes // 8, device=device) % 1009 + 1
     size = world.world_size
@@ -75,14 +75,17 @@ def all_reduce(world: World, num_bytes: int, device: torch.device) -> dict[str, 
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
         wrong += int((summed != exact).sum())
-    return {"wrong": wrong, "seconds": statistics.median(seconds[2:])}  # the first of each warms up
+    return {
+        "wrong": wrong,
+        "seconds": statistics.median(seconds[2:]),
+    }  # the first of each dtype is a warm-up
 
 
 def judge_sums(name: str, num_bytes: int, measured: Sequence[Mapping[str, float]]) -> Check:
-    """Judge what the ranks measured of one all-reduce.
+    """Return the check of one all-reduce from the measurements of all ranks.
 
-    The bandwidth is that of rank 0's bus, as NCCL's tests define it: a ring carries 2 (n - 1) / n
-    of the message.
+    The speed is rank 0's bus bandwidth as nccl-tests define it: a ring all-reduce moves
+    2 (n - 1) / n of the message.
     """
     check = f"all-reduce {name}"
     size = len(measured)
@@ -90,18 +93,18 @@ def judge_sums(name: str, num_bytes: int, measured: Sequence[Mapping[str, float]
     if wrong := [rank for rank, one in enumerate(measured) if one["wrong"]]:
         number = sum(one["wrong"] for one in measured)
         found = f"{number:,} sums are wrong, on {list_ranks(wrong)}"
-        advice = "do not train on it; try dist.backend=gloo, and other hosts"
+        advice = "do not train here; try dist.backend=gloo, and other hosts"
         return Check(check, "fail", found, advice)
     speed = num_bytes * 2 * (size - 1) / size / seconds / 1e6
     found = f"exact in int64 and float64; {seconds * 1e3:,.2f} ms"
     if size > 1:
-        found += f", {speed:,.1f} MB/s on rank 0's bus"
+        found += f", {speed:,.1f} MB/s bus bandwidth on rank 0"
     is_slow = 0 < speed < SLOW_MB_S and num_bytes == max(SIZES.values())
     return judge(check, not is_slow, found, ADVICE["process"])
 
 
 def list_checks(ranks: Sequence[Mapping[str, Any]]) -> list[Check]:
-    """Who the ranks are; then what each found, once where several found the same."""
+    """Return a row per rank, then the checks of all ranks, with equal ones as one row."""
     checks = []
     rows = report.rank_rows([f"{rank['who']}\t{rank['launcher']}" for rank in ranks])
     for name, *facts in rows:
@@ -135,15 +138,15 @@ def _check_threads(ranks: Sequence[Mapping[str, Any]]) -> list[Check]:
 
 
 def _check_host(ranks: Sequence[Mapping[str, Any]]) -> Check:
-    """Warn where the ranks of a host have more threads than it has cores for them."""
+    """Warn if the ranks of a host have more threads than cores."""
     cores = len({core for rank in ranks for core in rank["cores"]})
     threads = sum(rank["threads"] for rank in ranks)
     quota = min([cores, *(rank["quota"] for rank in ranks if rank["quota"] is not None)])
     found = f"{counted(len(ranks), 'rank')} with {counted(threads, 'thread')}"
     found += f" on {counted(cores, 'core')}"
     if quota < cores:
-        found += f", of which a cgroup gives {quota:g}"
-    advice = f"start at most {max(1, int(quota))} ranks there"
+        found += f", of which a cgroup allows {quota:g}"
+    advice = f"start at most {max(1, int(quota))} ranks per host"
     if threads > len(ranks):
-        advice += ", or OMP_NUM_THREADS=1"
+        advice += ", or set OMP_NUM_THREADS=1"
     return judge("threads", threads <= quota, found, advice)

@@ -1,4 +1,4 @@
-"""The checks that a rank makes by itself, and the facts that the ranks compare."""
+"""Checks that a rank makes alone, and the facts that the ranks compare."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ import trainer
 from trainer.config.schema import Config
 from trainer.data.order import counted
 from trainer.distributed.group import choose_backend
-from trainer.distributed.world import World
+from trainer.distributed.world import NVIDIA_DRIVER, World, explain_unseen_gpu
 from trainer.doctor.table import Check, judge
 from trainer.record import fingerprint
 from trainer.record import startup as report
 from trainer.task import Task
 
-# Beyond these it warns.
+# Limits for a warning.
 FREE_BYTES = 10**9
 FSYNC_S = 1.0
 OPEN_FILES = 4096
-_CODE = "the code of "  # how fingerprints name what is code
+_CODE = "the code of "  # prefix of the facts about code in a fingerprint
 
 
 def gather_facts(task: Task) -> dict[str, Any]:
+    """Return the facts and checks of this rank, as plain values for JSON."""
     world = task.world
     config = task.config
     backend = choose_backend(config.dist, world)
@@ -80,6 +81,7 @@ def _list_cores() -> list[int]:
 
 
 def check_backend(config: Config, world: World, backend: str) -> Check:
+    """Warn if dist.backend=auto chose gloo because ranks share a GPU."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     available = {
         "gloo": dist.is_gloo_available(),
@@ -89,18 +91,21 @@ def check_backend(config: Config, world: World, backend: str) -> Check:
     ranks = counted(world.local_world_size, "local rank")
     why = f"{counted(gpus, 'GPU')} for {ranks}" if gpus else "torch sees no GPU"
     names = ", ".join(name for name in available if available[name])
-    found = f"dist.backend={config.dist.backend} is {backend}: {why}; there are {names}"
+    found = f"dist.backend={config.dist.backend} is {backend}: {why}; available: {names}"
     if gpus:
-        place = Path("/proc/driver/nvidia/version")
-        driver = re.search(r"\d+\.\d+(\.\d+)?", place.read_text() if place.is_file() else "")
+        text = NVIDIA_DRIVER.read_text() if NVIDIA_DRIVER.is_file() else ""
+        driver = re.search(r"\d+\.\d+(\.\d+)?", text)
         name = torch.cuda.get_device_name(world.device)
         found += f"; {name}, driver {driver[0] if driver else 'unknown'}"
+    if unseen := explain_unseen_gpu():
+        return Check("backend", "warn", found, unseen)
     is_shared = gpus > 0 and backend == "gloo" and config.dist.backend == "auto"
     advice = f"nccl needs a GPU per rank: start at most {gpus} on this host"
     return judge("backend", not is_shared, found, advice)
 
 
 def check_shared_memory(config: Config, backend: str) -> Check:
+    """Warn if /dev/shm has less than 1 GB for data workers or nccl."""
     users = []
     if config.data.workers > 0:
         users.append("data.workers")
@@ -108,16 +113,17 @@ def check_shared_memory(config: Config, backend: str) -> Check:
         users.append("nccl")
     place = Path("/dev/shm")  # noqa: S108
     size = shutil.disk_usage(place) if place.is_dir() else None
-    found = "there is none"
+    found = "none"
     if size is not None:
         found = f"{size.free / 1e9:.2f} of {size.total / 1e9:.2f} GB are free"
-    found += f"; for {' and '.join(users)}" if users else "; only data workers need it"
+    found += f"; used by {' and '.join(users)}" if users else "; used by data workers only"
     is_enough = not users or (size is not None and size.free >= FREE_BYTES)
-    advice = "give it 1 GB: docker run --shm-size=8g; or data.workers=0"
+    advice = "provide at least 1 GB, as docker run --shm-size=8g does; or data.workers=0"
     return judge("shared memory", is_enough, found, advice)
 
 
 def check_open_files() -> Check:
+    """Warn if this process may open fewer than 4096 files."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     is_unlimited = limit == resource.RLIM_INFINITY
     found = "no limit" if is_unlimited else f"at most {limit:,}"
@@ -126,16 +132,16 @@ def check_open_files() -> Check:
 
 
 def find_existing(config: Config) -> Path:
-    """Where a run would make its directory: run.dir, or its nearest parent that exists."""
+    """Return run.dir, or its nearest parent that exists: a run creates its directory there."""
     path = config.runs
     return next(place for place in (path, *path.parents) if place.exists())
 
 
 def check_disk(config: Config) -> Check:
-    """Write a file without a name, which is gone however this process ends."""
+    """Test run.dir with an unnamed file, which vanishes even if this process is killed."""
     place = find_existing(config)
     found = f"run.dir={config.run.dir}: "
-    advice = "every checkpoint goes there: make room, or choose another run.dir"
+    advice = "checkpoints are written there: make room, or choose another run.dir"
     began = time.monotonic()
     try:
         with tempfile.TemporaryFile(prefix=".doctor-", dir=place) as file:
@@ -152,7 +158,7 @@ def check_disk(config: Config) -> Check:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPUs that this process's cgroup (v2 or v1), or one above it, allows; None: no limit."""
+    """Return the CPUs that this process's cgroup (v2 or v1) and its parents allow, None if all."""
     limits: list[float] = []
     groups = root / "proc/self/cgroup"
     for line in groups.read_text().splitlines() if groups.is_file() else []:

@@ -1,4 +1,4 @@
-"""The rows of the doctor's table, and how it is printed."""
+"""The rows of the doctor's table, and its output."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from trainer.record.startup import MOST_RANKS
 
 RESULTS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 ADVICE = {
-    "rendezvous": "one address on every rank, that of rank 0's host, its port open; "
+    "rendezvous": "give every rank the address of rank 0's host, with its port open; "
     "start the ranks that are missing",
-    "backends": "give dist.backend=gloo, or every rank a GPU",
-    "process": "ranks connect by their hosts' names: "
-    "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME gives another interface",
+    "backends": "give dist.backend=gloo, or start one rank per GPU",
+    "process": "ranks connect by host name: "
+    "set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME for another interface",
     "all-reduce": "a rank, its GPU or its network hangs: "
-    "TORCH_CPP_LOG_LEVEL=INFO NCCL_DEBUG=INFO says more",
-    "versions": "install the same on every node",
-    "code": "bring the same code to every node",
+    "set TORCH_CPP_LOG_LEVEL=INFO NCCL_DEBUG=INFO for more",
+    "versions": "install the same versions on every node",
+    "code": "copy the same code to every node",
     "settings": "start all ranks with the same command",
 }
 
 
 @dataclass(frozen=True)
 class Check:
-    """A row of the table; `advice` is what to do where `result` is not ok."""
+    """A row of the table; `result` is ok, warn or fail, and `advice` is empty if it is ok."""
 
     check: str
     result: str
@@ -40,23 +40,25 @@ class Check:
 
 
 def judge(check: str, is_good: bool, found: str, advice: str) -> Check:
+    """Return a check that is ok, or a warning with advice."""
     return Check(check, "ok", found) if is_good else Check(check, "warn", found, advice)
 
 
 def list_ranks(ranks: Sequence[int | str]) -> str:
+    """Return `rank 1` or `ranks 1, 2, ...`."""
     listed = ", ".join(map(str, ranks[:MOST_RANKS]))
     more = ", ..." if len(ranks) > MOST_RANKS else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
 
 
 def show(checks: Sequence[Check], is_json: bool) -> int:
-    """Print the table; the exit code."""
+    """Print the table, or one JSON object, and return the exit code."""
     worst = max((check.result for check in checks), key=list(RESULTS).index, default="ok")
     if is_json:
         rows = [asdict(check) for check in checks]
         print(json.dumps({"result": worst, "checks": rows}), flush=True)
         return int(worst == "fail")
-    columns = ("check", "result", "what was found", "what to do")
+    columns = ("check", "result", "found", "advice")
     table = Table(*columns, box=None, header_style="bold")
     for check in checks:
         result = Text(check.result, style=RESULTS[check.result])

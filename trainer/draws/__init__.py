@@ -1,1 +1,1 @@
-"""Draws: what forward and loss draw at random, as a function of the example."""
+"""Random draws of the forward pass and the loss, as a function of the example."""

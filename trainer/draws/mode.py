@@ -1,9 +1,12 @@
-"""The mode in which forward and loss draw as a function of the example (law 11).
+"""A torch mode that makes random draws in forward and loss a function of the example (law 11).
 
-Each row's numbers have a key of their own: (seed, step, update, number of the call, example). They
+Each row has its own key: (seed, step, update, number of the call, example). Its random numbers
 depend neither on the rank nor on the size of the micro-batch. The number of the call is the seed of
-torch's own generator, which begins alike in every micro-batch of an update: torch.utils.checkpoint
-puts the generator back, so that a recomputation draws the same masks.
+torch's own generator, which is the same at the start of every micro-batch of an update.
+torch.utils.checkpoint restores that generator, so a recomputation draws the same masks.
+
+A *rehearsal* is a dry run of one update on few rows: it shows which draws grow with the rows. The
+*place* of the rows is the axis of a drawn tensor that contains them.
 """
 
 from __future__ import annotations
@@ -20,21 +23,21 @@ from torch.utils._pytree import tree_map_only
 from trainer.data.randomness import key_of, mixed, seed_layers, splitmix
 from trainer.draws.rowwise import HANDLERS, REOPENED, Numbers
 
-_STEP = 0x1E3779B97F4A7C15  # odd: the counters of a row walk through all of 2**64
+_STEP = 0x1E3779B97F4A7C15  # odd, so the counters of a row take all 2**64 values
 Sizes = tuple[int, ...]
-Grown = tuple[str, str, "Place", Sizes]  # update, name, place, the other sizes
-Place = tuple[int, int]  # the axis of the rows in what is drawn, and how many parts each row has
+Grown = tuple[str, str, "Place", Sizes]  # update, name of the draw, place, other sizes
+Place = tuple[int, int]  # of the rows in a drawn tensor: their axis, and its entries per row
 
 
 class Draws(TorchFunctionMode):
-    """A mode of torch in which forward, loss and backward run: `with draws.update(name): ...`.
+    """A torch function mode around forward, loss and backward: `with draws.update(name): ...`.
 
-    A draw is keyed by example where an axis of it grows with the rows; `rehearse` finds out. Any
-    other draw, such as noise on a weight, is the same for the whole global batch.
+    A draw is keyed by example if one of its axes grows with the number of rows; `rehearse` finds
+    that axis. Any other draw, such as noise on a weight, is the same for the whole global batch.
     """
 
     def __init__(self, seed: int, device: torch.device, is_by_example: bool):
-        self.kernels: set[str] = set()  # that draw by themselves: keyed by the micro-batch
+        self.kernels: set[str] = set()  # that draw internally: keyed by micro-batch
         self._names: set[str] = set()
         self._seed = seed
         self._device = device
@@ -47,19 +50,19 @@ class Draws(TorchFunctionMode):
         self._keys: dict[torch.device, torch.Tensor] = {}
         self._counters: dict[torch.device, torch.Tensor] = {}
         self._places: dict[tuple[str, str, Sizes, int], Place | None] = {}
-        self._noted: list[tuple[str, Sizes]] | None = None  # while it rehearses
+        self._noted: list[tuple[str, Sizes]] | None = None  # a list during a rehearsal
         self._fixed: set[tuple[str, str, Sizes]] = set()
         self._grown: set[Grown] = set()
 
     # Rows ---------------------------------------------------------------------------------------
 
     def begin(self, step: int, number: int, indices: torch.Tensor) -> None:
-        """Draw for the rows of a micro-batch, the `number`-th of the global batch, from now on."""
+        """Begin the draws for the rows of a micro-batch, the `number`-th of the global batch."""
         self._begun = (step, number, indices)
         self.begin_again(0, len(indices))
 
     def begin_again(self, first: int, last: int) -> None:
-        """Draw for some rows of the micro-batch that was begun, what was drawn for them before."""
+        """Repeat the draws of the current micro-batch, for its rows from `first` to `last`."""
         step, number, indices = self._begun
         if not self._is_entered:
             seed_layers(self._seed, step, number, self._device)
@@ -69,18 +72,18 @@ class Draws(TorchFunctionMode):
         seed_layers(self._seed, step, key_of(self._update), self._device)
 
     def end(self) -> None:
-        """Leave torch's functions as they are until the next `begin`."""
+        """Leave torch's functions unchanged until the next `begin`."""
         self._indices = self._indices[:0]
 
     # Updates ------------------------------------------------------------------------------------
 
     def is_known(self, name: str) -> bool:
-        """Does nothing have to be rehearsed for this update?"""
+        """Return True if this update needs no rehearsal."""
         return name in self._used or not self._is_by_example
 
     @contextmanager
     def update(self, name: str) -> Iterator[None]:
-        """Draw for one update; entered only where its rehearsal saw a draw."""
+        """Draw by example during one update; skip the mode if its rehearsal saw no draw."""
         self._update = name
         self._is_entered = self._used.get(name, False)
         try:
@@ -96,10 +99,10 @@ class Draws(TorchFunctionMode):
     def rehearse(
         self, name: str, compute: Callable[[Any, Any], Any], batch: Any, unit: int = 1
     ) -> None:
-        """Find out what `compute(inputs, targets)` draws, and which axis grows with the rows.
+        """Find out what `compute(inputs, targets)` draws, and which axis of it grows with the rows.
 
-        `compute` runs on 2 and on 3 times `unit` rows of `batch`. Where it takes no such number,
-        any first axis that the rows divide is theirs.
+        `compute` runs on 2 and on 3 times `unit` rows of `batch`. If it fails on these, a draw
+        whose first axis is a multiple of the number of rows is keyed by example.
         """
         if not self._is_by_example:
             return
@@ -112,7 +115,7 @@ class Draws(TorchFunctionMode):
         except Exception:
             self._used[name] = True
             return
-        self._places.clear()  # of what was found before this was known
+        self._places.clear()  # found before this rehearsal
         self._used[name] = bool(two)
         self._fixed |= {(name, *each) for each in set(two) & set(three)}
         self._grown |= _find_places(name, two, sizes[0]) & _find_places(name, three, sizes[1])
@@ -139,7 +142,7 @@ class Draws(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         opened = REOPENED.get(func)
-        if opened is not None:  # it draws inside, or runs a recomputation
+        if opened is not None:  # it draws inside, or runs a recomputation that draws
             with self:
                 return opened(*args, **kwargs)
         handler = HANDLERS.get(func)
@@ -148,7 +151,7 @@ class Draws(TorchFunctionMode):
         return handler(self, func, *args, **kwargs)
 
     def numbers(self, name: str, sizes: Sizes, device: torch.device) -> Numbers | None:
-        """Numbers for a draw of these sizes; None where no axis of it is that of the rows."""
+        """Return random numbers for a draw of these sizes, or None if no axis contains the rows."""
         self._note(name, sizes)
         place = self._place(name, sizes)
         call = self._next_call(device, place is None)
@@ -157,9 +160,10 @@ class Draws(TorchFunctionMode):
         return Numbers(self, self.row_keys(call, device), sizes, *place)
 
     def _next_call(self, device: torch.device, is_shared: bool = False) -> int:
-        """The number of this call: the generator's seed, which changes at each.
+        """Return the number of this call, from the seed of torch's generator, and change the seed.
 
-        Not its state: what other code draws would depend on the rows, and all after it.
+        The generator's state cannot be the number: draws of other code change it by an amount that
+        depends on the rows, so it would be different in all later calls.
         """
         call = torch.default_generator.initial_seed()
         torch.default_generator.manual_seed(mixed(call, 1))
@@ -168,13 +172,13 @@ class Draws(TorchFunctionMode):
         return call >> 1
 
     def row_keys(self, call: int, device: torch.device) -> torch.Tensor:
-        """(rows,) int64: the rows' keys for a call."""
+        """Return (rows,) int64, the keys of the rows for a call."""
         if device not in self._keys:
             self._keys[device] = splitmix(self._indices.to(device) * _STEP + 1)
         return self._keys[device] + call
 
     def counters(self, width: int, device: torch.device) -> torch.Tensor:
-        """(width,) int64: a row's key plus these are its counters."""
+        """Return (width,) int64: a row's key plus these are the counters of its numbers."""
         known = self._counters.get(device)
         if known is None or len(known) < width:
             known = torch.arange(width, device=device) * _STEP
@@ -182,7 +186,7 @@ class Draws(TorchFunctionMode):
         return known[:width]
 
     def by_micro_batch(self, name: str) -> int:
-        """The seed of a call whose kernel draws by itself."""
+        """Return the seed for a call whose kernel draws internally."""
         self.kernels.add(name)
         self._note(name, ())
         return key_of(self._next_call(torch.device("cpu")), self._begun[1])
@@ -193,18 +197,18 @@ class Draws(TorchFunctionMode):
             self._names.add(name)
 
     def list_remarks(self) -> list[str]:
-        """Lines that the start of a run shows."""
+        """Return lines to print at the start of a run."""
         remarks = [
-            f"{name} draws inside its kernel: by micro-batch, and not by example"
+            f"{name} draws inside its kernel: keyed by micro-batch, not by example"
             for name in sorted(self.kernels)
         ]
         if "attention" in self._names and self._device.type == "cuda":
-            why = "torch's fused kernels take no mask for it; run.dropout=torch keeps them"
+            why = "fused kernels take no mask and are off; run.dropout=torch keeps them"
             remarks.append(f"dropout of attention by example: {why}")
         return remarks
 
     def _place(self, name: str, sizes: Sizes) -> Place | None:
-        """The axis of the rows, by what the rehearsal saw: first a draw of the same other sizes."""
+        """Return the place of the rows, preferably from a rehearsed draw with equal other sizes."""
         key = (self._update, name, sizes, len(self._indices))
         if key not in self._places:
             self._places[key] = self._find_place(name, sizes)
@@ -230,7 +234,7 @@ class Draws(TorchFunctionMode):
 
 
 def take_rows(batch: Any, rows: int) -> Any:
-    """So many rows of a batch; from the first on again where it has fewer."""
+    """Return `rows` rows of a batch; if it has fewer, repeat them from the first."""
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[torch.arange(rows) % len(tensor)] if tensor.dim() else tensor
@@ -239,11 +243,11 @@ def take_rows(batch: Any, rows: int) -> Any:
 
 
 def _find_places(update: str, noted: list[tuple[str, Sizes]], rows: int) -> set[Grown]:
-    """Where the rows may be in each draw that was noted."""
-    found = set()
+    """Return each axis of each noted draw that may contain the rows."""
+    places = set()
     for name, sizes in noted:
         for axis, size in enumerate(sizes):
             if size and size % rows == 0:
                 others = sizes[:axis] + sizes[axis + 1 :]
-                found.add((update, name, (axis, size // rows), others))
-    return found
+                places.add((update, name, (axis, size // rows), others))
+    return places

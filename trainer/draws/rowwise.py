@@ -1,7 +1,7 @@
-"""Row-wise draws: torch's random functions with a key for each row.
+"""Row-wise random draws: torch's random functions with a key for each row.
 
-Bits are splitmix64 of a counter (Steele et al., OOPSLA 2014), in integer arithmetic: equal on
-every device, and on a CPU as fast as torch's own generator.
+Bits are splitmix64 of a counter (Steele et al., OOPSLA 2014). Integer arithmetic makes them equal
+on every device; on a CPU it is as fast as torch's own generator.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from trainer.data.randomness import seed_generators, splitmix
 
 Sizes = tuple[int, ...]
 Handler = Callable[..., Any]
-DIGITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}  # of a uniform number; else 24
+DIGITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}  # in a uniform number; else 24
 warnings.filterwarnings("ignore", "Dropout mask should only be used for testing")  # _attention
-ALPHA = -1.7580993408473766  # SELU's limit at minus infinity, which alpha dropout puts in
+ALPHA = -1.7580993408473766  # SELU at minus infinity: alpha dropout's value of a dropped element
 
 
 class Draws(Protocol):
-    """Who says which draws are by row, and gives the keys."""
+    """The object that decides which draws are by row, and has the keys."""
 
     def numbers(self, name: str, sizes: Sizes, device: torch.device) -> Numbers | None: ...
     def counters(self, width: int, device: torch.device) -> torch.Tensor: ...
@@ -34,7 +34,7 @@ class Draws(Protocol):
 
 
 class Numbers:
-    """Random numbers of one call: `sizes`, of which `axis` holds `parts` for each row."""
+    """Random numbers of one call, a tensor of `sizes` with `parts` entries of `axis` per row."""
 
     def __init__(self, draws: Draws, keys: torch.Tensor, sizes: Sizes, axis: int, parts: int):
         self.keys = keys
@@ -44,27 +44,27 @@ class Numbers:
         self._width = math.prod(self._sizes)
 
     def bits(self) -> torch.Tensor:
-        """(rows, width) int64 of 64 random bits."""
+        """Return (rows, width) int64 of 64 random bits."""
         counters = self._draws.counters(self._width, self.keys.device)
         return splitmix(self.keys.unsqueeze(1) + counters)
 
     def words(self) -> torch.Tensor:
-        """(rows, width) int32 of 32 random bits."""
+        """Return (rows, width) int32 of 32 random bits."""
         counters = self._draws.counters(-(-self._width // 2), self.keys.device)
         return splitmix(self.keys.unsqueeze(1) + counters).view(torch.int32)[:, : self._width]
 
     def shaped(self, values: torch.Tensor) -> torch.Tensor:
-        """(rows, width) in the sizes of the call."""
+        """Reshape values (rows, width) to the sizes of the call."""
         values = values.reshape(len(values), *self._sizes)
         return values.movedim(0, self.axis).flatten(self.axis, self.axis + 1)
 
-    def kept(self, share: float) -> torch.Tensor:
-        """True with this probability, to 2**-32."""
-        last = max(int(share * 2**32) - 1, 0) - 2**31
+    def kept(self, probability: float) -> torch.Tensor:
+        """Return bools that are True with this probability, to 2**-32."""
+        last = max(int(probability * 2**32) - 1, 0) - 2**31
         return self.shaped(self.words() <= last)
 
     def uniform(self, dtype: torch.dtype) -> torch.Tensor:
-        """In [0, 1), with as many binary digits as torch gives this dtype."""
+        """Return numbers in [0, 1), with as many binary digits as torch gives this dtype."""
         digits = DIGITS.get(dtype, 24)
         if digits > 32:
             bits = (self.bits() >> (64 - digits)) & ((1 << digits) - 1)
@@ -73,7 +73,7 @@ class Numbers:
         return self.shaped(bits.to(dtype).mul_(2.0**-digits))
 
     def normal(self, dtype: torch.dtype) -> torch.Tensor:
-        """Mean 0 and deviation 1 (Box and Muller)."""
+        """Return numbers with mean 0 and standard deviation 1 (Box and Muller)."""
         at_least = torch.promote_types(dtype, torch.float32)
         bits = self.bits()
         radius = ((bits >> 32) & 0xFFFFFFFF).to(at_least).add_(1).mul_(2.0**-32)
@@ -82,7 +82,7 @@ class Numbers:
         return self.shaped(values.to(dtype))
 
     def integers(self, low: int, high: int) -> torch.Tensor:
-        """In [low, high)."""
+        """Return int64 in [low, high)."""
         return self.shaped((self.bits() & (2**63 - 1)) % (high - low) + low)
 
 
@@ -90,7 +90,7 @@ class Numbers:
 
 
 def _dropout(is_feature: bool = False, is_alpha: bool = False) -> Handler:
-    """A handler for one of torch's functions of dropout, with torch's arithmetic."""
+    """Return a handler for one of torch's dropout functions, with torch's arithmetic."""
 
     def handle(draws: Draws, func: Any, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         sizes = tuple(input.shape)
@@ -123,9 +123,9 @@ def _attention(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """scaled_dot_product_attention with dropout: torch's plain one, which takes a mask."""
+    """Compute scaled_dot_product_attention with dropout by torch's math kernel: it takes a mask."""
     sizes = (*query.shape[:-1], key.shape[-2])
-    if len(query) == 1:  # learned queries, for all rows
+    if len(query) == 1:  # learned queries, shared by all rows
         sizes = (len(key), *sizes[1:])
     numbers = draws.numbers("attention", sizes, query.device) if dropout_p else None
     if numbers is None or dropout_p >= 1:
@@ -139,28 +139,28 @@ def _attention(
 
 
 @torch.no_grad()
-def _fill(numbers: Numbers, out: torch.Tensor, kind: str, *given: Any) -> torch.Tensor:
-    """Fill `out` as torch's method of this name does."""
+def _fill(numbers: Numbers, out: torch.Tensor, kind: str, *args: Any) -> torch.Tensor:
+    """Fill `out` as torch's method of the name `kind` does with `args`."""
     dtype = out.dtype if out.dtype.is_floating_point else torch.float32
     if kind == "bernoulli_":
-        (share,) = given
-        is_tensor = isinstance(share, torch.Tensor)
-        values = numbers.uniform(share.dtype) < share if is_tensor else numbers.kept(share)
+        (p,) = args
+        is_tensor = isinstance(p, torch.Tensor)
+        values = numbers.uniform(p.dtype) < p if is_tensor else numbers.kept(p)
     elif kind == "integers":
-        values = numbers.integers(*given)
+        values = numbers.integers(*args)
     elif kind == "normal_":
-        values = numbers.normal(dtype).mul_(given[1]).add_(given[0])
+        values = numbers.normal(dtype).mul_(args[1]).add_(args[0])
     elif kind == "exponential_":
         wide = torch.promote_types(dtype, torch.float32)
-        values = (-numbers.uniform(wide)).log1p_().div_(-given[0])
-        values.clamp_(min=torch.finfo(dtype).tiny)  # never 0, of which a user takes the logarithm
+        values = (-numbers.uniform(wide)).log1p_().div_(-args[0])
+        values.clamp_(min=torch.finfo(dtype).tiny)  # never 0: callers take the logarithm
     else:
-        values = numbers.uniform(dtype).mul_(given[1] - given[0]).add_(given[0])
+        values = numbers.uniform(dtype).mul_(args[1] - args[0]).add_(args[0])
     return out.copy_(values)
 
 
 def _method(kind: str, **defaults: float) -> Handler:
-    """A handler for a method that fills its tensor: `tensor.normal_(mean, std)`."""
+    """Return a handler for a method that fills its tensor: `tensor.normal_(mean, std)`."""
 
     def handle(draws: Draws, func: Any, out: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if out.is_complex():
@@ -171,20 +171,20 @@ def _method(kind: str, **defaults: float) -> Handler:
             numbers = draws.numbers(kind, tuple(out.shape), out.device)
         if numbers is None:
             return func(out, *args, generator=own, **kwargs)
-        given = dict(zip(defaults, args, strict=False)) | kwargs
-        return _fill(numbers, out, kind, *(given.get(name, d) for name, d in defaults.items()))
+        values = dict(zip(defaults, args, strict=False)) | kwargs
+        return _fill(numbers, out, kind, *(values.get(name, d) for name, d in defaults.items()))
 
     return handle
 
 
-def _factory(kind: str, *given: Any) -> Handler:
-    """A handler for a function that makes a tensor and fills it."""
+def _factory(kind: str, *bounds: Any) -> Handler:
+    """Return a handler for a function that creates a tensor and fills it."""
 
     def handle(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("generator") is not None or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         own = {"device": "meta", "requires_grad": False, "pin_memory": False}
-        like = func(*args, **{**kwargs, **own})  # draws nothing
+        like = func(*args, **{**kwargs, **own})  # on meta: draws nothing
         if like.is_complex():
             return _by_micro_batch(draws, func, *args, **kwargs)
         source = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
@@ -192,33 +192,33 @@ def _factory(kind: str, *given: Any) -> Handler:
         numbers = draws.numbers(func.__name__, tuple(like.shape), device)
         if numbers is None:
             return func(*args, **kwargs)
-        bounds = given or _bounds(func, args, kwargs)
-        out = _fill(numbers, torch.empty_like(like, device=device), kind, *bounds)
+        values = bounds or _bounds(func, args, kwargs)
+        out = _fill(numbers, torch.empty_like(like, device=device), kind, *values)
         return out.requires_grad_(kwargs.get("requires_grad", False))
 
     return handle
 
 
 def _bounds(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
-    """(low, high) of randint([low,] high, size) and randint_like(tensor, [low,] high)."""
-    given = [a for a in args if not isinstance(a, (tuple, list))]
+    """Return (low, high) of randint([low,] high, size) or randint_like(tensor, [low,] high)."""
+    numbers = [a for a in args if not isinstance(a, (tuple, list))]
     if func is torch.randint_like:
-        given = given[1:]
+        numbers = numbers[1:]
     low = kwargs.get("low", 0)
     if "high" in kwargs:
-        return int(given[0] if given else low), int(kwargs["high"])
-    return int(given[0] if len(given) > 1 else low), int(given[-1])
+        return int(numbers[0] if numbers else low), int(kwargs["high"])
+    return int(numbers[0] if len(numbers) > 1 else low), int(numbers[-1])
 
 
 def _normal(draws: Draws, func: Any, mean: Any, std: Any = 1.0, *args: Any, **kwargs: Any) -> Any:
-    """torch.normal; a task calls it with a tensor for mean, for std, or for both."""
-    tensors = [given for given in (mean, std) if isinstance(given, torch.Tensor)]
+    """Draw torch.normal, whose mean, std or both may be tensors."""
+    tensors = [value for value in (mean, std) if isinstance(value, torch.Tensor)]
     numbers = None
     if tensors and not kwargs:
         sizes = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
         numbers = draws.numbers("normal", tuple(sizes), tensors[0].device)
     if numbers is not None:
-        with torch.no_grad():  # its gradients are none: a sample, not a reparametrisation
+        with torch.no_grad():  # as torch's: a sample without reparametrisation has no gradient
             return numbers.normal(tensors[0].dtype).mul_(std).add_(mean)
     if tensors:
         return func(mean, std, *args, **kwargs)
@@ -231,15 +231,15 @@ def _bernoulli(draws: Draws, func: Any, input: torch.Tensor, *args: Any, **kwarg
         numbers = draws.numbers("bernoulli", tuple(input.shape), input.device)
     if numbers is None:
         return func(input, *args, **kwargs)
-    share = kwargs.get("p", args[0] if args else input)
-    return _fill(numbers, torch.empty_like(input), "bernoulli_", share)
+    p = kwargs.get("p", args[0] if args else input)
+    return _fill(numbers, torch.empty_like(input), "bernoulli_", p)
 
 
-# What has no formula here -------------------------------------------------------------------------
+# Functions without a formula here -----------------------------------------------------------------
 
 
 def _row_by_row(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch's own function, one row after another, each from a generator of its key."""
+    """Call torch's own function for one row after another, seeded with the row's key."""
     first = args[0]
     numbers = None
     if func.__name__ == "multinomial" and first.dim() == 1:
@@ -266,7 +266,7 @@ def _chunk(value: Any, length: int, rows: int, row: int, axis: int) -> Any:
 
 
 def _by_micro_batch(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """A kernel that draws by itself, such as a recurrent one between its layers."""
+    """Call a kernel that draws internally, such as a recurrent one between its layers."""
     rate = next((number for number, a in enumerate(args) if isinstance(a, float)), None)
     if func in RECURRENT and rate is not None and not (args[rate] and args[rate + 1]):
         return func(*args, **kwargs)  # no dropout, or no training
@@ -314,14 +314,14 @@ _ASKED = ("has_torch_function", "has_torch_function_unary", "has_torch_function_
 
 
 def _reopen(func: FunctionType) -> Handler:
-    """A copy of a torch function that does not hand itself over to a mode."""
+    """Return a copy of a torch function that does not dispatch to a mode."""
     globals_ = {**func.__globals__, **dict.fromkeys(_ASKED, lambda *_: False)}
     made = FunctionType(func.__code__, globals_, func.__name__, func.__defaults__, func.__closure__)
     return partial(made, **(func.__kwdefaults__ or {}))
 
 
-# Written in Python around draws, or around a recomputation that draws again: a mode sees what
-# their copies call.
+# Python functions around draws, or around a recomputation that repeats draws. A mode receives the
+# calls inside their copies.
 _AROUND: Any = (
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
     *(F.rrelu, F.gumbel_softmax, F.multi_head_attention_forward),

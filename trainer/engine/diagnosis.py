@@ -1,9 +1,11 @@
-"""Diagnosis: which example made a step bad, and which rank's state has drifted."""
+"""Diagnosis: find the example that made a step not finite, and the rank whose state drifted.
+
+*Drift* is a difference between the copies of the state that ranks have.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,22 +16,24 @@ from torch.utils._pytree import tree_map_only
 from trainer.data.batches import LocalBatch, count_rows
 from trainer.distributed.group import Group
 from trainer.distributed.watch.watcher import name_ranks
-from trainer.engine.engine import Engine
+from trainer.engine.engine import Engine, Shards
 from trainer.engine.means import weigh
 from trainer.engine.parts import Hooks
 from trainer.errors import RunError
 from trainer.strategy.base import call
 from trainer.strategy.batchnorm import has_batchnorm
+from trainer.strategy.mesh import Mesh
 from trainer.strategy.rehearsal import untouched
 
-MOST_RANKS_TOLD = 8
-CHUNK = 2**22  # elements digested at once: the copies are of 64 bits
+MOST_RANKS_NAMED = 8
+CHUNK = 2**22  # elements digested at once, as each is copied to 64 bits
+NO_DIGEST = -(2**63)
 _SPREAD = 0x1E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
 class Example:
-    """One row of a step, recomputed: its loss is the mean over its values."""
+    """A recomputed row of a step; its loss is the mean over its values."""
 
     index: int
     loss: float
@@ -42,59 +46,61 @@ class Example:
 
 
 def name_bad_examples(engine: Engine, hooks: Hooks, batch: LocalBatch, group: Group) -> str:
-    """Name the examples that made a batch not finite, and their ranks, by recomputation.
+    """Return a line with the examples that made a batch not finite, and their ranks.
 
-    The weights may have taken one more update since. The same on every rank. A collective.
+    It recomputes the batch; the weights may have had one more update since. The line is the same on
+    every rank. Collective: every rank must call it.
     """
     try:
         line = _name_bad([e for e in examine(engine, hooks, batch) if e.is_bad])
-    except Exception as error:  # a train_step of its own may have other losses
+    except Exception as error:  # a custom train_step may have other losses
         line = f"recomputing it failed ({type(error).__name__})"
     lines = [(rank, line) for rank, line in enumerate(group.collect_text(line)) if line]
-    told = [f"{line}, on rank {rank}" for rank, line in lines[:MOST_RANKS_TOLD]]
-    if len(lines) > len(told):
-        told.append(f"and more on {name_ranks(rank for rank, _ in lines[len(told) :])}")
-    named = group.tell_all("; ".join(told))
-    nothing = "the gradient is not finite, and recomputing finds no example that makes it so"
-    return named or nothing
+    named = [f"{line}, on rank {rank}" for rank, line in lines[:MOST_RANKS_NAMED]]
+    if len(lines) > len(named):
+        named.append(f"and more on {name_ranks(rank for rank, _ in lines[len(named) :])}")
+    line = group.tell_all("; ".join(named))
+    nothing = "the gradient is not finite, and recomputation finds no example as the cause"
+    return line or nothing
 
 
 def _name_bad(bad: list[Example]) -> str:
     parts = []
     for e in bad[:3]:
-        what = f"loss of example {e.index} is not finite ({e.loss})"
+        loss = f"loss of example {e.index} is not finite ({e.loss})"
         parts.append(
-            f"the gradient of example {e.index} is not finite" if e.is_finite else f"the {what}"
+            f"the gradient of example {e.index} is not finite" if e.is_finite else f"the {loss}"
         )
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     return ", ".join(parts) + more
 
 
 def examine(engine: Engine, hooks: Hooks, batch: LocalBatch) -> list[Example]:
-    """This rank's examples of a batch. The model, its buffers and gradients stay as they are.
+    """Recompute this rank's examples of a batch; the model and its buffers do not change.
 
-    With BatchNorm by its running statistics: one bad example would spoil all others.
+    Gradients are dropped. BatchNorm uses its running statistics: with batch statistics, one bad
+    example would make all others bad.
     """
     module = engine.model
-    found: list[Example] = []
+    examples: list[Example] = []
     module.train(not has_batchnorm(module))
     try:
-        with untouched(module), engine.draws.update("loss"):
+        with engine.strategy.whole(), untouched(module), engine.draws.update("loss"):
             for indices, (inputs, targets) in zip(batch.indices, batch, strict=True):
                 losses = _losses(engine, hooks, inputs, targets).detach()
                 finite = losses.isfinite()
                 bad: list[int] = []
-                if finite.all():  # else every gradient of the micro-batch is spoiled
+                if finite.all():  # otherwise no gradient of the micro-batch is finite
                     bad = _find_bad_gradients(engine, hooks, inputs, targets, len(losses))
                 rows = zip(indices.tolist(), losses.tolist(), finite.tolist(), strict=True)
-                found += [Example(*row, number not in bad) for number, row in enumerate(rows)]
+                examples += [Example(*row, number not in bad) for number, row in enumerate(rows)]
     finally:
         module.train()
-    return found
+    return examples
 
 
 def _losses(engine: Engine, hooks: Hooks, inputs: Any, targets: Any) -> torch.Tensor:
-    """(rows,): each example's mean over its values."""
+    """Return (rows,), the mean over the loss values of each example."""
     with engine.precision.autocast():
         outputs = call(engine.model, inputs)
         rows = count_rows(targets, outputs)
@@ -106,10 +112,13 @@ def _losses(engine: Engine, hooks: Hooks, inputs: Any, targets: Any) -> torch.Te
 def _find_bad_gradients(
     engine: Engine, hooks: Hooks, inputs: Any, targets: Any, num_rows: int
 ) -> list[int]:
-    """By halving, so that it takes few passes. Examples apart, since inf x 0 is not 0."""
-    found: list[int] = []
+    """Return the rows whose gradient is not finite, by bisection, so that few passes suffice.
+
+    Rows are recomputed apart from each other, since inf x 0 is not 0.
+    """
+    bad: list[int] = []
     pending = [(0, num_rows)]
-    parameters = [local.parameter for local in engine.strategy.local_parameters()]
+    parameters = [p for p in engine.model.parameters() if p.requires_grad]
     while pending:
         first, last = pending.pop()
         part = partial(tree_map_only, torch.Tensor, lambda t, rows=slice(first, last): t[rows])
@@ -121,46 +130,45 @@ def _find_bad_gradients(
         if all(bool(g.isfinite().all()) for g in gradients if g is not None):
             continue
         if last - first == 1:
-            found.append(first)
+            bad.append(first)
             continue
         half = (first + last) // 2
         pending += [(half, last), (first, half)]
-    return found
+    return bad
 
 
-def check_drift(group: Group, step: int, state: Mapping[str, Any]) -> None:
-    """Compare weights, buffers and optimizer state over the ranks, by digest. A collective.
+def check_drift(group: Group, step: int, state: Shards, mesh: Mesh) -> None:
+    """Compare weights, buffers and optimizer state by digest, over the ranks with the same parts.
 
-    Tensors of whole numbers are left out: a buffer may count a rank's own rows.
-    Raises RunError, alike on every rank, naming the first tensor that differs and where.
+    Integer tensors are left out: a buffer may count a rank's own rows. Raises the same RunError on
+    every rank, naming the first tensor that differs and the ranks. Collective: every rank must
+    call it.
     """
-    named = dict(_tensors(state))
-    digests = torch.tensor([_digest(tensor) for tensor in named.values()], dtype=torch.int64)
-    unequal = group.find_unequal(digests).nonzero().flatten().tolist()
-    if not unequal:
+    named = {
+        f"{kind}.{name}".replace("/", "."): shard
+        for kind, shards in state.items()
+        for name, shard in shards.items()
+        if shard.tensor.is_floating_point() and kind != "ema"
+    }
+    digests = torch.tensor([_digest(shard.tensor) for shard in named.values()], dtype=torch.int64)
+    slots = torch.full((mesh.shard, len(named)), NO_DIGEST)
+    slots[mesh.shard_rank] = digests
+    unequal = group.find_unequal(slots, NO_DIGEST).nonzero()
+    if not len(unequal):
         return
-    first = unequal[0]
-    column = group.gather_text(str(int(digests[first])))
-    usual = Counter(column).most_common(1)[0][0]  # the ranks' majority; of two, rank 0
-    astray = name_ranks(rank for rank, digest in enumerate(column) if digest != usual)
-    why = "a rank changed its own copy, or memory failed"
-    advice = "go on from a checkpoint before it with run.resume"
-    line = f"{list(named)[first]} on {astray} is not what the other ranks have"
+    slot, first = unequal[0].tolist()
+    column = group.gather_text(f"{mesh.shard_rank} {int(digests[first])}")
+    usual = Counter(line for line in column if line.startswith(f"{slot} ")).most_common(1)[0][0]
+    alike = [(rank, line) for rank, line in enumerate(column) if line.startswith(f"{slot} ")]
+    drifted = name_ranks(rank for rank, line in alike if line != usual)  # of two, not rank 0
+    why = "a rank changed only its own copy, or memory failed"
+    advice = "resume from an earlier checkpoint with run.resume"
+    line = f"{list(named)[first]} on {drifted} differs from the other ranks"
     raise RunError(f"step {step}: {line}; {why}; {advice}")
 
 
-def _tensors(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(tree, torch.Tensor):
-        if tree.is_floating_point():
-            yield name, tree
-    elif isinstance(tree, (Mapping, list, tuple)):
-        pairs = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-        for key, value in pairs:
-            yield from _tensors(value, f"{name}.{key}" if name else str(key))
-
-
 def _digest(tensor: torch.Tensor) -> int:
-    """64 bits of a tensor's bits and their places, by integer arithmetic modulo 2**64."""
+    """Return 64 bits of a tensor's bits and positions, by integer arithmetic modulo 2**64."""
     kinds = {1: torch.uint8, 2: torch.int16}
     kind = kinds.get(tensor.element_size(), torch.int32)
     bits = tensor.detach().contiguous().reshape(-1).view(kind)
@@ -168,6 +176,6 @@ def _digest(tensor: torch.Tensor) -> int:
     for first in range(0, len(bits), CHUNK):
         part = bits[first : first + CHUNK].long()
         last = first + 1 + len(part)
-        places = torch.arange(first + 1, last, device=bits.device) * _SPREAD
-        total += (part * (places | 1)).sum()
+        positions = torch.arange(first + 1, last, device=bits.device) * _SPREAD
+        total += (part * (positions | 1)).sum()
     return int(total)

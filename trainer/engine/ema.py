@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
 from trainer.errors import CheckpointError
+from trainer.strategy.base import Strategy
+from trainer.strategy.shards import Shard, Source, read_into
 
 
 class Ema:
-    """After each step: average = decay x average + (1 - decay) x weight, from the first weights.
+    """Moving average of the weights: decay x average + (1 - decay) x weight after each step.
 
-    Parameters are averaged, buffers are the model's. Every rank makes the same average of the
-    same weights.
+    It starts from the initial weights. Parameters are averaged; buffers are those of the model.
+    Every rank computes the same average from the same weights.
     """
 
-    def __init__(self, model: nn.Module, decay: float):
+    def __init__(self, strategy: Strategy, decay: float):
         self.decay = decay
-        self._names = [name for name, _ in model.named_parameters()]
-        self._weights = [parameter.detach() for parameter in model.parameters()]
+        self._refresh = strategy.refresh
+        shards = {name: strategy.shard_of(p) for name, p in strategy.parameters.items()}
+        self._weights = [shard.tensor for shard in shards.values()]
         self._averages = [weight.clone() for weight in self._weights]
+        averages = zip(shards.items(), self._averages, strict=True)
+        self._shards = {name: shard._replace(tensor=mean) for (name, shard), mean in averages}
 
     def update(self) -> None:
         torch._foreach_lerp_(self._averages, self._weights, 1 - self.decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """The model with the averages for its weights, and the weights back after."""
+        """Use the averages as the model's weights during the block, then restore the weights."""
         self._swap()
         try:
             yield
@@ -41,16 +45,24 @@ class Ema:
         kept = [weight.clone() for weight in self._weights]
         torch._foreach_copy_(self._weights, self._averages)
         torch._foreach_copy_(self._averages, kept)
+        self._refresh()
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return dict(zip(self._names, self._averages, strict=True))
+    def shards(self) -> dict[str, Shard]:
+        """Return this rank's parts of the averages."""
+        return self._shards
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Without averages in the checkpoint they begin at its weights."""
-        if missing := [name for name in self._names if state and name not in state]:
+    def load(self, source: Source) -> None:
+        """Load the averages; without any in the checkpoint, start from its weights.
+
+        Raises CheckpointError if the averages are of another model.
+        """
+        saved = source.shapes()
+        if missing := [name for name in self._shards if saved and name not in saved]:
             raise CheckpointError(
                 f"the checkpoint is of another model: its averages have no {missing[0]}"
             )
-        saved = [state[name] for name in self._names] if state else self._weights
-        torch._foreach_copy_(self._averages, saved)
+        if saved:
+            read_into(self._shards, source)
+        else:
+            torch._foreach_copy_(self._averages, self._weights)

@@ -1,15 +1,15 @@
-"""The engine: one model in training. It knows no files and no rank numbers."""
+"""The engine: one model in training, independent of files and rank numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from trainer.config.schema import Config
@@ -31,27 +31,30 @@ from trainer.engine.parts import Parts
 from trainer.schedule import Factor, rate_scale
 from trainer.strategy.base import MicroBatches, Strategy, call
 from trainer.strategy.rehearsal import untouched
+from trainer.strategy.shards import Shard, Source
 
 Loss = Callable[[Any, Any], Values]
+Shards = dict[str, dict[str, Shard]]
 
 
 @dataclass(slots=True)
 class Gradients:
-    """Reduced gradients in `parameter.grad`, of the mean over the global batch, not clipped."""
+    """Reduced gradients of the mean over the global batch, in `parameter.grad`, before clipping."""
 
     totals: torch.Tensor  # (2,): weight of the batch, stop requests, summed over the ranks
-    found_inf: torch.Tensor  # (): 1 where one is not finite
+    found_inf: torch.Tensor  # (): 1 if a gradient is not finite
+    norm: torch.Tensor | None  # () of the whole model, with run.clip_norm
 
 
 class Engine:
-    """Updates a model: objective, strategy, precision, optimizers, means, moving average."""
+    """Update of a model: objective, strategy, precision, optimizers, means, moving average."""
 
     def __init__(
         self, parts: Parts, schedule: Factor, batch: MicroBatches, wants_stop: Callable[[], bool]
     ):
-        """Rehearse the first micro-batch of `batch` and build what needs the parameters.
+        """Rehearse the first micro-batch of `batch`, then build the optimizers and the EMA.
 
-        `wants_stop` says whether this rank asks all ranks to stop.
+        `wants_stop` returns True if this rank asks all ranks to stop.
         """
         config = parts.config
         strategy = parts.strategy
@@ -70,7 +73,7 @@ class Engine:
         self._rate_scale = rate_scale(config)
         self._objectives: dict[str, Objective] = {}
         rehearsal = next(iter(batch))
-        torch.manual_seed(config.run.seed)  # lazy layers draw their weights in the rehearsal
+        torch.manual_seed(config.run.seed)  # lazy layers initialise their weights in the rehearsal
         strategy.prepare(rehearsal, self._new_objective("loss").of(parts.hooks.loss))
         strategy.on_gradients(self._heartbeat.reduce_begun)
         self._unit = config.norm_rows or 1
@@ -78,15 +81,17 @@ class Engine:
         self._rehearse_draws("loss", parts.hooks.loss)
         self.means.clear()
         self.optimizers = check_optimizers(parts.hooks.build_optimizer(strategy.module))
+        self._updated: dict[Optimizer, list[nn.Parameter]] = {}
         for optimizer in self.optimizers:
-            remember_options(optimizer)
+            remember_options(optimizer, strategy.names())
+            self._updated[optimizer] = strategy.adopt(optimizer)
         self._groups = self._list_groups()
-        self._parameters = [local.parameter for local in strategy.local_parameters()]
+        self._parameters = [p for p in strategy.parameters.values() if p.requires_grad]
         self.ema = open_ema(config, strategy)
 
     @property
     def model(self) -> nn.Module:
-        """The user's model, whatever wraps it."""
+        """The user's model, without any wrapper."""
         return self.strategy.module
 
     def update(
@@ -96,9 +101,10 @@ class Engine:
         optimizers: Sequence[Optimizer] | None = None,
         name: str = "loss",
     ) -> Outcome:
-        """Make one step on the mean of `loss` over the global batch, logged as `train/<name>`.
+        """Update on the mean of `loss` over the global batch, logged as `train/<name>`.
 
-        Where a gradient is not finite, on all ranks alike, neither weights nor state change.
+        If a reduced gradient is not finite, all ranks skip the update: neither the weights nor the
+        optimizer state change.
         """
         return self.step(self.backward(batch, loss, optimizers, name), optimizers)
 
@@ -109,9 +115,9 @@ class Engine:
         optimizers: Sequence[Optimizer] | None = None,
         name: str = "loss",
     ) -> Gradients:
-        """The first half of an update: the gradients, before clipping.
+        """Compute the gradients, the first half of an update, before clipping.
 
-        Only parameters of `optimizers` (all by default) keep one.
+        Only parameters of `optimizers` (by default all) keep a gradient.
         """
         self._end_child()
         strategy = self.strategy
@@ -122,16 +128,16 @@ class Engine:
             totals = strategy.forward_backward(batch, objective)
         self._heartbeat.enter(Phase.UPDATE)
         if optimizers is not None:
-            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-            strategy.drop_gradients([p for group in groups for p in group["params"]])
+            updated = [self._updated.get(each) or strategy.adopt(each) for each in optimizers]
+            strategy.drop_gradients([p for parameters in updated for p in parameters])
         found_inf = self.precision.unscale(strategy.gradients_by_kind(), objective.factor(totals))
-        return Gradients(totals, found_inf)
+        return Gradients(totals, *strategy.reduce(found_inf, self._clip_norm is not None))
 
     def step(self, gradients: Gradients, optimizers: Sequence[Optimizer] | None = None) -> Outcome:
-        """The second half of an update: clip, step, free the gradients."""
+        """Clip, step and free the gradients: the second half of an update."""
         found_inf = gradients.found_inf
-        if self._clip_norm is not None:
-            self._clip(self._clip_norm)
+        if self._clip_norm is not None and gradients.norm is not None:
+            clip_grads_with_norm_(self._parameters, self._clip_norm, gradients.norm)
         step_unless(optimizers or self.optimizers, found_inf)
         if self.precision.is_scaled:
             self.precision.update_scale(found_inf)
@@ -140,7 +146,7 @@ class Engine:
         return Outcome(((gradients.totals, found_inf),))
 
     def _rehearse_draws(self, name: str, loss: Loss) -> None:
-        """Find out what an update draws at random; nothing changes."""
+        """Find the random draws of an update by a rehearsal, which leaves the model unchanged."""
 
         def compute(inputs: Any, targets: Any) -> None:
             with self.precision.autocast():
@@ -149,14 +155,7 @@ class Engine:
         eagerly = torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext()
         with eagerly, untouched(self.model):
             self.draws.rehearse(name, compute, self._few_rows, self._unit)
-
-    def _clip(self, max_norm: float) -> None:
-        """Scale the gradients down to the global norm `max_norm`."""
-        gradients = self.strategy.gradients()
-        if self.precision.dtype in (torch.bfloat16, torch.float16):
-            gradients = [g.float() for g in gradients]  # their sum of squares would overflow
-        norm = self.strategy.reduce(get_total_norm(gradients))
-        clip_grads_with_norm_(self._parameters, max_norm, norm)
+        self.strategy.refresh()
 
     def _new_objective(self, name: str, elements: int = 0) -> Objective:
         self._objectives[name] = Objective(
@@ -171,7 +170,7 @@ class Engine:
         return self._objectives[name]
 
     def set_rate(self, step: int) -> None:
-        """Set every group's rate for the update made at 0-based `step`."""
+        """Set the learning rate of every parameter group for the update at 0-based `step`."""
         factor = self._schedule(step) * self._rate_scale
         for group, initial in self._groups:
             group["lr"] = initial * factor
@@ -184,48 +183,86 @@ class Engine:
             self.ema.update()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """The model as it is evaluated: with the moving average of its weights, if any."""
+        """Use the moving average of the weights, if any, during the block, as in evaluation."""
         return self.ema.swapped() if self.ema else nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training needs but the model's own tensors. A collective."""
+        """Return the training state without the tensors of `shards`.
+
+        Collective: every rank must call it.
+        """
+        names = self.strategy.names()
+        states = [named_state(optimizer, names) for optimizer in self.optimizers]
         return {
-            "optimizers": self.optimizer_states(),
+            "optimizers": self.strategy.collect_plain(states),
             "rows": self.means.reduced(self._group),
-            "elements": {name: found.elements for name, found in self._objectives.items()},
+            "elements": {name: each.elements for name, each in self._objectives.items()},
             "precision": self.precision.state_dict(),
-            "ema": self.ema.state_dict() if self.ema else {},
+            "extra": self.strategy.extra_state(),
         }
 
-    def optimizer_states(self) -> list[dict[str, Any]]:
-        names = self._names()
-        return [named_state(optimizer, names) for optimizer in self.optimizers]
+    def shards(self) -> Shards:
+        """Return this rank's parts of the model, the optimizers' state and the moving average."""
+        names = self.strategy.names()
+        state: dict[str, Shard] = {}
+        for number, optimizer in enumerate(self.optimizers):
+            for parameter, values in optimizer.state.items():
+                shard = self.strategy.shard_of(parameter)
+                prefix = f"{number}/{names[parameter]}"
+                for key, value in values.items():
+                    if isinstance(value, torch.Tensor):
+                        state[f"{prefix}/{key}"] = shard.holding(value)
+        averages = self.ema.shards() if self.ema else {}
+        return {"model": self.strategy.shards(), "optimizer": state, "ema": averages}
 
-    def load_state_dict(self, model: dict[str, torch.Tensor], training: dict[str, Any]) -> None:
-        """Raises CheckpointError for the state of another model or optimizer."""
+    def load(self, sources: Mapping[str, Source], training: Mapping[str, Any]) -> None:
+        """Load the tensors by kind as `shards` names them, and what `state_dict` returned.
+
+        Raises CheckpointError if they are of another model or optimizer.
+        """
         self.means.load(training["rows"])
         self._objectives.clear()
         for name, elements in training["elements"].items():
             self._new_objective(name, elements)
         self.precision.load_state_dict(training["precision"])
-        self.strategy.load(model)
+        self.strategy.load(sources["model"], training.get("extra", {}))
         check_count(self.optimizers, training["optimizers"])
-        names = self._names()
-        for optimizer, saved in zip(self.optimizers, training["optimizers"], strict=True):
-            load_named_state(optimizer, names, saved)
+        names = self.strategy.names()
+        for number, optimizer in enumerate(self.optimizers):
+            tensors = self._read_state(number, sources["optimizer"])
+            load_named_state(optimizer, names, training["optimizers"][number], tensors)
         self._groups = self._list_groups()
         if self.ema:
-            self.ema.load_state_dict(training["ema"])
+            self.ema.load(sources["ema"])
+
+    def _read_state(self, number: int, source: Source) -> dict[str, dict[str, torch.Tensor]]:
+        """Return this rank's parts of an optimizer's state, by parameter name and key."""
+        strategy = self.strategy
+        groups = self.optimizers[number].param_groups
+        names = strategy.names()
+        own = {names[p]: strategy.shard_of(p) for group in groups for p in group["params"]}
+        state: dict[str, dict[str, torch.Tensor]] = {}
+        for place, shape in source.shapes().items():
+            first, _, rest = place.partition("/")
+            name, _, key = rest.rpartition("/")
+            if first != str(number):
+                continue
+            if name not in own:
+                source.skip(place)
+                continue
+            part = own[name]
+            is_divided = bool(shape) and shape == part.shape
+            offset = part.offset if is_divided else (0,) * len(shape)
+            size = part.tensor.shape if is_divided else shape
+            state.setdefault(name, {})[key] = source.read(place, offset, size)
+        return state
 
     def _list_groups(self) -> list[tuple[dict[str, Any], float]]:
-        """Every parameter group, and the rate that it was built with."""
+        """Return every parameter group with the learning rate that it was built with."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         return [(group, group["initial"]["lr"]) for group in groups]
-
-    def _names(self) -> dict[Any, str]:
-        return {parameter: name for name, parameter in self.model.named_parameters()}
 
 
 def open_ema(config: Config, strategy: Strategy) -> Ema | None:
     decay = config.run.ema_decay
-    return None if decay is None else Ema(strategy.module, decay)
+    return None if decay is None else Ema(strategy, decay)

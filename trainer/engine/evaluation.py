@@ -23,7 +23,7 @@ ASK_EVERY_S = 0.5  # how often the ranks agree on whether to stop
 
 
 class Evaluator:
-    """Evaluates a model over all ranks, as often as asked."""
+    """Evaluation of a model over all ranks, which can be repeated."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Evaluator:
         ema: Ema | None,
         wants_stop: Callable[[], bool],
     ):
-        """`metrics` are torchmetrics by name; without `batches` there is nothing to evaluate."""
+        """Take torchmetrics by name as `metrics`; with `batches=None`, evaluations are empty."""
         self._hooks = parts.hooks
         self._strategy = parts.strategy
         self._precision = parts.precision
@@ -47,9 +47,9 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float] | None:
-        """`{"eval/loss": ...}`, alike on every rank; None where a rank was asked to stop.
+        """Return `{"eval/loss": ...}`, the same on every rank, or None if a rank was asked to stop.
 
-        Padding is cut off before anything is counted. A collective.
+        Padding is cut off before anything is counted. Collective: every rank must call it.
         """
         if self._batches is None:
             return {}
@@ -72,19 +72,19 @@ class Evaluator:
 
     @torch.no_grad()
     def rehearse(self) -> list[str]:
-        """Evaluate one micro-batch; the names of the metrics. A collective.
+        """Evaluate one micro-batch to find its random draws, and return the names of the metrics.
 
-        Raises ConfigError where they differ between ranks.
+        Raises ConfigError if they differ between ranks. Collective: every rank must call it.
         """
         if self._batches is None:
             return []
         means = Means(None)
-        with self._averaged(), self._group.agreed("trying metrics"):
+        with self._averaged(), self._group.agreed("computing metrics"):
             for inputs, targets, rows in islice(self._batches, 1):
                 self._heartbeat.enter(Phase.EVALUATE)
                 self._draws.rehearse("eval", self._compute, (inputs, targets))
                 self._count(means, self._strategy.forward(inputs), targets, rows)
-        self._group.check_equal({"what metrics returned": ", ".join(means.names())})
+        self._group.check_equal({"the list of metrics": ", ".join(means.names())})
         return list(self._finish(means))
 
     def _averaged(self) -> Any:
@@ -97,10 +97,11 @@ class Evaluator:
 
     def _finish(self, means: Means) -> dict[str, float]:
         self._strategy.module.train()
+        self._strategy.refresh()
         values = means.read(self._group)
         for name, metric in self._metrics.items():
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of a rank that had no row to update it with
+                warnings.simplefilter("ignore")  # a rank without rows never updated it
                 values[name] = metric.compute().item()
             metric.reset()
         values |= self._hooks.summarize(dict(values))
@@ -110,11 +111,11 @@ class Evaluator:
         self._values(self._strategy.forward(inputs), targets)
 
     def _values(self, outputs: Any, targets: Any) -> dict[str, Values]:
-        """Metrics and loss of a micro-batch by name."""
+        """Return metrics and loss of a micro-batch by name."""
         with self._precision.autocast():
             returned = dict(self._hooks.metrics(outputs, targets))
             if "loss" in returned:
-                why = "the loss is there already; choose another name"
+                why = "must have another name; loss is always included"
                 raise ConfigError(f"metrics returned a value called loss: {why}")
             returned["loss"] = self._hooks.loss(outputs, targets)
         return returned
@@ -131,7 +132,11 @@ class Evaluator:
             self._feed(real_outputs, real_targets, rows)
 
     def _feed(self, outputs: Any, targets: Any, rows: int) -> None:
-        """A rank of padding alone feeds none, so that metrics have the right shapes to gather."""
+        """Update the torchmetrics.
+
+        A rank with padding only updates them with empty tensors, which gives their states the right
+        shapes to gather, and ignores their errors.
+        """
         for metric in self._metrics.values():
             try:
                 metric.update(outputs, targets)

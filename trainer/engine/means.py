@@ -1,4 +1,4 @@
-"""A mean carries its weight: what a loss or a metric may return, how it is summed and reduced."""
+"""Weighted means: checks of the values of a loss or metric, their sums, and the sums over ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Row = tuple[torch.Tensor, torch.Tensor | float]  # (sum, weight)
 
 
 def weigh(name: str, returned: Values, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`values (rows, ...)` and their weights, None when each counts 1.
+    """Return `values (rows, ...)` and their weights, None if each value has weight 1.
 
-    Raises ConfigError for a scalar, another first axis, or weights of another shape or with a
-    gradient.
+    Raises ConfigError for a scalar, for another first axis than `rows`, or for weights that have
+    another shape or require a gradient.
     """
     values: object = returned
     weights: object = None
     if isinstance(returned, tuple):
         if len(returned) != 2:
-            given = f"{len(returned)} things"
+            given = f"a tuple of {len(returned)}"
             raise ConfigError(f"{name} returned {given}: must be values, or (values, weights)")
         values, weights = returned
     if not isinstance(values, torch.Tensor) or values.dim() == 0 or values.shape[0] != rows:
@@ -42,7 +42,7 @@ def _refuse_values(name: str, values: object, rows: int) -> None:
         must = f"the first axis must be the {rows} examples of the batch"
         raise ConfigError(f"{name} returned {shape}: {must}")
     given = "a scalar" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}"
-    must = 'must be a value per example; use reduction="none" in the loss function'
+    must = 'must be a value per example; use reduction="none", and leave out .mean() and .item()'
     raise ConfigError(f"{name} returned {given}: {must}")
 
 
@@ -59,11 +59,11 @@ def _check_weights(name: str, values: torch.Tensor, weights: object) -> torch.Te
 
 
 class Means:
-    """Weighted sums by name, kept on the device; the ranks' sums meet once, when they are read.
+    """Weighted sums by name, stored on the device and reduced over the ranks only when read.
 
-    A row is what one step (or one evaluation) added; rows are summed in order and in float64. With
-    `leaves`, what each micro-batch added is kept until then, and summed in the order of all ranks'
-    micro-batches: then a sum has the same bits on any number of ranks.
+    A row is the sum over one step, or over one evaluation. Rows are summed in order and in float64.
+    With `leaves`, the sums of single micro-batches are stored until then, and summed in the order
+    of all ranks' micro-batches, so a sum has the same bits on any number of ranks.
     """
 
     def __init__(self, leaves: Leaves | None = None) -> None:
@@ -79,7 +79,7 @@ class Means:
         self.count(name, weighted.sum(dtype=torch.float64), weight)
 
     def count(self, name: str, total: torch.Tensor, weight: torch.Tensor | float) -> None:
-        """Add values that are summed already."""
+        """Add values that are already summed."""
         row = self._open.setdefault(name, [])
         if row and self._leaves is None:
             before, weight_before = row.pop()
@@ -101,9 +101,9 @@ class Means:
         self._reduced = {}
 
     def reduced(self, group: Group) -> dict[str, torch.Tensor]:
-        """The rows of every name, (rows, 2) of (sum, weight) over all ranks. A collective.
+        """Return the rows of every name, (rows, 2) of (sum, weight) over all ranks.
 
-        In float64 on the CPU.
+        Tensors are float64 on the CPU. Collective: every rank must call it.
         """
         self.end_row()
         names = sorted(self._rows)
@@ -121,24 +121,24 @@ class Means:
         return dict(self._reduced)
 
     def _sum_leaves(self, rows: list[list[Row]], group: Group) -> torch.Tensor:
-        """(rows, 2), each the sum over all leaves in their order."""
+        """Return (rows, 2), each the sum over all leaves in their order."""
         leaves = self._leaves
         assert leaves is not None
         if any(len(row) % leaves.count for row in rows):
-            what = "a metric or loss was returned for some micro-batches only"
-            raise ConfigError(f"strategy=exact: {what}; return it always, with weights of 0")
+            why = "a metric or loss was returned for some micro-batches only"
+            raise ConfigError(f"strategy=exact: {why}; always return it, if need be with weights 0")
         passes = max(len(row) for row in rows) // leaves.count
         table = torch.zeros(len(rows), passes, leaves.total, 2, dtype=torch.float64)
         for number, row in enumerate(rows):
-            found = _stack(row).view(-1, leaves.count, 2)
-            table[number, : len(found), leaves.first : leaves.first + leaves.count] = found
+            sums = _stack(row).view(-1, leaves.count, 2)
+            table[number, : len(sums), leaves.first : leaves.first + leaves.count] = sums
         columns = group.total(table).view(len(rows), -1, 2).unbind(1)
         return functools.reduce(torch.add, columns)
 
     def read(self, group: Group) -> dict[str, float]:
-        """The mean by name over everything since the last read; nan where nothing weighs.
+        """Return the mean by name over all values of all ranks since the last read.
 
-        Over all ranks. A collective.
+        It is nan if the total weight is 0. Collective: every rank must call it.
         """
         rows = self.reduced(group)
         self.clear()
@@ -155,7 +155,7 @@ class Means:
 
 
 def _stack(rows: list[Row]) -> torch.Tensor:
-    """(rows, 2) in float64 on the CPU; one copy each from the device for totals and weights."""
+    """Return (rows, 2) float64 on the CPU, with one copy from the device for each column."""
     totals = torch.stack([total for total, _ in rows]).cpu()
     on_device = [weight for _, weight in rows if isinstance(weight, torch.Tensor)]
     read = iter(torch.stack(on_device).tolist() if on_device else [])

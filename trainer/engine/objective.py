@@ -13,12 +13,12 @@ from trainer.errors import ConfigError
 
 
 class Objective:
-    """(outputs, targets) -> (sum(values x weights), what rides with the gradients).
+    """Callable (outputs, targets) -> (sum(values x weights), values carried with the gradients).
 
     Backward runs on that sum x `scale` = ranks / nominal, where nominal = global batch x
     elements per example is a constant of the run. The second result is (weight of the
-    micro-batch, 1 if this rank was asked to stop); its sum over the global batch turns the
-    gradients into those of the mean: times nominal / weight.
+    micro-batch, 1 if this rank was asked to stop), and is summed over the global batch. Multiplied
+    by nominal / weight, the gradients are those of the mean.
     """
 
     def __init__(
@@ -31,7 +31,11 @@ class Objective:
         agree: Callable[[int], int] = int,
         wants_stop: Callable[[], bool] = bool,
     ):
-        """`agree` gives rank 0's number on every rank; called once, with elements per example."""
+        """Set the constants of the run.
+
+        `agree` returns rank 0's integer on every rank. It is called once, with the elements per
+        example.
+        """
         self.elements = elements
         self.is_weighted: bool | None = None
         self.scale = ranks / (global_batch * elements) if elements else 0.0
@@ -45,7 +49,7 @@ class Objective:
         self._carried: dict[tuple[float, bool], torch.Tensor] = {}
 
     def of(self, loss: Callable[[Any, Any], Values]) -> Objective:
-        """This objective, from now on with the loss function of one update."""
+        """Set the loss function of the next update, and return this objective."""
         self._loss = loss
         return self
 
@@ -68,13 +72,16 @@ class Objective:
         return total, torch.stack([weight.to(total.dtype), stop])
 
     def factor(self, totals: torch.Tensor) -> torch.Tensor | None:
-        """The factor on the reduced gradients, None for 1; `totals` are the summed carries."""
+        """Return the factor on the reduced gradients, None for 1.
+
+        `totals` is the sum of the carried values over the global batch.
+        """
         return self._global_batch * self.elements / totals[0] if self.is_weighted else None
 
     def _check_constant(self, elements: int, is_weighted: bool) -> None:
         if self.is_weighted is not is_weighted:
             if self.is_weighted is not None:
-                advice = "return (values, weights) always, or never"
+                advice = "always return (values, weights), or never"
                 line = f"{self._name} returned weights in one step and none in another"
                 raise ConfigError(f"{line}: {advice}")
             self.is_weighted = is_weighted
@@ -83,11 +90,11 @@ class Objective:
             self.scale = self._ranks / (self._global_batch * self.elements)
         if not is_weighted and self.elements != elements:
             was = f"{elements} values per example after {self.elements}"
-            advice = "return (values, weights), so that each value counts alike"
+            advice = "return (values, weights), so that each value counts equally"
             raise ConfigError(f"{self._name} returned {was}: {advice}")
 
     def _carry(self, total: torch.Tensor, weight: int) -> torch.Tensor:
         key = (weight, self._wants_stop())
-        if key not in self._carried:  # made once: a GPU would wait for the copy
+        if key not in self._carried:  # cached: each copy to a GPU would block
             self._carried[key] = torch.tensor(key, dtype=total.dtype, device=total.device)
         return self._carried[key]

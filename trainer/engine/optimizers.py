@@ -1,4 +1,4 @@
-"""Optimizers: their state by parameter name, their rates, and a step that can be skipped."""
+"""Optimizers: state by parameter name, options at a resume, and a step that can be skipped."""
 
 from __future__ import annotations
 
@@ -14,27 +14,37 @@ _WRONG = "the checkpoint is of another optimizer"
 
 
 def check_optimizers(built: Any) -> list[Optimizer]:
-    """A list of what `build_optimizer` returned. Raises ConfigError for anything else."""
+    """Return the result of `build_optimizer` as a list.
+
+    Raises ConfigError if it is not an optimizer or a list of them.
+    """
     optimizers = built if isinstance(built, list) else [built]
-    for found in optimizers:
-        if not isinstance(found, Optimizer):
-            given = type(found).__name__
+    for item in optimizers:
+        if not isinstance(item, Optimizer):
+            given = type(item).__name__
             must = "must be an optimizer, or a list of them"
             raise ConfigError(f"build_optimizer returned a {given}: {must}")
     return optimizers
 
 
-def remember_options(optimizer: Optimizer) -> None:
-    """Note each group's options as built: a resume tells config changes from what training did."""
+def remember_options(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
+    """Store each group's options as built, and the names of its parameters.
+
+    A resume uses the options to tell changes of the config from changes by training.
+    """
     for group in optimizer.param_groups:
+        if any(p not in names for p in group["params"]):
+            why = "has a parameter that is not one of the model's"
+            raise ConfigError(f"build_optimizer: {type(optimizer).__name__} {why}")
         group["initial"] = {key: value for key, value in group.items() if key != "params"}
+        group["names"] = [names[p] for p in group["params"]]
 
 
 def step_unless(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) -> None:
-    """Step, unless `found_inf` is 1: then neither weights nor state change.
+    """Step the optimizers. If `found_inf` is 1, change neither weights nor state.
 
-    Optimizers that know found_inf (torch's fused ones) skip on the device, so that the host need
-    not wait for it; on a CPU, and for others, the host looks.
+    Optimizers that support found_inf (torch's fused ones) skip on the device, so that the host does
+    not wait for it. On a CPU, and for other optimizers, the host reads `found_inf`.
     """
     is_host = found_inf.device.type == "cpu"
     for optimizer in optimizers:
@@ -47,42 +57,54 @@ def step_unless(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) -> Non
 
 
 def _knows_found_inf(optimizer: Optimizer) -> bool:
-    # A skipped first step leaves fused SGD a momentum buffer of uninitialised memory (torch 2.13):
-    # not without state.
+    # Without state, a skipped first step leaves fused SGD with a momentum buffer of uninitialised
+    # memory (torch 2.13).
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     return bool(optimizer.state) or not any(g.get("momentum") for g in optimizer.param_groups)
 
 
 def named_state(optimizer: Optimizer, names: Mapping[Any, str]) -> dict[str, Any]:
-    """The state by parameter name: the order in which parameters were registered is irrelevant."""
+    """Return options and state by parameter name, without the tensors of the state."""
     groups = []
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key != "params"}
-        groups.append({"names": [names[p] for p in group["params"]], "options": options})
-    state = {names[p]: dict(state) for p, state in optimizer.state.items()}
+        options = {key: value for key, value in group.items() if key not in ("params", "names")}
+        groups.append({"names": _names_of(group, names), "options": options})
+    state: dict[str, Any] = {}
+    for p, values in optimizer.state.items():
+        plain = {key: v for key, v in values.items() if not isinstance(v, torch.Tensor)}
+        state |= {names[p]: plain} if plain else {}
     return {"class": type(optimizer).__name__, "state": state, "groups": groups}
+
+
+def _names_of(group: Mapping[str, Any], names: Mapping[Any, str]) -> list[str]:
+    return group.get("names") or [names[p] for p in group["params"]]  # a group added later
 
 
 def check_count(optimizers: Sequence[Optimizer], saved: Sequence[Any]) -> None:
     if optimizers and len(saved) != len(optimizers):
-        count = f"{len(saved)} optimizers, the task builds {len(optimizers)}"
-        raise CheckpointError(f"the checkpoint holds {count}")
+        count = f"{len(saved)} optimizers, and the task builds {len(optimizers)}"
+        raise CheckpointError(f"the checkpoint has {count}; resume with the task of the run")
 
 
 def load_named_state(
-    optimizer: Optimizer, names: Mapping[Any, str], saved: Mapping[str, Any]
+    optimizer: Optimizer,
+    names: Mapping[Any, str],
+    saved: Mapping[str, Any],
+    tensors: Mapping[str, Mapping[str, torch.Tensor]],
 ) -> None:
-    """Load what `named_state` gave; an option that the config changed is the config's.
+    """Load what `named_state` returned, and the tensors of the state by parameter name and key.
 
-    Raises CheckpointError for the state of another optimizer.
+    An option that the config changed keeps its new value.
+
+    Raises CheckpointError if the state is of another optimizer.
     """
-    ours = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    built = [_names_of(group, names) for group in optimizer.param_groups]
     kind = type(optimizer).__name__
     if kind != saved["class"]:
         raise CheckpointError(f"{_WRONG}: {saved['class']} in it and {kind} here")
-    if ours != [group["names"] for group in saved["groups"]]:
-        raise CheckpointError(f"{_WRONG}: {kind} groups other parameters here than there")
+    if built != [group["names"] for group in saved["groups"]]:
+        raise CheckpointError(f"{_WRONG}: {kind} has other parameter groups in it than here")
     groups = []
     first = 0
     for group, old in zip(optimizer.param_groups, saved["groups"], strict=True):
@@ -90,13 +112,14 @@ def load_named_state(
         merged = _merge_options(group, old["options"])
         groups.append(merged | {"params": list(range(first, last))})
         first = last
-    order = [name for group in ours for name in group]
-    state = {i: saved["state"][name] for i, name in enumerate(order) if name in saved["state"]}
+    order = [names[p] for group in optimizer.param_groups for p in group["params"]]
+    values = {name: {**saved["state"].get(name, {}), **tensors.get(name, {})} for name in order}
+    state = {number: values[name] for number, name in enumerate(order) if values[name]}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _merge_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    was = saved["initial"]
-    now = group["initial"]
-    kept = {k: v for k, v in saved.items() if k in now and was.get(k) == now[k]}
+    before = saved["initial"]
+    after = group["initial"]
+    kept = {k: v for k, v in saved.items() if k in after and before.get(k) == after[k]}
     return {k: v for k, v in group.items() if k != "params"} | kept

@@ -1,4 +1,4 @@
-"""The outcome of a step, on the device until the host asks for it one step later."""
+"""The outcome of a step, on the device until the host reads it one step later."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 @dataclass(slots=True)
 class Outcome:
-    """Result of the updates of one step, summed over all ranks; two are joined by `+`.
+    """Result of the updates of one step, summed over all ranks. `+` joins two outcomes.
 
-    For each update (2,): the weight of its batch and the stop requests; and (): 1 if it was
-    skipped.
+    A part is, for one update, (2,) with the weight of its batch and the stop requests, and () that
+    is 1 if the update was skipped.
     """
 
     parts: tuple[tuple[torch.Tensor, torch.Tensor], ...]
@@ -23,7 +23,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class StepReport:
-    """An Outcome as the host reads it, alike on every rank."""
+    """An Outcome read by the host, the same on every rank."""
 
     has_weight: bool
     is_skipped: bool
@@ -38,7 +38,7 @@ class OneStepLate:
         self._copied: torch.cuda.Event | None = None
 
     def push(self, outcome: Outcome) -> StepReport | None:
-        """The report of the outcome pushed before, None the first time."""
+        """Return the report of the previous outcome, None the first time."""
         report = self.flush()
         if outcome.parts[0][0].is_cuda:
             self._copied = torch.cuda.Event()
@@ -49,7 +49,7 @@ class OneStepLate:
         return report
 
     def flush(self) -> StepReport | None:
-        """The report of the last outcome, once."""
+        """Return the report of the last outcome; None if it was already returned."""
         if self._pending is None:
             return None
         if self._copied is not None:

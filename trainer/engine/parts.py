@@ -17,7 +17,7 @@ from trainer.strategy.base import Strategy
 
 
 class Hooks(Protocol):
-    """The methods of a task that compute."""
+    """The methods of a task that training and evaluation call."""
 
     def loss(self, outputs: Any, targets: Any) -> Values: ...
     def metrics(self, outputs: Any, targets: Any) -> dict[str, Values]: ...
@@ -27,7 +27,7 @@ class Hooks(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """A task and its model on all ranks."""
+    """A task, and its model on all ranks."""
 
     config: Config
     hooks: Hooks

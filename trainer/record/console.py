@@ -1,8 +1,7 @@
-"""The console: lines, tables, and progress as a bar on a terminal or a line now and then."""
+"""The console: lines, tables, and progress as a bar on a terminal or else as regular lines."""
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -12,16 +11,20 @@ from typing import Any
 from trainer.errors import visible
 from trainer.record.record import Sink
 
-SHOWN = ("train/loss", "optim/lr", "speed/examples_per_s")
+SHOWN = {  # once they are logged
+    "train/loss": "loss {:,.4f}",
+    "optim/lr": "lr {:,.4f}",
+    "speed/examples_per_s": "{:,.0f} examples/s",
+}
 LINE_EVERY_S = 5.0
 BAR_EVERY_S = 0.2
 
 
 class Console(Sink):
-    """Rank 0's terminal, or the file that its output goes to."""
+    """Rank 0's terminal, or the file that its output is redirected to."""
 
     def __init__(self, step: int):
-        """`step` is where this process begins."""
+        """`step` is the step at which this process starts."""
         from rich.console import Console as Terminal
 
         self._terminal = Terminal(width=None if sys.stdout.isatty() else 120, highlight=False)
@@ -33,7 +36,7 @@ class Console(Sink):
         self._last = self._began
 
     def say(self, text: str) -> None:
-        with suppress(OSError):  # the terminal is gone, and the run goes on
+        with suppress(OSError):  # the terminal was closed; the run continues
             self._terminal.print(visible(text), markup=False, soft_wrap=True)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -42,32 +45,33 @@ class Console(Sink):
 
         table = Table(*columns, box=None, header_style="bold")
         for row in rows:
-            table.add_row(*(Text(visible(cell)) for cell in row))  # in a Text, brackets are text
+            table.add_row(*(Text(visible(cell)) for cell in row))  # Text shows brackets as they are
         with suppress(OSError):
             self._terminal.print(table)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._values |= values
 
-    def progress(self, step: int, num_steps: int) -> None:
+    def progress(self, step: int, num_steps: int, is_last: bool) -> None:
         now = time.monotonic()
-        if now - self._last < self._every_s and step < num_steps:
+        if now - self._last < self._every_s and not is_last:
             return
         self._last = now
         per_step = (now - self._began) / max(1, step - self._first_step)
         left = _clock(per_step * (num_steps - step))
-        loss, rate, speed = (self._values.get(name, math.nan) for name in SHOWN)
-        shown = f"loss {_short(loss)}  lr {_short(rate)}"
-        shown += f"  {_short(speed, 0)} examples/s  {left} left"
+        values = self._values
+        parts = [words.format(values[name]) for name, words in SHOWN.items() if name in values]
+        shown = "  ".join([*parts, f"{left} left"])
         if not self._terminal.is_terminal:
             self.say(f"step {step:,}/{num_steps:,}  {shown}")
+            self._values.clear()  # a line between two logs would repeat them
             return
         if self._bar is None:
             self._open_bar(num_steps)
         with suppress(OSError):
             self._bar.update(0, completed=step, shown=shown)
             self._bar.refresh()
-        if step == num_steps:
+        if is_last:
             self.close()
 
     def _open_bar(self, num_steps: int) -> None:
@@ -83,10 +87,6 @@ class Console(Sink):
         if self._bar is not None:
             self._bar.stop()
         self._bar = None
-
-
-def _short(value: float, digits: int = 4) -> str:
-    return "-" if math.isnan(value) else f"{value:,.{digits}f}"
 
 
 def _clock(seconds: float) -> str:

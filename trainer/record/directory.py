@@ -1,4 +1,4 @@
-"""The run directory: its files, made and read without following links."""
+"""The run directory: its files, created and read without following links."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FOLDERS = ("checkpoints", "tensorboard")
 
 
 def make_timestamped(base: Path) -> Path:
-    """A new directory below `base`, named by the time."""
+    """Create a new directory in `base`, named by the time."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     path = base / stamp
     numbers = itertools.count(2)
@@ -37,7 +37,7 @@ def make_timestamped(base: Path) -> Path:
 
 
 def check_plain(directory: Path) -> None:
-    """Refuse a link or a pipe where a file or folder of a run belongs: writes would follow it."""
+    """Raise ConfigError if a run's file or folder is a link or a pipe: writes would follow it."""
     for name in (*_FILES, *_FOLDERS):
         try:
             mode = (directory / name).lstat().st_mode
@@ -45,16 +45,16 @@ def check_plain(directory: Path) -> None:
             continue
         is_file = name in _FILES
         if not (stat.S_ISREG(mode) if is_file else stat.S_ISDIR(mode)):
-            must = f"{name} must be a plain {'file' if is_file else 'folder'}, no link"
+            must = f"{name} must be a plain {'file' if is_file else 'folder'}, not a link"
             advice = "remove it or give run.name=<new>"
             raise ConfigError(f"run directory {directory}: {must}; {advice}")
 
 
 def check_writable(path: Path) -> None:
-    """Raises ConfigError for a directory that cannot be made or written; makes nothing."""
+    """Raise ConfigError if a directory cannot be created or written; create nothing."""
     existing = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not existing.is_dir():
-        why = f"{path} cannot be made, {existing} is not a directory"
+        why = f"{path} cannot be created, {existing} is not a directory"
         raise ConfigError(f"run.dir: {why}; choose another run.dir")
     if not os.access(existing, os.W_OK | os.X_OK):
         why = f"{path} cannot be written, {existing} is not writable"
@@ -63,16 +63,16 @@ def check_writable(path: Path) -> None:
 
 
 def read_evaluation(directory: Path, step: int) -> dict[str, float]:
-    """The evaluation that metrics.jsonl holds for `step`: a resume does not repeat it."""
-    found: dict[str, float] = {}
+    """Return the evaluation of `step` in metrics.jsonl, which a resume does not repeat."""
+    metrics: dict[str, float] = {}
     for _, entry in read_entries(directory / METRICS):
         if entry["step"] == step:
-            found |= {n: v for n, v in entry.items() if n.startswith("eval/") and v is not None}
-    return found
+            metrics |= {n: v for n, v in entry.items() if n.startswith("eval/") and v is not None}
+    return metrics
 
 
 def read_entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line, its values) of a metrics.jsonl, if it exists; a line that was cut off is skipped."""
+    """Yield (line, its values) of a metrics.jsonl, if it exists; skip a truncated line."""
     for line in _read_text(path).splitlines():
         try:
             entry = json.loads(line)
@@ -83,16 +83,16 @@ def read_entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_text(path: Path) -> str:
-    """Raises ConfigError for a link, and for a pipe, which nobody may ever write."""
+    """Read a file, if it exists. Raises ConfigError for a link or a pipe, which may block."""
     if not path.exists():
         return ""
     if path.is_symlink() or not path.is_file():
-        raise ConfigError(f"{path}: must be a plain file, no link; remove it")
+        raise ConfigError(f"{path}: must be a plain file, not a link; remove it")
     return path.read_text(encoding="utf-8", errors="replace")
 
 
 def strict(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers that JSON does not have become null, in nested mappings too."""
+    """Replace numbers that JSON does not have by None, in nested mappings too."""
     plain = {k: strict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
     for key, value in plain.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -101,13 +101,13 @@ def strict(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_exit(directory: Path, code: int, reason: str, **facts: Any) -> None:
-    """Write exit.json: torchrun flattens every exit code to 1."""
-    told = strict({"code": code, "reason": reason, **facts})
-    replace_file(directory / EXIT, json.dumps(told, indent=1) + "\n")
+    """Write exit.json, since torchrun turns every exit code other than 0 into 1."""
+    content = strict({"code": code, "reason": reason, **facts})
+    replace_file(directory / EXIT, json.dumps(content, indent=1) + "\n")
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file anew, whole or not at all. Links of its name are not followed."""
+    """Replace a file as a whole, or not at all. Links with its name are not followed."""
     staged = path.with_name(f".{path.name}.new")
     staged.unlink(missing_ok=True)
     write_file(staged, text.encode(), 0o666)

@@ -20,11 +20,11 @@ from trainer.config.schema import Config
 from trainer.distributed.world import World
 from trainer.errors import CheckpointError
 
-OF_RANK_0 = ("run.dir", "run.name", "run.resume")  # only rank 0 knows where files are
+OF_RANK_0 = ("run.dir", "run.name", "run.resume")  # may differ: only rank 0 uses them
 
 
 def of_start(config: Config, task: type) -> dict[str, Any]:
-    """Configuration, versions, the default dtype, and the code of Lockstep and of the task."""
+    """Return configuration, versions, default dtype, and digests of Lockstep and the task."""
     facts = {key: value for key, value in config.flat().items() if key not in OF_RANK_0}
     facts["torch's version"] = torch.__version__
     facts["Lockstep's version"] = trainer.__version__
@@ -32,14 +32,14 @@ def of_start(config: Config, task: type) -> dict[str, Any]:
     facts["the code of trainer"] = _package_digest()
     for base in task.__mro__:
         module = base.__module__
-        is_ours = module.startswith(("trainer.", "builtins"))
-        if not is_ours or module.startswith("trainer.tasks."):
+        is_known = module.startswith(("trainer.", "builtins"))
+        if not is_known or module.startswith("trainer.tasks."):
             facts[f"the code of {module}"] = _module_digest(base)
     return facts
 
 
 def of_machine(world: World) -> dict[str, str]:
-    """The software and the kind of device: other ones may round otherwise."""
+    """Return the software versions and the kind of device: others may round differently."""
     device = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
     if world.device.type == "cuda":
         device = torch.cuda.get_device_name(world.device)
@@ -60,22 +60,22 @@ def of_data(datasets: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def of_built(datasets: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     facts: dict[str, Any] = {}
-    for split, found in of_data(datasets).items():
-        facts |= {f"the {split} data's {name}": value for name, value in found.items()}
+    for split, values in of_data(datasets).items():
+        facts |= {f"the {split} data's {name}": value for name, value in values.items()}
     for name, parameter in model.named_parameters():
         if not is_lazy(parameter):
             facts[f"the shape of {name}"] = list(parameter.shape)
     return facts
 
 
-def check_data(datasets: Mapping[str, Any], theirs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises CheckpointError where the data is not that of the run to resume."""
-    ours = of_data(datasets)
-    for split, facts in theirs.items():
+def check_data(datasets: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise CheckpointError if the data differs from that of the run to resume."""
+    current = of_data(datasets)
+    for split, facts in saved.items():
         for name, value in facts.items():
-            given = ours.get(split, {}).get(name)
-            if given != value:
-                had = f"the {split} data has {name} {given}, the run to resume had {value}"
+            own = current.get(split, {}).get(name)
+            if own != value:
+                had = f"the {split} data has {name} {own}, the run to resume had {value}"
                 raise CheckpointError(f"{had}: resume with the same data, or start a new run")
 
 
@@ -88,7 +88,7 @@ def _package_digest() -> str:
 
 
 def _module_digest(base: type) -> str:
-    """The digest of the file that defines a class; empty where there is none, as in a notebook."""
+    """Return the digest of the file that defines a class; empty without one, as in a notebook."""
     try:
         return hashlib.sha256(Path(inspect.getfile(base)).read_bytes()).hexdigest()[:12]
     except (OSError, TypeError):

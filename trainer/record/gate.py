@@ -1,4 +1,4 @@
-"""The part of the first gate that needs no torch, whose import takes a second."""
+"""The part of the checks before the start that needs no torch, whose import takes a second."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from trainer.record.resume import Origin, locate
 
 
 def check_soon(config: Config, launcher: Launcher) -> Origin:
-    """Check what environment, names and disk tell about a training run; touches nothing.
+    """Check a training run's environment, names and disk, without writing anything.
 
-    Returns, on rank 0, where the run lives: the disk is rank 0's, another node need not see it.
-    Raises ConfigError.
+    Returns, on rank 0, the origin of the run. Only rank 0 reads the disk, since other nodes need
+    not have it. Raises ConfigError for invalid settings.
     """
     rank, _, _, size, *_ = launcher.place()
     if config.dist.init == "env" and size > 1:

@@ -1,4 +1,4 @@
-"""One writer per run directory, however many processes believe that they are it."""
+"""One writer per run directory, even if several processes try to write."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from trainer.checkpoints.files import read_file
 from trainer.errors import CheckpointError, ConfigError
 
 NAME = ".writer"
-_MOST = 2**16  # bytes of it
-# Some cluster file systems have no locks: the token alone protects there.
+_MOST = 2**16  # bytes of the file that are read
+# Some cluster file systems have no locks; there only the token protects.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
-# Closing any descriptor of a file drops the process's own lock on it, so it is not opened again.
+# Closing any descriptor of a file drops the process's own lock on it, so do not open it twice.
 _held: set[tuple[int, int]] = set()
 
 
 class Lease:
-    """Held by rank 0 while it writes: a POSIX record lock, and a token in the locked file.
+    """Rank 0's right to write: a POSIX record lock, and a token in the locked file.
 
     The kernel drops the lock when the process dies. Unlike flock's, it is not inherited by data
-    workers, which outlive a killed parent by seconds. A process that was frozen, and whose lock
-    file was removed, finds another token when it wakes: `check` before a rename keeps it from
-    publishing.
+    workers, which outlive a killed parent by seconds. A process may be frozen while its lock file
+    is removed. It finds another token when it wakes, and `check` before a rename then keeps it
+    from publishing.
     """
 
     def __init__(self, directory: Path, facts: Mapping[str, Any] | None = None):
         """`facts` are saved beside the token.
 
-        Raises ConfigError, naming host and pid, where another process writes.
+        Raises ConfigError, naming host and pid, if another process is the writer.
         """
         self.path = directory / NAME
         self._descriptor = _lock(self.path)
@@ -47,16 +47,16 @@ class Lease:
         _held.add(_identity(os.fstat(self._descriptor)))
 
     def check(self) -> None:
-        """Raises CheckpointError if another process has taken the directory over."""
+        """Raise CheckpointError if another process has taken over the directory."""
         try:
-            is_ours = _identity(self.path.lstat()) == _identity(os.fstat(self._descriptor))
-            if is_ours and self._read() == self._held:
+            is_same = _identity(self.path.lstat()) == _identity(os.fstat(self._descriptor))
+            if is_same and self._read() == self._held:
                 return
         except FileNotFoundError:
             pass
-        why = "another process has taken this run over"
+        why = "another process has taken over this run"
         if not self.path.parent.is_dir():
-            why = "somebody has removed or moved the run directory"
+            why = "the run directory was removed or moved"
         raise CheckpointError(f"{self.path.parent}: {why}; nothing was published")
 
     def release(self) -> None:
@@ -68,7 +68,7 @@ class Lease:
 
 
 def read_facts(directory: Path) -> dict[str, Any]:
-    """The facts that the last writer of a run directory left there; none while it is ours."""
+    """Return the facts of a run directory's last writer; empty if this process is the writer."""
     path = directory / NAME
     try:
         return {} if _identity(path.lstat()) in _held else _parse(read_file(path, _MOST)[1])
@@ -77,26 +77,26 @@ def read_facts(directory: Path) -> dict[str, Any]:
 
 
 def last_facts(directory: Path) -> dict[str, Any]:
-    """The facts that the last writer left there, if it was another process."""
+    """Return the facts of the last writer; empty if it was this process."""
     facts = read_facts(directory)
-    is_ours = (facts.get("host"), facts.get("pid")) == (socket.gethostname(), os.getpid())
-    return {} if is_ours else facts
+    is_own = (facts.get("host"), facts.get("pid")) == (socket.gethostname(), os.getpid())
+    return {} if is_own else facts
 
 
 def check_free(directory: Path) -> None:
-    """Raises ConfigError where a process writes; takes nothing."""
+    """Raise ConfigError if a process is writing there; keep no lock."""
     path = directory / NAME
     if path.is_file() and not path.is_symlink():
         os.close(_lock(path))
 
 
-def _identity(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def _lock(path: Path) -> int:
     if path.exists() and _identity(path.lstat()) in _held:
-        why = "this process writes there already; give run.name=<new>"
+        why = "this process already writes there; give run.name=<new>"
         raise ConfigError(f"run directory {path.parent}: {why}")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -109,7 +109,7 @@ def _lock(path: Path) -> int:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             raise
         who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')} writes there"
-        advice = f"wait for its end or give run.name=<new>; if that machine is lost, remove {path}"
+        advice = f"wait until it exits or give run.name=<new>; if its host is lost, remove {path}"
         raise ConfigError(f"run directory {path.parent}: {who}; {advice}") from None
     return descriptor
 

@@ -1,4 +1,4 @@
-"""The record on disk: metrics.jsonl while a run goes on, exit.json when it ends."""
+"""The record on disk: metrics.jsonl during a run, exit.json at its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.record.record import Sink
 
 
 class RecordFiles(Sink):
-    """metrics.jsonl and exit.json; what an earlier process wrote beyond `step` is dropped."""
+    """metrics.jsonl and exit.json; entries of an earlier process after `step` are dropped."""
 
     def __init__(
         self, directory: Path, step: int, disk: Disk, lease: Lease, say: Callable[[str], None]
@@ -37,7 +37,7 @@ class RecordFiles(Sink):
     def note(self, step: int, facts: Mapping[str, Any]) -> None:
         try:
             self._file.write(json.dumps({"step": step, **facts}) + "\n")
-            self._file.flush()  # what could not be written stays in the buffer for the next time
+            self._file.flush()  # after an error the text stays in the buffer for the next flush
         except OSError as error:
             self._disk.report(error, "writing metrics.jsonl")
 
@@ -46,23 +46,23 @@ class RecordFiles(Sink):
 
     def exit(self, code: int, reason: str, facts: Mapping[str, Any]) -> None:
         if code and (self._directory / files.EXIT).exists():
-            return  # a watcher ends this process, and has told why
+            return  # a watcher is ending this process and has written the reason
         try:
             self._lease.check()
             files.write_exit(self._directory, code, reason, **facts)
         except CheckpointError:
-            return  # the directory is another process's now
+            return  # another process has taken over the directory
         except OSError as error:
             self._say(f"warning: {self._directory / files.EXIT}: {error.strerror}")
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk, which was reported
+        with contextlib.suppress(OSError):  # a full disk, already reported
             self._file.close()
         self._lease.release()
 
 
 def _drop_beyond(path: Path, step: int) -> None:
-    """Drop entries after `step`, and a last line that was cut off."""
+    """Drop entries after `step`, and a truncated last line."""
     if path.exists():
         kept = [f"{line}\n" for line, entry in files.read_entries(path) if entry["step"] <= step]
         files.replace_file(path, "".join(kept))

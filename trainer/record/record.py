@@ -1,4 +1,4 @@
-"""The record of a run: one face for its console, metrics.jsonl, exit.json and trackers."""
+"""The record of a run: one interface to console, metrics.jsonl, exit.json and trackers."""
 
 from __future__ import annotations
 
@@ -11,41 +11,44 @@ Method = TypeVar("Method", bound=Callable[..., None])
 
 
 class Sink:
-    """Something that keeps or shows a part of the record; by default it does neither."""
+    """A destination that stores or shows a part of the record; by default it does neither."""
 
     def say(self, text: str) -> None:
-        """A line for the person at the terminal."""
+        """Show a line to the person at the terminal."""
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None: ...
 
-    def progress(self, step: int, num_steps: int) -> None:
-        """Called after every step; at `step == num_steps` the run is over."""
+    def progress(self, step: int, num_steps: int, is_last: bool) -> None:
+        """Show the progress after every step."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """A value per name; a name at most once per step."""
+        """Record one value per name, each name at most once per step."""
 
     def note(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Facts about a step that are no curve."""
+        """Record facts about a step that are not curves."""
 
     def hyper_parameters(self, values: Mapping[str, Any]) -> None: ...
 
     def images(self, step: int, inputs: Any) -> None:
         """Show the first inputs of a micro-batch, if they are images."""
 
-    def observe(self, step: int, model: torch.nn.Module) -> None:
-        """Called after every step: histograms and profiles, when they are due."""
+    def histogram(self, step: int, name: str, values: torch.Tensor) -> None:
+        """Record the distribution of a parameter's values."""
+
+    def observe(self, step: int) -> None:
+        """Record a profile when it is due; called after every step."""
 
     def flush(self) -> None:
-        """Have everything on the disk. Raises OSError."""
+        """Write everything to disk. Raises OSError."""
 
     def exit(self, code: int, reason: str, facts: Mapping[str, Any]) -> None:
-        """Keep how the run ended."""
+        """Record how the run ended."""
 
     def close(self) -> None: ...
 
 
 def _in_every_sink(method: Method) -> Method:
-    """A method of Record that calls the same method of each sink that has its own."""
+    """Make a method of Record that calls the same method of each sink that overrides it."""
     name = method.__name__
 
     def call(record: Record, *arguments: Any) -> None:
@@ -56,7 +59,7 @@ def _in_every_sink(method: Method) -> Method:
 
 
 class Record(Sink):
-    """All sinks of a run. Off rank 0 it has none, so callers never ask for the rank.
+    """All sinks of a run; none on ranks other than 0, so that callers never ask for the rank.
 
     `receivers` are the sinks' methods by name, bound once: some are called after every step.
     """
@@ -74,6 +77,7 @@ class Record(Sink):
     note = _in_every_sink(Sink.note)
     hyper_parameters = _in_every_sink(Sink.hyper_parameters)
     images = _in_every_sink(Sink.images)
+    histogram = _in_every_sink(Sink.histogram)
     observe = _in_every_sink(Sink.observe)
     flush = _in_every_sink(Sink.flush)
     exit = _in_every_sink(Sink.exit)

@@ -1,4 +1,4 @@
-"""Where a run lives and what it continues from, by its settings or by a previous attempt."""
+"""Find the run directory and the checkpoint to resume from: by settings or previous attempt."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from trainer.errors import CheckpointError, ConfigError, RunError
 from trainer.record import directory as files
 from trainer.record.lease import NAME, Lease, check_free, last_facts, read_facts
 
-# These cannot change within a run: the samples follow from them.
+# These cannot change within a run: they determine the samples.
 FIXED = ("task.name", "run.seed", "data.global_batch")
-RESTARTS = 3  # by the launcher without a newer checkpoint: then it is no chance
+RESTARTS = 3  # in a row without a newer checkpoint: then the cause is not chance
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a run lives and what it continues from.
+    """The directory of a run and the checkpoint that it resumes from.
 
     `directory` None means a new one, named by the time. `source` is the run whose newest
-    checkpoint counts, unless `checkpoint` names one. `is_resumed` says that the run continues
-    in its own directory, `is_attempt` that an earlier attempt of this launch made it. `refused` is
-    the error to raise unless another rank knows the origin.
+    checkpoint is used, unless `checkpoint` names one. `is_resumed`: the run continues in its own
+    directory. `is_attempt`: a previous attempt of this launch created the directory. `refused` is
+    the error to raise unless another rank finds the origin. `launch` identifies the launch and its
+    command, on rank 0.
     """
 
     directory: Path | None = None
@@ -37,6 +38,7 @@ class Origin:
     source: Path | None = None
     is_attempt: bool = False
     refused: str = ""
+    launch: str = ""
 
     @property
     def is_resumed(self) -> bool:
@@ -44,12 +46,12 @@ class Origin:
 
     @property
     def root(self) -> Path:
-        """The folder of the source's checkpoints."""
+        """The directory of the source's checkpoints."""
         return (self.source or Path()) / "checkpoints"
 
 
 def base_of(config: Config) -> Path:
-    """The folder that holds the task's runs."""
+    """Return the directory of the task's runs."""
     return config.runs / config.task.name
 
 
@@ -58,12 +60,12 @@ def _named(config: Config) -> Path | None:
 
 
 def locate(config: Config, launcher: Launcher) -> Origin:
-    """Read `run.dir`, `run.name` and `run.resume`; touches nothing.
+    """Find the origin of a run by `run.dir`, `run.name` and `run.resume`, without writing.
 
-    After a restart by the launcher, the previous attempt's run directory counts.
+    After a restart by the launcher it is the previous attempt's run directory.
 
-    Raises ConfigError for a directory that is taken or cannot be written, a checkpoint that is
-    not there, and one of a run with another task, seed or global batch.
+    Raises ConfigError for a directory that is in use or cannot be written, a missing checkpoint,
+    or a checkpoint of a run with another task, seed or global batch.
     """
     origin = find_previous_attempt(config, launcher)
     if origin is None:
@@ -77,9 +79,8 @@ def locate(config: Config, launcher: Launcher) -> Origin:
     if origin.directory is not None:
         files.check_plain(origin.directory)
         check_free(origin.directory)
-    if origin.source:
-        _check_same_run(config, origin)
-    return origin
+    _check_same_run(config, origin)
+    return replace(origin, launch=identify(config, launcher))
 
 
 def _from_settings(config: Config) -> Origin:
@@ -97,7 +98,7 @@ def _from_settings(config: Config) -> Origin:
     last = max(transaction.steps(begun.root), default=0)
     if begun.checkpoint and last > manifest.read_manifest(begun.checkpoint)["step"]:
         advice = f"give run.name=<new> to branch off, or run.resume={begun.source}"
-        raise ConfigError(f"run.resume={Path(resume)}: its run went on to step {last}; {advice}")
+        raise ConfigError(f"run.resume={Path(resume)}: its run has reached step {last}; {advice}")
     return replace(begun, directory=begun.source)
 
 
@@ -124,9 +125,9 @@ def _is_empty_folder(path: Path) -> bool:
 
 
 def _find_latest(base: Path) -> Path | None:
-    """The run under `base` with checkpoints that was begun or resumed last.
+    """Return the run in `base`, among those with checkpoints, that was started or resumed last.
 
-    By the numbers that runs are given in their order: a clock may have been set back.
+    Runs are numbered in this order, since a clock may have been set back.
     """
     roots = [root for root in base.glob("*/checkpoints") if transaction.steps(root)]
     saved = [(_number(root.parent), root.stat().st_mtime, root.parent) for root in roots]
@@ -134,15 +135,15 @@ def _find_latest(base: Path) -> Path | None:
 
 
 def _number(directory: Path) -> int:
-    """The place of a run among those of its task; 0 for one of the first edition."""
+    """Return the number of a run among those of its task; 0 for one of the first edition."""
     number = read_facts(directory).get("number", 0)
     return number if isinstance(number, int) else 0
 
 
 def find_checkpoint(config: Config, resume: str | None) -> Origin:
-    """The run or checkpoint at a path; its run is not taken over.
+    """Find the run or checkpoint at a path, without taking over the run.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if there is none.
     """
     if resume is None:
         return Origin()
@@ -156,10 +157,10 @@ def find_checkpoint(config: Config, resume: str | None) -> Origin:
 
 
 def find_previous_attempt(config: Config, launcher: Launcher) -> Origin | None:
-    """The previous attempt's run directory: of the same launch, requeued or restarted.
+    """Find the previous attempt's run directory: of the same launch, requeued or restarted.
 
-    Call it again with all ranks' starters once they have met. torchrun counts no attempt where
-    it forms the group anew because a machine has joined, and that machine may have rank 0.
+    Call it a second time after rendezvous, with the `starters` of all ranks. torchrun counts no
+    attempt when it re-forms the group because a machine has joined, and that one may have rank 0.
     """
     if not launcher.requeues and not launcher.starters:
         return None
@@ -169,7 +170,7 @@ def find_previous_attempt(config: Config, launcher: Launcher) -> Origin | None:
         begun = Origin(source=Path(config.folder, resume).parent.parent)
         with suppress(ConfigError):  # a checkpoint that has been pruned since
             begun = find_checkpoint(config, resume)
-    launch = _identify(config, launcher)
+    launch = identify(config, launcher)
     named = _named(config)
     attempts: dict[tuple[int, float], Path] = {}
     own = [begun.source] if begun.source else []
@@ -179,62 +180,65 @@ def find_previous_attempt(config: Config, launcher: Launcher) -> Origin | None:
         is_known = launcher.requeues or starters & {*launcher.starters}
         if facts.get("launch") == launch and is_known:
             attempts[_number(place), (place / NAME).stat().st_mtime] = place
+    begun = replace(begun, launch=launch)
     return roll_back(attempts[max(attempts)], begun) if attempts else None
 
 
-def _identify(config: Config, launcher: Launcher) -> str:
-    """The launch and its command: a job of SLURM may have several."""
+def identify(config: Config, launcher: Launcher) -> str:
+    """Identify the launch and its command: a SLURM job may run several."""
     return f"{launcher.job}/{hashlib.sha256(to_yaml(config).encode()).hexdigest()[:12]}"
 
 
 def roll_back(directory: Path, begun: Origin) -> Origin:
-    """The run's own newest checkpoint, else the one that it began with."""
+    """Return the origin of the run's own newest checkpoint, else of the one it started from."""
     if begun.source not in (None, directory) and not transaction.steps(directory / "checkpoints"):
         return replace(begun, directory=directory, is_attempt=True)
-    return Origin(directory, source=directory)
+    return Origin(directory, source=directory, launch=begun.launch)
 
 
-def read(origin: Origin) -> tuple[transaction.Loaded | None, list[str]]:
-    """The verified checkpoint to continue from, None for a fresh start, and what was skipped.
+def find_checkpoints(origin: Origin) -> tuple[list[Path], bool]:
+    """Return the checkpoints to resume from, the newest first; none for a fresh start.
 
-    The second result has a line for each newer checkpoint that is not valid. Raises
-    CheckpointError where none of several verifies: to start over would lose the run.
+    The second result is True if the first one is asked for by name.
     """
-    loaded: transaction.Loaded | None = None
-    skipped: list[str] = []
     if origin.checkpoint is not None:
-        loaded = transaction.load(origin.checkpoint)
-    elif origin.source is not None:
-        loaded, skipped = transaction.load_newest(origin.root)
-    if loaded is not None:
-        manifest.Manifest.of_run(loaded.manifest, loaded.path)
-    elif skipped:
-        raise CheckpointError(f"{origin.root}: no checkpoint is valid; {skipped[0]}")
-    return loaded, skipped
+        return [origin.checkpoint], True
+    paths = transaction.steps(origin.root).values() if origin.source is not None else []
+    return list(paths)[::-1], False
 
 
-def _check_same_run(config: Config, origin: Origin) -> None:
+def read_saved(config: Config, origin: Origin) -> dict[str, Any]:
+    """Return the settings of the run to continue from by full name; none without one.
+
+    Raises CheckpointError.
+    """
     one = origin.checkpoint
+    if one is None and origin.source is None:
+        return {}
     try:
         raw = manifest.read_manifest(one) if one else transaction.newest_manifest(origin.root)
     except CheckpointError as error:
         raise CheckpointError(f"run.resume={config.run.resume}: {error}") from None
-    ours = config.flat()
-    theirs = raw.get("config", {}) if raw else {}
+    return raw.get("config", {}) if raw else {}
+
+
+def _check_same_run(config: Config, origin: Origin) -> None:
+    values = config.flat()
+    saved = read_saved(config, origin)
     for key in FIXED:
-        if key in theirs and theirs[key] != ours[key]:
-            had = f"the run to resume has {theirs[key]}, and another value would change its samples"
-            advice = f"give {key}={theirs[key]}, or start a new run"
-            raise ConfigError(f"{key}={ours[key]}: {had}; {advice}")
+        if key in saved and saved[key] != values[key]:
+            had = f"the run to resume has {saved[key]}, and another value would change its samples"
+            advice = f"give {key}={saved[key]}, or start a new run"
+            raise ConfigError(f"{key}={values[key]}: {had}; {advice}")
 
 
 def take(config: Config, origin: Origin, step: int, launcher: Launcher) -> tuple[Path, Lease]:
-    """Make the run directory, or take the resumed one, as its only writer. Rank 0 only.
+    """Create the run directory, or take over the resumed one, as its only writer. Rank 0 only.
 
-    Writes config.yaml. Checkpoints after `step` did not verify: they are renamed, out of the
-    way of the steps that will be saved again.
+    Writes config.yaml. Checkpoints after `step` are not valid: they are renamed, so that their
+    steps can be saved.
 
-    Raises ConfigError where the disk refuses, RunError where restarts have come no further.
+    Raises ConfigError for disk errors, RunError if several restarts reached no newer checkpoint.
     """
     base = base_of(config)
     try:
@@ -243,11 +247,11 @@ def take(config: Config, origin: Origin, step: int, launcher: Launcher) -> tuple
         files.check_plain(directory)
         others = [_number(place) for place in base.glob("*/")]
         facts = {"number": 1 + max(others, default=0)}
-        facts |= _count_attempt(config, launcher, directory, step)
+        facts |= _count_attempt(config, origin.launch, launcher, directory, step)
         lease = Lease(directory, facts)
         if not (origin.is_resumed or origin.is_attempt) and _has_run(directory):
             lease.release()
-            raise ConfigError(_is_taken(config, directory))  # since the first gate looked
+            raise ConfigError(_is_taken(config, directory))  # since the check before the start
         (directory / files.EXIT).unlink(missing_ok=True)
         files.replace_file(directory / files.CONFIG, to_yaml(config) + "\n")
         root = directory / "checkpoints"
@@ -262,11 +266,11 @@ def take(config: Config, origin: Origin, step: int, launcher: Launcher) -> tuple
 
 
 def _count_attempt(
-    config: Config, launcher: Launcher, directory: Path, step: int
+    config: Config, launch: str, launcher: Launcher, directory: Path, step: int
 ) -> dict[str, Any]:
-    """The facts of this attempt that the next one must know."""
+    """Return the facts of this attempt that the next one needs, or raise RunError to give up."""
     before = last_facts(directory)
-    facts = {"launch": _identify(config, launcher), "step": step}
+    facts = {"launch": launch, "step": step}
     is_vain = launcher.attempt > 0 and facts.items() <= before.items()
     vain = before.get("vain", 0) + 1 if is_vain else 0
     if vain >= RESTARTS:
@@ -274,6 +278,6 @@ def _count_attempt(
         reason = "its rank 0 was killed"
         if ended.is_file():
             reason = json.loads(ended.read_text())["reason"]
-        why = f"given up, {RESTARTS} restarts came no further than step {step}"
+        why = f"gave up, {RESTARTS} restarts got no further than step {step}"
         raise RunError(f"{config.shown(directory)}: {why}: {reason}")
     return {**facts, "vain": vain, "starters": " ".join(sorted({*launcher.starters}))}

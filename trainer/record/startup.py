@@ -1,4 +1,4 @@
-"""Lines that a run shows at its start and its end: plain functions of what it knows."""
+"""Lines that a run prints at its start and its end. Functions without side effects."""
 
 from __future__ import annotations
 
@@ -14,33 +14,45 @@ from trainer.checkpoints import packing
 from trainer.checkpoints.manifest import Manifest
 from trainer.config.schema import ONCE, Config
 from trainer.data.order import BatchPlan, counted
+from trainer.distributed import entry
 from trainer.distributed.group import choose_backend
-from trainer.distributed.world import World
+from trainer.distributed.world import World, explain_unseen_gpu, usable_cores
+from trainer.engine.precision import is_bf16_emulated
 from trainer.record import fingerprint
+from trainer.strategy.batchnorm import GROUPED
+from trainer.strategy.mesh import Mesh
 
 RANK_COLUMNS = ("rank", "local_rank", "node", "host", "pid", "device")
 MOST_RANKS = 16
 
 
-def describe_rank(world: World) -> str:
-    """One rank's row of the layout, for `gather_text`; tabs separate the columns."""
+def rank_columns(mesh: Mesh) -> tuple[str, ...]:
+    """Return the columns of the table of ranks; those of the mesh only if it divides the model."""
+    return (*RANK_COLUMNS, "copy", "shard") if mesh.shard > 1 else RANK_COLUMNS
+
+
+def describe_rank(world: World, mesh: Mesh | None = None) -> str:
+    """Return the row of a rank in the table of ranks; tabs separate the columns."""
     devices = ",".join(map(str, world.devices))
+    row: tuple[Any, ...]
     row = (world.rank, world.local_rank, world.node_rank, world.host, world.pid, devices)
+    if mesh is not None and mesh.shard > 1:
+        row += (f"{mesh.replica + 1}/{mesh.replicate}", f"{mesh.shard_rank + 1}/{mesh.shard}")
     return "\t".join(map(str, row))
 
 
 def rank_rows(lines: Sequence[str]) -> list[list[str]]:
-    """The rows of RANK_COLUMNS; past 16 ranks the middle is left out, in a row that says so."""
+    """Return the rows of the table of ranks; beyond 16 ranks, one row stands for the middle."""
     rows = [line.split("\t") for line in lines]
     if len(rows) <= MOST_RANKS:
         return rows
     half = MOST_RANKS // 2
-    gap = [f"... {len(rows) - MOST_RANKS} more", *[""] * (len(RANK_COLUMNS) - 1)]
+    gap = [f"... {len(rows) - MOST_RANKS} more", *[""] * (len(rows[0]) - 1)]
     return [*rows[:half], gap, *rows[-half:]]
 
 
 def layout(config: Config, world: World, threads: int) -> str:
-    """Strategy, backend, ranks, precision and threads, in a sentence."""
+    """Return the line with strategy, backend, ranks, precision and threads."""
     block = config.strategy
     backend = choose_backend(config.dist, world)
     ranks = f"{counted(world.world_size, 'rank')} on {counted(world.num_nodes, 'node')}"
@@ -52,62 +64,96 @@ def layout(config: Config, world: World, threads: int) -> str:
     return f"strategy {block.name} over {backend}, {ranks}, {learned}, {each}"
 
 
+def slow_reasons(config: Config, world: World, threads: int, is_streamed: bool) -> str:
+    """Return the known reasons why this rank is slower than necessary, one a line."""
+    name = config.strategy.precision
+    cores = world.count_cores()
+    reasons = [explain_unseen_gpu()]
+    if is_bf16_emulated(name, world.device):
+        reasons.append(f"this CPU emulates bf16 (strategy.precision={name}), so fp32 is faster")
+    if world.device.type == "cpu" and not cores:
+        reasons.append(f"{world.local_world_size} ranks share {counted(usable_cores(), 'core')}")
+    elif world.device.type == "cpu" and threads < cores:
+        part = f"a rank uses {threads} of its {cores} cores"
+        reasons.append(f"{part} (OMP_NUM_THREADS or strategy=exact)")
+    if is_streamed and not config.data.workers:
+        reasons.append("examples are read between the steps (data.workers=0)")
+    return "\n".join(filter(None, reasons))
+
+
+def slowness(reasons: Sequence[str]) -> list[str]:
+    """Return a line with the reasons of all ranks, without duplicates; no line without reasons."""
+    found = dict.fromkeys(line for lines in reasons for line in lines.splitlines())
+    return [f"slower than necessary: {'; '.join(found)}"] if found else []
+
+
 def arithmetic(config: Config, plan: BatchPlan, num_steps: int) -> list[str]:
-    """The batch, the epoch and the run, each a sentence."""
+    """Return the lines with the sizes of the global batch, the epoch and the run."""
     per_epoch = plan.steps_per_epoch
     left = plan.num_examples - per_epoch * plan.global_batch
-    others = f"{left:,} examples are left out of each, others every time."
-    dropped = others if left else "no example is left out."
+    others = f"{left:,} examples are left out, different ones in each epoch"
+    dropped = others if left else "no example is left out"
     total = counted(num_steps, "step")
     if config.run.steps is not None:
         epochs = f"{num_steps / per_epoch:.4g} epochs"
-        run = f"The run is {total} ({epochs}): run.steps wins over run.epochs."
+        run = f"run: {total} = {epochs} (run.steps overrides run.epochs)"
     else:
-        run = f"The run is {counted(config.run.epochs, 'epoch')} x {per_epoch:,} = {total}."
+        run = f"run: {counted(config.run.epochs, 'epoch')} x {per_epoch:,} = {total}"
     quotient = f"{plan.num_examples:,} // {plan.global_batch:,} = {counted(per_epoch, 'step')}"
-    return [_cut(plan), f"An epoch is {quotient}; {dropped}", run]
+    return [_cut(plan), f"epoch: {quotient}; {dropped}", run]
 
 
 def _cut(plan: BatchPlan) -> str:
-    """How a global batch is cut into micro-batches."""
+    """Return the line that shows how a global batch is split over ranks and micro-batches."""
     units, larger = divmod(plan.global_batch // plan.unit, plan.ranks * plan.accumulation)
     size = units * plan.unit
     rows = f"{size} or {size + plan.unit}" if larger else str(size)
-    each = f"{counted(plan.accumulation, 'micro-batch', 'es')} of {rows} rows each"
-    return f"A global batch of {plan.global_batch:,} is {counted(plan.ranks, 'rank')} x {each}."
+    each = f"{counted(plan.accumulation, 'micro-batch', 'es')} of {rows} rows"
+    return f"global batch: {plan.global_batch:,} rows = {counted(plan.ranks, 'rank')} x {each}"
 
 
 def describe_data(split: str, dataset: Any) -> str:
+    """Return the line with the size and, if the dataset has them, source and digest of a split."""
     source = getattr(dataset, "source", "") or type(dataset).__name__
     digest = getattr(dataset, "digest", "")
     sha256 = f", SHA-256 {digest}" if digest else ""
     return f"{split}: {len(dataset):,} examples, {source}{sha256}"
 
 
-def describe_model(model: nn.Module) -> str:
+def describe_model(config: Config, model: nn.Module, is_cut_fixed: bool) -> list[str]:
+    """Return lines about the model: its class and parameters, plain BatchNorm, its average."""
     parameters = list(model.parameters())
     total = sum(p.numel() for p in parameters)
     frozen = total - sum(p.numel() for p in parameters if p.requires_grad)
     rest = f", {frozen:,} of them frozen" if frozen else ""
-    return f"model: {type(model).__name__}, {total:,} parameters{rest}"
+    name = type(model).__name__.removeprefix("FSDP")  # which fully_shard adds
+    lines = [f"model: {name}, {total:,} parameters{rest}"]
+    has_plain = any(type(m) in GROUPED and m.training for m in model.modules())
+    if has_plain and not is_cut_fixed and not config.strategy.sync_batchnorm:
+        why = "normalises the rows of a micro-batch: ranks and data.micro_batch change the result"
+        advice = "set run.norm_rows=<rows> or strategy.sync_batchnorm=true"
+        lines.append(f"plain BatchNorm {why}; {advice}")
+    if config.run.ema_decay is not None:
+        lines.append("evaluation uses the moving average of the weights (run.ema_decay)")
+    return lines
 
 
 def lack_of_room(directory: Path, model: nn.Module, kept: int) -> list[str]:
-    """A warning where the weights of all checkpoints alone do not fit on the disk."""
+    """Return a warning if the free space is too small for the weights of all checkpoints."""
     need = (kept + 1) * packing.size_of(model.state_dict())
     free = shutil.disk_usage(directory).free
     if need <= free:
         return []
-    count = f"{kept} checkpoints and one being written take {need / 1e6:,.0f} MB and more"
+    count = f"{kept} checkpoints and one being written need at least {need / 1e6:,.0f} MB"
     advice = "make room, or keep fewer (checkpoint.keep_last, checkpoint.keep_best)"
     return [f"warning: {directory}: {count}; {free / 1e6:,.0f} MB are free; {advice}"]
 
 
 def resumed(config: Config, manifest: Manifest | None, world: World, num_steps: int) -> list[str]:
-    """Where a resume begins, and what differs from what was saved: settings, machine."""
+    """Return the lines with the step of a resume and the changes of settings and machine."""
     if manifest is None:
         is_asked = config.run.resume == "auto"
-        return ["run.resume=auto found nothing to go on from: a fresh start"] if is_asked else []
+        return ["run.resume=auto: found no checkpoint; starting at step 0"] if is_asked else []
     saved = {**ONCE, **manifest.config}
     lines = [f"resumed at step {manifest.step:,} of {num_steps:,}"]
     for name, now in fingerprint.of_machine(world).items():
@@ -119,35 +165,46 @@ def resumed(config: Config, manifest: Manifest | None, world: World, num_steps: 
         if key not in fingerprint.OF_RANK_0:
             lines.append(f"changed at this resume: {key}: {saved.get(key)} -> {ours.get(key)}")
     if "run.epochs" in keys or "run.steps" in keys:
-        lines.append("the learning-rate schedule is evaluated anew for the new length")
+        lines.append("the learning-rate schedule is recomputed for the new length")
     return lines
 
 
-def resume_command(world: World, directory: Path) -> str:
-    """The command that resumes a run: the same launcher, the configuration from its directory."""
+def next_command(config: Config, world: World, directory: Path, is_stopped: bool) -> str:
+    """Return the line with the command to resume a stopped run or train a finished one longer."""
+    command = _resume_command(world, directory)
+    if is_stopped:
+        return f"resume with: {command}"
+    steps = config.run.steps
+    more = f"run.steps={2 * steps}" if steps else f"run.epochs={2 * config.run.epochs}"
+    return f"train longer with: {command} {more}"
+
+
+def _resume_command(world: World, directory: Path) -> str:
+    """Return the command that resumes the run with the same launcher and number of ranks."""
     name = world.launcher.name
     launcher = ["python"]
     if name == "srun":
         launcher = ["srun", f"--nodes={world.num_nodes}", f"--ntasks={world.world_size}", "python"]
     elif name == "mpirun":
         launcher = ["mpirun", "-n", str(world.world_size), "python"]
-    elif world.world_size > 1 and name not in ("elastic", "spawn"):  # those are in the config
+    elif world.world_size > 1 and name not in ("elastic", "spawn"):  # these are settings
         nodes = [f"--nnodes={world.num_nodes}"] if world.num_nodes > 1 else []
         launcher = ["torchrun", *nodes, f"--nproc_per_node={world.local_world_size}"]
-    return shlex.join([*launcher, "-m", "trainer", f"run.resume={directory}"])
+    words = [*launcher, "-m", "trainer", f"run.resume={directory}"]
+    return entry.as_started(shlex.join(words))
 
 
 def ending(
     summary: Any, num_steps: int, trained: int, metric: str, signal: str | None, place: Path
 ) -> list[str]:
-    """The end of a run: how it ended, its metrics, and its files in the run directory `place`."""
+    """Return the last lines of a run: its end, its metrics and speed, and its files in `place`."""
     if summary.exit_code:
         by = signal or "a signal to another rank"
         at = f"at step {summary.step:,} of {num_steps:,}"
         lines = [f"stopped by {by} {at}; the state is saved"]
     elif not trained:
         done = f"the run is finished at step {num_steps:,}"
-        lines = [f"nothing left to do: {done}; more run.epochs or run.steps go on"]
+        lines = [f"nothing left to do: {done}; raise run.epochs or run.steps to continue"]
     else:
         lines = [f"done: {counted(num_steps, 'step')}"]
     if summary.metrics:
@@ -155,7 +212,7 @@ def ending(
     if summary.best is not None:
         lines.append(f"best {metric}: {summary.best:.4f} at step {summary.best_step:,}")
     if trained:
-        flops = f"{summary.flops_per_s / 1e9:,.1f} GFLOP/s of the model"
+        flops = f"{summary.flops_per_s / 1e9:,.1f} model GFLOP/s"
         speed = f"{summary.examples_per_s:,.0f} examples/s, {flops}"
         lines.append(f"trained {counted(trained, 'step')} in {summary.seconds:.1f} s, {speed}")
     lines.append(f"files: {place}/metrics.jsonl, {place}/checkpoints")
@@ -164,4 +221,5 @@ def ending(
 
 
 def metric_line(metrics: Mapping[str, float]) -> str:
+    """Return metrics in one line, `eval/accuracy 0.2891  eval/loss 3.6490`."""
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())

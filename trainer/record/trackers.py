@@ -1,4 +1,4 @@
-"""Trackers: where curves are shown. TensorBoard is always there."""
+"""Trackers: destinations of curves. TensorBoard is always on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.checkpoints.disk import Disk
 from trainer.config.schema import Log
 from trainer.record.record import Sink
 
-REOPEN_S = 5.0  # after TensorBoard's files could not be written
+REOPEN_S = 5.0  # after a failed write of TensorBoard's files
 
 
 class TensorBoard(Sink):
@@ -28,7 +28,6 @@ class TensorBoard(Sink):
         self._folder = str(directory / "tensorboard")
         self._disk = disk
         self._num_images = config.images
-        self._histograms = config.histograms_every_steps
         self._profiled = config.profile_steps or [0, 0]
         self._profiler: Any = None
         self._open = partial(SummaryWriter, self._folder)
@@ -63,9 +62,11 @@ class TensorBoard(Sink):
         shown = (shown - low) / (high - low).clamp_min(1e-12)
         self._draw(lambda board: board.add_images("train/images", shown, step))
 
-    def observe(self, step: int, model: torch.nn.Module) -> None:
-        if self._histograms and step % self._histograms == 0:
-            self._draw(partial(_add_histograms, step, model))
+    def histogram(self, step: int, name: str, values: torch.Tensor) -> None:
+        shown = values.detach().float()
+        self._draw(lambda board: board.add_histogram(f"weights/{name}", shown, step))
+
+    def observe(self, step: int) -> None:
         if step == self._profiled[0]:
             trace = torch.profiler.tensorboard_trace_handler(self._folder)
             self._profiler = torch.profiler.profile(on_trace_ready=trace)
@@ -78,7 +79,7 @@ class TensorBoard(Sink):
 
     def close(self) -> None:
         self._stop_profiler()
-        with contextlib.suppress(OSError):  # a full disk, which was reported
+        with contextlib.suppress(OSError):  # a full disk, already reported
             if self._board is not None:
                 self._board.close()
         threading.excepthook = self._on_thread_error
@@ -89,7 +90,7 @@ class TensorBoard(Sink):
         self._profiler = None
 
     def _draw(self, draw: Callable[[Any], None]) -> None:
-        """TensorBoard's thread ends with its first error; seconds later another is opened."""
+        """Write to the board. Its thread ends at an error; a new board is opened seconds later."""
         if self._board is None and time.monotonic() > self._reopen_at:
             self._try_to_open()
         try:
@@ -101,7 +102,7 @@ class TensorBoard(Sink):
             self._disk.report(error, "writing TensorBoard's events")
 
     def _try_to_open(self, purge_step: int | None = None) -> None:
-        """A run can do without a board; a disk that fails, metrics.jsonl finds too."""
+        """Open a board or warn: a run works without, and metrics.jsonl reports disk errors too."""
         try:
             self._board = self._open(purge_step=purge_step)
         except OSError as error:
@@ -109,15 +110,10 @@ class TensorBoard(Sink):
             self._disk.bear(error, "opening TensorBoard's events")
 
     def _hide_thread_error(self, error: threading.ExceptHookArgs) -> None:
-        """TensorBoard's thread fails where `_draw` does, which reports it: no traceback."""
+        """Hide the traceback of TensorBoard's thread: `_draw` fails too, and reports the error."""
         is_boards = type(error.thread).__module__.startswith("tensorboard.")
         if not (isinstance(error.exc_value, OSError) and is_boards):
             self._on_thread_error(error)
-
-
-def _add_histograms(step: int, model: torch.nn.Module, board: Any) -> None:
-    for name, parameter in model.named_parameters():
-        board.add_histogram(f"weights/{name}", parameter.detach().float(), step)
 
 
 def _add_summaries(summaries: Iterable[Any], step: int | None, board: Any) -> None:

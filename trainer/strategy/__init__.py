@@ -1,1 +1,1 @@
-"""Parallel strategies. Each is a file here, its rules in `check`, and a YAML in conf/strategy."""
+"""Parallel strategies. Each is one file, with its rules in `check`, and a YAML in conf/strategy."""

@@ -1,18 +1,22 @@
-"""The face of a parallel strategy, and what all strategies share."""
+"""The interface of a parallel strategy, and the code that all strategies use.
+
+To `rehearse` is to run forward and backward once before the first step and undo every change.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parameter import is_lazy
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from trainer.config.schema import Config
@@ -20,15 +24,17 @@ from trainer.config.schema import Strategy as Settings
 from trainer.data.batches import MicroBatch, count_rows
 from trainer.data.order import Cut, Leaves
 from trainer.distributed.world import World
-from trainer.errors import CheckpointError, ConfigError
+from trainer.errors import ConfigError
 from trainer.strategy.batchnorm import normalize_groups, synchronize
 from trainer.strategy.mesh import Mesh
+from trainer.strategy.recompute import Recomputed, recompute
 from trainer.strategy.rehearsal import FlopCounter
+from trainer.strategy.shards import Shard, Source, check_model, read_whole
 from trainer.strategy.statistics import RunningStatistics
 
 
 class Precision(Protocol):
-    """The arithmetic of a run, as strategies use it."""
+    """Precision of a run, as strategies use it."""
 
     dtype: torch.dtype
 
@@ -38,7 +44,11 @@ class Precision(Protocol):
 
 
 class Objective(Protocol):
-    """(outputs, targets) -> (a sum whose gradient is wanted, times `scale`; what rides along)."""
+    """A loss as strategies use it: (outputs, targets) -> (sum to differentiate, carried values).
+
+    The gradient of the sum is multiplied by `scale`. Carried values are summed over the ranks
+    together with the gradients.
+    """
 
     @property
     def scale(self) -> float: ...
@@ -46,64 +56,60 @@ class Objective(Protocol):
 
 
 class MicroBatches(Protocol):
-    """This rank's rows of a global batch, as `LocalBatch` gives them."""
+    """This rank's micro-batches of a global batch, as `LocalBatch` yields them."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[MicroBatch]: ...
 
 
-class LocalParameter(NamedTuple):
-    """The part of a trainable parameter that this rank holds; `copies` ranks hold the same part."""
-
-    name: str
-    parameter: nn.Parameter
-    tensor: torch.Tensor
-    copies: int
-
-
 class Strategy(ABC):
-    """One model trained over the ranks. `module` is the user's model, whatever wraps it.
+    """A model trained over all ranks. `module` is the user's model without any wrapper.
 
-    `flops` counts the floating-point operations of one example, forward and backward.
+    `flops` is the number of floating-point operations per example, forward and backward.
     """
 
     takes_device_ids = False
     takes_comm_hook = False
-    averages = True  # gradients over the ranks, and does not add them up
+    takes_shards = False  # of the model: strategy.mesh.shard
+    builds_on_rank_0 = False  # the model, and only its structure on other ranks
+    averages = True  # gradients over the ranks, instead of adding them up
     of_the_run: tuple[str, ...] = ()  # settings that are layout under other strategies
-    leaves: Leaves | None = None  # this rank's, where micro-batches have one size in any layout
+    leaves: Leaves | None = None  # this rank's, if micro-batches have one size in any layout
 
     @classmethod
     def check(cls, config: Config, world: World) -> None:
-        """Refuse, by ConfigError and before any group exists, what cannot work."""
+        """Raise ConfigError for settings that cannot work, before the process group exists."""
         block = config.strategy
         if block.device_ids is not None and not cls.takes_device_ids:
-            why = "is for strategy=dp; other strategies take what CUDA_VISIBLE_DEVICES shows"
-            raise ConfigError(f"strategy.device_ids: {why}")
+            why = "must be null without strategy=dp; set CUDA_VISIBLE_DEVICES"
+            raise ConfigError(f"strategy.device_ids={block.device_ids}: {why}")
         if block.comm_hook != "none" and not cls.takes_comm_hook:
-            why = f"strategy={block.name} reduces no gradients; use ddp"
+            why = f"strategy={block.name} takes no comm hook; use ddp"
             raise ConfigError(f"strategy.comm_hook={block.comm_hook}: {why}")
+        if Mesh.of(block.mesh, world).shard > 1 and not cls.takes_shards:
+            why = f"strategy={block.name} has the whole model on each rank; use strategy=fsdp"
+            raise ConfigError(f"strategy.mesh.shard={block.mesh.shard}: {why}")
 
     @classmethod
     def cut(cls, config: Config) -> Cut:
-        """How a global batch may be cut."""
+        """Return the rules for splitting a global batch."""
         return Cut(config.norm_rows or 1, config.data.micro_batch)
 
     @classmethod
     def draws_by_example(cls, config: Config, world: World) -> bool:
-        """Does it run the model where a mode of torch is seen?"""
+        """Return True if random draws are keyed by example, which needs a torch function mode."""
         return config.run.dropout == "example"
 
     @classmethod
     def set_threads(cls, world: World) -> int:
-        """Set torch's number of threads for this rank, and return it."""
+        """Set the number of torch threads of this rank, and return it."""
         return world.divide_threads()
 
     @classmethod
     def find_devices(cls, config: Settings, world: World) -> tuple[torch.device, ...]:
-        """The devices of this rank: GPUs in the order of the local ranks, else the CPU.
+        """Return the devices of this rank: GPUs in the order of the local ranks, else the CPU.
 
-        Raises ConfigError for a GPU that is not there.
+        Raises ConfigError if torch does not see such a GPU.
         """
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         each = config.devices_per_rank
@@ -113,13 +119,13 @@ class Strategy(ABC):
         if max(numbers) >= count or min(numbers) < 0:
             ids = config.device_ids
             key = f"device_ids={ids}" if ids else f"devices_per_rank={each}"
-            why = f"rank {world.rank} has no GPU {max(numbers)}; torch sees {count}"
+            why = f"rank {world.rank} has no GPU {max(numbers)}; torch sees {count} GPUs"
             raise ConfigError(f"strategy.{key}: {why}")
         return tuple(torch.device("cuda", number) for number in numbers)
 
     @classmethod
     def gpu_numbers(cls, config: Settings, world: World, count: int) -> Sequence[int]:
-        """The numbers of this rank's GPUs, of `count` that torch sees."""
+        """Return the numbers of this rank's GPUs, of the `count` that torch sees."""
         each = config.devices_per_rank
         if each == 1:
             return [world.local_rank % count]  # ranks may share a GPU
@@ -127,105 +133,182 @@ class Strategy(ABC):
 
     @classmethod
     def build(
-        cls, config: Config, world: World, precision: Precision, model: nn.Module
+        cls,
+        config: Config,
+        world: World,
+        precision: Precision,
+        model: nn.Module,
+        blocks: Sequence[nn.Module] = (),
     ) -> Strategy:
-        """The strategy around a model; a subclass may choose a simpler one."""
-        return cls(config, world, precision, model)
+        """Build the strategy around a model; a subclass may return a simpler strategy."""
+        return cls(config, world, precision, model, blocks)
 
-    def __init__(self, config: Config, world: World, precision: Precision, model: nn.Module):
-        """Move and convert the model: all that evaluation needs."""
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        precision: Precision,
+        model: nn.Module,
+        blocks: Sequence[nn.Module] = (),
+    ):
+        """Move the model to the device and convert it, which is enough for evaluation.
+
+        `blocks` are the modules that the task names. Raises ConfigError for a model without
+        trainable parameters.
+        """
+        self.blocks = blocks
         self.config = config.strategy
         self.world = world
         self.precision = precision
-        self.mesh = Mesh.replicated(world)
+        self.mesh = Mesh.of(config.strategy.mesh, world)
         self.flops = 0.0
         self._is_compiled = config.run.compile
         rows = config.data.global_batch / (self.mesh.data_size if self.averages else 1)
         is_mean = config.norm_rows is not None or self.cut(config).is_fixed
         self.statistics = RunningStatistics(rows if is_mean else None)
+        self.parameters: dict[str, nn.Parameter] = {}
         self._parameters: list[nn.Parameter] = []
         self._kinds: list[list[nn.Parameter]] = []
-        self.module = model.to(dtype=precision.dtype)
-        if self.config.devices_per_rank == 1:  # else the model has placed its parts itself
-            self.module.to(world.device)
-        if self.config.channels_last:
-            self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self.config.sync_batchnorm and self.mesh.data_size > 1:
-            self.module = synchronize(self.module, world.device)
+            model = synchronize(model, world.device)
         if config.norm_rows is not None:
-            normalize_groups(self.module, config.norm_rows)
+            normalize_groups(model, config.norm_rows)
+        recompute(model, self.config.recompute, blocks)
+        self.module = self._place(model)
         self._list_parameters()
         if not self._parameters:
             raise ConfigError("build_model returned a model without trainable parameters")
 
+    def _place(self, model: nn.Module) -> nn.Module:
+        """Convert a model to the run's dtype and memory format, and move it to the device."""
+        model.to(dtype=self.precision.dtype)
+        if self.config.devices_per_rank == 1:  # otherwise the model placed its parts itself
+            model.to(self.world.device)
+        if self.config.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model
+
     @abstractmethod
     def prepare(self, batch: MicroBatch, objective: Objective) -> None:
-        """Rehearse one micro-batch and wrap the model for training; nothing in it changes."""
+        """Rehearse one micro-batch and wrap the model for training; its weights do not change."""
 
     @abstractmethod
     def forward_backward(self, batch: MicroBatches, objective: Objective) -> torch.Tensor:
         """Compute the gradients of a global batch from this rank's rows.
 
-        Returns the sum over all ranks of what the objective carries, (2,).
+        Returns the values that the objective carries, (2,), summed over all ranks.
         """
 
     def forward(self, inputs: Any) -> Any:
-        """Outputs for evaluation; every rank calls it equally often."""
+        """Compute outputs for evaluation; every rank must call it equally often."""
         with self.precision.autocast():
             return call(self.module, inputs)
 
-    def reduce(self, norm: torch.Tensor) -> torch.Tensor:
-        """The gradient norm of the whole model from that of the local gradients."""
-        return norm  # every rank holds whole, reduced gradients
+    def reduce(
+        self, found_inf: torch.Tensor, wants_norm: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (found_inf of any rank, norm of the gradients of the whole model or None)."""
+        return found_inf, self._norm() if wants_norm else None  # each rank has all gradients
+
+    def _norm(self) -> torch.Tensor:
+        """Return the norm of this rank's gradients; in 16 bits their squares would overflow."""
+        gradients = self.gradients()
+        if self.precision.dtype in (torch.bfloat16, torch.float16):
+            gradients = [gradient.float() for gradient in gradients]
+        return get_total_norm(gradients)
 
     def on_gradients(self, hook: Callable[[Any], None]) -> None:
-        """Have `hook` called when this rank's last gradient is ready to be reduced."""
+        """Register `hook`, called when this rank's last gradient is ready to be reduced."""
+
+    def close(self) -> nn.Module | None:
+        """Let go of the process groups; return the module if it can be used without them."""
+        return self.module
 
     def list_remarks(self, is_resumed: bool) -> list[str]:
-        """Lines that the start of a run shows of this strategy."""
+        """Return lines about this strategy to print at the start of a run."""
         return []
 
-    def local_parameters(self) -> list[LocalParameter]:
-        """The trainable parameters, as this rank holds them."""
-        size = self.mesh.data_size
-        named = self.module.named_parameters()
-        return [LocalParameter(name, p, p, size) for name, p in named if p.requires_grad]
+    def adopt(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Make an optimizer step this rank's parts, and return those of `parameters` it updates."""
+        return [p for group in optimizer.param_groups for p in group["params"]]
+
+    def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name and all values of each parameter. A collective, as is each item."""
+        yield from self.parameters.items()
+
+    def names(self) -> dict[torch.Tensor, str]:
+        """Return the name of each of `parameters`."""
+        return {parameter: name for name, parameter in self.parameters.items()}
+
+    def collect_plain(self, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the optimizers' states without tensors, on rank 0 those of all ranks."""
+        return states  # alike on all ranks
+
+    def refresh(self) -> None:
+        """Free what was gathered in a forward pass without backward, or before new values."""
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Let each rank run the model on its own during the block, as often as it likes."""
+        yield
 
     def gradients(self) -> list[torch.Tensor]:
         return [gradient for p in self._parameters if (gradient := p.grad) is not None]
 
     def gradients_by_kind(self) -> list[list[torch.Tensor]]:
-        """The gradients of each device and dtype: an operation over many takes one kind."""
-        return [[g for p in alike if (g := p.grad) is not None] for alike in self._kinds]
+        """Return gradients grouped by device and dtype, as foreach operations require."""
+        return [[g for p in kind if (g := p.grad) is not None] for kind in self._kinds]
 
     def drop_gradients(self, kept: Iterable[nn.Parameter] = ()) -> None:
-        """Free all gradients but those of `kept`."""
+        """Free all gradients except those of `kept`."""
         ids = set(map(id, kept))
         for parameter in self._parameters:
             if id(parameter) not in ids:
                 parameter.grad = None
 
-    def shards(self) -> dict[str, torch.Tensor]:
-        """The model's tensors that this rank writes, with the names of the unwrapped model."""
-        return self.module.state_dict()
+    def shards(self) -> dict[str, Shard]:
+        """Return this rank's parts of the model's tensors, with names of the unwrapped model."""
+        state = self.module.state_dict().items()
+        return {name: self.shard_of(t) for name, t in state if isinstance(t, torch.Tensor)}
 
-    def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load the tensors of a whole model.
+    def shard_of(self, tensor: torch.Tensor) -> Shard:
+        """Return the shard that this rank has of a parameter or buffer."""
+        return Shard.whole(tensor.detach(), self.world.rank == 0)
 
-        Raises CheckpointError, naming the first difference, for the state of another model.
+    def writers(self) -> list[int]:
+        """Return the ranks that write shards into a checkpoint."""
+        return [0]
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return the values in the model's state that are no tensors."""
+        state = self.module.state_dict().items()
+        return {name: value for name, value in state if not isinstance(value, torch.Tensor)}
+
+    def load(self, source: Source, extra: Mapping[str, Any]) -> None:
+        """Load the tensors of a whole model, and what `extra_state` returned.
+
+        Raises CheckpointError, naming the first difference, if the state is of another model.
         """
-        _check_model(self.module.state_dict(), state)
-        self.module.load_state_dict(state)
+        check_model(self.shards(), source.shapes())
+        self.module.load_state_dict({**read_whole(source), **extra})
 
     def _list_parameters(self) -> None:
-        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        """List this rank's parts of the parameters: here the parameters themselves."""
+        self.parameters = dict(self.module.named_parameters())
+        self._sort_parameters()
+
+    def _sort_parameters(self) -> None:
+        self._parameters = [p for p in self.parameters.values() if p.requires_grad]
         kinds: dict[Any, list[nn.Parameter]] = {}
         for parameter in self._parameters:
             kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
         self._kinds = list(kinds.values())
 
     def _any_rank(self, flags: list[bool]) -> list[bool]:
-        """True where it is on any rank."""
+        """Return the flags that are True on any rank.
+
+        Collective: every rank must call it.
+        """
         if self.mesh.data_size == 1:
             return flags
         agreed = torch.tensor(flags, dtype=torch.uint8, device=self.world.device)
@@ -233,18 +316,15 @@ class Strategy(ABC):
         return agreed.bool().tolist()
 
     def _check_reached(self) -> None:
-        """Raise ConfigError naming a parameter without a gradient: other ranks may have one."""
-        if self.config.find_unused_parameters:
-            return
+        """Raise ConfigError naming a parameter without a gradient."""
         if any(p.grad is None for p in self._parameters):
-            named = self.module.named_parameters()
-            name = next(n for n, p in named if p.requires_grad and p.grad is None)
-            missing = f"the loss does not depend on the parameter {name}"
-            advice = "set requires_grad=False, or give strategy.find_unused_parameters=true"
-            raise ConfigError(f"strategy={self.config.name}: {missing}; use it, {advice}")
+            check_reached(self.config, self.parameters)
 
     def _rehearse(self, batch: MicroBatch, objective: Objective) -> None:
-        """Run the bare module once: lazy layers make their weights, operations are counted."""
+        """Run forward and backward once on the unwrapped module.
+
+        Lazy layers create their weights, and the operations are counted.
+        """
         inputs, targets = batch
         with FlopCounter() as counter:
             with self.precision.autocast():
@@ -252,24 +332,46 @@ class Strategy(ABC):
             total.backward()
         self.flops = counter.total / count_rows(targets, inputs)
         self._list_parameters()
-        if self._is_compiled:
-            # Module.compile would leave modules of torch itself, such as nn.Sequential, as they are
-            self.module.forward = torch.compile(self.module.forward)
+        is_whole = self.config.recompute == "none"
+        self._compile([self.module] if is_whole else self.blocks)
+
+    def _compile(self, modules: Sequence[nn.Module]) -> None:
+        """Apply torch.compile to modules if run.compile is set."""
+        for module in modules if self._is_compiled else ():
+            # Module.compile does not compile torch's own modules, such as nn.Sequential
+            if isinstance(module.forward, Recomputed):
+                module.forward.inner = torch.compile(module.forward.inner)
+            else:
+                module.forward = torch.compile(module.forward)
 
 
 def find_strategy(name: str) -> type[Strategy]:
-    """The class of trainer/strategy/<name>.py. Raises ConfigError where there is none."""
+    """Return the strategy of trainer/strategy/<name>.py. Raises ConfigError if there is none."""
     module = f"trainer.strategy.{name}"
     if not name.isidentifier() or find_spec(module) is None:
         raise ConfigError(f"strategy.name={name}: there is no trainer/strategy/{name}.py")
-    found = getattr(import_module(module), "STRATEGY", None)
-    if found is None:
+    strategy = getattr(import_module(module), "STRATEGY", None)
+    if strategy is None:
         raise ConfigError(f"strategy.name={name}: is no strategy; choose one with strategy=<name>")
-    return found
+    return strategy
+
+
+def check_reached(config: Settings, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise ConfigError naming a parameter without a gradient, unless that is allowed.
+
+    Another rank may have a gradient for it, and reduce it.
+    """
+    if config.find_unused_parameters:
+        return
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and parameter.grad is None:
+            missing = f"the loss does not depend on the parameter {name}"
+            advice = "set requires_grad=False, or set strategy.find_unused_parameters=true"
+            raise ConfigError(f"strategy={config.name}: {missing}; use it, {advice}")
 
 
 def convert(precision: Precision, is_channels_last: bool, inputs: Any, targets: Any) -> MicroBatch:
-    """A micro-batch in the dtype of the weights, images in the memory format of the model."""
+    """Convert a micro-batch to the dtype of the weights, images to the model's memory format."""
     inputs = precision.cast(inputs)
     if is_channels_last:
         inputs = tree_map_only(torch.Tensor, _channels_last, inputs)
@@ -283,22 +385,7 @@ def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """`model(inputs)` for a tensor, `model(*inputs)` for a tuple, `model(**inputs)` for a dict."""
+    """Call `model` with a tensor, with the items of a tuple, or with a dict as keywords."""
     if isinstance(inputs, (tuple, list)):
         return model(*inputs)
     return model(**inputs) if isinstance(inputs, dict) else model(inputs)
-
-
-def _check_model(ours: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
-    wrong = "the checkpoint is of another model"
-    advice = "resume with the task and model it was trained with"
-    for name, tensor in ours.items():
-        if name not in saved:
-            raise CheckpointError(f"{wrong}: it has no {name}; {advice}")
-        is_made = isinstance(tensor, torch.Tensor) and not is_lazy(tensor)
-        if is_made and tensor.shape != saved[name].shape:
-            shapes = f"{tuple(saved[name].shape)} in it and {tuple(tensor.shape)} here"
-            raise CheckpointError(f"{wrong}: {name} is {shapes}; {advice}")
-    for name in saved:
-        if name not in ours:
-            raise CheckpointError(f"{wrong}: {name} is not in the model built here; {advice}")

@@ -1,4 +1,4 @@
-"""BatchNorm over the rows of all ranks."""
+"""BatchNorm over the rows of all ranks, and over groups of rows (Ghost BatchNorm)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainer.data.batches import count_rows
 from trainer.errors import ConfigError
 
-SMALL = 2**15  # numbers in a group; above, a CPU copies it for longer than it calls a kernel
+SMALL = 2**15  # elements in a group; above it, copying on a CPU takes longer than a kernel call
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -23,10 +23,10 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 
 def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
-    """Make every BatchNorm layer take its statistics over all ranks; names and parameters stay.
+    """Make every BatchNorm layer compute its statistics over all ranks; parameter names stay.
 
-    torch's SyncBatchNorm on CUDA; elsewhere it refuses, and ours takes its place.
-    Raises ConfigError for a lazy layer.
+    Uses torch's SyncBatchNorm on CUDA. On other devices torch's raises an error, so the
+    SyncBatchNorm of this module is used. Raises ConfigError for a lazy layer.
     """
     for name, layer in model.named_modules():
         if isinstance(layer, _BatchNorm) and not isinstance(layer, (*PLAIN, nn.SyncBatchNorm)):
@@ -41,7 +41,7 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def normalize_groups(model: nn.Module, rows: int) -> None:
-    """Make every BatchNorm layer normalise groups of so many rows of a micro-batch.
+    """Make every BatchNorm layer normalise groups of `rows` rows of a micro-batch.
 
     Raises ConfigError for a lazy layer.
     """
@@ -57,29 +57,29 @@ def normalize_groups(model: nn.Module, rows: int) -> None:
 
 
 class Groups:
-    """The groups in the micro-batch that a model is called with."""
+    """Number of groups in the micro-batch that a model is called with."""
 
     def __init__(self, rows: int):
         self.rows = rows
         self.number = 1
-        self._given = rows
+        self._examples = rows
 
     def count(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A hook before the model's forward pass."""
-        self._given = count_rows(args, kwargs)
-        self.number = self._given // self.rows
+        """Count the groups, as a hook before the model's forward pass."""
+        self._examples = count_rows(args, kwargs)
+        self.number = self._examples // self.rows
 
     def check(self, length: int) -> None:
-        """Raises ConfigError for rows that are no whole groups."""
-        if self._given % self.rows or length % self.number:
-            why = f"a BatchNorm layer got {length} rows for {self._given} examples"
+        """Raise ConfigError if the rows are not whole groups."""
+        if self._examples % self.rows or length % self.number:
+            why = f"a BatchNorm layer got {length} rows for {self._examples} examples"
             raise ConfigError(f"run.norm_rows={self.rows}: {why}; must be whole groups of examples")
 
 
 class GroupBatchNorm(_BatchNorm):
     """BatchNorm over groups of rows: Ghost BatchNorm (Hoffer et al., arXiv:1705.08741).
 
-    A call updates the running statistics once, by the mean of its groups'.
+    A call updates the running statistics once, with the mean over its groups.
     """
 
     groups: Groups
@@ -96,41 +96,44 @@ class GroupBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         is_slow_to_copy = input.device.type == "cpu" and input.numel() > number * SMALL
-        output, found = (self._one_by_one if is_slow_to_copy else self._folded)(input)
-        self._update(found)
+        output, statistics = (self._one_by_one if is_slow_to_copy else self._folded)(input)
+        self._update(statistics)
         return output
 
     def _folded(self, input: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-        """All groups at once, as channels of their own."""
+        """Normalise all groups at once, each as separate channels."""
         number = self.groups.number
         is_first = input.is_contiguous()
         moved = input if is_first else input.movedim(1, -1)
         shape = (number, -1, self.num_features, math.prod(input.shape[2:]) if is_first else 1)
         folded = moved.reshape(shape).transpose(0, 1)
-        output, *found = self._normalize(folded.flatten(1, 2), number)
+        output, *statistics = self._normalize(folded.flatten(1, 2), number)
         output = output.view(folded.shape).transpose(0, 1).reshape(moved.shape)
-        return output if is_first else output.movedim(-1, 1), [found]
+        return output if is_first else output.movedim(-1, 1), [statistics]
 
     def _one_by_one(self, input: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-        """A kernel for each group: on a CPU cheaper than copying large groups (decisions.md)."""
-        found = [self._normalize(group) for group in input.chunk(self.groups.number)]
-        return torch.cat([output for output, *_ in found]), [rest for _, *rest in found]
+        """Normalise each group by its own kernel call.
+
+        On a CPU this is cheaper than copying large groups (docs/decisions.md).
+        """
+        results = [self._normalize(group) for group in input.chunk(self.groups.number)]
+        return torch.cat([output for output, *_ in results]), [rest for _, *rest in results]
 
     def _normalize(self, input: torch.Tensor, number: int = 1) -> tuple[Any, Any, Any]:
-        """The output for groups that lie side by side as channels, their means and variances."""
+        """Return output, means and variances for groups that lie side by side as channels."""
         mean = variance = None
         if self.running_mean is not None and self.running_var is not None:
             mean = self.running_mean.new_zeros(number * self.num_features)
             variance = self.running_var.new_zeros(number * self.num_features)
         weight = None if self.weight is None else self.weight.repeat(number)
         bias = None if self.bias is None else self.bias.repeat(number)
-        # With momentum 1, so that mean and variance become those of the groups.
+        # With momentum 1, batch_norm writes the groups' own mean and variance.
         output = F.batch_norm(input, mean, variance, weight, bias, True, 1.0, self.eps)
         return output, mean, variance
 
     @torch.no_grad()
-    def _update(self, found: list[Any]) -> None:
-        """Take the mean of the groups' statistics."""
+    def _update(self, statistics: list[Any]) -> None:
+        """Update the running statistics with the mean of the groups' statistics."""
         if (
             self.running_mean is None
             or self.running_var is None
@@ -138,24 +141,24 @@ class GroupBatchNorm(_BatchNorm):
         ):
             return
         self.num_batches_tracked.add_(1)
-        share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        factor = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
         means, variances = (
-            torch.cat(each).view(-1, self.num_features) for each in zip(*found, strict=True)
+            torch.cat(each).view(-1, self.num_features) for each in zip(*statistics, strict=True)
         )
-        self.running_mean.lerp_(means.mean(0), share)
-        self.running_var.lerp_(variances.mean(0), share)
+        self.running_mean.lerp_(means.mean(0), factor)
+        self.running_var.lerp_(variances.mean(0), factor)
 
 
 class GroupBatchNorm1d(GroupBatchNorm, nn.BatchNorm1d):
-    """Still an nn.BatchNorm1d for whoever asks."""
+    """GroupBatchNorm that passes isinstance checks for nn.BatchNorm1d."""
 
 
 class GroupBatchNorm2d(GroupBatchNorm, nn.BatchNorm2d):
-    """Still an nn.BatchNorm2d for whoever asks."""
+    """GroupBatchNorm that passes isinstance checks for nn.BatchNorm2d."""
 
 
 class GroupBatchNorm3d(GroupBatchNorm, nn.BatchNorm3d):
-    """Still an nn.BatchNorm3d for whoever asks."""
+    """GroupBatchNorm that passes isinstance checks for nn.BatchNorm3d."""
 
 
 GROUPED: dict[type, Any] = {
@@ -168,8 +171,8 @@ GROUPED: dict[type, Any] = {
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm (Ioffe and Szegedy, arXiv:1502.03167) over the rows of all ranks.
 
-    Two differentiable all-reduces, so that the variance is of centred values. The ranks may have
-    different numbers of rows.
+    Two differentiable all-reduces: the second sums the squares of centred values, for the variance.
+    The ranks may have different numbers of rows.
     """
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -193,10 +196,10 @@ class SyncBatchNorm(_BatchNorm):
             and self.num_batches_tracked is not None
         ):
             self.num_batches_tracked.add_(1)
-            share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-            self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), share)
+            factor = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), factor)
             self.running_var.lerp_(
-                (variance.detach() * total / (total - 1)).to(self.running_var.dtype), share
+                (variance.detach() * total / (total - 1)).to(self.running_var.dtype), factor
             )
         normal = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
@@ -205,7 +208,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Total(torch.autograd.Function):
-    """The sum over all ranks; each rank's gradient is the sum of all ranks' too."""
+    """All-reduce sum whose backward is an all-reduce sum of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,12 @@
-"""Distributed data parallel: one process per device, gradients averaged during backward."""
+"""Distributed data parallel: one process per device, gradients averaged during backward.
+
+The *ride* is an extra parameter: values in its gradient are all-reduced with the model's gradients.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,18 +31,19 @@ from trainer.strategy.hooks import COMPRESSING, open_hook
 from trainer.strategy.rehearsal import untouched
 from trainer.strategy.single import SingleDevice
 
-# torch 2.13 renames the switch: buffers are not broadcast before every forward.
+# torch 2.13 renames the option that turns off DDP's broadcast of buffers before every forward.
 _KNOWN = inspect.signature(TorchDDP).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers"
 
 
 class DistributedDataParallel(Strategy):
-    """torch's DDP. Whatever else the ranks must agree on rides in its gradient reduction.
+    """torch's DDP, whose gradient reduction also carries the other values that ranks agree on.
 
-    A small parameter beside the model, invisible to optimizer, clipping and state, receives as
-    its gradient the weight of the batch, the request to stop, and the model's running
-    statistics. One extra all-reduce would cost 50 to 100 % of a small step over gloo. The
-    statistics are the ranks' mean after every step, so evaluation and saving change nothing.
+    The ride is a small parameter next to the model, which the optimizer, clipping and state_dict
+    do not include. Its gradient is the weight of the batch, the request to stop, and the model's
+    running statistics. One extra all-reduce would cost 50 to 100 % of a small step over gloo. The
+    running statistics are the mean over the ranks after every step, so evaluation and saving do
+    not change them.
     """
 
     takes_comm_hook = True
@@ -57,15 +61,27 @@ class DistributedDataParallel(Strategy):
 
     @classmethod
     def build(
-        cls, config: Config, world: World, precision: Precision, model: nn.Module
+        cls,
+        config: Config,
+        world: World,
+        precision: Precision,
+        model: nn.Module,
+        blocks: Sequence[nn.Module] = (),
     ) -> Strategy:
-        """One rank has nobody to reduce with: the same numbers without torch's wrapper."""
+        """Build the strategy; on one rank SingleDevice gives the same numbers without a wrapper."""
         is_alone = world.world_size == 1 and config.strategy.comm_hook == "none"
         made = SingleDevice if is_alone else cls
-        return made(config, world, precision, model)
+        return made(config, world, precision, model, blocks)
 
-    def __init__(self, config: Config, world: World, precision: Precision, model: nn.Module):
-        super().__init__(config, world, precision, model)
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        precision: Precision,
+        model: nn.Module,
+        blocks: Sequence[nn.Module] = (),
+    ):
+        super().__init__(config, world, precision, model, blocks)
         self._wrapped: Any = None
         self._ride = nn.Parameter(torch.zeros(2))
         self._last: torch.Tensor = self._ride
@@ -87,8 +103,8 @@ class DistributedDataParallel(Strategy):
         self._wrapped = TorchDDP(carrier, **self._switches())
         if self.config.comm_hook != "none":
             self._wrapped.register_comm_hook(*open_hook(self.config.comm_hook))
-        # DDP orders its buckets anew after its first backward, which changes the bits of sums
-        # over three ranks and more: so the first backward is not a step.
+        # DDP reorders its buckets after the first backward, which changes the bits of sums over
+        # three or more ranks. So the first backward is not a step.
         reached: list[torch.Tensor] = []
         hooks = [p.register_post_accumulate_grad_hook(reached.append) for p in self._parameters]
         with untouched(self.module):
@@ -121,7 +137,7 @@ class DistributedDataParallel(Strategy):
 
     def list_remarks(self, is_resumed: bool) -> list[str]:
         if is_resumed and self.config.comm_hook == "powersgd":
-            return ["PowerSGD begins with an empty error memory: this resume is not exact"]
+            return ["PowerSGD starts with an empty error memory, so this resume is not exact"]
         return []
 
     def _switches(self) -> dict[str, Any]:
@@ -139,7 +155,7 @@ class DistributedDataParallel(Strategy):
 
     @torch.no_grad()
     def _unload(self) -> torch.Tensor:
-        """Take what rode along out of the ride's gradient, which DDP averaged over the ranks."""
+        """Return the carried totals and write the statistics, from the ride's averaged gradient."""
         gradient = self._ride.grad
         assert gradient is not None
         totals = gradient[:2] * self.mesh.data_size
@@ -151,9 +167,9 @@ class DistributedDataParallel(Strategy):
 
 
 class _Carrier(nn.Module):
-    """The model, and the parameter whose gradient carries what the ranks must agree on.
+    """The model together with the ride, the parameter whose gradient carries other values.
 
-    DDP keeps dtypes apart: in a dtype of its own the ride takes a reduction of its own.
+    DDP reduces each dtype separately: a ride whose dtype no gradient has is reduced alone.
     """
 
     def __init__(self, module: nn.Module, size: int, dtype: torch.dtype):
@@ -163,7 +179,7 @@ class _Carrier(nn.Module):
         self.ride = nn.Parameter(torch.zeros(size, dtype=dtype, device=device))
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
-        # in the graph of the outputs, so never "unused"
+        # in the graph of the outputs, so DDP never finds it unused
         return self.module(*args, **kwargs), self.ride * 1
 
 

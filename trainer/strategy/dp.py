@@ -1,4 +1,4 @@
-"""torch's DataParallel: one process cuts each micro-batch over its GPUs."""
+"""torch's DataParallel: one process splits each micro-batch over its GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.strategy.single import SingleDevice
 
 
 class DataParallel(SingleDevice):
-    """One process over several GPUs; without a GPU it is a single device."""
+    """One process over several GPUs; without a GPU the same as strategy=single."""
 
     takes_device_ids = True
 
@@ -26,18 +26,18 @@ class DataParallel(SingleDevice):
         if block.sync_batchnorm or block.devices_per_rank > 1:
             count = f"devices_per_rank={block.devices_per_rank}"
             name = "sync_batchnorm=true" if block.sync_batchnorm else count
-            raise ConfigError(f"strategy.{name}: torch's DataParallel cannot; use strategy=ddp")
+            raise ConfigError(f"strategy.{name}: is not supported by torch's DataParallel; use ddp")
         if config.norm_rows is not None and len(world.devices) > 1:
-            why = "torch's DataParallel cuts micro-batches anywhere; give null, or use ddp"
+            why = "torch's DataParallel splits micro-batches anywhere; set null, or use ddp"
             raise ConfigError(f"run.norm_rows={config.norm_rows}: {why}")
         if world.world_size > 1:
-            started = f"is one process over the GPUs, and {world.world_size} were started"
+            started = f"must be one process, and {world.world_size} ranks were started"
             raise ConfigError(f"strategy=dp: {started}; use ddp")
         super(SingleDevice, cls).check(config, world)
 
     @classmethod
     def draws_by_example(cls, config: Config, world: World) -> bool:
-        """Replicas are threads, in which no mode of torch is seen."""
+        """Return False with several GPUs: replicas are threads, where torch modes do not work."""
         return super().draws_by_example(config, world) and len(world.devices) == 1
 
     @classmethod
@@ -51,9 +51,9 @@ class DataParallel(SingleDevice):
 
     def list_remarks(self, is_resumed: bool) -> list[str]:
         if self.world.device.type == "cpu":
-            return ["without a GPU dp is one plain process"]
+            return ["without a GPU, dp runs as strategy=single"]
         is_one = len(self.world.devices) == 1
-        return [] if is_one else ["dp draws dropout by GPU and micro-batch, and not by example"]
+        return [] if is_one else ["dp keys dropout by GPU and micro-batch, not by example"]
 
 
 STRATEGY = DataParallel

@@ -1,4 +1,8 @@
-"""Exact: the same bits on any number of ranks."""
+"""Exact: the same bits on any number of ranks.
+
+A *leaf* is a micro-batch of fixed size. Every sum over a global batch is computed in one binary
+tree over its leaves.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +23,17 @@ from trainer.strategy.base import MicroBatches, Objective, Precision, Strategy, 
 from trainer.strategy.rehearsal import untouched
 from trainer.strategy.tree import Node, Tree, nodes_of
 
-MOST_LEAVES = 8  # by default, where the global batch has such divisors: for up to 8 ranks
+MOST_LEAVES = 8  # by default, if the global batch has such divisors: enough for 8 ranks
 
 
 class Exact(Strategy):
     """Gradients, weights of the batch and running statistics, summed in one fixed binary tree.
 
-    Its leaves are the run's micro-batches, wherever they are computed. A rank adds up the subtrees
-    that it holds whole; these are exchanged in equal parts, added up in the tree's order, and
-    gathered: with one subtree on each rank the bytes of a ring all-reduce. Bit-exact elasticity is
-    the aim of EasyScale (Li et al., SC 2023), which keeps virtual workers for it.
+    The leaves are the run's micro-batches, on whichever rank they are computed. A rank adds up the
+    subtrees whose leaves are all its own. An all-to-all exchanges these sums in equal parts, each
+    rank adds its part in the tree's order, and an all-gather collects the result. With one subtree
+    per rank it sends as many bytes as a ring all-reduce. Bit-exact elasticity is also the aim of
+    EasyScale (Li et al., SC 2023), which uses virtual workers for it.
     """
 
     averages = False
@@ -43,22 +48,22 @@ class Exact(Strategy):
     def check(cls, config: Config, world: World) -> None:
         block = config.strategy
         if block.comm_hook != "none":
-            why = "strategy=exact sums in an order of its own; use ddp"
+            why = "strategy=exact sums in its own order; use none, or ddp"
             raise ConfigError(f"strategy.comm_hook={block.comm_hook}: {why}")
         super().check(config, world)
         rows = cls.cut(config).unit
         whole = config.data.global_batch
         if block.sync_batchnorm:
-            why = "its sums have no fixed order"
+            why = "has no fixed order of sums"
             raise ConfigError(
-                f"strategy.sync_batchnorm=true: {why}; strategy=exact takes run.norm_rows"
+                f"strategy.sync_batchnorm=true: {why}; set run.norm_rows under strategy=exact"
             )
         if block.devices_per_rank > 1:
             given = f"strategy.devices_per_rank={block.devices_per_rank}"
-            raise ConfigError(f"{given}: strategy=exact has one device per rank; use ddp")
+            raise ConfigError(f"{given}: must be 1 under strategy=exact; use ddp")
         if whole % rows:
             must = f"must divide data.global_batch={whole} under strategy=exact"
-            raise ConfigError(f"data.micro_batch={rows}: {must}, as does {_default_leaf(config)}")
+            raise ConfigError(f"data.micro_batch={rows}: {must}; set {_default_leaf(config)}")
         if whole // rows < world.world_size:
             count = f"data.global_batch={whole} is {whole // rows} leaves"
             ranks = f"{world.world_size} ranks need one each"
@@ -66,15 +71,25 @@ class Exact(Strategy):
 
     @classmethod
     def set_threads(cls, world: World) -> int:
-        """One on a CPU, where the number of threads decides in what order a kernel adds."""
+        """Set one thread on a CPU, where the order of a kernel's sums depends on the threads.
+
+        On other devices, turn on torch's deterministic algorithms.
+        """
         if world.device.type != "cpu":
             torch.use_deterministic_algorithms(True, warn_only=True)
             return super().set_threads(world)
         torch.set_num_threads(1)
         return 1
 
-    def __init__(self, config: Config, world: World, precision: Precision, model: nn.Module):
-        super().__init__(config, world, precision, model)
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        precision: Precision,
+        model: nn.Module,
+        blocks: Sequence[nn.Module] = (),
+    ):
+        super().__init__(config, world, precision, model, blocks)
         self._leaf = self.cut(config).unit
         total = config.data.global_batch // self._leaf
         parts = [split((0, total), self.mesh.data_size, r) for r in range(self.mesh.data_size)]
@@ -89,7 +104,7 @@ class Exact(Strategy):
             self._rehearse(batch, objective)
             self.statistics.find(self.module, before, self._any_rank)
             self._check_reached()
-        # dense, whatever a parameter is a view of
+        # dense, even if a parameter is a view
         self._strides = [torch.empty_like(parameter).stride() for parameter in self._parameters]
 
     def forward_backward(self, batch: MicroBatches, objective: Objective) -> torch.Tensor:
@@ -121,7 +136,7 @@ class Exact(Strategy):
 
     @torch.no_grad()
     def _pack(self, carried: torch.Tensor, statistics: Sequence[torch.Tensor]) -> torch.Tensor:
-        """All that is summed over the leaves, in one vector; gradients as they lie in memory."""
+        """Pack all values to sum over the leaves into one vector; gradients in memory order."""
         flat = [carried, *(buffer.reshape(-1) for buffer in statistics)]
         if self.config.find_unused_parameters:
             reached = [float(p.grad is not None) for p in self._parameters]
@@ -131,7 +146,7 @@ class Exact(Strategy):
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
             if gradient.is_sparse:
-                why = "sparse gradients have no fixed order of sums; give sparse=False"
+                why = "sparse gradients have no fixed order of sums; set sparse=False"
                 raise ConfigError(f"strategy=exact: {why}")
             if gradient.stride() != strides:
                 gradient = gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)
@@ -160,7 +175,7 @@ class Exact(Strategy):
         return vector[:2].clone()
 
     def _reduce(self, tree: Tree) -> torch.Tensor:
-        """The root of the tree, on every rank."""
+        """Return the root of the tree on every rank. Collective: every rank must call it."""
         ranks = self.mesh.data_size
         if ranks == 1:
             return tree.root()
@@ -185,7 +200,7 @@ class Exact(Strategy):
 
 
 def _default_leaf(config: Config) -> int:
-    """The largest leaf of which a global batch has eight or more, else the smallest there is."""
+    """Return the largest leaf that gives a global batch eight leaves, or else the smallest."""
     whole = config.data.global_batch
     unit = config.norm_rows or 1
     fitting = [rows for rows in range(unit, whole + 1, unit) if whole % rows == 0]

@@ -1,4 +1,4 @@
-"""Comm hooks: DDP calls one for a bucket of gradients, instead of a plain all-reduce."""
+"""Comm hooks: DDP calls one for each bucket of gradients, instead of a plain all-reduce."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-COMPRESSING = ("fp16", "bf16", "powersgd")  # the hooks that send other numbers than the gradients
+COMPRESSING = ("fp16", "bf16", "powersgd")  # hooks that send compressed gradients
 
 
 def open_hook(name: str) -> tuple[Any, Callable[..., Any]]:
-    """(state, hook) for DDP's register_comm_hook.
+    """Return (state, hook) for DDP's register_comm_hook.
 
-    A float64 bucket holds what rides along, which no hook may compress: it is all-reduced.
+    A float64 bucket contains only the ride of ddp.py, which must not be compressed: it is
+    all-reduced.
     """
     if name == "parameter_server":
         return None, _reduce_on_rank_0
@@ -26,20 +27,23 @@ def open_hook(name: str) -> tuple[Any, Callable[..., Any]]:
     hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
     compress = hooks.get(name, powerSGD_hook.powerSGD_hook)
 
-    def hook(state, bucket):  # DDP reads annotations, and takes no string for a type
+    def hook(state, bucket):  # no annotations: DDP reads them, and rejects strings
         if bucket.buffer().dtype == torch.float64:
             return default_hooks.allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
         if name != "powersgd":
             return compress(state, bucket)
-        # Its callbacks start reductions of their own, over gloo in threads without an order:
-        # 3 of 3 runs with several buckets and SyncBN hung or died (torch 2.13). So wait here.
+        # PowerSGD's callbacks start their own reductions, over gloo in threads without an order:
+        # 3 of 3 runs with several buckets and SyncBN hung or crashed (torch 2.13). So wait here.
         return _completed(compress(state, bucket).wait())
 
     return state, hook
 
 
 def _reduce_on_rank_0(state, bucket):
-    """Rank 0 sums and sends the mean back, as a parameter server would; backward waits for it."""
+    """Reduce to rank 0 and broadcast the mean, like a parameter server.
+
+    Backward waits for it.
+    """
     gradient = bucket.buffer()
     dist.reduce(gradient, 0)
     dist.broadcast(gradient.div_(dist.get_world_size()), 0)

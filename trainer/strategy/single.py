@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -20,16 +22,23 @@ from trainer.strategy.rehearsal import untouched
 
 
 class SingleDevice(Strategy):
-    """One process, one device: gradients are added up in place, and nothing is reduced."""
+    """One process and one device: gradients accumulate in place, without any all-reduce."""
 
-    def __init__(self, config: Config, world: World, precision: Precision, model: nn.Module):
-        super().__init__(config, world, precision, model)
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        precision: Precision,
+        model: nn.Module,
+        blocks: Sequence[nn.Module] = (),
+    ):
+        super().__init__(config, world, precision, model, blocks)
         self._wrapped: nn.Module = self.module
 
     @classmethod
     def check(cls, config: Config, world: World) -> None:
         if world.world_size > 1:
-            started = f"works on 1 rank, and {world.world_size} were started"
+            started = f"must run on 1 rank, and {world.world_size} ranks were started"
             raise ConfigError(f"strategy=single: {started}; use strategy=ddp")
         super().check(config, world)
 

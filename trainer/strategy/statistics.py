@@ -13,11 +13,12 @@ from trainer.strategy.rehearsal import changed_buffers
 
 
 class RunningStatistics:
-    """The buffers of a model that training changes, over the micro-batches of one step.
+    """The buffers of a model that a forward pass in training changes, during one step.
 
-    As torch has it, each micro-batch goes on from the one before. With `rows`, those of a step on
-    this rank on average, every micro-batch begins with what the step began with, and the step ends
-    with their mean, weighted by rows: then neither ranks nor accumulation matter.
+    Without `rows`, as in torch, each micro-batch continues from the previous one. `rows` is the
+    average number of rows of a step on this rank. With it, every micro-batch starts from the values
+    at the start of the step, and the step ends with their mean, weighted by rows. The result then
+    depends neither on the number of ranks nor on gradient accumulation.
     """
 
     def __init__(self, rows: float | None):
@@ -34,17 +35,20 @@ class RunningStatistics:
         before: Mapping[str, torch.Tensor],
         agree: Callable[[list[bool]], list[bool]] = list,
     ) -> None:
-        """Take the buffers that are not as they were in `before`, on any rank by `agree`."""
+        """Select the buffers that differ from `before`.
+
+        `agree` combines the flags of all ranks: a buffer that changed on any rank is selected.
+        """
         buffers = list(model.buffers())
-        here = {id(buffer) for buffer in changed_buffers(model, before)}
-        flags = agree([id(buffer) in here for buffer in buffers])
+        local = {id(buffer) for buffer in changed_buffers(model, before)}
+        flags = agree([id(buffer) in local for buffer in buffers])
         changed = [buffer for buffer, is_changed in zip(buffers, flags, strict=True) if is_changed]
         self.buffers = [buffer for buffer in changed if buffer.is_floating_point()]
         counted = [b for name, b in model.named_buffers() if name.endswith("num_batches_tracked")]
         self._counters = [buffer for buffer in counted if any(buffer is each for each in changed)]
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Begin a step: keep a copy of the values."""
         if self.buffers:
             self._before = [buffer.clone() for buffer in (*self.buffers, *self._counters)]
             self._total = []
@@ -52,14 +56,14 @@ class RunningStatistics:
 
     @torch.no_grad()
     def rewind(self) -> None:
-        """Before a forward pass: begin with what the step began with, where it is a mean."""
+        """Restore the values from the start of the step before a forward pass, if `rows` is set."""
         if self.rows is not None and self.buffers and not self._is_first:
             torch._foreach_copy_([*self.buffers, *self._counters], self._before)
         self._is_first = False
 
     @torch.no_grad()
     def note(self, targets: Any, inputs: Any) -> None:
-        """After the forward pass of a micro-batch."""
+        """Add a micro-batch to the mean after its forward pass, if `rows` is set."""
         if self.rows is None or not self.buffers:
             return
         part = self.part(targets, inputs)
@@ -67,24 +71,24 @@ class RunningStatistics:
 
     @torch.no_grad()
     def part(self, targets: Any, inputs: Any) -> list[torch.Tensor]:
-        """A micro-batch's part of the mean, after its forward pass."""
+        """Return a micro-batch's part of the mean, after its forward pass."""
         assert self.rows is not None
         if not self.buffers:
             return []
         return list(torch._foreach_mul(self.buffers, count_rows(targets, inputs) / self.rows))
 
     def read(self) -> Sequence[torch.Tensor]:
-        """This rank's part of the mean, once all its micro-batches have been noted."""
+        """Return this rank's part of the mean, after `note` for all its micro-batches."""
         return self._total or self.buffers
 
     @torch.no_grad()
     def write(self, values: Sequence[torch.Tensor]) -> None:
-        """Have these values from now on."""
+        """Overwrite the buffers with `values`."""
         if values and values is not self.buffers:
             torch._foreach_copy_(self.buffers, list(values))
 
     @torch.no_grad()
     def undo(self, found_inf: torch.Tensor) -> None:
-        """Have those of the step before where a step was skipped: its numbers are in them."""
+        """Restore the values from the start of the step if `found_inf` is 1: it was skipped."""
         for buffer, was in zip(self.buffers, self._before, strict=False):
             buffer.copy_(torch.where(found_inf.to(buffer.device) > 0, was, buffer))

@@ -1,4 +1,4 @@
-"""A binary tree of sums: the same additions in the same order, whoever makes them."""
+"""A binary tree of sums: the same additions in the same order on any number of ranks."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import torch
 
 
 class Node(NamedTuple):
-    """A sum of leaves: from number x 2**level to (number + 1) x 2**level."""
+    """The sum of the leaves from number x 2**level to (number + 1) x 2**level - 1."""
 
     level: int
     number: int
 
 
 class Tree:
-    """Sums nodes that come from left to right; two that are siblings become their parent.
+    """Sum of nodes that are added from left to right; two siblings become their parent.
 
-    A binary counter: at most log2(leaves) vectors are kept.
+    It works as a binary counter, which stores at most log2(leaves) vectors.
     """
 
     def __init__(self) -> None:
         self._nodes: list[tuple[Node, torch.Tensor]] = []
 
     def add(self, node: Node, vector: torch.Tensor) -> None:
-        """Take over a node to the right of all that came before; `vector` may be added to."""
+        """Add a node to the right of all previous ones; `vector` may be modified in place."""
         while node.number % 2 and self._nodes:
             before, left = self._nodes[-1]
             if before != (node.level, node.number - 1):
@@ -41,7 +41,7 @@ class Tree:
         return [vector for _, vector in self._nodes]
 
     def root(self) -> torch.Tensor:
-        """The sum of all, once every leaf has come: a node without a sibling is its parent."""
+        """Return the total of all leaves; a node without a sibling stands for its parent."""
         while len(self._nodes) > 1:
             node, vector = self._nodes.pop()
             self.add(
@@ -51,7 +51,7 @@ class Tree:
 
 
 def nodes_of(first: int, last: int) -> list[Node]:
-    """The largest nodes that make up the leaves from `first` to `last`."""
+    """Return the largest nodes that make up the leaves from `first` up to, without, `last`."""
     nodes = []
     while first < last:
         level = 0

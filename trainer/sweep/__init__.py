@@ -1,1 +1,1 @@
-"""Sweeps: many runs from one command, each in processes of its own."""
+"""Sweeps: many runs from one command, each in its own processes."""

@@ -1,4 +1,4 @@
-"""`-m key=a,b`: each combination of the values is a run, one after another or by SLURM."""
+"""`-m key=a,b`: run each combination of the values, one after another or as SLURM jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.sweep.submit import is_known, open_executor, submit
 
 
 def expand(overrides: Sequence[str]) -> list[list[str]]:
-    """The overrides of each job of a sweep."""
+    """Return the overrides of each job of a sweep."""
     choices = []
     for override in parse(overrides, SWEPT):
         values = []
@@ -38,10 +38,10 @@ def run_combinations(
     config_dirs: Sequence[str],
     submission: tuple[str, Sequence[str]] | None = None,
 ) -> int:
-    """Run what is not finished yet, and show all; the exit code.
+    """Run the jobs that are not finished, print a table of all, and return the exit code.
 
-    `submission` is (cluster, settings) for submitit: the jobs are handed over, not waited for.
-    Raises ConfigError, before the first job starts, for one that cannot run.
+    `submission` is (cluster, settings) for submitit: jobs are submitted and not waited for.
+    Raises ConfigError before the first job starts if any job has invalid settings.
     """
     _check_names(configs)
     name = _name(combinations, configs)
@@ -75,17 +75,17 @@ def _submit(sweep: Sweep, cluster: str, settings: Sequence[str]) -> int:
         state = job.state if job.state == "done" else f"submitted as {job.submitted}"
         print(f"job {job.number} of {len(sweep.jobs)} ({job.label}): {state}", flush=True)
     sweep.end()
-    advice = "the same command later shows and submits what is not finished"
+    advice = "repeat this command to show the jobs and to submit unfinished ones"
     print(f"output: {sweep.place}/submitit; {advice}")
     return 0
 
 
 def _check_names(configs: Sequence[Config]) -> None:
-    """Raises ConfigError where two jobs would write to one directory."""
+    """Raise ConfigError if two jobs would write to one directory."""
     names = [config.run.name for config in configs]
     if len(set(names)) > 1 and len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        advice = "two jobs of the sweep would have it; sweep it alone, or leave it out"
+        advice = "two jobs of the sweep have this name; sweep run.name alone, or leave it out"
         raise ConfigError(f"run.name={twice}: {advice}")
 
 
@@ -97,7 +97,7 @@ def _name(combinations: Sequence[list[str]], configs: Sequence[Config]) -> str:
 
 
 def _check_jobs(jobs: Sequence[Job], configs: Sequence[Config], is_here: bool) -> None:
-    """The first gate of every job; how many ranks a cluster will give is not known here."""
+    """Run the early checks of every job. The number of ranks on a cluster is not known here."""
     from trainer.setup import check_training, try_optimizer
 
     tasks = [_as_rank_0(job, config) for job, config in zip(jobs, configs, strict=True)]
@@ -108,8 +108,8 @@ def _check_jobs(jobs: Sequence[Job], configs: Sequence[Config], is_here: bool) -
 
 
 def _as_rank_0(job: Job, config: Config) -> Any:
-    """The Trainer of a job, as its rank 0 will have it."""
-    # with torch: load_task's errors come before it is imported
+    """Return the Trainer of a job, as its rank 0 will build it."""
+    # imported late, with torch, so that errors of load_task are reported first
     task = load_task(config)
     from trainer.distributed.world import World, count_ranks
 

@@ -1,4 +1,4 @@
-"""`python -m trainer -m ...`: several runs from one command; and Hydra's own questions."""
+"""`python -m trainer -m ...`: run a sweep; and answer Hydra's `--cfg` and `--info`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ADVICE = "start a sweep with python, and launch=elastic launch.nproc_per_node=<
 
 
 def answer_or_sweep(arguments: Sequence[str]) -> int:
-    """Run a sweep, or have Hydra print what `--cfg` and `--info` ask for; the exit code.
+    """Run a sweep, or let Hydra answer `--cfg` and `--info`. Return the exit code.
 
-    Hydra does not run the jobs. It would build what a file of --config-dir names in
-    `hydra.callbacks` or `hydra.job_logging`, whatever that is.
+    Hydra does not run the jobs: it would instantiate any object that a file of --config-dir names
+    in `hydra.callbacks` or `hydra.job_logging`.
     """
     check_alone("-m and Hydra's flags", _ADVICE)
     is_sweep = any(word in SWEEP_FLAGS for word in arguments)
@@ -32,12 +32,14 @@ def answer_or_sweep(arguments: Sequence[str]) -> int:
     cluster = cluster_of(steering)
     if steering and cluster is None:
         allowed = f"{SWEEPER}, or hydra/launcher=submitit_slurm and its settings"
-        raise ConfigError(f"{steering[0]}: a sweep takes {allowed}")
+        raise ConfigError(f"{steering[0]}: must be {allowed} in a sweep")
     jobs = expand(overrides)
-    configs = [load_config(job, config_dirs) for job in jobs]  # all, before the first starts
-    flags = [word for word in arguments if word not in overrides]
+    configs = [
+        load_config(job, config_dirs) for job in jobs
+    ]  # check all before the first one starts
+    flags = [word for word in words if word not in settings]
     if any(word.split("=")[0] in QUESTIONS for word in flags):
-        answer(overrides, flags)
+        answer(overrides, [*flags, *(["-m"] if is_sweep else [])], config_dirs)
         return 0
     if not is_sweep:
         given = [word for word in arguments if word.split("=")[0] in HYDRA_FLAGS]

@@ -1,4 +1,4 @@
-"""The jobs of a sweep: each is a run with its own processes; state and results are on disk."""
+"""Jobs of a sweep: runs in their own processes, with state and results on disk."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.schema import Config
+from trainer.distributed import entry
 from trainer.distributed.signals import SIGNALS
 from trainer.errors import ConfigError, visible
 from trainer.record import directory as rundir
@@ -29,7 +30,8 @@ _STATES = {0: "done", STOPPED: "stopped"}
 class Job:
     """One run of the sweep.
 
-    `state` is waiting, running, done, failed or stopped, or submitted, as SLURM's `submitted`.
+    `state` is waiting, running, done, failed, stopped or submitted. `submitted` is the job id of
+    the cluster, `code` the exit code and `value` the best metric.
     """
 
     number: int
@@ -53,7 +55,10 @@ class Job:
         config_dirs: Sequence[str],
         sweep: str,
     ) -> Job:
-        """A job whose directory is named by its words: another job never resumes it."""
+        """Build a job. Its run directory is named by a digest of its arguments.
+
+        So no job can resume the run of another one.
+        """
         given = dict(word.lstrip("+").split("=", 1) for word in swept if "=" in word)
         words = [word for folder in config_dirs for word in ("--config-dir", folder)]
         words += [word for word in overrides if not word.startswith(("run.name=", "run.resume="))]
@@ -67,13 +72,13 @@ class Job:
         return visible(" ".join(f"{k}={v}" for k, v in self.swept.items()) or "as given")
 
     def recall(self, record: Mapping[str, Any]) -> None:
-        """Take over how it ended at the previous start of the sweep, which left `record`."""
+        """Restore the state that the previous start of the sweep saved in `record`."""
         self.submitted = str(record.get("submitted", ""))
         self.seconds = record.get("seconds", 0.0)
         self._take_results(_read_exit(self.directory).get("code", record.get("code")))
 
     def settle(self, code: int) -> None:
-        """Take over the results of a job that is over; `code` where it left none."""
+        """Read the results of a job that ended; use exit code `code` if it saved none."""
         self._take_results(_read_exit(self.directory).get("code", self.code or code))
 
     def begin(self) -> None:
@@ -97,7 +102,7 @@ class Job:
 
 
 class Sweep:
-    """The jobs so far and their files; one process at a time runs a sweep."""
+    """The jobs of a sweep so far, and their files. Only one process at a time runs a sweep."""
 
     def __init__(self, name: str, config: Config):
         self.name = name
@@ -110,20 +115,20 @@ class Sweep:
         self._previous = _read_jobs(self.place)
 
     def add(self, job: Job) -> None:
-        """Take a job in, with its state at the previous start."""
+        """Add a job, with its state of the previous start."""
         self.jobs.append(job)
         if record := self._previous.get(job.directory):
             job.recall(record)
 
     def check_own(self, job: Job) -> None:
-        """Raises ConfigError where another job, or a run, has its directory."""
+        """Raise ConfigError if another job or run uses its directory."""
         words = self._previous.get(job.directory, {}).get("words")
         if Path(job.directory).exists() and words != job.words:
-            advice = f"{job.directory} is another job's run; choose another run.name"
+            advice = f"{job.directory} is the run of another job; choose another run.name"
             raise ConfigError(f"job {job.number}: {advice}")
 
     def run(self, job: Job, title: str) -> None:
-        """Run it in its own process, unless it is finished; a request to stop is passed on."""
+        """Run a job in its own process, unless it is finished. Forward stop signals to it."""
         if job.state == "done":
             print(f"{title} is finished: {job.label}", flush=True)
             return
@@ -138,7 +143,7 @@ class Sweep:
         self.record()
 
     def ranking(self) -> list[Job]:
-        """Best first; those without a value at the end."""
+        """Return the jobs, best first, those without a value last."""
         sign = 1 if self.config.checkpoint.best_mode == "min" else -1
         return sorted(
             self.jobs,
@@ -164,7 +169,7 @@ class Sweep:
         os.replace(staged, self.place / "results.csv")
 
     def end(self) -> int:
-        """Show all. The exit code, 0: all are done; 1: some failed; 75: stopped."""
+        """Print a table of all jobs. Return 0 if all are done, 1 if some failed, 75 if stopped."""
         from rich.console import Console
         from rich.table import Table
 
@@ -184,7 +189,7 @@ class Sweep:
 
 
 def _read_jobs(place: Path) -> dict[str, dict[str, Any]]:
-    """The jobs of the previous start, by directory."""
+    """Return the jobs of the previous start, by directory."""
     try:
         jobs = json.loads((place / "sweep.json").read_text(encoding="utf-8"))
         return {job["directory"]: job for job in jobs}
@@ -193,7 +198,7 @@ def _read_jobs(place: Path) -> dict[str, dict[str, Any]]:
 
 
 def _read_exit(directory: str) -> dict[str, Any]:
-    """The end of the job's run, as it wrote it."""
+    """Return the exit.json of the job's run, empty if there is none."""
     try:
         record: dict[str, Any] = json.loads(Path(directory, "exit.json").read_text("utf-8"))
         return record
@@ -202,9 +207,9 @@ def _read_exit(directory: str) -> dict[str, Any]:
 
 
 def _run_process(words: Sequence[str]) -> tuple[int, bool]:
-    """(exit code of a job, whether this process was asked to stop).
+    """Run a job and return (its exit code, True if this process received a stop signal).
 
-    The job has its own session, so that a terminal's Ctrl-C comes to this process alone, and once.
+    The job has its own session, so that Ctrl-C reaches this process only, and only once.
     """
     asked: list[int] = []
     process: subprocess.Popen[bytes] | None = None
@@ -216,9 +221,9 @@ def _run_process(words: Sequence[str]) -> tuple[int, bool]:
 
     handlers = {number: signal.signal(number, pass_on) for number in SIGNALS}
     try:
-        command = [sys.executable, "-m", "trainer", *words]
-        process = subprocess.Popen(command, start_new_session=True)  # noqa: S603  # our own words
-        for number in asked:  # before it was there
+        command = [sys.executable, *entry.words(), *words]
+        process = subprocess.Popen(command, start_new_session=True)  # noqa: S603  # no shell
+        for number in asked:  # signals that came before the process existed
             process.send_signal(number)
         return process.wait(), bool(asked)
     finally:

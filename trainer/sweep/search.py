@@ -1,8 +1,8 @@
 """`-m ... hydra/sweeper=optuna`: Optuna chooses the jobs of a sweep (the extra `optuna`).
 
-The study is kept in the sweep's folder, so that the same command resumes it. Each trial's sampler
-is seeded by the study's seed and the trial's number: a trial's values follow from those and from
-the results of the trials before, however often the search is interrupted.
+The study is stored in the sweep's directory, so that the same command resumes it. The sampler of a
+trial is seeded by the study's seed and the trial's number. The values of a trial therefore depend
+only on these and on the previous results, even if the search was interrupted.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _KEY = "hydra.sweeper."
 _SAMPLER = "hydra/sweeper/sampler="
 _DEFAULTS: dict[str, Any] = {"n_trials": 20, "n_jobs": 1, "sampler": "tpe", "sampler.seed": None}
 _DEFAULTS |= {"direction": None, "study_name": None, "storage": None}
-# Settings of Hydra that a file may not bring into a search; the last two were its old plugin's.
+# Settings of Hydra that a file must not set in a search; the last two were for the old plugin.
 _REFUSED = ("callbacks", "job_logging", "hydra_logging", "launcher", "sweeper")
 _OLD_PLUGIN = "hydra_optuna_sweeper"
 _OLD_FILE = "optimization_results.yaml"
 _OLD = "Hydra's Optuna plugin, which Lockstep no longer uses"
-_OLD_ADVICE = f"names {_OLD}; take it out and give {SWEEPER} on the command line"
+_OLD_ADVICE = f"names {_OLD}; remove it and give {SWEEPER} on the command line"
 
 
 def search(steering: Sequence[str], overrides: Sequence[str], config_dirs: Sequence[str]) -> int:
-    """Run the jobs that Optuna asks for, one after another; the exit code.
+    """Run the jobs that Optuna proposes, one after another, and return the exit code.
 
-    `steering` are the `hydra...` words, `overrides` the others, swept ones as
-    `optim.lr=interval(0.01,0.1)`. Raises ConfigError for settings that cannot be.
+    `steering` holds the arguments `hydra...`, `overrides` the others, with search spaces such as
+    `optim.lr=interval(0.01,0.1)`. Raises ConfigError for invalid settings.
     """
     _check_files(config_dirs)
     parsed = parse(overrides, SEARCHED)
@@ -63,7 +63,7 @@ def search(steering: Sequence[str], overrides: Sequence[str], config_dirs: Seque
         if trial.value is not None:
             job.settle(0 if math.isfinite(trial.value) else 1)
         if job.state == "failed" and trial.value is not None:
-            print(f"job {job.number} failed before: {job.label}", flush=True)
+            print(f"job {job.number} failed at an earlier start: {job.label}", flush=True)
         else:
             sweep.run(job, f"job {job.number}")
         if sweep.is_stopped:
@@ -77,7 +77,7 @@ def search(steering: Sequence[str], overrides: Sequence[str], config_dirs: Seque
 def _open_job(
     sweep: Sweep, number: int, swept: list[str], words: list[str], config_dirs: Sequence[str]
 ) -> Job:
-    """The job of a trial; where its settings contradict each other it will fail and say so."""
+    """Return the job of a trial. If its settings are invalid together, it will fail and say why."""
     try:
         config = load_config(words, config_dirs)
     except ConfigError:
@@ -88,7 +88,7 @@ def _open_job(
 
 
 def read_settings(steering: Sequence[str], best_mode: str) -> Settings:
-    """The `hydra.sweeper.*` among the words. Raises ConfigError for any other word."""
+    """Parse the arguments `hydra.sweeper.*`. Raise ConfigError for any other argument."""
     values = {**_DEFAULTS, "direction": {"min": "minimize", "max": "maximize"}[best_mode]}
     for word in steering:
         if word == SWEEPER:
@@ -99,33 +99,33 @@ def read_settings(steering: Sequence[str], best_mode: str) -> Settings:
             raise ConfigError(f"{visible(word)}: {_OLD_ADVICE}")
         if name not in values:
             allowed = ", ".join(f"{_KEY}{known}" for known in values)
-            raise ConfigError(f"{visible(word)}: a search takes {allowed}")
+            raise ConfigError(f"{visible(word)}: must be one of {allowed} in a search")
         values[name] = parse([text])[0].value()
     values["seed"] = values.pop("sampler.seed")
     return build(Settings, values, _KEY)
 
 
 def _check_files(config_dirs: Sequence[str]) -> None:
-    """Refuse settings of Hydra in a file of --config-dir: Hydra does not run the jobs."""
+    """Raise ConfigError for Hydra settings in a file of --config-dir: Hydra runs no jobs."""
     for file in [file for folder in config_dirs for file in sorted(Path(folder).glob("*/*.yaml"))]:
         try:
             text = file.read_text(encoding="utf-8")
             plain = yaml.safe_load(text)
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
-            continue  # composing says so, if it is used
+            continue  # composing reports it if the file is used
         if _OLD_PLUGIN in text or "override /hydra/sweeper" in text:
             raise ConfigError(f"{file}: {_OLD_ADVICE}")
         node = plain.get("hydra") if isinstance(plain, dict) else None
         for key in _REFUSED:
             if isinstance(node, dict) and key in node:
-                raise ConfigError(f"{file}: sets hydra.{key}, which nothing reads; take it out")
+                raise ConfigError(f"{file}: sets hydra.{key}, which has no effect; remove it")
 
 
 def _check_place(place: Path, settings: Settings) -> None:
-    """Raises ConfigError where the folder is another sweep's, or another process runs it."""
+    """Raise ConfigError if the directory is of another kind of sweep or is in use."""
     has_sweep = (place / "sweep.json").exists()
     is_new = (place / JOURNAL).exists() or settings.storage is not None
     if (place / _OLD_FILE).exists() or (has_sweep and not is_new):
-        advice = "give run.name=<new>, or remove the folder; its runs stay where they are"
-        raise ConfigError(f"{place}: holds a sweep without a study, or one of {_OLD}; {advice}")
+        advice = "give run.name=<new>, or remove the directory, which holds no runs"
+        raise ConfigError(f"{place}: is a sweep without a study, or one of {_OLD}; {advice}")
     check_free(place)

@@ -1,4 +1,4 @@
-"""Optuna's study of a sweep: by ask and tell, kept on disk, sampled alike after interruptions."""
+"""Optuna's study of a sweep, by ask and tell: stored on disk, reproducible after a restart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Space = Mapping[str, Any]  # a setting -> Optuna's distribution of its values
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings `hydra.sweeper.*`; `seed` is `sampler.seed`."""
+    """Settings `hydra.sweeper.*`; `seed` is `sampler.seed`."""
 
     n_trials: Annotated[int, limit(min=1)]
     n_jobs: Annotated[int, limit(min=1, max=1)]  # jobs run one after another
@@ -32,13 +32,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Trial:
-    """Values for the swept settings, and what came of them; `value` is None until that is told."""
+    """Values of the swept settings, and the result `value`, None until it is known."""
 
     params: dict[str, Any]
     value: float | None
 
 
 def load_optuna() -> Any:
+    """Import Optuna. Raise ConfigError if it is not installed."""
     try:
         import optuna
     except ImportError:
@@ -49,7 +50,10 @@ def load_optuna() -> Any:
 
 
 def read_space(sweeps: Sequence[Any]) -> Space:
-    """Distributions from Hydra's overrides: choices, whole numbers or numbers, also of a log."""
+    """Return Optuna's distributions for Hydra's sweep overrides, on a log scale if tagged `log`.
+
+    They are choices, integers or floats. Raises ConfigError.
+    """
     distributions = load_optuna().distributions
     space = {}
     for override in sweeps:
@@ -78,10 +82,10 @@ def _span(distributions: Any, low: float, high: float, is_log: bool, step: Any =
 
 
 class Study:
-    """The trials of a search, numbered from 0, in the order they were asked for.
+    """The trials of a search, numbered from 0 in order.
 
-    A trial's sampler is seeded by the study's seed and the trial's number, so its values follow
-    from these and from the results before, however often the search is interrupted.
+    The sampler of a trial is seeded by the study's seed and the trial's number. Its values depend
+    only on these and on the previous results, even if the search was interrupted.
     """
 
     def __init__(
@@ -92,9 +96,10 @@ class Study:
         space: Space,
         points: Sequence[dict[str, Any]] = (),
     ):
-        """`command` is a digest: only the same one resumes. `points` are those of a grid.
+        """Open or create the study in `journal`.
 
-        Raises ConfigError.
+        `command` is a digest of the command, which a resumed search must match. `points` are those
+        of a grid. Raises ConfigError.
         """
         self._optuna = load_optuna()
         self._settings = settings
@@ -109,10 +114,10 @@ class Study:
                 direction=settings.direction,
                 load_if_exists=True,
             )
-        except Exception as error:  # of Optuna, or of the database
+        except Exception as error:  # from Optuna or its database
             raise ConfigError(f"hydra.sweeper.storage: {one_line(error)}") from None
         if study.user_attrs.get("command", command) != command:
-            advice = "was begun with other settings; give run.name=<new>"
+            advice = "was started with other settings; give run.name=<new>"
             raise ConfigError(f"{journal.parent}: its search {advice}")
         seed = secrets.randbits(32) if settings.seed is None else settings.seed
         self._seed = study.user_attrs.get("seed", seed)
@@ -121,12 +126,12 @@ class Study:
 
     @property
     def num_trials(self) -> int:
-        """All trials of the search; a grid has no more than its points."""
+        """Number of trials of the search; a grid has at most one per point."""
         num_trials = self._settings.n_trials
         return min(num_trials, len(self._points)) if self._points else num_trials
 
     def open_trial(self, number: int) -> Trial:
-        """The trial of this number: a finished one, an interrupted one, or a new one."""
+        """Return the trial of this number: a finished, an interrupted, or a new one."""
         study = self._load(number)
         trials = study.get_trials(deepcopy=False)
         frozen = trials[number] if number < len(trials) else None
@@ -142,7 +147,7 @@ class Study:
         return Trial({name: _suggest(trial, name, self._space[name]) for name in self._space}, None)
 
     def tell(self, number: int, value: float | None) -> None:
-        """Note a job's result; without one it counts as the worst there is."""
+        """Store a job's result; None counts as the worst value."""
         self._load(number).tell(number, self._worst if value is None else value)
 
     @property
@@ -160,7 +165,7 @@ class Study:
     def _open_storage(self, journal: Path) -> Any:
         if self._settings.storage is not None:
             return self._settings.storage
-        # The sweep's lease lets in one process at a time: a lock is left by a killed one.
+        # The sweep's lease admits one process at a time, so a lock was left by a killed one.
         journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
         backend = self._optuna.storages.journal.JournalFileBackend(str(journal))
         return self._optuna.storages.JournalStorage(backend)
@@ -169,14 +174,17 @@ class Study:
 def _suggest(trial: Any, name: str, distribution: Any) -> Any:
     if hasattr(distribution, "choices"):
         return trial.suggest_categorical(name, distribution.choices)
-    is_whole = isinstance(distribution.low, int)
-    suggest = trial.suggest_int if is_whole else trial.suggest_float
+    is_integer = isinstance(distribution.low, int)
+    suggest = trial.suggest_int if is_integer else trial.suggest_float
     low, high = distribution.low, distribution.high
     return suggest(name, low, high, step=distribution.step, log=distribution.log)
 
 
 def list_points(space: Space) -> list[dict[str, Any]]:
-    """Every combination of the values, the last setting's first. Raises ConfigError for spans."""
+    """Return every combination of the values; those of the last setting change fastest.
+
+    Raises ConfigError for an interval of floats.
+    """
     values = []
     for name, distribution in space.items():
         if hasattr(distribution, "choices"):

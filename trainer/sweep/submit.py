@@ -1,12 +1,14 @@
-"""`-m ... hydra/launcher=submitit_slurm`: SLURM runs the jobs of a sweep, each as a group of ranks.
+"""`-m ... hydra/launcher=submitit_slurm`: submit the jobs of a sweep to SLURM.
 
 The settings are those of Hydra's submitit launcher (hydra.launcher.nodes, .tasks_per_node,
-.timeout_min, ...); submitit itself (the extra `slurm`) hands them to sbatch.
+.timeout_min, ...); submitit itself (the extra `slurm`) passes them to sbatch. Each job is a group
+of ranks.
 """
 
 from __future__ import annotations
 
-import runpy
+import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,12 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.distributed import entry
 from trainer.errors import ConfigError, one_line, visible
 
 LAUNCHERS = {"hydra/launcher=submitit_slurm": "slurm", "hydra/launcher=submitit_local": "local"}
 _CHOICE = "hydra/launcher="
 _PREFIX = "hydra.launcher."
-# submitit has these for every cluster; it knows the others as slurm_<name>.
+# submitit has these settings for every cluster; the others are named slurm_<name>.
 _FOR_ALL = (
     *("name", "timeout_min", "mem_gb"),
     *("nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node"),
@@ -27,7 +30,7 @@ _FOR_ALL = (
 
 
 def cluster_of(words: Sequence[str]) -> str | None:
-    """slurm or local, where a launcher of submitit is asked for.
+    """Return "slurm" or "local" if the words choose a launcher of submitit, else None.
 
     Raises ConfigError for another launcher.
     """
@@ -41,9 +44,9 @@ def cluster_of(words: Sequence[str]) -> str | None:
 
 
 def open_executor(cluster: str, folder: Path, words: Sequence[str]) -> Any:
-    """submitit's executor with the `hydra.launcher.*` among the words.
+    """Return submitit's executor with the settings `hydra.launcher.*` among the words.
 
-    Raises ConfigError for what it does not know.
+    Raises ConfigError for unknown settings.
     """
     key = f"{_CHOICE}submitit_{cluster}"
     try:
@@ -53,16 +56,20 @@ def open_executor(cluster: str, folder: Path, words: Sequence[str]) -> Any:
         advice = "needs submitit: pip install 'lockstep-trainer[slurm]'"
         raise ConfigError(f"{key}: {advice}") from None
     if unknown := [word for word in words if not word.startswith((_PREFIX, _CHOICE))]:
-        allowed = "with submitit, hydra.launcher.* is the only group that is read"
+        allowed = "must be hydra.launcher.* with submitit"
         raise ConfigError(f"{unknown[0]}: {allowed}")
     given = [word.removeprefix(_PREFIX) for word in words if word.startswith(_PREFIX)]
     settings: Any = OmegaConf.to_container(OmegaConf.from_dotlist(given))
     if cluster == "slurm":
-        # The signal that Lockstep saves and requeues at, two minutes before the limit.
+        # The signal at which Lockstep saves and requeues, two minutes before the time limit.
         settings = {"signal_delay_s": 120, **settings}
+    python: dict[str, Any] = {}
+    if entry.SCRIPT in os.environ and sys.version_info >= (3, 11):
+        # submitit starts its own module, and -m would put the working directory first.
+        python = {f"{cluster}_python": f"{shlex.quote(sys.executable)} -P"}
     named = {n if n in _FOR_ALL else f"{cluster}_{n}": value for n, value in settings.items()}
     try:
-        executor = submitit.AutoExecutor(folder=str(folder / "%j"), cluster=cluster)
+        executor = submitit.AutoExecutor(folder=str(folder / "%j"), cluster=cluster, **python)
         executor.update_parameters(**named)
     except (NameError, TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{key}: {one_line(error)[:300]}") from None
@@ -70,7 +77,7 @@ def open_executor(cluster: str, folder: Path, words: Sequence[str]) -> Any:
 
 
 def submit(executor: Any, words: Sequence[str]) -> str:
-    """The job id. Raises ConfigError with what sbatch says against it."""
+    """Submit a job and return its id. Raise ConfigError with the error of sbatch."""
     from submitit.core.utils import FailedJobError
 
     try:
@@ -80,7 +87,7 @@ def submit(executor: Any, words: Sequence[str]) -> str:
 
 
 def is_known(cluster: str, job: str) -> bool:
-    """True while it waits or runs."""
+    """Return True while the job waits or runs."""
     if cluster == "local":
         return Path("/proc", job).exists()
     words = [shutil.which("squeue") or "squeue", "--noheader", f"--jobs={job}"]
@@ -89,10 +96,11 @@ def is_known(cluster: str, job: str) -> bool:
 
 
 def _train(words: list[str]) -> int:
-    """Be a rank, within the job; it exits by itself unless all is well."""
+    """Run as a rank of the job. The process exits in here if training fails."""
+    entry.append_working_directory()
     sys.argv = ["trainer", *words]
     try:
-        runpy.run_module("trainer", run_name="__main__", alter_sys=True)
+        entry.run_module()
     except SystemExit as end:
         return int(end.code or 0)
     return 0

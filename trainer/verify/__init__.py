@@ -1,1 +1,1 @@
-"""The proof: the user's task trained in several layouts, and compared."""
+"""Verification: train the user's task in several layouts and compare the results."""

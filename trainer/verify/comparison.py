@@ -1,4 +1,4 @@
-"""Comparison: distances between the evidence of two layouts, and the findings from them."""
+"""Comparison: measure the distances between two layouts, and judge them as findings."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ ROUNDING = "rounding"
 DIFFERENT = "DIFFERENT"
 PROVES_NOTHING = "PROVES NOTHING"
 Distances = dict[str, float]
-# (losses and metrics, gradients and weights): relative. Below fp64 tensors are shown, not judged.
+# Relative limits of (losses and metrics, gradients and weights). Below fp64 the limit of tensors is
+# so wide that they are shown but not judged.
 TOLERANCE = {FP64: (1e-8, 1e-6), "fp32": (1e-3, 1.0), "tf32": (1e-2, 1.0)}
 COARSE = (1e-1, 1.0)
-STILL = 1e-9  # weights that moved by less have learned nothing
-FLAT = 1e-6  # nor has a loss that changed by less, relative to its largest value
+STILL = 1e-9  # a run whose weights move by less has learned nothing
+FLAT = 1e-6  # the same if its loss changes by less, relative to the largest loss
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table; `worst` is the largest distance of each group."""
+    """One row of the table; `worst` is the largest distance of each group."""
 
     layout: str
     precision: str
@@ -42,7 +43,7 @@ class Finding:
 
 
 def judge_reference(layout: str, precision: str, evidence: Evidence) -> Finding:
-    """Did the run that others are compared with learn anything? Else agreement proves nothing."""
+    """Judge the reference run: agreement with a run that learned nothing proves nothing."""
     curves: dict[str, list[float]] = {}
     for (_, name), value in evidence.losses.items():
         if value is not None:
@@ -63,7 +64,7 @@ def _spread(curve: Sequence[float]) -> float:
 
 
 def compare(layout: str, precision: str, reference: Evidence, other: Evidence) -> Finding:
-    """Agreement, or the first difference with its likely reason."""
+    """Return agreement, or the first difference with its likely reason."""
     scalars, tensors = TOLERANCE.get(precision, COARSE)
     limits = {
         "examples": 0.0,
@@ -86,25 +87,25 @@ def compare(layout: str, precision: str, reference: Evidence, other: Evidence) -
 
 
 def compare_bits(layout: str, precision: str, reference: Evidence, other: Evidence) -> Finding:
-    """Equal bits, or the first loss or tensor that has others, with its likely reason."""
+    """Return equal bits, or the first loss or tensor that differs, with the likely reason."""
     finding = compare(layout, precision, reference, other)
     if finding.result == DIFFERENT:
         return finding
-    kernel = "a kernel adds in another order; look for one whose threads or shapes depend on ranks"
+    kernel = "a kernel sums in another order; look for one whose shapes depend on the layout"
     return judge_bits(finding, reference, other, kernel)
 
 
 def judge_bits(finding: Finding, reference: Evidence, other: Evidence, reason: str) -> Finding:
-    """The finding for runs that agree, by their bits."""
+    """Judge two runs that agree by their bits; `reason` explains a difference."""
     name = _find_other_bits(reference, other)
     if name is None:
         return replace(finding, result=SAME_BITS)
     where = f"first: {name}"
-    return replace(finding, result=DIFFERENT, where=where, reason=f"not to the bit: {reason}")
+    return replace(finding, result=DIFFERENT, where=where, reason=f"the bits differ: {reason}")
 
 
 def _find_other_bits(reference: Evidence, other: Evidence) -> str | None:
-    """The first loss, gradient, weight or metric that is not equal to the bit."""
+    """Return the name of the first loss, gradient, weight or metric whose bits differ."""
     for (step, name), value in reference.losses.items():
         if other.losses.get((step, name)) != value:
             return f"{name} of step {step}"
@@ -121,7 +122,7 @@ def _find_other_bits(reference: Evidence, other: Evidence) -> str | None:
 
 
 def _measure(reference: Evidence, other: Evidence) -> dict[str, Distances]:
-    """The distances by group and name."""
+    """Return the distances by group and name."""
     first = reference.ranks[0]
     last = other.ranks[0]
     examples = other.examples
@@ -154,10 +155,10 @@ def _distance(one: float | None, other: float | None) -> float:
 
 
 def _distances(reference: Mapping[str, torch.Tensor], other: Tensors) -> Distances:
-    """norm(a - b) / norm(a) for each tensor, in fp64.
+    """Return norm(a - b) / norm(a) for each tensor, in fp64.
 
-    A tensor below a millionth of the norm of all is measured against that: the gradient of a
-    bias before BatchNorm is rounding and nothing else.
+    norm(a) counts as at least a millionth of the norm of all tensors: the gradient of a bias
+    before BatchNorm is rounding noise only.
     """
     total = sum(float(tensor.double().square().sum()) for tensor in reference.values()) ** 0.5
     distances = {}
@@ -170,7 +171,7 @@ def _distances(reference: Mapping[str, torch.Tensor], other: Tensors) -> Distanc
 
 
 def _distances_of_ranks(evidence: Evidence) -> Distances:
-    """Infinite for each weight that is not the same on all ranks."""
+    """Return infinity for each weight that is not the same on all ranks."""
     first = evidence.ranks[0].last_weights
     return {
         f"{name} on rank {rank} and on rank 0": float("inf")

@@ -1,4 +1,4 @@
-"""Evidence: the notes of each rank of a layout, from which findings are made."""
+"""Evidence: what the ranks of a layout recorded. The findings are made from it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Probe:
-    """A rank's view of a few examples, the same on every rank, and the layers of its model.
+    """Results of one rank on a few examples, the same on every rank, and facts about its model.
 
     `first` and `second` are {"outputs": (rows, n), "values": (rows, n)} of model and loss, run
-    twice with one seed. `mixes`: do the outputs or values of a row depend on the other rows?
-    `changed` are the attributes that running them changes, `changed_by_reading` those of the data
-    set. `kernels` draw by micro-batch.
+    twice with one seed. `mixes` is True for outputs or values if those of a row depend on other
+    rows. `changed` lists attributes that model or loss change, `changed_by_reading` those of the
+    data set that change when examples are read. `kernels` are the names of kernels that draw
+    random numbers per micro-batch. `digests` has a number per example.
     """
 
     indices: list[int]
@@ -38,15 +39,19 @@ class Probe:
 
 @dataclass
 class Notes:
-    """Evidence from one rank. Steps count from 1."""
+    """Evidence recorded by one rank. Steps count from 1."""
 
-    indices: dict[int, list[int]] = field(default_factory=dict)  # of the examples, by step
-    digests: dict[str, float] = field(default_factory=dict)  # augmented, by "<epoch>/<index>"
+    indices: dict[int, list[int]] = field(default_factory=dict)  # of examples, by step
+    digests: dict[str, float] = field(
+        default_factory=dict
+    )  # of augmented examples, by "<epoch>/<index>"
     gradients: Tensors = field(default_factory=dict)  # first update, reduced, before clipping
     first_weights: Tensors = field(default_factory=dict)
     last_weights: Tensors = field(default_factory=dict)
     record: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, on rank 0
     probe: Probe | None = None
+    num_shards: int = 1  # ranks that divide the tensors in `divided`
+    divided: list[str] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
         probe = None if self.probe is None else vars(self.probe)
@@ -59,6 +64,23 @@ class Notes:
         return cls(**{**values, "probe": None if probe is None else Probe(**probe)})
 
 
+def join_shards(ranks: Sequence[Notes]) -> list[Notes]:
+    """Return the notes with whole tensors, each joined from the ranks that divide the model."""
+    size = ranks[0].num_shards
+    joined = []
+    for number, notes in enumerate(ranks):
+        first = number - number % size
+        others = ranks[first : first + size]
+        whole: dict[str, Any] = {}
+        for kind in ("gradients", "first_weights", "last_weights"):
+            own = dict(getattr(notes, kind))
+            for name in set(own) & set(notes.divided):
+                own[name] = torch.cat([getattr(other, kind)[name] for other in others])
+            whole[kind] = own
+        joined.append(replace(notes, **whole))
+    return joined
+
+
 @dataclass(frozen=True)
 class Evidence:
     """The notes of all ranks of one layout in one precision."""
@@ -67,17 +89,17 @@ class Evidence:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that these processes made."""
+        """The steps that these processes trained."""
         return list(self.ranks[0].indices)
 
     @property
     def examples(self) -> dict[int, list[int]]:
-        """The example indices of each step, ranks joined."""
+        """The example indices of each step, over all ranks in order."""
         return {step: [i for rank in self.ranks for i in rank.indices[step]] for step in self.steps}
 
     @property
     def digests(self) -> dict[str, float]:
-        return {place: digest for rank in self.ranks for place, digest in rank.digests.items()}
+        return {key: digest for rank in self.ranks for key, digest in rank.digests.items()}
 
     @property
     def probes(self) -> list[Probe]:
@@ -85,7 +107,7 @@ class Evidence:
 
     @property
     def losses(self) -> dict[tuple[int, str], float | None]:
-        """By step and name: a user's train_step may log several. None stands for nan."""
+        """Losses by step and name: train_step may log several. None means nan."""
         return {
             (entry["step"], name): value
             for entry in self.ranks[0].record
@@ -100,7 +122,7 @@ class Evidence:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last evaluation by name."""
+        """The metrics of the last evaluation by name."""
         return {
             name: value
             for entry in self.ranks[0].record
@@ -109,7 +131,7 @@ class Evidence:
         }
 
     def of_steps(self, steps: Sequence[int]) -> Evidence:
-        """This evidence with the examples of some steps alone, and no first gradients."""
+        """Return this evidence with the examples of some steps only, without first gradients."""
         return Evidence(
             [
                 replace(rank, indices={step: rank.indices[step] for step in steps}, gradients={})

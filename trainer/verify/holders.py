@@ -1,4 +1,7 @@
-"""Holders of state: what calling a model, a loss or a data set changes, besides buffers."""
+"""Holders: attributes, other than buffers, that hold state.
+
+Comparing them before and after a call finds state that a model, a loss or a data set changes.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +12,30 @@ from typing import Any
 import torch
 from torch import nn
 
-MOST_ITEMS = 1000  # of a container that are looked into
+MOST_ITEMS = 1000  # of a container that are compared
 _OF_A_TASK = {"config", "world", "options", "_run"}
 _OF_A_MODULE = {"_parameters", "_buffers", "_modules", "training"}
 
 
 class Holders:
-    """Attributes by name, and which of them are not as they were."""
+    """Snapshot of attributes by name, to find those that change later."""
 
     def __init__(self, named: Iterable[tuple[str, Any]]):
         self._before = {name: (value, _mark(value)) for name, value in named}
 
     def changed(self, named: Iterable[tuple[str, Any]]) -> list[str]:
-        """The names whose values have changed since."""
-        found = []
+        """Return the names whose values differ from the snapshot."""
+        names = []
         for name, value in named:
             before, mark = self._before.get(name, (None, None))
             is_same = value is before or not isinstance(value, (torch.Tensor, torch.Generator))
             if not is_same or mark != _mark(value):
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
 
 def of_model(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the public attributes of all modules, except parameters, buffers and submodules."""
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if key not in _OF_A_MODULE and not key.startswith("_"):
@@ -39,7 +43,7 @@ def of_model(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def of_task(task: Any) -> Iterator[tuple[str, Any]]:
-    """Attributes of the task, of its class, and variables of the module that defines it."""
+    """Yield attributes of the task, of its class, and variables of the module that defines it."""
     kind = type(task)
     for key, value in vars(task).items():
         if key not in _OF_A_TASK:
@@ -56,11 +60,12 @@ def of_task(task: Any) -> Iterator[tuple[str, Any]]:
 
 
 def of_dataset(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a data set."""
     yield from getattr(dataset, "__dict__", {}).items()
 
 
 def _mark(value: Any, depth: int = 2) -> Any:
-    """Something that another value, or the same one changed in place, does not have."""
+    """Return a mark that changes with the value, also when the value is changed in place."""
     if isinstance(value, torch.Tensor):
         return value._version
     if isinstance(value, torch.Generator):
@@ -72,6 +77,6 @@ def _mark(value: Any, depth: int = 2) -> Any:
             return len(value)
         items = value.items() if isinstance(value, Mapping) else value
         return [_mark(item, depth - 1) for item in items]
-    if hasattr(value, "tobytes") and hasattr(value, "size"):  # of numpy
+    if hasattr(value, "tobytes") and hasattr(value, "size"):  # a numpy array
         return value.tobytes() if value.size <= MOST_ITEMS else value.ravel()[:MOST_ITEMS].tobytes()
     return None

@@ -1,4 +1,4 @@
-"""Layouts: the task trained in several, each compared with one rank."""
+"""Layouts: train the task in several of them, and compare each with one rank."""
 
 from __future__ import annotations
 
@@ -24,11 +24,20 @@ ONCE = ["checkpoint.every_epochs=null", "checkpoint.every_steps=null", "eval.eve
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks and overrides; {half} stands for half of the global batch."""
+    """Number of ranks, and overrides in which {half} stands for half of the global batch."""
 
     name: str
     ranks: int
     overrides: tuple[str, ...] = ()
+
+    @property
+    def is_sharded(self) -> bool:
+        return "strategy.name=fsdp" in self.overrides
+
+
+def _sharded(name: str, replicate: int, shard: int) -> Layout:
+    sizes = (f"strategy.mesh.replicate={replicate}", f"strategy.mesh.shard={shard}")
+    return Layout(name, replicate * shard, ("strategy.name=fsdp", *sizes))
 
 
 _ALL = (
@@ -37,30 +46,38 @@ _ALL = (
     Layout("accumulation", 1, ("data.micro_batch={half}",)),
     Layout("workers", 2, ("data.workers=2", "data.path=streamed")),
     Layout("parameter-server", 2, ("strategy.comm_hook=parameter_server",)),
+    _sharded("fsdp-2", 1, 2),
+    _sharded("fsdp-4", 1, 4),
+    _sharded("hsdp-2-2", 2, 2),
 )
-ONE_CUT = ("ranks-2", "ranks-3", "ranks-4", "workers")  # they leave the micro-batches as they are
+ONE_CUT = ("ranks-2", "ranks-3", "ranks-4", "workers")  # these do not change the micro-batches
 LAYOUTS = {layout.name: layout for layout in _ALL}
 
 
-def choose_layouts(names: str | None, units: int, cut: Cut) -> list[Layout]:
-    """The layouts of a word `layouts=<names>`; without one, all that the global batch allows.
+def choose_layouts(names: str | None, units: int, cut: Cut, can_shard: bool = True) -> list[Layout]:
+    """Return the layouts that `names` lists, by default all that the global batch allows.
 
-    It has so many units of rows. With micro-batches of a fixed size, those that cut no others.
+    `units` is the number of units of rows in the global batch. If the micro-batches have a fixed
+    size, the default is the layouts that do not change them. Without `can_shard` the default has
+    none with strategy=fsdp. Raises ConfigError.
     """
     half = cut.unit * -(-units // 2)
     if names is None:
         chosen = [_parse(name) for name in (ONE_CUT if cut.is_fixed else LAYOUTS)]
         chosen = [layout for layout in chosen if layout.ranks <= units]
-        if half == cut.unit:
+        chosen = [layout for layout in chosen if can_shard or not layout.is_sharded]
+        if units < 2 or half == 1:
             chosen = [layout for layout in chosen if layout.name != "accumulation"]
     else:
         unique = dict.fromkeys(name for name in names.strip("[]").split(",") if name)
         chosen = [_parse(name) for name in unique]
+    if names is None and not chosen:
+        raise ConfigError(f"data.global_batch: {units} rows fit one rank only; give more rows")
     if not chosen:
         advice = f"give some of {', '.join(LAYOUTS)}, ranks-<n>"
-        raise ConfigError(f"layouts={names}: names none; {advice}")
+        raise ConfigError(f"layouts={names}: must name at least one; {advice}")
     if cut.is_fixed and any(len(layout.overrides) == 1 for layout in chosen):
-        raise ConfigError(f"layouts={names}: strategy=exact takes workers, ranks-<n>")
+        raise ConfigError(f"layouts={names}: must be workers or ranks-<n> with strategy=exact")
     return [
         replace(layout, overrides=tuple(word.format(half=half) for word in layout.overrides))
         for layout in chosen
@@ -72,14 +89,14 @@ def _parse(name: str) -> Layout:
         return LAYOUTS[name]
     count = name.removeprefix("ranks-")
     if not (name.startswith("ranks-") and count.isdecimal() and int(count)):
-        raise ConfigError(f"layouts={name}: must be of {', '.join(LAYOUTS)} or ranks-<n>")
+        raise ConfigError(f"layouts={name}: must be one of {', '.join(LAYOUTS)} or ranks-<n>")
     return Layout(name, int(count))
 
 
 def prove_layouts(stage: Stage, layouts: Iterable[Layout], is_bits: bool = False) -> list[Finding]:
-    """Train on one rank and in each layout, in every precision of the stage.
+    """Train on one rank and in each layout, and compare, in every precision of the stage.
 
-    For equal bits in the last alone, the task's own.
+    With `is_bits` train in the task's own precision only and compare bits.
     """
     precisions = list(stage.precisions)[-1:] if is_bits else list(stage.precisions)
     reference = stage.train("one-rank", 1, ONCE, precisions)
@@ -91,14 +108,16 @@ def prove_layouts(stage: Stage, layouts: Iterable[Layout], is_bits: bool = False
         is_different = False
         for precision in precisions:
             if is_bits:
-                ours = (reference[precision], evidence[precision])
-                findings.append(compare_bits(layout.name, precision, *ours))
+                pair = (reference[precision], evidence[precision])
+                findings.append(compare_bits(layout.name, precision, *pair))
                 continue
             finding = compare(layout.name, precision, reference[precision], evidence[precision])
             if finding.result == DIFFERENT:
                 if precision != FP64 and not is_different:
                     reason = rounding(reference[precision])
                     finding = replace(finding, result=ROUNDING, reason=reason)
+                elif is_different:
+                    finding = replace(finding, reason="as in fp64")  # here rounding adds to it
                 else:
                     is_different = True
             findings.append(finding)

@@ -1,4 +1,4 @@
-"""The probe: how model and loss treat a few examples, which explains a difference."""
+"""Probe: run model and loss on a few examples, to explain a difference between layouts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ PROBED = 8  # examples, the same on every rank
 
 
 def probe(run: Run, task: Any) -> Probe:
-    """Run model and loss on a few examples: twice with one seed, and the last half by itself.
+    """Run model and loss on a few examples: twice with one seed, then the last half alone.
 
-    Nothing in the model changes. Every rank does it at once: a layer may have collectives.
+    The model does not change. A collective: a layer of the model may contain collectives.
     """
     config = run.config
     unit = config.norm_rows or 1
@@ -43,7 +43,7 @@ def probe(run: Run, task: Any) -> Probe:
         first = _evaluate(run, task, batch, indices)
         changed = holders.changed([*of_model(module), *of_task(task)])
         second = _evaluate(run, task, batch, indices)
-        # else a kernel's own draws would be taken for mixing
+        # else the draws of a kernel would look like a mixing of rows
         module.train(config.run.dropout == "example" and not run.engine.draws.kernels)
         whole = _evaluate(run, task, batch, indices)
         part = _evaluate(run, task, _rows_from(half, batch), indices[half:])
@@ -65,7 +65,7 @@ def probe(run: Run, task: Any) -> Probe:
 
 
 def _evaluate(run: Run, hooks: Hooks, batch: MicroBatch, indices: torch.Tensor) -> Tensors:
-    """{"outputs": (rows, n) of the model, "values": (rows, n) of the loss and its weights}."""
+    """Return {"outputs": (rows, n) of the model, "values": (rows, n) of loss and its weights}."""
     inputs, targets = batch
     draws = run.engine.draws
     with draws.update("loss"), run.engine.precision.autocast():
@@ -101,9 +101,9 @@ def _is_plain_batchnorm(layer: nn.Module) -> bool:
 
 
 def digest_rows(tree: Any) -> list[float]:
-    """A number per example that a change of its tensors changes.
+    """Return a number per example that changes if its tensors change.
 
-    Equal to rounding wherever it is computed; empty where no tensor has a batch axis.
+    It is the same on every device up to rounding. Empty if no tensor has a batch axis.
     """
     leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not leaves:

@@ -1,4 +1,4 @@
-"""Reasons: the likely cause of a difference, from what every rank saw of the same examples."""
+"""Reasons: the likely cause of a difference, from the probes of all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainer.verify.evidence import Evidence, Probe, Tensors
 
 
 def explain(reference: Evidence, other: Evidence, group: str, where: str) -> str:
-    """The likely reason, from the probes of all ranks and from the first difference."""
+    """Return the likely reason, from the probes of all ranks and from the first difference."""
     return (
         _explain_data(reference, other)
         or _explain_augmentation(reference, other)
@@ -19,11 +19,11 @@ def explain(reference: Evidence, other: Evidence, group: str, where: str) -> str
 
 
 def rounding(reference: Evidence) -> str:
-    """The reason why a precision below fp64 differs where fp64 agrees."""
+    """Return the reason why a precision below fp64 differs although fp64 agrees."""
     probe = reference.probes[0]
     amplifiers = ["max-pooling (its argmax flips)"] if probe.has_max_pooling else []
     amplifiers += [f"{name} (near zero gradients)" for name in probe.optimizers if "Adam" in name]
-    amplified = f", which is amplified by {' and '.join(amplifiers)}" if amplifiers else ""
+    amplified = f", amplified by {' and '.join(amplifiers)}" if amplifiers else ""
     return f"fp64 agrees, so this is rounding{amplified}"
 
 
@@ -32,27 +32,27 @@ def _explain_data(reference: Evidence, other: Evidence) -> str:
     named += [(f"rank {rank}", probe) for rank, probe in enumerate(other.probes)]
     first = reference.probes[0]
     if any(probe.indices != first.indices for _, probe in named):
-        return "the data sets have other lengths: build_dataset must not depend on the rank"
+        return "the data sets differ in length: build_dataset must not depend on the rank"
     for name, probe in named:
         for index, one, two in zip(first.indices, first.digests, probe.digests, strict=True):
             if not _is_close(one, two) and probe.changed_by_reading:
                 changed = ", ".join(probe.changed_by_reading)
-                why = f"reading changes {changed} of the data set, on which it depends"
-                return f"example {index} is another on {name}: {why}"
+                why = f"it depends on {changed} of the data set, which reading changes"
+                return f"example {index} differs on {name}: {why}"
             if not _is_close(one, two):
                 depends = "the data set, or augment, depends on the rank"
-                why = f"{depends} or draws from a source that is not seeded"
-                return f"example {index} is another on {name}: {why}"
+                why = f"{depends} or draws unseeded random numbers"
+                return f"example {index} differs on {name}: {why}"
     return ""
 
 
 def _explain_augmentation(reference: Evidence, other: Evidence) -> str:
     digests = other.digests
-    for place, digest in reference.digests.items():
-        if place in digests and not _is_close(digest, digests[place]):
-            epoch, index = place.split("/")
-            why = "augment draws from what is not its Random argument"
-            return f"example {index} of epoch {epoch} is another: {why}"
+    for key, digest in reference.digests.items():
+        if key in digests and not _is_close(digest, digests[key]):
+            epoch, index = key.split("/")
+            why = "augment does not draw all random numbers from its Random argument"
+            return f"example {index} of epoch {epoch} differs: {why}"
     return ""
 
 
@@ -61,35 +61,36 @@ def _explain_functions(reference: Evidence, other: Evidence) -> str:
     for p in [*reference.probes, first, *rest]:
         if _are_close(p.first, p.second):
             continue
-        why = "they draw random numbers that are not seeded"
+        why = "they draw unseeded random numbers"
         if p.changed:
-            why = f"they depend on {', '.join(p.changed)}, which they change: that is no buffer"
-        return f"model or loss gave two results for one batch and seed: {why}"
+            why = f"they depend on {', '.join(p.changed)}, which they change and no buffer holds"
+        return f"model or loss returned two results for one batch and seed: {why}"
     if any(not _are_close(first.first, p.first) for p in [reference.probes[0], *rest]):
         why = "they depend on the rank"
-        return f"model or loss give another result on another rank for the same batch: {why}"
+        return f"model or loss returned two results for one batch on two ranks: {why}"
     return ""
 
 
 def _explain_place(reference: Evidence, other: Evidence, group: str, where: str) -> str:
-    if group == "metrics":
+    mixes = other.probes[0].mixes
+    if group == "metrics" and not (mixes["outputs"] or mixes["values"]):
         why = "metrics, summarize or the eval data depend on rank or batch size"
         return f"training agrees and evaluation does not: {why}"
-    if group not in ("losses", "weights") or where.endswith(" of step 1"):
+    if group == "metrics" or group not in ("losses", "weights") or where.endswith(" of step 1"):
         return ""
-    agree = "the first gradients agree, so the update does not"
+    agree = "the first gradients agree, so the update differs"
     rates = other.rates
     for step, rate in reference.rates.items():
         if step in rates and not _is_close(rate, rates[step]):
-            why = f"the rate of step {step} is {rate:.6g} on one rank, {rates[step]:.6g} here"
+            why = f"the lr of step {step} is {rate:.6g} on one rank, {rates[step]:.6g} here"
             return (
                 f"{agree}: {why}; build_optimizer, schedule or train_step depend on rank or clock"
             )
     notes = other.ranks
     for rank in notes[1:]:
         if any(not torch.equal(t, rank.last_weights[n]) for n, t in notes[0].last_weights.items()):
-            why = "the ranks do not have the same weights"
-            return f"{agree}: {why}; optimizer or train_step draw numbers or depend on the rank"
+            why = "the ranks have different weights"
+            return f"{agree}: {why}; optimizer or train_step depend on the rank or on chance"
     return f"{agree}: optimizer or train_step depend on the layout"
 
 
@@ -99,20 +100,20 @@ def _explain_layers(probe: Probe) -> str:
         advice = "give run.norm_rows=<rows>, or strategy.sync_batchnorm=true"
         return f"plain BatchNorm {why}; {advice}"
     if probe.mixes["outputs"]:
-        why = "what it gives for an example depends on the others"
+        why = "its output for an example depends on the other examples"
         return f"the model mixes the rows of a micro-batch: {why}"
     if probe.mixes["values"]:
-        why = "its value for an example depends on the others"
+        why = "its value for an example depends on the other examples"
         return f"the loss mixes the rows of a micro-batch: {why}"
     if probe.kernels:
-        why = "draws inside its kernel, by micro-batch and not by example"
+        why = "draws inside its kernel, per micro-batch and not per example"
         advice = "put nn.Dropout between its layers"
         return f"{' and '.join(probe.kernels)} {why}; {advice}"
     if probe.is_torchs_dropout:
         advice = "leave it out, or keep the size of the micro-batch"
-        return f"run.dropout=torch draws by micro-batch, whose size the layout changes; {advice}"
+        return f"run.dropout=torch draws per micro-batch, whose size the layout changes; {advice}"
     state = "state that the model keeps outside of its buffers"
-    return f"not known: look at custom autograd functions, and at {state}"
+    return f"unknown; check custom autograd functions, and {state}"
 
 
 def _is_close(one: float, other: float) -> bool:

@@ -1,4 +1,4 @@
-"""Recording: the program of one rank, which trains the user's task and notes evidence."""
+"""Recording: the program of one rank, which trains the user's task and records evidence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from trainer.cli import load_task, run
@@ -19,16 +18,17 @@ from trainer.data.randomness import Random
 from trainer.engine.means import Values
 from trainer.engine.outcome import Outcome
 from trainer.record.directory import METRICS, read_entries
+from trainer.strategy.base import Strategy
 from trainer.trainer import Trainer
 from trainer.verify.evidence import Notes, Tensors
 from trainer.verify.probe import digest_rows, probe
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train the runs of a plan, a JSON file.
+    """Train the runs of a plan, a JSON file whose path is the only argument.
 
     {"out": folder, "config_dirs": [...], "runs": [[name, overrides], ...], "kill": null or
-    [step, rank]}: that rank kills itself when it is about to train at that 0-based step.
+    [step, rank]}: that rank kills itself before it trains at that 0-based step.
     """
     plan = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     for name, overrides in plan["runs"]:
@@ -37,13 +37,13 @@ def main(arguments: Sequence[str]) -> int:
         task = recorded(load_task(config), recorder)(config)
         directory = task.fit().directory
         rank = task.world.rank
-        recorder.finish(task.model, directory if rank == 0 else None)
+        recorder.finish(directory if rank == 0 else None)
         recorder.notes.save(Path(plan["out"]) / f"{name}-{rank}.pt")
     return 0
 
 
 class Recorder:
-    """Takes the notes of one rank. It is no part of the user's task, whose names are the user's."""
+    """Recorder of one rank's evidence, kept outside the user's task to use none of its names."""
 
     def __init__(self, kill: Sequence[int] | None):
         self.notes = Notes()
@@ -51,47 +51,53 @@ class Recorder:
         self._is_stepping = False
 
     def step(self, task: Any, batch: LocalBatch, train_step: Callable[[Any], Outcome]) -> Outcome:
-        """One step of the user's, with notes."""
+        """Run the user's train_step and record its evidence."""
         step = task.step
         if self._kill == (step, task.world.rank):
             os.kill(os.getpid(), signal.SIGKILL)
         notes = self.notes
         if notes.probe is None:
             notes.probe = probe(task._run, task)
-            notes.first_weights = _copy(task.model.state_dict())
+            strategy = task._run.engine.strategy
+            notes.num_shards = strategy.mesh.shard
+            shards = strategy.shards().items()
+            notes.divided = [name for name, s in shards if s.shape != tuple(s.tensor.shape)]
+            notes.first_weights = _copy({name: shard.tensor for name, shard in shards})
         notes.indices[step + 1] = [i for indices in batch.indices for i in indices.tolist()]
         self._is_stepping = True
         outcome = train_step(batch)
         self._is_stepping = False
+        if step + 1 == task._run.num_steps:
+            shards = task._run.engine.strategy.shards()
+            notes.last_weights = _copy({name: shard.tensor for name, shard in shards.items()})
         return outcome
 
     def examples(self, random: Random, inputs: Any, targets: Any) -> None:
-        """Note a micro-batch as it was augmented, where a step trains on it."""
+        """Record an augmented micro-batch if it belongs to a training step."""
         if not self._is_stepping:
             return
         digests = digest_rows((inputs, targets))
         for index, digest in zip(random.indices.tolist(), digests, strict=True):
             self.notes.digests[f"{random.epoch}/{index}"] = digest
 
-    def gradients(self, model: nn.Module) -> None:
-        """Note the gradients of the first update."""
+    def gradients(self, strategy: Strategy) -> None:
+        """Record the gradients of the first update."""
         if not self.notes.gradients:
-            named = model.named_parameters()
+            named = strategy.parameters.items()
             gradients = {name: p.grad for name, p in named if p.grad is not None}
             self.notes.gradients = _copy(gradients)
 
-    def finish(self, model: nn.Module, directory: Path | None) -> None:
-        """Note the last weights, and the metrics.jsonl of the run directory on rank 0."""
-        self.notes.last_weights = _copy(model.state_dict())
+    def finish(self, directory: Path | None) -> None:
+        """Record, on rank 0, the metrics.jsonl of the run directory."""
         if directory is not None:
             self.notes.record = [entry for _, entry in read_entries(directory / METRICS)]
 
 
 def recorded(base: Any, recorder: Recorder) -> Any:
-    """The user's task with a recorder: it learns exactly what it learns without."""
+    """Return the user's task class with a recorder, which does not change what is learned."""
 
     class Updating(Trainer):
-        """Comes after the user's class in the method order: its own `update` still counts."""
+        """Base after the user's class in the method order, so that the user's `update` is kept."""
 
         def update(
             self,
@@ -103,7 +109,7 @@ def recorded(base: Any, recorder: Recorder) -> Any:
             run: Any = self._run
             engine = run.engine
             gradients = engine.backward(batch, loss or self.loss, optimizers, name)
-            recorder.gradients(engine.model)  # reduced, and not yet clipped
+            recorder.gradients(engine.strategy)  # reduced, and not yet clipped
             return engine.step(gradients, optimizers)
 
     class Recorded(base, Updating):

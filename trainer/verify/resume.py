@@ -1,4 +1,4 @@
-"""Resume: a run that is killed at random steps and started again, compared with one that is not."""
+"""Resume: compare a run that is killed at random steps and resumed with an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ from trainer.verify.comparison import (
 from trainer.verify.evidence import Evidence
 from trainer.verify.stage import FP64, Stage
 
-LEAST_STEPS = 5  # one is saved after the second, so that a kill in the fourth leaves something
-RANKS = 2  # of the undisturbed run, and of those that are killed
+LEAST_STEPS = 5  # checkpoints follow every second step: a kill in step 4 leaves one
+RANKS = 2  # of the uninterrupted run and of the killed runs
 SAVES = ["checkpoint.every_steps=2", "checkpoint.every_epochs=null", "checkpoint.background=false"]
-LOST = "state kept outside of model, optimizer and step, or random numbers that are not seeded"
+LOST = "state kept outside of model, optimizer and step, or unseeded random numbers"
 
 
 def prove_resume(stage: Stage, kills: int, seed: int) -> list[Finding]:
-    """Kill a run at random steps and resume it: on as many ranks to the bit, on others nearly."""
+    """Kill a run at random steps, resume it, and compare it with an uninterrupted run.
+
+    Bits must be equal on the same number of ranks, results up to rounding on 1 and 3 ranks.
+    """
     if stage.steps < LEAST_STEPS:
-        needs = f"--resume needs at least {LEAST_STEPS}, to kill after a save"
-        raise ConfigError(f"steps={stage.steps}: {needs}")
-    chance = random.Random(seed)  # noqa: S311  # no secret
+        must = f"must be at least {LEAST_STEPS} with --resume, to kill after a save"
+        raise ConfigError(f"steps={stage.steps}: {must}")
+    chance = random.Random(seed)  # noqa: S311  # not for security
     findings = []
     for precision in stage.precisions:
         whole = stage.train("undisturbed", RANKS, SAVES, [precision])[precision]
-        findings.append(judge_reference(f"undisturbed, {RANKS} ranks", precision, whole))
+        findings.append(judge_reference(f"uninterrupted, {RANKS} ranks", precision, whole))
         sizes = [RANKS] * kills + ([1, 3] if precision == FP64 else [])
         for number, ranks in enumerate(sizes):
             step = chance.randrange(LEAST_STEPS - 2, stage.steps)
@@ -53,14 +56,14 @@ def prove_resume(stage: Stage, kills: int, seed: int) -> list[Finding]:
 def _compare(
     layout: str, precision: str, whole: Evidence, resumed: Evidence, is_exact: bool
 ) -> Finding:
-    """Compare the steps that the second process made, and the state at the end."""
+    """Compare the steps after the resume, and the state at the end."""
     steps = resumed.steps
     if len(steps) == len(whole.steps):
-        why = "it began anew: there was no checkpoint"
+        why = "it started from step 0: there was no checkpoint"
         return Finding(layout, precision, PROVES_NOTHING, reason=why)
     reference = whole.of_steps(steps)
     finding = compare(layout, precision, reference, resumed.of_steps(steps))
-    if finding.result == DIFFERENT:  # the probe of its ranks was made with other weights
+    if finding.result == DIFFERENT:  # its probe used other weights, so it explains nothing
         return replace(finding, reason=LOST)
     if not is_exact or finding.result != AGREES:
         return finding

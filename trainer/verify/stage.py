@@ -1,4 +1,4 @@
-"""The stage: layouts run as real processes, and the evidence that they leave."""
+"""Stage: run layouts as real processes and collect their evidence."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from pathlib import Path
 
 import trainer
 from trainer.config.schema import Config
+from trainer.distributed import entry
 from trainer.distributed.launchers import CODES
 from trainer.errors import ConfigError, RunError
 from trainer.strategy.hooks import COMPRESSING
-from trainer.verify.evidence import Evidence, Notes
+from trainer.verify.evidence import Evidence, Notes, join_shards
 
 FP64 = "fp64"
 _FRAME = re.compile(r'  File "([^"]+)", line (\d+), in (.+)')
@@ -24,7 +25,7 @@ _PACKAGE = str(Path(trainer.__file__).parent)
 
 
 class Stage:
-    """A folder in which layouts are run, and the precisions that they are run in."""
+    """Folder in which layouts are run, and the precisions to run them in."""
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class Stage:
         steps: int,
     ):
         self.steps = steps
-        is_compressed = config.strategy.comm_hook in COMPRESSING  # such hooks take float32 alone
+        is_compressed = config.strategy.comm_hook in COMPRESSING  # such hooks accept float32 only
         self.precisions = {
             FP64: ["strategy.comm_hook=none"] if is_compressed else [],
             config.strategy.precision: [],
@@ -53,9 +54,9 @@ class Stage:
     def train(
         self, name: str, ranks: int, overrides: Sequence[str], precisions: Collection[str]
     ) -> dict[str, Evidence]:
-        """Train on `ranks` real processes; the evidence by precision.
+        """Train on `ranks` real processes and return the evidence by precision.
 
-        Raises ConfigError or RunError with their last words where they fail.
+        Raises ConfigError or RunError with the error line of the ranks if they fail.
         """
         plan = self._write_plan(name, overrides, precisions, None)
         self._check(name, self.launch(plan, ranks))
@@ -63,7 +64,7 @@ class Stage:
         for precision in precisions:
             run = _run_name(name, precision)
             files = [self._folder / f"{run}-{rank}.pt" for rank in range(ranks)]
-            evidence[precision] = Evidence([Notes.load(file) for file in files])
+            evidence[precision] = Evidence(join_shards([Notes.load(file) for file in files]))
         return evidence
 
     def train_and_kill(
@@ -75,7 +76,10 @@ class Stage:
         step: int,
         rank: int,
     ) -> bool:
-        """Train, and kill a rank when it is about to train at 0-based `step`; was it killed?"""
+        """Train, and kill a rank before it trains at 0-based `step`.
+
+        Returns False if the run ended before. Raises ConfigError or RunError if it failed.
+        """
         plan = self._write_plan(name, overrides, [precision], (step, rank))
         done = self.launch(plan, ranks)
         if done.returncode == -signal.SIGKILL or "SIGKILL" in done.stderr:
@@ -84,10 +88,11 @@ class Stage:
         return False
 
     def launch(self, plan: Path, ranks: int) -> subprocess.CompletedProcess[str]:
+        """Run a plan on `ranks` processes, with torchrun if there are several."""
         words = [sys.executable]
         if ranks > 1:
             words += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        words += ["-m", "trainer.verify.recording", str(plan)]
+        words += [*entry.words("verify.recording"), str(plan)]
         more = {"OMP_NUM_THREADS": "1", CODES: str(self._folder / "codes")}
         environment = {**os.environ, **more}
         return subprocess.run(words, capture_output=True, text=True, env=environment)  # noqa: S603
@@ -117,7 +122,7 @@ class Stage:
     def _check(self, name: str, done: subprocess.CompletedProcess[str]) -> None:
         if not done.returncode:
             return
-        codes = self._folder / "codes"  # torchrun makes 1 of every exit code
+        codes = self._folder / "codes"  # torchrun turns every failure into exit code 1
         is_refused = codes.exists() and "2" in codes.read_text().split()
         error = ConfigError if is_refused else RunError
         raise error(f"{name}: {last_words(done.stderr)}")
@@ -128,7 +133,7 @@ def _run_name(name: str, precision: str) -> str:
 
 
 def last_words(stderr: str) -> str:
-    """The error line of ranks that failed, else the first exception and its place in the task."""
+    """Return the error line of failed ranks, else the first exception and where it was raised."""
     lines = stderr.splitlines()
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if errors and not errors[0].startswith("another rank "):
@@ -137,7 +142,7 @@ def last_words(stderr: str) -> str:
 
 
 def _find_exception(lines: Sequence[str]) -> str | None:
-    """The first exception, with its last frame outside of this package and of libraries."""
+    """Return the first exception, with its last frame outside this package and libraries."""
     frames: list[re.Match[str]] | None = None
     for line in lines:
         if line.startswith("Traceback "):

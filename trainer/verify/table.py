@@ -1,4 +1,4 @@
-"""The table of findings, as `trainer.verify` prints it."""
+"""The table of findings that `trainer.verify` prints."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from trainer.data.order import Cut
 from trainer.verify.comparison import Finding
+from trainer.verify.layouts import LAYOUTS, ONE_CUT, Layout
 
 GROUPS = ("examples", "losses", "gradients", "weights", "metrics")
 
 
 def show(findings: Sequence[Finding], steps: int) -> None:
-    """Print the table, the reasons below it, and the result."""
-    table = Table("layout", "precision", *GROUPS, "verdict", box=None, header_style="bold")
+    """Print the table, the reasons below it, and the overall result."""
+    table = Table("layout", "precision", *GROUPS, "result", box=None, header_style="bold")
     for finding in findings:
         cells = [_cell(finding, group) for group in GROUPS]
         table.add_row(finding.layout, finding.precision, *cells, finding.result)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    caption = f"{steps} steps; largest relative difference to the reference"
+    caption = f"{steps} steps; largest relative difference from the reference"
     console.print(caption, table, sep="\n")
     for finding in findings:
         if finding.reason or finding.where:
@@ -31,7 +33,16 @@ def show(findings: Sequence[Finding], steps: int) -> None:
     if num_bad:
         console.print(f"NOT proved: {num_bad} of {len(findings)}")
     else:
-        console.print("proved: what is learned did not change")
+        console.print("proved: all runs learned the same")
+
+
+def show_left_out(layouts: Sequence[Layout], units: int, cut: Cut) -> None:
+    """Print the default layouts that the global batch does not allow."""
+    chosen = {layout.name for layout in layouts}
+    left = [name for name in (ONE_CUT if cut.is_fixed else LAYOUTS) if name not in chosen]
+    if left:
+        parts = f"{units} part{'s' if units > 1 else ''} of {cut.unit} rows"
+        print(f"left out: {', '.join(left)} (the global batch has {parts})")
 
 
 def _cell(finding: Finding, group: str) -> str:
@@ -39,5 +50,5 @@ def _cell(finding: Finding, group: str) -> str:
         return ""
     value = finding.worst[group]
     if group == "examples":
-        return "other" if value else "same"
+        return "differ" if value else "same"
     return "0" if value == 0 else f"{value:.0e}"

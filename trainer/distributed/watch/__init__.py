@@ -1,1 +1,1 @@
-"""Hangs: each rank writes its progress to shared memory, and a process per node reads it."""
+"""Hang detection: ranks write their progress to shared memory; a process per node reads it."""

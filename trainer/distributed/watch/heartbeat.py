@@ -1,7 +1,7 @@
-"""A rank's heartbeat: its step, its phase and since when, in shared memory.
+"""A rank's heartbeat: its step, its phase and the start of the phase, in shared memory.
 
-The watcher (watcher.py) that reads it is a process and not a thread: a thread is stopped together
-with its process, and waits for a GIL that a hung C call never releases.
+The watcher (watcher.py) that reads it is a separate process. A thread would be stopped together
+with its process, and would wait for the GIL, which a hung C call never releases.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainer.distributed.world import World
 
 
 class Heartbeat:
-    """Written by the rank, in some 0.2 us a call; without a watcher nobody reads it."""
+    """This rank's progress, written in about 0.2 us a call; without a watcher nothing reads it."""
 
     def __init__(self, memory: memoryview):
         self._page = memory[: watcher.FIELDS * 8].cast("d")
@@ -34,13 +34,13 @@ class Heartbeat:
         self._began = 0.0
 
     def enter(self, phase: Phase) -> None:
-        """Note that a phase begins."""
+        """Record the start of a phase."""
         page = self._page
         page[watcher.PHASE] = phase
         page[watcher.SINCE] = time.monotonic()
 
     def begin_step(self, step: int) -> None:
-        """Note that a step begins, with its data."""
+        """Record the start of a step; its first phase is loading the data."""
         self._began = time.monotonic()
         page = self._page
         page[watcher.PHASE] = Phase.DATA
@@ -48,27 +48,27 @@ class Heartbeat:
         page[watcher.STEP] = step
 
     def reduce_begun(self, *_: Any) -> None:
-        """Note that this rank's gradients are there, and that it waits for the other ranks'."""
+        """Record that this rank's gradients are ready and that it waits for the other ranks."""
         self.enter(Phase.REDUCE)
         page = self._page
         page[watcher.BUSY] = page[watcher.SINCE] - self._began
 
     def end_step(self) -> None:
-        """Note that the step is done."""
+        """Record the end of a step."""
         page = self._page
         page[watcher.TOTAL] += page[watcher.BUSY]
         page[watcher.STEPS] += 1
         page[watcher.STEP] += 1
 
     def set_directory(self, directory: str) -> None:
-        """Note where the watcher writes exit.json."""
+        """Record the run directory, where the watcher writes exit.json."""
         data = directory.encode()[: watcher.MAX_PATH - 1] + b"\0"
         self._path[: len(data)] = data
 
 
 @contextmanager
 def watched(timeout_s: float | None, group: Group) -> Iterator[Heartbeat]:
-    """Watch the ranks while the block runs; each node's first one starts a watcher (Linux only)."""
+    """Detect hangs during the block: each node's first rank starts a watcher (Linux only)."""
     if timeout_s is None or not hasattr(os, "memfd_create"):
         yield Heartbeat(memoryview(bytearray(mmap.PAGESIZE)))
         return
@@ -103,10 +103,10 @@ def watched(timeout_s: float | None, group: Group) -> Iterator[Heartbeat]:
 
 
 def _node(world: World) -> str:
-    """Name the place where a process id has one meaning.
+    """Name the host and namespaces in which a process id is unique.
 
-    node_rank alone is a guess when ranks are started by hand, and containers number their own
-    processes.
+    node_rank alone is a guess if the ranks were started by hand (environment variables), and
+    containers number their own processes.
     """
     parts = [str(world.node_rank), world.host]
     with suppress(OSError):
@@ -116,7 +116,7 @@ def _node(world: World) -> str:
 
 
 def _start_watcher(settings: dict[str, Any], memory: int) -> subprocess.Popen[bytes]:
-    """Start it by its file (`-m` loads the package); -S -E make it 15 ms instead of 60."""
+    """Run watcher.py as a file, as `-m` loads the package; -S -E save 45 of its 60 ms."""
     words = [sys.executable, "-S", "-E", watcher.__file__]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=[memory])  # noqa: S603
     assert process.stdin is not None

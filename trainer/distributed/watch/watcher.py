@@ -1,8 +1,8 @@
-"""The watcher of one node: a process that names a hung rank of this node and ends the node's ranks.
+"""The watcher of one node: a process that reports a hung rank of its node and kills all of them.
 
-Run by its file, so that only the standard library is loaded. It reads the heartbeats that the ranks
-write into shared memory (heartbeat.py) and the state that the kernel reports for each. Watchers of
-different nodes do not talk to each other: each judges and ends its own ranks.
+It is run as a file, so that only the standard library is loaded. It reads the heartbeats that the
+ranks write to shared memory (heartbeat.py) and the kernel's state of each process. Watchers of
+different nodes do not communicate: each judges and kills the ranks of its own node.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-# The signal for a stack (Linux only): SIGUSR1 asks to stop, and SIGUSR2 is the task's.
+# The signal that dumps a stack (Linux only): SIGUSR1 asks to stop, SIGUSR2 is left to the task.
 DUMP = getattr(signal, "SIGRTMIN", 0) + 7
-# What torchrun, SLURM, systemd or a terminal sends to all processes of a job.
+# Signals that torchrun, SLURM, systemd or a terminal sends to all processes of a job.
 OF_A_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # The page: float64 fields, then a path of at most MAX_PATH bytes.
 STEP, PHASE, SINCE, BUSY, TOTAL, STEPS, FIELDS = range(7)
@@ -43,25 +43,25 @@ PHASES = (
 )
 
 ALL_WAIT = "every rank waits for another"
-ALL_WAIT_HERE = "every rank of this node waits for a rank of another node or of its own"
+ALL_WAIT_HERE = "every rank of this node waits for a rank of another node or of this one"
 
 HOST = os.uname().nodename
 PATIENCE = 5  # times the limit, before the first step and while saving
-OTHER_NODES_FIRST = 1.5  # times the limit, where all ranks of this node wait
+OTHER_NODES_FIRST = 1.5  # times the limit, if all ranks of this node wait
 POLL_S = 0.25
-ASLEEP_S = 2.0  # between two looks: this process or the machine slept, and the ranks with it
+ASLEEP_S = 2.0  # a longer gap between two checks: the machine, and so the ranks, were suspended
 STOPPED = ("T", "t")  # the kernel's states: stopped by a signal, by a debugger
-# A rank that builds data and model works, and does not hang, above this.
+# A rank that builds data and model is working, not hung, above either of these.
 LEAST_LOAD = 0.05  # of a core
-LEAST_BYTES = 2**16  # read and written
-LOAD_S = 0.5  # the least time over which they are taken
-ENDING_S = 0.5  # from the end of a process's files to its own
+LEAST_BYTES = 2**16  # read or written
+LOAD_S = 0.5  # the shortest interval over which they are measured
+ENDING_S = 0.5  # between a process's files being closed and its exit
 STRAGGLER = 3.0  # times the median
 STRAGGLER_STEPS = 50
 
 
 class Phase(IntEnum):
-    """A rank's occupation; PHASES has the words, but for LEFT: the group, in good order."""
+    """The phase that a rank is in; PHASES has their names. LEFT: it is no longer watched."""
 
     START, BUILD, DATA, COMPUTE, REDUCE, UPDATE, LOG, EVALUATE, SAVE, END, LEFT = range(11)
 
@@ -86,7 +86,7 @@ class State:
         return PATIENCE if not self.steps or self.phase == Phase.SAVE else 1
 
     def is_waiting(self, stack: Sequence[str]) -> bool:
-        """True in a collective, which ends when other ranks call it too."""
+        """Return True if it is in a collective, which ends when other ranks call it too."""
         if self.is_stopped:
             return False
         is_building_ddp = any("torch/nn/parallel/distributed.py" in frame for frame in stack[:1])
@@ -104,10 +104,10 @@ class State:
 
 
 class Rank:
-    """A rank's page, and its stacks behind it, reached through the file that it holds open."""
+    """A rank's heartbeat and stack dumps, read through the file that the rank holds open."""
 
     def __init__(self, facts: Mapping[str, Any], is_inherited: bool):
-        """`is_inherited`: this process has the file too, so the rank may be gone already."""
+        """`is_inherited`: this process has the file too, so the rank may have exited already."""
         self.rank: int = facts["rank"]
         self.pid: int = facts["pid"]
         self._launcher: int | None = facts["launcher"]
@@ -119,11 +119,11 @@ class Rank:
             self._page = mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
 
     def fields(self) -> Sequence[float]:
-        """The last that the rank has written, also once it is gone."""
+        """Return the last values that the rank wrote, even after it exited."""
         return memoryview(self._page)[: FIELDS * 8].cast("d").tolist()
 
     def read(self, woke: float) -> State | None:
-        """The rank's state, its time counted since this node woke; None once it is gone."""
+        """Return the rank's state, its seconds counted since the node woke; None if it exited."""
         kernel, parent = _kernel_state(self.pid)
         if kernel in ("", "Z", "X"):
             return None
@@ -145,7 +145,7 @@ class Rank:
         )
 
     def _last_work(self) -> float:
-        """The last time when it was seen to use a processor or files: preprocessing may be long."""
+        """Return when it last used the CPU or files: preprocessing may take long."""
         now = time.monotonic()
         then, spent, moved = self._work
         pids = (self.pid, *_children(self.pid))
@@ -157,12 +157,12 @@ class Rank:
         return self._worked
 
     def directory(self) -> str:
-        """The run directory; empty before there is one."""
+        """Return the run directory; an empty string before there is one."""
         path = self._page[FIELDS * 8 : FIELDS * 8 + MAX_PATH]
         return path.split(b"\0")[0].decode(errors="replace")
 
     def stack(self, limit_s: float = 2.0) -> list[str]:
-        """The main thread's frames, innermost first; a stopped process is continued for it."""
+        """Return the main thread's frames, innermost first, continuing a stopped process."""
         with suppress(OSError):
             size = self._memory.stat().st_size
             os.kill(self.pid, DUMP)
@@ -177,21 +177,21 @@ class Rank:
         return []
 
     def kill(self) -> None:
-        """Kill the process and its children: a stopped data worker would hold its output open."""
+        """Kill the process and its children: a stopped data worker would keep its output open."""
         for pid in (*_children(self.pid), self.pid):
             if pid != os.getpid():
                 _send(pid, signal.SIGKILL)
 
 
 class Stragglers:
-    """Finds ranks whose own work in a step takes 3 times the median, over 50 steps; once each."""
+    """Find ranks whose own work in a step takes 3 times the median, over 50 steps; once each."""
 
     def __init__(self) -> None:
         self._before: Sequence[State] = ()
         self._named: set[int] = set()
 
     def find(self, states: Sequence[State]) -> Iterator[str]:
-        """A line for each new straggler among the ranks of this node."""
+        """Yield a line for each new straggler among the ranks of this node."""
         before = self._before or states
         pairs = list(zip(states, before, strict=True))
         steps = min(s.steps - past.steps for s, past in pairs)
@@ -209,7 +209,7 @@ class Stragglers:
 
 
 class Watcher:
-    """Looks at this node's ranks, several times within the limit."""
+    """Checker of this node's ranks, called several times within the limit."""
 
     def __init__(self, settings: Mapping[str, Any]):
         self._timeout_s: float = settings["timeout_s"]
@@ -223,7 +223,7 @@ class Watcher:
         self._next_report = 0.0
 
     def look(self) -> bool:
-        """True when the watch is over: a rank has ended, or all have been ended."""
+        """Check once. Return True at the end: a rank has exited, or all ranks were killed."""
         now = time.monotonic()
         if now - self._looked > ASLEEP_S:
             self._woke = now
@@ -243,7 +243,7 @@ class Watcher:
         return False
 
     def tell_ends(self) -> None:
-        """Report each rank that has ended without an error message: its code may even be 0."""
+        """Report each rank that exited without an error message; its exit code may even be 0."""
         for rank in self._ranks:
             fields = rank.fields()
             phase = int(fields[PHASE])
@@ -256,14 +256,14 @@ class Watcher:
                 _say(f"error: {who} ended without an error message {where}: {why}")
 
     def _end_orphans(self, states: Sequence[State]) -> None:
-        """Ask ranks to stop whose torchrun is gone: a SIGUSR1 kills it before it can tell them."""
+        """Ask ranks to stop whose torchrun exited: SIGUSR1 kills it before it can ask them."""
         for s in states:
             if s.is_orphan and s.rank not in self._orphans:
                 self._orphans.add(s.rank)
                 _send(s.pid, signal.SIGTERM)
 
     def _judge(self, states: Sequence[State], overdue: float) -> bool:
-        """Report and end the ranks; later where all wait and another node may have the hung one."""
+        """Report a hang and kill the ranks; later if the hung rank may be on another node."""
         numbers = {state.rank for state in states}
         stacks = {rank.rank: rank.stack() for rank in self._ranks if rank.rank in numbers}
         waiting = [s for s in states if s.is_waiting(stacks[s.rank])]
@@ -277,11 +277,11 @@ class Watcher:
             return False
         parts = [s.describe() for s in hung] or [ALL_WAIT if self._is_only_node else ALL_WAIT_HERE]
         parts += _describe_waiting([s for s in states if s not in hung], waiting)
-        line = f"no progress: {'; '.join(parts)}"
+        line = f"hang detected: {'; '.join(parts)}"
         _say(f"error: {line}")
         for s in hung or states:
             frames = stacks[s.rank][:12]
-            title = ", innermost call first:" if frames else ": its stack cannot be had"
+            title = ", innermost call first:" if frames else ": its stack could not be read"
             _say("\n  ".join([f"rank {s.rank}{title}", *frames]))
         if directory := self._ranks[0].directory():
             with suppress(OSError):
@@ -292,7 +292,7 @@ class Watcher:
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0, 1`, `ranks 0-6, 9`."""
+    """Format rank numbers: `rank 3`, `ranks 0, 1`, `ranks 0-6, 9`."""
     ranges: list[list[int]] = []
     for rank in sorted(ranks):
         if ranges and rank == ranges[-1][-1] + 1:
@@ -305,7 +305,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def _describe_waiting(states: Sequence[State], waiting: Sequence[State]) -> Iterator[str]:
-    """The phases, or collectives in them, that ranks are blocked in."""
+    """Describe the phases, or the collectives in them, in which ranks are blocked."""
     places: dict[str, list[int]] = {}
     for s in states:
         collective = "a collective in " * (s in waiting and s.phase != Phase.REDUCE)
@@ -316,7 +316,7 @@ def _describe_waiting(states: Sequence[State], waiting: Sequence[State]) -> Iter
 
 
 def _kernel_state(pid: int) -> tuple[str, int]:
-    """The kernel's state (R, S, D, Z, T: stopped, t: traced) and the parent; ("", 0) if gone."""
+    """Return the kernel's state (R, S, D, Z, T: stopped, t: traced) and the parent, or ("", 0)."""
     with suppress(OSError):
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
         return state, int(parent)
@@ -324,7 +324,7 @@ def _kernel_state(pid: int) -> tuple[str, int]:
 
 
 def _seconds_of_work(pid: int) -> float:
-    """Processor time of a process."""
+    """Return the CPU time of a process in seconds."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -332,7 +332,7 @@ def _seconds_of_work(pid: int) -> float:
 
 
 def _bytes_moved(pid: int) -> int:
-    """Bytes that a process has read and written."""
+    """Return the bytes that a process has read and written."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
@@ -351,7 +351,7 @@ def _send(pid: int, number: int) -> None:
 
 
 def _say(line: str) -> None:
-    with suppress(OSError):  # of a terminal that is gone
+    with suppress(OSError):  # the terminal was closed
         print(line, file=sys.stderr, flush=True)
 
 
@@ -364,19 +364,19 @@ def _write_exit(directory: Path, reason: str, step: int) -> None:
 
 
 def main() -> None:
-    """Watch until a rank has ended, or the rank that started this process writes a second line."""
+    """Watch until a rank exits, or the rank that started this process writes a second line."""
     for number in OF_A_JOB:
-        signal.signal(number, signal.SIG_IGN)  # they are for the ranks
-    with open(0, "rb", buffering=0) as lines:  # unbuffered: `select` sees what follows the line
+        signal.signal(number, signal.SIG_IGN)  # they are meant for the ranks
+    with open(0, "rb", buffering=0) as lines:  # unbuffered, so that `select` notices a second line
         settings = json.loads(lines.readline())
         try:
             watcher = Watcher(settings)
         except OSError:
-            return  # a rank is gone already
+            return  # a rank has exited already
         while not watcher.look():
             if select.select([lines], [], [], min(POLL_S, settings["timeout_s"] / 10))[0]:
                 if not lines.read(1):
-                    time.sleep(ENDING_S)  # the rank that started this process is ending
+                    time.sleep(ENDING_S)  # the rank that started this process is exiting
                 watcher.tell_ends()
                 return
 

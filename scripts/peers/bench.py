@@ -1,0 +1,182 @@
+"""The contestants and their runs: real processes under torchrun, and the files that they write."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from harness.launch import environment_of_a_command, kill_with_descendants
+
+from peers.problem import KILL_STEP, Settings
+
+LIMIT_S = 60
+PEERS = Path(__file__).resolve().parent
+
+
+def script(name: str) -> Callable[[Settings], list[str]]:
+    return lambda settings: [str(PEERS / f"{name}_script.py")]
+
+
+def lockstep(settings: Settings) -> list[str]:
+    words = ["-m", "trainer", "--config-dir", str(PEERS / "conf"), "task=points"]
+    words += [f"run.dir={settings.folder}", "run.name=run"]
+    words += [f"task.options.dropout={settings.dropout}"]
+    words += [f"checkpoint.every_steps={settings.save_every}"]
+    words += [f"dist.hang_timeout_s={settings.timeout_s}"]
+    if settings.accumulation > 1:
+        words.append("data.micro_batch=5")  # of 12 rows: 5, 5 and 2
+    if settings.resume:
+        words.append("run.resume=auto")
+    return words
+
+
+@dataclass(frozen=True)
+class Contestant:
+    title: str
+    words: Callable[[Settings], list[str]]
+    packages: tuple[str, ...] = ("torch",)
+
+
+CONTESTANTS = {
+    "ddp": Contestant("plain DDP", script("ddp")),
+    "lightning": Contestant(
+        "Lightning", script("lightning"), ("lightning", "torchmetrics", "torchdata")
+    ),
+    "accelerate": Contestant("Accelerate", script("accelerate"), ("accelerate",)),
+    "lockstep": Contestant("Lockstep", lockstep, ("lockstep-trainer",)),
+}
+
+
+@dataclass
+class Done:
+    """A run that has ended, or was killed after LIMIT_S."""
+
+    folder: Path
+    code: int | None
+    seconds: float
+    output: str
+
+    def seen(self) -> dict[int, list[tuple[int, float]]]:
+        """Return (example, loss) by step, over all ranks; for a repeated step, its last time."""
+        steps: dict[int, list[tuple[int, float]]] = {}
+        for path in self.folder.glob("seen-*.jsonl"):
+            rows = read(path)
+            for row in rows:
+                later = [r for r in rows if r["session"] > row["session"]]
+                if not later or row["step"] < min(r["step"] for r in later):
+                    steps.setdefault(row["step"], []).extend(
+                        zip(row["index"], row["loss"], strict=True)
+                    )
+        return dict(sorted(steps.items()))
+
+    def last_steps(self) -> list[int]:
+        """Return the last step of each rank."""
+        return [read(path)[-1]["step"] for path in sorted(self.folder.glob("seen-*.jsonl"))]
+
+    def resumed_at(self) -> int:
+        """Return the first step of the last session."""
+        rows = read(self.folder / "seen-0.jsonl")
+        last = max(row["session"] for row in rows)
+        return min(row["step"] for row in rows if row["session"] == last)
+
+    def losses(self) -> dict[int, float]:
+        """Return the mean over all examples of the global batch, by step."""
+        return {step: fmean(loss for _, loss in rows) for step, rows in self.seen().items()}
+
+    def logged(self, key: str) -> dict[int, float]:
+        return {row["step"]: row[key] for row in read(self.folder / "logged.jsonl")}
+
+    def weights(self) -> dict[str, torch.Tensor] | None:
+        path = self.folder / "weights.pt"
+        return torch.load(path) if path.exists() else None
+
+
+def read(path: Path) -> list[dict]:
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+@dataclass
+class Started:
+    """A run that is still in progress."""
+
+    process: subprocess.Popen
+    settings: Settings
+    output: Path
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until rank 0 has reached the step."""
+        end = time.monotonic() + LIMIT_S
+        while not any(row["step"] == step for row in read(self.settings.path / "seen-0.jsonl")):
+            if time.monotonic() > end or self.process.poll() is not None:
+                raise SystemExit(f"no step {step}:\n{self.output.read_text()[-3000:]}")
+            time.sleep(0.01)
+
+
+class Bench:
+    """Runs of one contestant; a run without a fault is made only once."""
+
+    def __init__(self, name: str, folder: Path):
+        self.contestant = CONTESTANTS[name]
+        self.folder = folder
+        self._runs: dict[tuple, Done] = {}
+
+    def settings(self, name: str, **options: object) -> Settings:
+        return Settings(str(self.folder / name), **options)  # type: ignore[arg-type]
+
+    def run(self, ranks: int, **options: object) -> Done:
+        """Return an undisturbed run."""
+        key = (ranks, *sorted(options.items()))
+        if key not in self._runs:
+            name = "-".join([f"{ranks}", *(f"{k}-{v}" for k, v in key[1:])])
+            done = self.finish(self.start(ranks, self.settings(name, **options)))
+            if done.code != 0:
+                raise SystemExit(f"{self.contestant.title}, {key}:\n{done.output[-3000:]}")
+            self._runs[key] = done
+        return self._runs[key]
+
+    def start(self, ranks: int, settings: Settings) -> Started:
+        settings.path.mkdir(parents=True, exist_ok=True)
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        output = settings.path / f"output-{len(list(settings.path.glob('output-*')))}"
+        with output.open("w") as stream:
+            process = subprocess.Popen(
+                [sys.executable, *launcher, *self.contestant.words(settings)],
+                cwd=settings.path,
+                env=environment_of_a_command(**settings.environment()),
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+            )
+        return Started(process, settings, output)
+
+    def finish(self, started: Started, limit_s: float = 2 * LIMIT_S) -> Done:
+        """Wait for the end; the exit code is None if the run did not end."""
+        began = time.monotonic()
+        try:
+            code = started.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        kill_with_descendants(started.process.pid)
+        started.process.wait()
+        seconds = time.monotonic() - began
+        return Done(started.settings.path, code, seconds, started.output.read_text())
+
+    def killed(self, dropout: float = 0.2) -> Done:
+        """Run two ranks, SIGKILL all in the middle of the second epoch, and restart."""
+        key = ("killed", dropout)
+        if key not in self._runs:
+            settings = self.settings(f"killed-{dropout}", dropout=dropout, fault="pause")
+            started = self.start(2, settings)
+            started.wait_for_step(KILL_STEP)
+            self.finish(started, 0)
+            again = replace(settings, fault=None, resume=True)
+            self._runs[key] = self.finish(self.start(2, again))
+        return self._runs[key]

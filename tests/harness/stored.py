@@ -1,0 +1,97 @@
+"""The content of checkpoints of any format, and checkpoints written as the ranks of a run do."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.internals import checkpoint, open_content, read_whole
+from trainer.checkpoints.disk import Disk
+from trainer.checkpoints.saver import DiskSaver, Mail, PartSaver, Snapshot
+from trainer.strategy.shards import Shard
+
+Shards = Mapping[str, Mapping[str, Shard]]
+LIMIT_S = 60
+
+
+def save(
+    root: Path,
+    step: int,
+    parts: Sequence[Shards],
+    training: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    check_owner: Callable[[], None] = lambda: None,
+    keep_last: int = 10**6,
+) -> Path:
+    """Write a checkpoint as the savers of a run do, one rank after another; prune the others.
+
+    `parts` has the shards of each rank that writes. Raises what rank 0's saver raises: RunError
+    for an error of the disk.
+    """
+    keep: Any = SimpleNamespace(keep_last=keep_last, keep_best=0, best_mode="min")
+    vars(keep).update(metric="eval/loss", background=False, on_error="stop")
+    store = dist.HashStore()
+    disk = Disk(root, keep, print)
+    savers: list[PartSaver] = []
+    for rank in range(len(parts)):
+        mail = Mail(store, rank, range(len(parts)), LIMIT_S)
+        given = (root.parent, keep, disk, check_owner, lambda: None, mail)
+        savers.append(PartSaver(root.parent, keep, mail) if rank else DiskSaver(*given))
+        savers[rank].root = root
+    staging = savers[0].stage(step)
+    try:
+        for rank in reversed(range(len(parts) if staging else 0)):
+            savers[rank].save(staging, Snapshot(step, parts[rank], training, facts, None))
+        savers[0].settle(step)
+    finally:
+        for saver in savers:
+            saver.close()
+    return savers[0].path_of(step)
+
+
+def content_of(loaded: checkpoint.Loaded) -> dict[str, Any]:
+    """Return all that a checkpoint holds: tensors of the kinds model, optimizer and ema, and
+    `training`, its plain values."""
+    content = open_content(loaded)
+    tensors = {kind: read_whole(source) for kind, source in content.sources.items()}
+    return {**tensors, "training": content.training}
+
+
+def tensors_of(loaded: checkpoint.Loaded, kind: str = "model") -> dict[str, torch.Tensor]:
+    """Return the tensors of one kind; those of the kind optimizer as <number>/<name>/<key>."""
+    return read_whole(open_content(loaded).sources[kind])
+
+
+def plain_of(loaded: checkpoint.Loaded) -> dict[str, Any]:
+    return open_content(loaded).training
+
+
+def optimizers_of(loaded: checkpoint.Loaded) -> dict[str, Any]:
+    """Return the state of the optimizers: their tensors, and their options and plain values."""
+    return {"tensors": tensors_of(loaded, "optimizer"), "plain": plain_of(loaded)["optimizers"]}
+
+
+def check_same_bits(one: Any, other: Any, place: str = "") -> None:
+    """Check that two trees of tensors and plain values are equal in every name, type and bit."""
+    assert type(one) is type(other), f"{place}: {type(one)} and {type(other)}"
+    if isinstance(one, Mapping):
+        assert one.keys() == other.keys(), f"{place}: {one.keys() ^ other.keys()}"
+        for name, value in one.items():
+            check_same_bits(value, other[name], f"{place}/{name}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), f"{place}: {len(one)} and {len(other)}"
+        for number, pair in enumerate(zip(one, other, strict=True)):
+            check_same_bits(*pair, f"{place}/{number}")
+    elif isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape), place
+        assert torch.equal(bytes_of(one), bytes_of(other)), place
+    else:
+        assert one == other or one != one, f"{place}: {one} and {other}"
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return (bytes,), the memory of a tensor on the CPU: NaN equals NaN, and 0 is not -0."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,118 @@
+"""Every command in README and docs is run by a test, or needs hardware and the page says so."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from harness.launch import finished
+
+ROOT = Path(__file__).resolve().parent.parent
+# tests/test_migration_pages.py runs the commands of the pages from-*.md, all of them.
+PAGES = [
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"),
+    *(page for page in sorted((ROOT / "docs").glob("*.md")) if not page.name.startswith("from-")),
+]
+TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+COMMAND = re.compile(
+    r"(?:    )?((?:make|pip|python|torchrun|lockstep|srun|sbatch|mpirun|kubectl|docker|source"
+    r"|PIP_\w+=\S+) .*?)(?: +# .*)?"
+)
+# For commands that are not run here: the test that runs them, or the hardware that they need.
+ELSEWHERE = {
+    "make train": "CI",
+    "make test": "CI",
+    "make setup": "CI",
+    "source .venv/bin/activate": "CI",
+    "python -m trainer --config-dir conf task=spiral run.name=one": "test_new_task.py",
+    "torchrun --nproc_per_node=2 -m trainer --config-dir conf task=spiral run.name=two": (
+        "test_new_task.py"
+    ),
+    "python -m trainer.evaluate runs/spiral/two": "test_new_task.py",
+    "srun -N2 --ntasks-per-node=2 python -m trainer task=text": "test_slurm.py",
+    "mpirun -n 4 python -m trainer task=text dist.backend=mpi": "test_launching.py",
+    "pip install -c constraints.txt .": "test_packaging.py",
+    "make train PIP_ARGS='--extra-index-url <URL>'": "needs an index of CPU wheels",
+    "PIP_EXTRA_INDEX_URL=<URL> make train": "needs an index of CPU wheels",
+    "pip install -c constraints.txt --extra-index-url <URL> .": "needs an index of CPU wheels",
+    "docker build -f scripts/Dockerfile -t lockstep:0.1.0 .": "test_packaging.py",
+    "kubectl apply -f scripts/kubernetes.yaml -l lockstep=claim": "needs a cluster",
+    "kubectl apply -f scripts/kubernetes.yaml -l lockstep=jobset": "needs a cluster",
+    "kubectl logs -f -l jobset.sigs.k8s.io/jobset-name=lockstep-jobset": "needs a cluster",
+}
+SMALL = {
+    "task=text": [
+        *("task.options.files=24", "task.options.context=16", "task.options.width=16"),
+        *("task.options.layers=1", "task.options.heads=2", "eval.every_epochs=null"),
+    ],
+    "task=cifar": ["task.options.widths=[8,8,8]", "eval.every_epochs=null"],
+}
+SHORTER = {"run.steps=1000": "run.steps=12", "step=120": "step=3"}
+
+
+def commands_of(text):
+    """Return the command lines in blocks, without their comments."""
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    indented = re.findall(r"\n\n((?:    .+\n)+)", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    lines = "".join([*blocks, *indented]).splitlines()
+    return [found[1] for line in lines if (found := COMMAND.fullmatch(line))]
+
+
+HERE = [
+    line
+    for text in TEXTS.values()
+    for line in dict.fromkeys(commands_of(text))
+    if line not in ELSEWHERE
+]
+
+
+def test_commands_are_found():
+    assert len(commands_of(TEXTS["README.md"])) == 26 and len(HERE) >= 20
+    assert set(ELSEWHERE) <= {line for text in TEXTS.values() for line in commands_of(text)}
+    assert {line.split()[0] for line in HERE} == {"python", "torchrun"}
+
+
+def test_tests_that_run_the_other_commands_are_there():
+    for how in ELSEWHERE.values():
+        for name in re.findall(r"test_\w+\.py", how):
+            assert (ROOT / "tests" / name).is_file(), name
+    assert "never run" in TEXTS["launching.md"]  # commands that need a cluster are marked
+
+
+def test_scripts_targets_and_pages_that_docs_name_are_there():
+    targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for page in PAGES:
+        text = TEXTS[page.name]
+        for name in re.findall(r"(?<![\w/])scripts/[\w/]+\.\w+", text):
+            assert (ROOT / name).is_file(), f"{page.name} names {name}"
+        for name in re.findall(r"`make ([a-z-]+)", text):
+            assert name in targets, f"{page.name} names make {name}"
+        for name in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+            assert (page.parent / name).exists(), f"{page.name} links to {name}"
+        for name in re.findall(r'(?:src|srcset)="([^"]+)"', text):
+            assert (page.parent / name).is_file(), f"{page.name} shows {name}"
+
+
+def shortened(line):
+    """Return the command line for a small model and few steps."""
+    program, *words = [SHORTER.get(word, word) for word in shlex.split(line)]
+    for task, small in SMALL.items():
+        if task in words:
+            words += small
+            is_verify = "trainer.verify" in words
+            if not is_verify and not any(word.startswith("run.steps=") for word in words):
+                words.append("run.steps=3")
+            if is_verify:
+                words.append("steps=5")
+    if program == "torchrun":
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+    return [sys.executable, *words]
+
+
+@pytest.mark.slow
+def test_commands_run_in_the_order_of_the_pages(tmp_path):
+    # verify and sweeps compare precisions and layouts: the page's arguments, on a small model
+    for number, line in enumerate(HERE):
+        code, text = finished(shortened(line), tmp_path, tmp_path / f"{number}.log")
+        assert code == 0, f"{line}\n{text[-4000:]}"

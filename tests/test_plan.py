@@ -1,0 +1,422 @@
+"""`trainer.plan`: its numbers are those of a real run, and it needs neither memory nor ranks."""
+
+import json
+import resource
+import shlex
+from collections import Counter
+
+import pytest
+import torch
+from harness import CONF, on_ranks
+from harness.command import refuse_meeting
+from harness.internals import load_task
+from harness.training import compose
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.plan.memory import MEASURED
+from trainer.plan.planning import Layout, make_plan
+from trainer.plan.trial import Kept
+
+SHARDED = ["task=sharded", "run.steps=2", "data.path=streamed"]  # resident rows are views
+SMALL = [
+    *("task=text", "task.options.files=24", "task.options.context=16", "task.options.width=16"),
+    *("task.options.layers=2", "task.options.heads=2", "eval.every_steps=null", "run.steps=2"),
+]
+LARGE = [
+    *("task=text", "task.options.width=3072", "task.options.layers=9", "task.options.heads=24"),
+    *("task.options.context=1024", "data.global_batch=2048", "strategy.precision=amp_bf16"),
+]
+
+
+def plan(folder, *words, ranks=1, local_ranks=None, device=None):
+    layout = Layout(ranks, local_ranks or min(ranks, 8), device)
+    return make_plan(compose(folder, *words), layout, Kept())
+
+
+def sizes(made):
+    assert all(row.source == MEASURED for row in made.memory if row.name in EXACT)
+    return {row.name: row.num_bytes for row in made.memory if row.name in EXACT}
+
+
+EXACT = ("parameters", "gradients", "optimizer state", "moving average", "whole matrices")
+
+
+def bytes_of(tensors):
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+class Collectives(TorchDispatchMode):
+    """Count the collectives by the name of their operation, and the bytes that they return."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.counts[func._schema.name.removeprefix("c10d::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def run_watched(folder, *words):
+    """Train a few steps as a rank; return bytes and collectives of the last step."""
+    config = compose(folder, *words)
+    trainer = load_task(config)(config)
+    seen = {}
+
+    def train_step(batch):
+        engine = trainer._run.engine
+        strategy = engine.strategy
+        reduced = strategy.reduce
+        kept = {}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            kept.setdefault(storage._cdata, storage)
+            return tensor
+
+        def reduce(*arguments):
+            seen["gradients"] = bytes_of(strategy.gradients())
+            return reduced(*arguments)
+
+        strategy.reduce = reduce
+        own = [*trainer.model.parameters(), *trainer.model.buffers()]
+        with Collectives() as collectives, saved_tensors_hooks(pack, lambda tensor: tensor):
+            outcome = trainer.update(batch)
+        strategy.reduce = reduced
+        known = {getattr(t, "_local_tensor", t).untyped_storage()._cdata for t in own}
+        states = [s for o in engine.optimizers for s in o.state.values()]
+        seen["optimizer state"] = bytes_of(
+            value for s in states for value in s.values() if isinstance(value, torch.Tensor)
+        )
+        seen["parameters"] = bytes_of(strategy.parameters.values())
+        seen["saved"] = sum(s.nbytes() for key, s in kept.items() if key not in known)
+        seen["counts"] = dict(collectives.counts)
+        shards = engine.shards()
+        seen["moving average"] = bytes_of(s.tensor for s in shards["ema"].values())
+        written = [s.tensor for kind in shards.values() for s in kind.values() if s.is_written]
+        seen["written"] = bytes_of(written)
+        seen["flops"] = strategy.flops
+        wrapped = getattr(strategy, "_wrapped", None)
+        if hasattr(wrapped, "_get_ddp_logging_data"):
+            data = wrapped._get_ddp_logging_data()
+            seen["buckets"] = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
+        return outcome
+
+    trainer.train_step = train_step
+    trainer.fit()
+    return seen
+
+
+# Numbers ------------------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "SGD": ["optim.momentum=0.9"],
+    "AdamW": ["optim=adamw", "run.ema_decay=0.9"],
+    "Muon": ["task.options.muon=true"],
+    "built for real": ["task.options.reads=true", "optim=adamw"],
+    "one unit": ["task.options.blocks=false", "task.options.norm=true"],
+}
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_bytes_of_a_rank_are_those_of_a_real_run(strategy, case, tmp_path):
+    words = [*SHARDED, f"strategy={strategy}", *OPTIMIZERS[case]]
+    made = plan(tmp_path, *words, ranks=2)
+    planned = sizes(made)
+    compose(tmp_path, *words)
+    real = on_ranks(2, run_watched, tmp_path, *words)
+    for name in planned.keys() & real[0].keys():
+        assert planned[name] == real[0][name], name
+    assert planned["parameters"] == max(seen["parameters"] for seen in real)
+    assert made.checkpoint.num_bytes == sum(seen["written"] for seen in real)
+    assert made.checkpoint.most_of_a_rank == real[0]["written"]
+
+
+PASSES = {
+    "plain": [*SMALL, "task.options.dropout=0"],
+    "dropout": SMALL,
+    "autocast": [*SMALL, "strategy.precision=amp_bf16"],
+    "bf16": [*SMALL, "strategy.precision=bf16"],
+    "recomputed": [*SMALL, "strategy.recompute=blocks"],
+    "BatchNorm in groups": [
+        *(*SHARDED, "task.options.norm=true", "run.norm_rows=6", "data.global_batch=24"),
+    ],
+    "weights": [*SHARDED, "task.options.weights=true"],
+    "images": [
+        *("task=cifar", "task.options.widths=[8,8,8]", "strategy.precision=fp32", "run.steps=2"),
+        *(
+            "data.global_batch=30",
+            "data.path=streamed",
+            "strategy.channels_last=true",
+            "eval.every_epochs=null",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("case", PASSES)
+def test_activations_and_operations_are_those_of_a_real_run(case, tmp_path):
+    words = [*PASSES[case], "strategy=single"]
+    made = plan(tmp_path, *words)
+    (real,) = on_ranks(1, run_watched, tmp_path, *words)
+    (row,) = [row for row in made.memory if row.name == "activations"]
+    if case == "recomputed":
+        assert real["saved"] < row.num_bytes
+    else:
+        assert row.num_bytes == real["saved"] and row.source == MEASURED
+    assert made.flops == real["flops"]
+
+
+MESSAGES = {
+    "ddp": (2, ["strategy=ddp", "strategy.bucket_mb=0.0005"]),
+    "fsdp": (2, ["strategy=fsdp", "data.micro_batch=6"]),
+    "fsdp, kept": (2, ["strategy=fsdp", "data.micro_batch=6", "strategy.reshard=false"]),
+    "hsdp": (4, ["strategy=hsdp", "data.micro_batch=3"]),
+    "exact": (2, ["strategy=exact", "data.micro_batch=2"]),
+}
+OPERATIONS = {
+    "all-gather of parameters": "_allgather_base_",
+    "reduce-scatter of gradients": "_reduce_scatter_base_",
+    "all-reduce of gradients": "allreduce_",
+    "all-reduce of agreed values": "allreduce_",
+    "all-to-all of gradients": "alltoall_base_",
+    "all-gather of gradients": "allgather_",
+}
+
+
+@pytest.mark.parametrize("case", MESSAGES)
+def test_number_of_messages_is_that_of_a_real_step(case, tmp_path):
+    ranks, words = MESSAGES[case]
+    made = plan(tmp_path, *SHARDED, *words, ranks=ranks)
+    counts = Counter()
+    for message in made.messages:
+        counts[OPERATIONS[message.kind]] += message.count
+    real = on_ranks(ranks, run_watched, tmp_path, *SHARDED, *words)
+    assert counts == real[0]["counts"]
+    if case == "ddp":
+        (message,) = made.messages
+        assert message.num_bytes == sum(map(int, real[0]["buckets"].split(",")))  # 2 * (n - 1) / n
+
+
+class Gathered(TorchDispatchMode):
+    """Find the most bytes that FSDP's units have gathered, and what is in flight, at any time."""
+
+    def __init__(self, units):
+        super().__init__()
+        self.most = 0
+        states = [unit._get_fsdp_state() for unit in units]
+        self._groups = [state._fsdp_param_group for state in states if state._fsdp_param_group]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        tensors = [
+            tensor
+            for group in self._groups
+            for parameter in group.fsdp_params
+            for tensor in parameter.all_gather_outputs
+        ]
+        results = [group._all_gather_result for group in self._groups]
+        tensors += [result.all_gather_output for result in results if result is not None]
+        self.most = max(self.most, sum(t.untyped_storage().size() for t in tensors))
+        return made
+
+
+def find_most_gathered(folder, *words):
+    config = compose(folder, *words)
+    trainer = load_task(config)(config)
+    seen = []
+
+    def train_step(batch):
+        with Gathered(trainer._run.engine.strategy._fsdp()) as gathered:
+            outcome = trainer.update(batch)
+        seen.append(gathered.most)
+        return outcome
+
+    trainer.train_step = train_step
+    trainer.fit()
+    return seen[-1]
+
+
+GATHERED = {
+    "blocks": [*SMALL, "task.options.layers=4"],
+    "kept": [*SMALL, "task.options.layers=4", "strategy.reshard=false"],
+    "recomputed": [*SMALL, "strategy.recompute=blocks"],
+    "one block": [*SMALL, "task.options.layers=1"],
+    "no blocks": [*SHARDED, "task.options.blocks=false"],
+    "no blocks, kept": [*SHARDED, "task.options.blocks=false", "strategy.reshard=false"],
+}
+
+
+@pytest.mark.parametrize("case", GATHERED)
+def test_gathered_parameters_are_the_most_that_a_real_step_gathers(case, tmp_path):
+    words = [*GATHERED[case], "strategy=fsdp"]
+    made = plan(tmp_path, *words, ranks=2)
+    (row,) = [row for row in made.memory if row.name == "gathered parameters"]
+    assert on_ranks(2, find_most_gathered, tmp_path, *words) == [row.num_bytes] * 2
+
+
+def test_bytes_of_messages_follow_the_formulas(tmp_path):
+    words = [*SHARDED, "data.global_batch=64", "data.micro_batch=4", "strategy.precision=fp64"]
+    made = plan(tmp_path, *words, "strategy=hsdp", "strategy.mesh.shard=4", ranks=8, local_ranks=4)
+    gather, scatter, reduce, _ = made.messages
+    # parameters by shape: 10x7 and 2x7 with the rest; 13x7, 13 and 7x13 in each of two layers
+    rest = (3 + 1) * 7
+    layers = [4 * 7 + 4 + 2 * 13] * 2
+    shard = rest + sum(layers)
+    assert gather.num_bytes == 2 * 2 * 3 * 8 * shard  # 2 passes, 2 micro-batches, to 3 ranks
+    trained = shard - 4  # without the frozen bias
+    assert scatter.num_bytes == 2 * 3 * 8 * trained
+    assert reduce.num_bytes == 8 * trained  # 2 * (2 - 1) / 2
+    assert sizes(made)["parameters"] == 8 * (shard + 1)  # each rank has the scalar
+
+
+# Layouts ------------------------------------------------------------------------------------------
+
+
+def measure_plan(folder):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    made = plan(folder, *LARGE, "strategy=hsdp", ranks=1024)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return made.parameters, made.axes, made.batches["micro_batch"], (after - before) * 1024
+
+
+def test_plan_of_a_large_model_on_1024_ranks_needs_little_memory(tmp_path):
+    compose(tmp_path, *LARGE, "strategy=hsdp")
+    ((parameters, axes, rows, grown),) = on_ranks(1, measure_plan, tmp_path)
+    assert parameters > 1e9
+    assert axes == {"replicate": 128, "shard": 8} and rows == 2
+    assert grown < 400e6  # the parameters alone have 4 GB
+
+
+REFUSED = {
+    "single": ["task=tiny", "strategy=single"],
+    "a small batch": ["task=tiny", "data.global_batch=1"],
+    "mesh": ["task=tiny", "strategy=fsdp", "strategy.mesh.shard=3"],
+    "nothing to divide": [
+        *("task=tiny", "strategy=fsdp", "strategy.mesh.shard=1", "strategy.mesh.replicate=auto"),
+    ],
+    "exact": ["task=tiny", "strategy=exact", "data.global_batch=32", "data.micro_batch=5"],
+    "no blocks": ["task=tiny", "strategy.recompute=blocks"],
+    "data": ["task=tiny", "data.global_batch=10000"],
+    "setting": ["task=tiny", "data.global_bach=10"],
+    "optimizer": ["task=tiny", "optim.momentum=-1"],
+    "unused parameter": ["task=tiny", "task.trainer=spare.Spare"],
+}
+SPARE = """
+from tiny import Tiny, nn
+
+class Spare(Tiny):
+    def build_model(self):
+        model = super().build_model()
+        model[1].spare = nn.Parameter(model[0].bias * 0)
+        return model
+"""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_are_those_of_a_real_start(case, command):
+    (command.folder / "spare.py").write_text(SPARE)
+    words = [f"--config-dir={CONF}", *REFUSED[case]]
+    planned = command(*words, "ranks=2", verb="trainer.plan", before=refuse_meeting)
+    started = command(*words, "run.name=one", ranks=2)
+    assert planned.returncode == 2
+    assert planned.stderr.strip() in started.stderr
+    assert planned.stderr.startswith("error: ") and planned.stderr.count("\n") == 1
+
+
+WRONG = {
+    "device=h10": "device=h10: must be one of cpu, v100, a100, h100, h200, b200, l40s, rtx4090, "
+    "mi300x; did you mean h100?",
+    "devcie=h100": "devcie is not a setting; did you mean device?",
+    "ranks=0": "ranks=0: must be an integer of at least 1",
+    "local_ranks=3": "local_ranks=3: must divide ranks=8; give another number of ranks per node",
+    "disk_gb_s=fast": "disk_gb_s=fast: must be a number above 0, GB per second",
+    "devices=none.yaml": "devices=none.yaml: needs device=<name>, an entry of it",
+    "strategy.devices_per_rank=2": "strategy.devices_per_rank=2: trainer.plan knows one device per "
+    "rank; set 1",
+    "device=v100 strategy.precision=amp_bf16": "strategy.precision=amp_bf16: device=v100 has fp64, "
+    "fp32, fp16; choose another precision",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_argument_is_refused_in_one_line(words, command):
+    known = {word.partition("=")[0] for word in words.split()}
+    ranks = [] if "ranks" in known else ["ranks=8"]
+    given = ["task=tiny", f"--config-dir={CONF}", *ranks, *words.split()]
+    done = command(*given, verb="trainer.plan")
+    assert (done.returncode, done.stderr) == (2, f"error: {WRONG[words]}\n")
+
+
+def test_plan_meets_no_ranks_and_writes_nothing(command):
+    words = ["task=sharded", f"--config-dir={CONF}", "strategy=fsdp", "ranks=11", "local_ranks=11"]
+    done = command(*words, "device=a100", verb="trainer.plan", before=refuse_meeting)
+    assert done.returncode == 0, done.stderr
+    assert not list(command.folder.iterdir())
+    for part in ("11 ranks x 1 micro-batch of 2 rows", "gathered parameters", "fits: "):
+        assert part in done.stdout
+    assert len(done.stdout.splitlines()) < 30
+
+
+def small_table(folder, memory):
+    """Write a table with a device that has so many bytes for tensors."""
+    table = folder / "devices.yaml"
+    table.write_text(
+        "assumed: {compute: 0.5, links: 1, memory: 1, latency_us: 1}\n"
+        f"devices: {{toy: {{tflops: {{fp64: 1}}, memory_gb: {memory / 1e9}, memory_gb_s: 1,"
+        " node_gb_s: 1, network_gb_s: 0.1}}\n"
+    )
+    return ["device=toy", f"devices={table}"]
+
+
+@pytest.mark.parametrize(
+    "part, change",
+    [(0.97, "data.micro_batch="), (0.93, "strategy=hsdp"), (0.75, "strategy=fsdp"), (0.01, "")],
+)
+def test_advice_is_a_layout_whose_own_plan_fits(part, change, command):
+    words = ["task=sharded", f"--config-dir={CONF}", "optim=adamw", "task.options.width=60"]
+    words += ["data.path=streamed", "data.global_batch=16", "ranks=4", "local_ranks=2", "--json"]
+    whole = json.loads(command(*words, verb="trainer.plan").stdout)
+    table = small_table(command.folder, int(part * whole["total_bytes"]))
+    done = command(*words, *table, verb="trainer.plan")
+    made = json.loads(done.stdout)
+    assert done.returncode == 1 and made["fits"] is False
+    assert (made["advice"] or "").startswith("python -m trainer.plan " if change else "")
+    if change:
+        assert change in made["advice"]
+        again = command(*shlex.split(made["advice"])[3:], "--json", verb="trainer.plan")
+        assert again.returncode == 0 and json.loads(again.stdout)["fits"] is True
+
+
+def test_time_of_a_step_follows_the_table(command):
+    words = ["task=sharded", f"--config-dir={CONF}", "data.path=streamed", "--json"]
+    words += small_table(command.folder, 1e9)
+    made = json.loads(command(*words, "ranks=2", verb="trainer.plan").stdout)
+    (message,) = made["messages"]
+    time = made["time"]
+    assert time["compute_s"] == pytest.approx(11 * made["flops_per_example"] / 0.5e12)
+    assert time["communicate_s"] == pytest.approx(message["num_bytes"] / 1e9 + 1e-6)
+    assert time["least_s"] < time["most_s"] and made["efficiency"][0] < made["efficiency"][1] <= 1
+
+
+NEEDS_VALUES = """
+from sharded import Sharded
+
+class Values(Sharded):
+    def loss(self, outputs, targets):
+        if bool((outputs > 1e9).any()):
+            raise ValueError
+        return super().loss(outputs, targets)
+"""
+
+
+def test_a_loss_that_reads_values_is_named(command):
+    (command.folder / "values.py").write_text(NEEDS_VALUES)
+    words = ["task=sharded", f"--config-dir={CONF}", "task.trainer=values.Values", "device=cpu"]
+    done = command(*words, verb="trainer.plan")
+    assert done.returncode == 0, done.stderr
+    assert "not known: DataDependentOutputException" in done.stdout
+    assert "total, at least" in done.stdout and "fits: not known" in done.stdout

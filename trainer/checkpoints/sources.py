@@ -1,0 +1,194 @@
+"""Sources: the tensors of a checkpoint of any format, read in the parts that a rank needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.checkpoints import packing
+from trainer.checkpoints.tensors import DTYPES, INDEX, KINDS, check_index
+from trainer.checkpoints.transaction import Loaded
+from trainer.distributed.group import Group
+from trainer.errors import CheckpointError, one_line
+from trainer.strategy.shards import Source
+
+MODEL = "model.pt"  # of format 2
+TRAINING = "training.pt"
+CPU = torch.device("cpu")
+Shape = tuple[int, ...]
+
+
+class Tensors:
+    """Tensors in memory: those of a checkpoint of format 2."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+        self._tensors = tensors
+
+    def shapes(self) -> dict[str, Shape]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+        return self._tensors[name][slices(offset, size)]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def skip(self, name: str) -> None: ...
+
+
+class Files:
+    """Tensors in the safetensors files of a checkpoint of format 3."""
+
+    def __init__(self, folder: Path, entries: Mapping[str, Mapping[str, Any]]):
+        self._folder = folder
+        self._entries = entries
+        self._opened: dict[str, Any] = {}  # opening parses the names of all tensors
+
+    def shapes(self) -> dict[str, Shape]:
+        return {name: tuple(entry["shape"]) for name, entry in self._entries.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self._entries[name]["dtype"]]
+
+    def read(self, name: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+        """Read a box of a tensor. Raises CheckpointError if a file does not hold its part."""
+        entry = self._entries[name]
+        name = entry.get("same_as", name)
+        whole = torch.empty(list(size), dtype=DTYPES[entry["dtype"]])
+        for file, first, length in entry["parts"]:
+            begins = [max(a, b) for a, b in zip(offset, first, strict=True)]
+            pairs = zip(offset, size, first, length, strict=True)
+            ends = [min(a + n, b + m) for a, n, b, m in pairs]
+            box = [end - begin for begin, end in zip(begins, ends, strict=True)]
+            if any(extent <= 0 for extent in box):
+                continue
+            inside = [begin - a for begin, a in zip(begins, offset, strict=True)]
+            within = [begin - b for begin, b in zip(begins, first, strict=True)]
+            part = self._read_part(file, name, [entry["dtype"], length], slices(within, box))
+            whole[slices(inside, box)] = part
+        return whole
+
+    def _read_part(
+        self, file: str, name: str, form: Sequence[Any], box: tuple[slice, ...]
+    ) -> torch.Tensor:
+        """Read a box of a tensor in a file, where it must have this dtype and shape."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            if file not in self._opened:
+                self._opened[file] = safe_open(self._folder / file, "pt")
+            tensors = self._opened[file]
+            part = tensors.get_slice(name)
+            if [part.get_dtype(), part.get_shape()] == form:
+                return part[box] if box else tensors.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self._folder / file}: {error}") from None
+        why = f"{name} has another dtype or shape than in {INDEX}"
+        raise CheckpointError(f"{self._folder / file}: {why}")
+
+    def skip(self, name: str) -> None: ...
+
+
+class Sent:
+    """Tensors that rank 0 reads and sends, one at a time, to ranks that do not see its disk.
+
+    Every rank must read or skip the same names in the same order.
+    """
+
+    def __init__(self, group: Group, entries: Mapping[str, tuple[Shape, str]], own: Source | None):
+        self._group = group
+        self._entries = entries
+        self._own = own
+
+    def shapes(self) -> dict[str, Shape]:
+        return {name: tuple(shape) for name, (shape, _) in self._entries.items()}
+
+    def read(self, name: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+        shape, dtype = self._entries[name]
+        if self._own is not None:
+            tensor = self._own.read(name, (0,) * len(shape), shape).contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        return self._group.share_tensor(tensor)[slices(offset, size)]
+
+    def skip(self, name: str) -> None:
+        shape = self._entries[name][0]
+        self.read(name, (0,) * len(shape), shape)
+
+
+def slices(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of a box."""
+    return tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
+
+
+@dataclass(frozen=True)
+class Content:
+    """The tensors of a checkpoint by kind, and its plain values."""
+
+    sources: Mapping[str, Any]  # Source
+    training: dict[str, Any]
+
+
+def open_content(loaded: Loaded) -> Content:
+    """Open a verified checkpoint of format 2 or 3. Raises CheckpointError."""
+    files = loaded.files
+    is_old = loaded.manifest["format"] == 2
+    needed = (MODEL if is_old else INDEX, TRAINING)
+    for file in needed:
+        if file not in files:
+            name = loaded.path.name
+            raise CheckpointError(f"{name}: has no {file}, so it is not a run's checkpoint")
+    training = packing.unpack(files[TRAINING], CPU)
+    data = files[needed[0]]
+    try:
+        if is_old:
+            return _of_format_2(packing.unpack(data, CPU), training)
+        index = check_index(json.loads(data), loaded.manifest["files"])
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = one_line(error) or type(error).__name__
+        wrong = ": its files are not of a run" if is_old else f"/{INDEX}: is not an index"
+        raise CheckpointError(f"{loaded.path}{wrong}: {reason}") from None
+    return Content({kind: Files(loaded.path, index[kind]) for kind in KINDS}, training)
+
+
+def _of_format_2(state: dict[str, Any], training: dict[str, Any]) -> Content:
+    """Divide the state of format 2 as format 3 does, into tensors and plain values."""
+    model = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    extra = {name: value for name, value in state.items() if name not in model}
+    optimizer: dict[str, torch.Tensor] = {}
+    for number, saved in enumerate(training["optimizers"]):
+        for name, values in saved["state"].items():
+            tensors = {k: v for k, v in values.items() if isinstance(v, torch.Tensor)}
+            optimizer |= {f"{number}/{name}/{key}": v for key, v in tensors.items()}
+            for key in tensors:
+                del values[key]
+    averages = {k: v for k, v in training["ema"].items() if isinstance(v, torch.Tensor)}
+    sources = {"model": model, "optimizer": optimizer, "ema": averages}
+    made = {kind: Tensors(tensors) for kind, tensors in sources.items()}
+    plain = {key: value for key, value in training.items() if key != "ema"}
+    return Content(made, {**plain, "extra": extra})
+
+
+def share(group: Group, content: Content | None) -> Content:
+    """Return rank 0's content on every rank. A collective, as is each later read of a tensor."""
+    entries: dict[str, Any] = {}
+    if content is not None:
+        for kind, source in content.sources.items():
+            entries[kind] = {
+                name: [shape, str(source.dtype(name)).removeprefix("torch.")]
+                for name, shape in source.shapes().items()
+            }
+    entries = group.tell_all(entries)
+    plain = {TRAINING: content.training} if content else {}
+    packed = [bytes(data) for _, data in packing.packed(plain)]
+    training = packing.unpack(group.share_bytes(packed[0] if packed else None), CPU)
+    own: Mapping[str, Any] = content.sources if content else dict.fromkeys(entries)
+    sources = {kind: Sent(group, entries[kind], own[kind]) for kind in entries}
+    return Content(sources, training)

@@ -1,0 +1,216 @@
+"""Files of tensors in the safetensors format, and the index of which part of a tensor is where.
+
+The index of a checkpoint, tensors.json, is {kind: {name: {dtype, shape, parts}}}, and a part is
+[file, offset, size]: the box of the whole tensor that this file holds. The kinds are `model`,
+`optimizer` and `ema`. safetensors' own writer needs all bytes in memory at once; this one streams.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.checkpoints.files import Buffer, open_new
+from trainer.errors import CheckpointError
+from trainer.strategy.shards import Shard
+
+INDEX = "tensors.json"
+KINDS = ("model", "optimizer", "ema")
+DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    **{"BOOL": torch.bool, "C64": torch.complex64},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Box = tuple[Sequence[int], Sequence[int]]  # offset and size
+Index = dict[str, dict[str, dict[str, Any]]]
+
+
+def file_name(kind: str, rank: int) -> str:
+    return f"{kind}-r{rank:05d}.safetensors"
+
+
+def write_shards(
+    folder: Path, rank: int, shards: Mapping[str, Mapping[str, Shard]]
+) -> tuple[dict[str, Any], Index]:
+    """Write the shards that are this rank's to write, one file for each kind.
+
+    Returns the entries of the manifest by file, and of the index. Raises CheckpointError for a
+    dtype that safetensors does not have.
+    """
+    files: dict[str, Any] = {}
+    index: Index = {}
+    for kind, named in shards.items():
+        own = {name: shard for name, shard in named.items() if shard.is_written}
+        own = {name: shard for name, shard in own.items() if shard.tensor.numel() or not rank}
+        if not own:
+            continue
+        file = file_name(kind, rank)
+        entries = index[kind] = {name: _entry(file, name, s) for name, s in own.items()}
+        first: dict[Any, str] = {}  # of names whose tensors share memory: tied weights
+        for name, shard in own.items():
+            if (other := first.setdefault(memory_of(shard.tensor) or name, name)) != name:
+                entries[name]["same_as"] = other
+        once = {n: shard.tensor for n, shard in own.items() if "same_as" not in entries[n]}
+        forms = {name: (tensor.dtype, tensor.shape) for name, tensor in once.items()}
+        size, sha256 = write_tensors(folder / file, forms, once.__getitem__)
+        files[file] = {"rank": rank, "bytes": size, "sha256": sha256}
+    return files, index
+
+
+def _entry(file: str, name: str, shard: Shard) -> dict[str, Any]:
+    part = [file, list(shard.offset), list(shard.tensor.shape)]
+    dtype = _name_of(shard.tensor.dtype, name)
+    return {"dtype": dtype, "shape": list(shard.shape), "parts": [part]}
+
+
+def _name_of(dtype: torch.dtype, tensor: str) -> str:
+    if dtype not in NAMES:
+        known = ", ".join(str(each).removeprefix("torch.") for each in NAMES)
+        advice = "convert it, or leave it out by register_buffer(persistent=False)"
+        must = f"must be one that safetensors has: {known}; {advice}"
+        raise CheckpointError(f"{tensor} has dtype {dtype}: {must}")
+    return NAMES[dtype]
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Identify the memory of a tensor; empty for one without elements."""
+    place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    return place if tensor.numel() else ()
+
+
+def write_tensors(
+    path: Path,
+    forms: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    read: Callable[[str], torch.Tensor],
+    about: Mapping[str, str] | None = None,
+    mode: int = 0o600,
+) -> tuple[int, str]:
+    """Write a safetensors file of tensors with these dtypes and shapes, read one at a time.
+
+    `about` are texts for its header. Returns its size and SHA-256.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
+    end = 0
+    order = sorted(forms, key=lambda name: -forms[name][0].itemsize)  # so that all are aligned
+    for name in order:
+        dtype, shape = forms[name]
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": _name_of(dtype, name),
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the first tensor begins at a multiple of 8 bytes
+    digest = hashlib.sha256()
+    with open_new(path, mode) as write:
+        head: tuple[Buffer, ...] = (len(text).to_bytes(8, "little"), text)
+        for part in chain(head, map(_bytes_of, map(read, order))):
+            digest.update(part)
+            write(part)
+    return 8 + len(text) + end, digest.hexdigest()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    dense = tensor.detach().cpu().contiguous().reshape(-1)
+    return dense.view(torch.uint8).numpy().data
+
+
+def private_copy(shards: Mapping[str, Mapping[str, Shard]]) -> dict[str, dict[str, Shard]]:
+    """Copy the shards that this rank writes to the CPU, to write them while training continues.
+
+    Tensors that share memory (tied weights) share it in the copy too.
+    """
+    copies: dict[Any, torch.Tensor] = {}
+    kept: dict[str, dict[str, Shard]] = {}
+    for kind, named in shards.items():
+        kept[kind] = {}
+        for name, shard in named.items():
+            if not shard.is_written:
+                continue
+            key = memory_of(shard.tensor) or (kind, name)
+            if key not in copies:
+                copies[key] = shard.tensor.detach().to("cpu", copy=True)
+            kept[kind][name] = shard._replace(tensor=copies[key])
+    return kept
+
+
+def merge(indices: Iterable[Index]) -> Index:
+    """Join the indices of all ranks.
+
+    Raises CheckpointError unless every element of every tensor is in exactly one part.
+    """
+    whole: Index = {kind: {} for kind in KINDS}
+    for index in indices:
+        for kind, named in index.items():
+            for name, entry in named.items():
+                known = whole[kind].setdefault(name, {**entry, "parts": []})
+                known["parts"] += entry["parts"]
+    for named in whole.values():
+        for name, entry in named.items():
+            boxes = [(offset, size) for _, offset, size in entry["parts"]]
+            if not is_covered(entry["shape"], boxes):
+                raise CheckpointError(f"{name}: its parts do not cover it exactly once")
+    return whole
+
+
+def is_covered(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Return True if the boxes cover every element of a tensor exactly once.
+
+    The boxes must be those of a grid, possibly an uneven one, as layouts make them.
+    """
+    if 0 in shape:
+        return True
+    if not shape:
+        return len(boxes) == 1
+    slabs: dict[tuple[int, int], list[Box]] = {}
+    for offset, size in boxes:
+        slabs.setdefault((offset[0], size[0]), []).append((offset[1:], size[1:]))
+    end = 0
+    for (first, length), inner in sorted(slabs.items()):
+        if not length:
+            continue
+        if first != end or not is_covered(shape[1:], inner):
+            return False
+        end += length
+    return end == shape[0]
+
+
+def check_index(raw: Any, files: Mapping[str, Any]) -> Index:
+    """Return an index that was read. Raise ValueError if it does not describe these files.
+
+    `files` are their entries in the manifest.
+    """
+    held = dict.fromkeys(files, 0)
+    for kind in KINDS:
+        for name, entry in raw[kind].items():
+            boxes = [(offset, size) for _, offset, size in entry["parts"]]
+            numbers = [*entry["shape"], *(n for box in boxes for part in box for n in part)]
+            is_sound = all(type(number) is int and number >= 0 for number in numbers)
+            dims = {len(part) for box in boxes for part in box} | {len(entry["shape"])}
+            is_known = entry["dtype"] in DTYPES and all(f in files for f, _, _ in entry["parts"])
+            if not (is_sound and is_known and len(dims) == 1):
+                raise ValueError(f"{kind} {name} has an entry that is not valid")
+            if not is_covered(entry["shape"], boxes):
+                raise ValueError(f"the parts of {kind} {name} do not cover it exactly once")
+            if (other := entry.get("same_as")) is not None:
+                tied = raw[kind].get(other, {})
+                if "same_as" in tied or {**tied, "same_as": other} != entry:
+                    raise ValueError(f"{kind} {name} is not the same as {other}")
+                continue
+            for file, _, size in entry["parts"]:
+                held[file] += math.prod(size) * DTYPES[entry["dtype"]].itemsize
+    for file, size in held.items():  # a small file could fill the memory
+        if size > files[file]["bytes"]:
+            raise ValueError(f"{file} is too small for its tensors")
+    return raw

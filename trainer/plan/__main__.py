@@ -1,0 +1,112 @@
+"""`python -m trainer.plan task=<name> ranks=<n>`: compute what a run needs, before it starts."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.cli import check_alone, run, split_arguments
+from trainer.config.compose import find_options, load_config
+from trainer.config.hints import suggest
+from trainer.errors import ConfigError
+
+HELP = """usage: python -m trainer.plan task=<name> [ranks=1024] [local_ranks=8] [device=h100]
+           [devices=FILE] [disk_gb_s=1] [key=value ...] [--config-dir DIR] [--json]
+
+Computes what a run needs, before anything is started: the refusals of a real start, batches and
+steps, memory of a rank, bytes and messages of a step, size of a checkpoint, time of a step. It is
+one process, needs no memory for the model, and opens no socket and no run directory. Settings apply
+as in a run. --json prints one JSON object.
+
+ranks: number of ranks, 1 by default; local_ranks: those of a node, 8 or `ranks` if fewer
+device: name in the table of devices, for time and memory: {devices}
+devices: your own table, a copy of trainer/plan/devices.yaml with other numbers
+disk_gb_s: GB per second that the disk takes from all ranks, 1 by default
+
+Exit codes: 0 planned, 1 the run does not fit the device, 2 the run would be refused."""
+FLAG = "--json"
+WORDS = ("ranks", "local_ranks", "device", "devices", "disk_gb_s")
+PER_NODE = 8
+
+
+def main(arguments: Sequence[str]) -> int:
+    check_alone("trainer.plan", "it plans all ranks in one process; run it with python")
+    words, config_dirs = split_arguments([word for word in arguments if word != FLAG])
+    own, overrides = _divide(words, config_dirs)
+    ranks = _read_integer(own, "ranks", 1)
+    local_ranks = _read_integer(own, "local_ranks", min(ranks, PER_NODE))
+    if ranks % local_ranks:
+        must = f"must divide ranks={ranks}; give another number of ranks per node"
+        raise ConfigError(f"local_ranks={local_ranks}: {must}")
+    disk_gb_s = _read_rate(own, "disk_gb_s")
+    from trainer.plan.advice import find_fitting
+    from trainer.plan.devices import find_device
+    from trainer.plan.planning import Layout, Plan, make_plan
+    from trainer.plan.report import Advice, show
+    from trainer.plan.trial import Kept
+
+    if "devices" in own and "device" not in own:
+        raise ConfigError(f"devices={own['devices']}: needs device=<name>, an entry of it")
+    device = find_device(own["device"], own.get("devices")) if "device" in own else None
+    layout = Layout(ranks, local_ranks, device)
+    kept = Kept()
+
+    def replan(changed: Sequence[str]) -> Plan:
+        return make_plan(load_config(changed, config_dirs), layout, kept)
+
+    plan = replan(overrides)
+    advice = None
+    if plan.fits is False:
+        found = find_fitting(plan, overrides, replan)
+        folders = [f"--config-dir={folder}" for folder in config_dirs]
+        given = [f"{name}={value}" for name, value in own.items()]
+        words = ["python", "-m", "trainer.plan", *(found[0] if found else ()), *given, *folders]
+        advice = Advice(shlex.join(words), found[1]) if found else Advice()
+    show(plan, disk_gb_s, advice, FLAG in arguments)
+    return int(plan.fits is False)
+
+
+def _divide(words: Sequence[str], config_dirs: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return (the arguments of this verb by name, the overrides of the configuration)."""
+    own: dict[str, str] = {}
+    overrides = []
+    groups: Mapping[str, Any] = find_options(config_dirs)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in WORDS and equals:
+            own[name] = value
+            continue
+        near = suggest(name, WORDS) if name.isidentifier() and name not in groups else ""
+        if near and equals:
+            raise ConfigError(f"{name} is not a setting{near}")
+        overrides.append(word)
+    return own, overrides
+
+
+def _read_integer(words: Mapping[str, str], name: str, default: int) -> int:
+    word = words.get(name, str(default))
+    if not word.isdecimal() or int(word) < 1:
+        raise ConfigError(f"{name}={word}: must be an integer of at least 1")
+    return int(word)
+
+
+def _read_rate(words: Mapping[str, str], name: str) -> float:
+    word = words.get(name, "1")
+    try:
+        rate = float(word)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise ConfigError(f"{name}={word}: must be a number above 0, GB per second")
+    return rate
+
+
+def _help(words: Sequence[str]) -> str:
+    from trainer.plan.devices import list_devices
+
+    return HELP.format(devices=", ".join(list_devices()))
+
+
+if __name__ == "__main__":
+    run(main, _help)

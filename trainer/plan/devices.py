@@ -1,0 +1,93 @@
+"""The table of devices: peak speed, memory and links, from data sheets or from the user's file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config.hints import suggest
+from trainer.errors import ConfigError, one_line
+
+TABLE = Path(__file__).with_name("devices.yaml")
+NUMBERS = ("memory_gb", "memory_gb_s", "node_gb_s", "network_gb_s")
+ASSUMED = ("compute", "links", "memory", "latency_us")
+PARTS = ("devices", "assumed")
+ARITHMETIC = {"amp_bf16": "bf16", "amp_fp16": "fp16"}  # of a precision; others have its name
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device; `assumed` holds the fractions of its peaks that a run reaches, and the latency."""
+
+    name: str
+    is_gpu: bool
+    tflops: Mapping[str, float]
+    memory_gb: float
+    memory_gb_s: float
+    node_gb_s: float
+    network_gb_s: float
+    assumed: Mapping[str, float]
+
+    @property
+    def room(self) -> float:
+        """Bytes of memory for tensors."""
+        return self.memory_gb * 1e9 * self.assumed["memory"]
+
+    def flops_per_s(self, precision: str) -> float:
+        """Return the assumed speed. Raises ConfigError if the device has no such arithmetic."""
+        kind = ARITHMETIC.get(precision, precision)
+        if kind not in self.tflops:
+            has = f"device={self.name} has {', '.join(self.tflops)}"
+            raise ConfigError(f"strategy.precision={precision}: {has}; choose another precision")
+        return self.tflops[kind] * 1e12 * self.assumed["compute"]
+
+
+def list_devices() -> list[str]:
+    """Return the names of the table."""
+    return list(_read(TABLE)[0])
+
+
+def find_device(name: str, file: str | None) -> Device:
+    """Return a device of the table, or of the user's `file`.
+
+    Raises ConfigError for an unknown name or an invalid file.
+    """
+    path = Path(file) if file else TABLE
+    table, assumed = _read(path)
+    if name not in table:
+        near = suggest(name, table)
+        add = near or "; add it to a copy of the table and give devices=<file>"
+        raise ConfigError(f"device={name}: must be one of {', '.join(table)}{add}")
+    entry = table[name]
+    where = f"devices={path}: {name}" if file else name
+    if not isinstance(entry, dict) or not isinstance(entry.get("tflops"), dict):
+        raise ConfigError(f"{where}.tflops: must map fp32 and others to numbers; see the example")
+    kind = entry.get("kind", "gpu")
+    if kind not in ("gpu", "cpu"):
+        raise ConfigError(f"{where}.kind={kind}: must be gpu or cpu")
+    tflops = {str(key): _number(where, f"tflops.{key}", v) for key, v in entry["tflops"].items()}
+    numbers = {key: _number(where, key, entry.get(key)) for key in NUMBERS}
+    known = {key: _number("assumed", key, assumed.get(key)) for key in ASSUMED}
+    return Device(name, kind == "gpu", tflops, **numbers, assumed=known)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"devices={path}: cannot be read: {one_line(error)}") from None
+    parts: list[Any] = [content.get(key) if isinstance(content, dict) else None for key in PARTS]
+    if not all(isinstance(part, dict) for part in parts):
+        must = f"must have the mappings {' and '.join(PARTS)}"
+        raise ConfigError(f"devices={path}: {must}; copy {TABLE.name} of the package")
+    return parts[0], parts[1]
+
+
+def _number(where: str, key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        raise ConfigError(f"{where}.{key}={value}: must be a number above 0")
+    return float(value)

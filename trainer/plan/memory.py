@@ -1,0 +1,244 @@
+"""Memory of a rank in bytes of live tensors, and the bytes of a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.engine.optimizers import check_optimizers
+from trainer.errors import ConfigError
+from trainer.plan.passes import Passes
+from trainer.plan.trial import Trial
+from trainer.strategy.fsdp import ELEMENTWISE
+from trainer.strategy.tree import nodes_of
+
+MEASURED = "measured"  # by running it without values, or exact arithmetic
+ESTIMATED = "estimated"
+ACTIVATIONS = "activations"
+UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+STATES = 2  # tensors per parameter, assumed for an optimizer that cannot step without values
+Parts = Mapping[nn.Parameter, nn.Parameter]  # of the model's parameters: a rank's part of each
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table of memory; `num_bytes` is None if it is not known."""
+
+    name: str
+    num_bytes: int | None
+    source: str = MEASURED
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of the optimizers' state, and of whole parameters that an optimizer gathers."""
+
+    num_bytes: int
+    source: str
+    gathered: int = 0
+    note: str = ""
+
+
+def divide(trial: Trial) -> dict[nn.Parameter, nn.Parameter]:
+    """Return rank 0's part of each parameter, of which no rank has more: torch.chunk's first."""
+    parts = {}
+    with trial.mode:
+        for parameter in trial.model.parameters():
+            part = parameter
+            if trial.is_sharded and parameter.dim():
+                rows = -(-parameter.shape[0] // trial.mesh.shard)
+                part = nn.Parameter(
+                    torch.empty(rows, *parameter.shape[1:], dtype=parameter.dtype),
+                    parameter.requires_grad,
+                )
+            parts[parameter] = part
+    return parts
+
+
+def show_bytes(number: float) -> str:
+    """Return a size in decimal units with three digits."""
+    return scaled(number, UNITS) or f"{number:.0f} B"
+
+
+def scaled(number: float, units: Sequence[tuple[float, str]]) -> str:
+    """Return a number with three digits in the largest unit below it; empty if there is none."""
+    for size, unit in units:
+        if number >= size:
+            value = number / size
+            digits = 0 if value >= 100 else 1 if value >= 10 else 2
+            return f"{value:,.{digits}f} {unit}"
+    return ""
+
+
+def size_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def list_memory(trial: Trial, parts: Parts, states: States, passes: Passes) -> list[Row]:
+    """Return the rows of the table of a rank's memory."""
+    trained = [part for part in parts.values() if part.requires_grad]
+    rows = [
+        Row("parameters", size_of(parts.values())),
+        Row("gradients", size_of(trained), note=_describe_buckets(trial)),
+        Row("optimizer state", states.num_bytes, states.source, states.note),
+    ]
+    if trial.config.run.ema_decay is not None:
+        rows.append(Row("moving average", size_of(parts.values())))
+    rows.append(Row("buffers", size_of(trial.model.buffers())))
+    if trial.is_sharded:
+        rows += _list_gathered(trial, parts, states)
+    if trial.config.strategy.name == "exact":
+        rows.append(_tree(trial, size_of(trained)))
+    if trial.is_data_resident:
+        note = f"{len(trial.dataset):,} examples on the device"
+        rows.append(Row("training data", size_of(trial.dataset.tensors), note=note))
+    rows.append(_activations(trial, passes))
+    return rows
+
+
+def _describe_buckets(trial: Trial) -> str:
+    is_ddp = trial.config.strategy.name == "ddp" and trial.mesh.data_size > 1
+    return "the buckets of ddp are the same memory" if is_ddp else ""
+
+
+def _activations(trial: Trial, passes: Passes) -> Row:
+    if passes.problem:
+        return Row(ACTIVATIONS, None, ESTIMATED, f"not known: {passes.problem}")
+    note = f"a micro-batch of {trial.rows:,} rows"
+    if passes.recomputed:
+        note += f", {show_bytes(passes.recomputed)} of it recomputed"
+    config = trial.config
+    is_other = config.run.compile or config.strategy.sync_batchnorm
+    is_exact = not (trial.device and trial.device.is_gpu) and not is_other
+    if not is_exact:
+        note += ", as without run.compile and SyncBN" if is_other else ", with the kernels of a CPU"
+    is_measured = is_exact and not passes.recomputed
+    total = passes.saved + passes.recomputed
+    return Row(ACTIVATIONS, total, MEASURED if is_measured else ESTIMATED, note)
+
+
+def _list_gathered(trial: Trial, parts: Parts, states: States) -> list[Row]:
+    """Return the rows for units of FSDP that are whole for a while."""
+    shard = trial.mesh.shard  # every rank sends as many rows
+    sizes = [shard * size_of(parts[p] for p in unit) for unit in trial.units]
+    trained = [size_of(p for p in unit if p.requires_grad) for unit in trial.units]
+    num_blocks = min(len(trial.blocks), len(sizes))
+    rest = sum(sizes[num_blocks:])
+    largest = max(sizes[:num_blocks], default=0)
+    kept = rest + largest if trial.config.strategy.reshard else sum(sizes)
+    gathered = max(kept + largest, 2 * rest)  # a unit in flight is there twice
+    name = "the rest of the model, a block" if largest else "the model"
+    if not trial.config.strategy.reshard:
+        name = f"all {len(sizes)} units"
+    rows = [Row("gathered parameters", gathered, ESTIMATED, f"{name}, one in flight")]
+    gradients = sum(trained[num_blocks:]) + max(trained[:num_blocks], default=0)
+    note = "of the rest and of a block, before they are summed into shards"
+    rows.append(Row("whole gradients", gradients, ESTIMATED, note))
+    if states.gathered:
+        rows.append(Row("whole matrices", states.gathered, note="owned for the optimizer"))
+    return rows
+
+
+def _tree(trial: Trial, gradients: int) -> Row:
+    """Return the row of the vectors that strategy=exact sums, each with all gradients."""
+    leaves = trial.config.data.global_batch // trial.rows
+    mine = -(-leaves // trial.mesh.data_size)
+    depth = math.ceil(math.log2(mine)) + 1 if mine > 1 else 1
+    vectors = depth + 2 * len(nodes_of(0, mine)) * (trial.mesh.data_size > 1)
+    return Row("sums of leaves", vectors * gradients, ESTIMATED, f"{vectors} vectors")
+
+
+# Optimizers ---------------------------------------------------------------------------------------
+
+
+def measure_states(trial: Trial, parts: Parts, is_divided: bool) -> States:
+    """Build the task's optimizers, step them without values, and return the bytes of their state.
+
+    `is_divided`: `parts` are shards, which an optimizer of whole matrices gathers.
+    """
+    with trial.mode:
+        try:
+            optimizers = check_optimizers(trial.task.build_optimizer(trial.model))
+        except ConfigError:
+            raise
+        except Exception as error:  # of the task's code, which may read values
+            total = STATES * size_of(p for p in parts.values() if p.requires_grad)
+            note = f"{STATES} tensors per parameter: {type(error).__name__} in build_optimizer"
+            return States(total, ESTIMATED, note=note)
+        measured = [_measure(each, trial, parts, is_divided) for each in optimizers]
+    gathered = sum(states.gathered for states in measured)
+    is_measured = all(states.source == MEASURED for states in measured)
+    notes = [f"{type(each).__name__}{s.note}" for each, s in zip(optimizers, measured, strict=True)]
+    total = sum(states.num_bytes for states in measured)
+    return States(total, MEASURED if is_measured else ESTIMATED, gathered, ", ".join(notes))
+
+
+def _measure(optimizer: Optimizer, trial: Trial, parts: Parts, is_divided: bool) -> States:
+    groups = optimizer.param_groups
+    owned = None
+    if is_divided and type(optimizer) not in ELEMENTWISE:
+        owned = _own([p for group in groups for p in group["params"]], trial.mesh.shard)
+    stepped = []
+    for group in groups:
+        if owned is None:
+            group["params"] = [parts[p] for p in group["params"]]
+        else:
+            group["params"] = [p for p in group["params"] if p in owned or not p.dim()]
+        stepped += group["params"]
+    problem = _step(optimizer, stepped)
+    gathered = size_of(owned or ())
+    if not problem:
+        return States(_count(optimizer), MEASURED, gathered)
+    total = STATES * size_of(p for p in stepped if p.requires_grad)
+    note = f": {STATES} tensors per parameter, as {problem}"
+    return States(total, ESTIMATED, gathered, note)
+
+
+def _own(parameters: Sequence[nn.Parameter], size: int) -> set[nn.Parameter]:
+    """Return the matrices that rank 0 owns, as trainer.strategy.gathered hands them out."""
+    loads = [0] * size
+    owned = set()
+    for parameter in parameters:
+        if parameter.dim():
+            owner = loads.index(min(loads))
+            loads[owner] += parameter.numel()
+            if owner == 0:
+                owned.add(parameter)
+    return owned
+
+
+def _step(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> str:
+    """Step without values; return the error if the state is not complete after it."""
+    problem = ""
+    for is_fused in (True, False):  # some fused kernels need values, and have the same state
+        for group in optimizer.param_groups:
+            if not is_fused and group.get("fused"):
+                group["fused"] = False
+                group["foreach"] = False
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        try:
+            optimizer.step()
+            problem = ""
+        except Exception as error:  # an operation that reads values
+            problem = f"{type(error).__name__} in step"
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
+        if not problem:
+            return ""
+    # torch's optimizers make the state of all parameters before they compute
+    has_all = all(optimizer.state.get(p) for p in parameters if p.requires_grad)
+    return "" if has_all else problem
+
+
+def _count(optimizer: Optimizer) -> int:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return size_of(value for value in values if isinstance(value, torch.Tensor))

@@ -1,0 +1,76 @@
+"""Time of a step, estimated from the device's peaks, the operations and the messages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer.plan.devices import Device
+from trainer.plan.memory import Row
+from trainer.plan.passes import Passes
+from trainer.plan.traffic import Message
+from trainer.plan.trial import Trial
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of a step, all estimated: computation, update of the weights, and communication."""
+
+    compute_s: float
+    update_s: float
+    communicate_s: float
+
+    @property
+    def least_s(self) -> float:
+        """Time of a step whose communication runs at the same time as its computation."""
+        return max(self.compute_s, self.communicate_s) + self.update_s
+
+    @property
+    def most_s(self) -> float:
+        """Time of a step that communicates before or after it computes."""
+        return self.compute_s + self.communicate_s + self.update_s
+
+    @property
+    def efficiency(self) -> tuple[float, float]:
+        """Least and largest part of the step in which the device computes."""
+        busy = self.compute_s + self.update_s
+        return busy / self.most_s, busy / self.least_s
+
+
+def estimate(
+    trial: Trial, device: Device, memory: Sequence[Row], messages: Sequence[Message], passes: Passes
+) -> Speed:
+    """Return the time of a step."""
+    config = trial.config
+    num_rows = trial.plan.micro_batches(0)[-1][1]
+    speed = device.flops_per_s(config.strategy.precision)
+    operations = (passes.flops + passes.flops_again) / trial.rows * num_rows
+    known = {row.name: row.num_bytes or 0 for row in memory}
+    # weights and state are read and written, gradients are read
+    moved = 2 * known["parameters"] + 2 * known["optimizer state"] + known["gradients"]
+    communicate = sum(_seconds(trial, device, message) for message in messages)
+    return Speed(operations / speed, moved / (device.memory_gb_s * 1e9), communicate)
+
+
+def _seconds(trial: Trial, device: Device, message: Message) -> float:
+    mesh = trial.mesh
+    sizes = {"shard": mesh.shard, "replicate": mesh.replicate, "world": mesh.data_size}
+    size = sizes[message.axis]
+    bandwidth = _bandwidth(trial, device, message.axis, size) * device.assumed["links"]
+    latency = device.assumed["latency_us"] * 1e-6 * math.log2(size)
+    return message.num_bytes / bandwidth + message.count * latency
+
+
+def _bandwidth(trial: Trial, device: Device, axis: str, size: int) -> float:
+    """Return the bandwidth of a rank along an axis of `size` ranks, in bytes per second.
+
+    Ranks of one node that are in the same group share the network links of the node.
+    """
+    local = trial.world.local_world_size
+    stride = trial.mesh.shard if axis == "replicate" else 1
+    node = device.node_gb_s * 1e9
+    if size * stride <= local:
+        return node
+    together = max(1, local // stride)
+    return min(node, device.network_gb_s * 1e9 * together)

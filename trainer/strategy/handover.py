@@ -1,0 +1,94 @@
+"""Handover: rank 0 builds the model, and every rank gets each tensor when it is divided.
+
+So the initial weights have the same bits on every mesh, and a host holds one model at a time.
+Building on torch's meta device everywhere would not do: `trunc_normal_`, `orthogonal_` and others
+silently do nothing there (torch 2.13), and DTensors draw the same numbers on every shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from trainer.distributed.world import World
+from trainer.errors import ConfigError
+
+
+def build_structure(build: Callable[[], nn.Module]) -> nn.Module | None:
+    """Build a model without values on torch's meta device; None if it cannot be built there.
+
+    It cannot if building reads values, or makes tensors that are neither parameters nor buffers.
+    """
+    try:
+        with torch.device("meta"):
+            model = build()
+    except Exception:  # any error of the task's code: it is built for real then, where it shows
+        return None
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                return None
+    return model
+
+
+class Values:
+    """The values of a model's parameters and buffers, kept on rank 0 until they are handed over."""
+
+    def __init__(self, model: nn.Module, world: World, dtype: torch.dtype):
+        """Take the values out of a model, which keeps its structure on the meta device.
+
+        Raises ConfigError for a lazy layer: its parameters do not exist yet.
+        """
+        self._device = world.device
+        self._dtype = dtype
+        self._real: dict[torch.Tensor, torch.Tensor] = {}
+        replaced: dict[torch.Tensor, Any] = {}
+        for name, module in model.named_modules():
+            if any(is_lazy(p) for p in module.parameters(recurse=False)):
+                given = f"{name} is a {type(module).__name__}"
+                raise ConfigError(f"strategy.mesh.shard: {given}; give its sizes, or use ddp")
+            for tensors in (module._parameters, module._buffers):
+                for key, tensor in tensors.items():
+                    if tensor is None:
+                        continue
+                    if tensor not in replaced:
+                        replaced[tensor] = self._without_value(tensor)
+                        if world.rank == 0:
+                            self._real[replaced[tensor]] = tensor.detach()
+                    tensors[key] = replaced[tensor]
+
+    def _without_value(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_converted = tensor.is_floating_point()
+        dtype = self._dtype if is_converted else tensor.dtype
+        empty: torch.Tensor = torch.empty_like(tensor, device="meta", dtype=dtype)
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, tensor.requires_grad)
+        vars(empty).update(vars(tensor))  # such as a mark for the optimizer
+        return empty
+
+    def fill(self, modules: Iterable[nn.Module]) -> None:
+        """Give the tensors of modules their values, sent by rank 0. A collective."""
+        filled: dict[torch.Tensor, Any] = {}
+        for module in modules:
+            for tensors in (module._parameters, module._buffers):
+                for key, tensor in tensors.items():
+                    if tensor is None or not tensor.is_meta:
+                        continue
+                    if tensor not in filled:
+                        filled[tensor] = self._received(tensor)
+                    tensors[key] = filled[tensor]
+
+    def _received(self, tensor: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        if (real := self._real.pop(tensor, None)) is not None:
+            made.copy_(real)
+        dist.broadcast(made, 0)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, tensor.requires_grad)
+        vars(made).update(vars(tensor))
+        return made
