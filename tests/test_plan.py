@@ -230,7 +230,7 @@ def find_most_gathered(folder, *words):
     seen = []
 
     def train_step(batch):
-        with Gathered(trainer._run.engine.strategy._fsdp()) as gathered:
+        with Gathered(trainer._run.engine.strategy._units) as gathered:
             outcome = trainer.update(batch)
         seen.append(gathered.most)
         return outcome

@@ -194,7 +194,7 @@ class Engine:
         names = self.strategy.names()
         states = [named_state(optimizer, names) for optimizer in self.optimizers]
         return {
-            "optimizers": self.strategy.collect_plain(states),
+            "optimizers": self.strategy.collect_plain(states, self._group),
             "rows": self.means.reduced(self._group),
             "elements": {name: each.elements for name, each in self._objectives.items()},
             "precision": self.precision.state_dict(),

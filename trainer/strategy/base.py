@@ -23,6 +23,7 @@ from trainer.config.schema import Config
 from trainer.config.schema import Strategy as Settings
 from trainer.data.batches import MicroBatch, count_rows
 from trainer.data.order import Cut, Leaves
+from trainer.distributed.group import Group
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.strategy.batchnorm import normalize_groups, synchronize
@@ -240,7 +241,7 @@ class Strategy(ABC):
         """Return the name of each of `parameters`."""
         return {parameter: name for name, parameter in self.parameters.items()}
 
-    def collect_plain(self, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def collect_plain(self, states: list[dict[str, Any]], group: Group) -> list[dict[str, Any]]:
         """Return the optimizers' states without tensors, on rank 0 those of all ranks."""
         return states  # alike on all ranks
 

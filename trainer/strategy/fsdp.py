@@ -8,6 +8,7 @@ unit more. Everything else works on the local shards: optimizers, norm, EMA, dig
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -20,7 +21,7 @@ from torch.nn.utils import get_total_norm
 from trainer.config.schema import Config
 from trainer.data.batches import MicroBatch, count_rows
 from trainer.data.order import counted
-from trainer.distributed.group import choose_backend
+from trainer.distributed.group import Group, choose_backend
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError
 from trainer.strategy.base import MicroBatches, Objective, Precision, Strategy, call
@@ -299,13 +300,12 @@ class FullyShardedDataParallel(Strategy):
     def names(self) -> dict[torch.Tensor, str]:
         return self._names
 
-    def collect_plain(self, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def collect_plain(self, states: list[dict[str, Any]], group: Group) -> list[dict[str, Any]]:
         """Join the values that only the owners of whole parameters have. A collective."""
         if self._has_owners:
-            every: list[Any] = [None] * self.mesh.data_size
-            dist.all_gather_object(every, [state["state"] for state in states])
-            for number, state in enumerate(states):
-                state["state"] = {k: v for others in every for k, v in others[number].items()}
+            for text in group.collect_text(json.dumps([state["state"] for state in states])):
+                for state, others in zip(states, json.loads(text), strict=True):
+                    state["state"] |= others
         return states
 
     def refresh(self) -> None:
