@@ -47,6 +47,7 @@ BUDGET_S, TOLD = 460, "told: "
 NO_GPU = "no GPU: torch sees no CUDA device; nothing was checked"
 PRECISIONS = ("fp64", "fp32", "tf32", "amp_bf16", "amp_fp16", "bf16", "fp16")
 LAYOUT = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+HSDP = ["strategy=hsdp", "strategy.mesh={replicate: 2, shard: 2}"]
 RECIPE = """# @package _global_
 task:
   name: probe
@@ -432,6 +433,28 @@ def syncbn(here: Here) -> str:
     return at_most(distance(one, two), 1e-8, "2 ranks and 1 differ")
 
 
+def sharded(here: Here) -> str:
+    """Check FSDP2 and HSDP against one rank, with recomputed layers, and a resume under another
+    layout: over nccl with a GPU for each rank, on the CPU over gloo."""
+    recipe = ["strategy.precision=fp64", "run.clip_norm=1", "task.options.dropout=0.2"]
+    num_devices = torch.cuda.device_count() if here.device.type == "cuda" else 4
+    layouts = {2: ["strategy=fsdp", "strategy.recompute=['2']"], 4: HSDP}
+    tried = {ranks: words for ranks, words in layouts.items() if ranks <= num_devices}
+    if not tried:
+        raise Skip(f"fsdp needs 2 GPUs and hsdp needs 4; {num_devices} found")
+    one = here.launch("one", *recipe)
+    notes = []
+    for ranks, words in tried.items():
+        name = words[0].removeprefix("strategy=")
+        run = here.launch(name, *recipe, *words, ranks=ranks)
+        notes.append(at_most(distance(one, run), 1e-10, f"{name} on {ranks} ranks and 1 differ"))
+    here.launch("parts", *recipe, *layouts[2], "run.steps=15", ranks=2)
+    parts = here.launch("parts", *recipe, "run.resume=auto")
+    notes.append(at_most(distance(one, parts), 1e-10, "fsdp resumed on 1 rank differs"))
+    notes += [f"{words[0]} not tried" for ranks, words in layouts.items() if ranks not in tried]
+    return "; ".join(notes)
+
+
 def bits(here: Here) -> str:
     """Check that counter-based draws are equal on both devices; normal numbers are rounded."""
     indices = torch.cat([torch.arange(5000), torch.tensor([2**31, 2**32 + 7, 2**40])])
@@ -540,6 +563,7 @@ CHECKS: dict[str, tuple[Callable[[Here], str], int]] = {  # name: (check, second
     "data_parallel": (data_parallel, 60),
     "two_ranks": (two_ranks, 90),
     "syncbn": (syncbn, 90),
+    "sharded": (sharded, 120),
     "bits": (bits, 40),
     "precisions": (precisions, 90),
     "compiled": (compiled, 150),

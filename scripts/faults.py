@@ -30,6 +30,7 @@ from faults import (  # noqa: E402
     launches,
     machine,
     numbers,
+    parts,
     power,
     runs,
 )
@@ -38,6 +39,7 @@ from faults.common import Row  # noqa: E402
 # name -> (what runs, cases in full, cases in --quick)
 ROWS = {
     "kill": (calls.kill, 1000, 40),
+    "parts": (parts.parts, 1000, 40),
     "power": (power.power, 500, 100),
     "weak": (power.weak, 4, 4),
     "damage": (damage.damage, 500, 100),

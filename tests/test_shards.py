@@ -333,7 +333,11 @@ def save_as_format_2(root, content, facts):
     own["step"] = content["optimizer"]["0/a.weight/step"]
     training["optimizers"] = [{**optimizer, "state": {"a.weight": own}}]
     files = {"model.pt": {**content["model"], **extra}, "training.pt": training}
-    path = transaction.save(root, 1, packing.packed(files), facts)
+    staging = transaction.stage(root, 1)
+    packed = packing.packed(files)
+    listed = {name: transaction.write_one(staging, name, data) for name, data in packed}
+    transaction.publish(staging, root, 1, listed, facts, lambda: None)
+    path = transaction.final_path(root, 1)
     manifest = json.loads((path / "manifest.json").read_text()) | {"format": 2}
     del manifest["sha256"]
     text = json.dumps({**manifest, "sha256": transaction.digest(manifest)})
@@ -486,7 +490,7 @@ def test_export_that_cannot_be_written_is_one_line_and_leaves_no_file(
 
 
 def test_a_rank_that_is_gone_before_its_file_publishes_nothing(tmp_path):
-    keep: Any = SimpleNamespace(keep_last=9, keep_best=0, best_mode="min", background=False)
+    keep: Any = SimpleNamespace(keep_last=9, keep_best=0, best_mode="min")
     vars(keep).update(metric="eval/loss", on_error="stop")
     mail = Mail(dist.HashStore(), 0, [0, 1], limit_s=0.1)
     disk = Disk(tmp_path, keep, print)
@@ -494,6 +498,6 @@ def test_a_rank_that_is_gone_before_its_file_publishes_nothing(tmp_path):
     half = Shard(torch.ones(2), (4,), (0,), True)
     staging = saver.stage(1)
     with pytest.raises(RunError, match=r"^rank 1 has not written its part in 0\.1 s; raise dist"):
-        saver.save(staging, Snapshot(1, {"model": {"weight": half}}, {}, {}, None))
+        saver.save(staging, Snapshot(1, {"model": {"weight": half}}, {}, {}, None), False)
     assert list((tmp_path / "checkpoints").iterdir()) == []
     saver.close()

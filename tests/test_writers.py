@@ -181,7 +181,7 @@ def test_save_publishes_with_the_record_on_the_disk_and_prunes(tmp_path):
     record, saver = open_record(tmp_path)
     for step in (1, 2):
         record.scalars(step, {"train/loss": 0.5})
-        saver.save(saver.stage(step), snapshot(step))
+        saver.save(saver.stage(step), snapshot(step), False)
         read = [number for number, _ in read_board(tmp_path, "train/loss")]
         assert read == list(range(1, step + 1))
     saver.close()
@@ -228,7 +228,7 @@ def test_record_without_sinks_and_saver_without_disk_write_nothing(tmp_path, cap
     record.close()
     saver = Saver(tmp_path)
     assert saver.stage(1) == ""
-    saver.save("", snapshot(1))
+    saver.save("", snapshot(1), False)
     saver.settle(1)
     saver.close()
     assert list(tmp_path.iterdir()) == []

@@ -114,13 +114,19 @@ def _calls(base: Path, template: Path, shape: Shape) -> list[Point]:
             body()
             shape.step_of(checkpoint.load_newest(root)[0])
     (base / "announced").unlink()
+    return [
+        Point(template, shape, name, at, "O_DIRECTORY" in rest)
+        for name, at, rest in calls_in(log.read_text())
+    ]
+
+
+def calls_in(log: str) -> Iterator[tuple[str, int, str]]:
+    """Yield (name, how often it was called, arguments) of each system call in a log of strace."""
     counts: Counter[str] = Counter()
-    found = []
-    for name, rest in re.findall(r"^\d+ +(\w+)\((.*)", log.read_text(), re.MULTILINE):
+    for name, rest in re.findall(r"^\d+ +(\w+)\((.*)", log, re.MULTILINE):
         if name not in _UNSEEN:
             counts[name] += 1
-            found.append(Point(template, shape, name, counts[name], "O_DIRECTORY" in rest))
-    return found
+            yield name, counts[name], rest
 
 
 def _shapes(seed: int) -> Iterator[Shape]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from harness.internals import checkpoint
-from harness.stored import content_of, save
+from harness.stored import Shards, content_of, save
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
 from trainer.errors import RunError
@@ -86,16 +86,19 @@ class Shape:
         training = {"seen": [step, None]}
         return {"model": {"weight": weight}, "optimizer": {}, "ema": {}, "training": training}
 
-    def save(self, root: Path, step: int) -> Path:
-        """Save as the ranks of a run do. Raises OSError for an error of the disk."""
-        content = self.content(step)
-        whole = content["model"]["weight"]
-        parts = []
+    def parts(self, step: int) -> list[Shards]:
+        """Return the shards of each rank."""
+        whole = self.content(step)["model"]["weight"]
+        found = []
         for first in range(0, len(whole), self.size):
             part = whole[first : first + self.size].clone()
-            parts.append({"model": {"weight": Shard(part, tuple(whole.shape), (first,), True)}})
+            found.append({"model": {"weight": Shard(part, tuple(whole.shape), (first,), True)}})
+        return found
+
+    def save(self, root: Path, step: int) -> Path:
+        """Save as the ranks of a run do. Raises OSError for an error of the disk."""
         try:
-            return save(root, step, parts, content["training"], FACTS)
+            return save(root, step, self.parts(step), self.content(step)["training"], FACTS)
         except RunError as error:
             raise OSError(str(error)) from None
 

@@ -1,6 +1,7 @@
 """The content of checkpoints of any format, and checkpoints written as the ranks of a run do."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,32 @@ Shards = Mapping[str, Mapping[str, Shard]]
 LIMIT_S = 60
 
 
+@contextmanager
+def opened_saver(
+    root: Path,
+    rank: int,
+    size: int,
+    store: dist.Store,
+    check_owner: Callable[[], None] = lambda: None,
+    keep_last: int = 10**6,
+    limit_s: float = LIMIT_S,
+) -> Iterator[PartSaver]:
+    """The saver of one of `size` ranks that write their parts."""
+    keep: Any = SimpleNamespace(keep_last=keep_last, keep_best=0, best_mode="min")
+    vars(keep).update(metric="eval/loss", on_error="stop")
+    mail = Mail(store, rank, range(size), limit_s)
+    if rank:
+        saver = PartSaver(root.parent, keep, mail)
+    else:
+        disk = Disk(root, keep, print)
+        saver = DiskSaver(root.parent, keep, disk, check_owner, lambda: None, mail)
+    saver.root = root
+    try:
+        yield saver
+    finally:
+        saver.close()
+
+
 def save(
     root: Path,
     step: int,
@@ -31,24 +58,16 @@ def save(
     `parts` has the shards of each rank that writes. Raises what rank 0's saver raises: RunError
     for an error of the disk.
     """
-    keep: Any = SimpleNamespace(keep_last=keep_last, keep_best=0, best_mode="min")
-    vars(keep).update(metric="eval/loss", background=False, on_error="stop")
     store = dist.HashStore()
-    disk = Disk(root, keep, print)
-    savers: list[PartSaver] = []
-    for rank in range(len(parts)):
-        mail = Mail(store, rank, range(len(parts)), LIMIT_S)
-        given = (root.parent, keep, disk, check_owner, lambda: None, mail)
-        savers.append(PartSaver(root.parent, keep, mail) if rank else DiskSaver(*given))
-        savers[rank].root = root
-    staging = savers[0].stage(step)
-    try:
+    with ExitStack() as stack:
+        savers = [
+            stack.enter_context(opened_saver(root, rank, len(parts), store, check_owner, keep_last))
+            for rank in range(len(parts))
+        ]
+        staging = savers[0].stage(step)
         for rank in reversed(range(len(parts) if staging else 0)):
-            savers[rank].save(staging, Snapshot(step, parts[rank], training, facts, None))
+            savers[rank].save(staging, Snapshot(step, parts[rank], training, facts, None), False)
         savers[0].settle(step)
-    finally:
-        for saver in savers:
-            saver.close()
     return savers[0].path_of(step)
 
 

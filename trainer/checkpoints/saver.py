@@ -91,11 +91,11 @@ class Saver:
         """Return the staging directory for a checkpoint; empty if none is to be written."""
         return ""
 
-    def save(self, staging: str, snapshot: Snapshot) -> None:
+    def save(self, staging: str, snapshot: Snapshot, is_behind: bool) -> None:
         """Write this rank's part into the staging directory.
 
-        Rank 0 then publishes it, and removes older checkpoints, but never the best. With
-        checkpoint.background a thread does all this; `settle` waits for the thread.
+        Rank 0 then publishes it, and removes older checkpoints, but never the best. If `is_behind`
+        is true, a thread does all this with a copy of the snapshot; `settle` waits for the thread.
         """
 
     def settle(self, step: int | None = None) -> None:
@@ -126,8 +126,8 @@ class PartSaver(Saver):
         self._saving: Future[None] | None = None
         self._is_lost = False
 
-    def save(self, staging: str, snapshot: Snapshot) -> None:
-        if self._keep.background:
+    def save(self, staging: str, snapshot: Snapshot, is_behind: bool) -> None:
+        if is_behind:
             copied = snapshot.private_copy()
             self._saving = self._pool.submit(self._save_behind, Path(staging), copied)
         else:

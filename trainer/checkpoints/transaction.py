@@ -102,24 +102,6 @@ class Loaded:
         return Files(self.path, self.manifest["files"])
 
 
-def save(
-    root: Path,
-    step: int,
-    files: Iterable[tuple[str, bytes | memoryview]],
-    facts: Mapping[str, Any],
-    check_owner: Callable[[], None] = lambda: None,
-) -> Path:
-    """Publish `files`, (name, content) one at a time, as `root/step-<step>`.
-
-    `facts` go into the manifest. `check_owner` is called just before the rename, and may raise.
-    Raises CheckpointError if that step already exists, and OSError for disk errors.
-    """
-    with staged(root, step) as staging:
-        listed = {name: write_one(staging, name, data) for name, data in files}
-        publish(staging, root, step, listed, facts, check_owner)
-    return final_path(root, step)
-
-
 def final_path(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
@@ -139,14 +121,6 @@ def stage(root: Path, step: int) -> Path:
     staging = root / f".staging-{step:08d}-{secrets.token_hex(4)}"
     os.mkdir(staging, 0o700)
     return staging
-
-
-@contextmanager
-def staged(root: Path, step: int) -> Iterator[Path]:
-    """Yield a staging directory, and remove it if the block fails."""
-    staging = stage(root, step)
-    with removed_on_error(staging):
-        yield staging
 
 
 @contextmanager
