@@ -39,7 +39,7 @@ SAVED_AFTER, STEPS = 6, 16
 MODEL = [
     *("task=text", "task.options.dropout=0.0", "task.options.files=2", "task.options.context=16"),
     *("strategy.precision=fp32", "eval.every_steps=null", "log.every_steps=10"),
-    *("checkpoint.every_steps=null", "log.tensorboard=false"),
+    "checkpoint.every_steps=null",
 ]
 
 
@@ -272,7 +272,11 @@ def whole(words: list[str], folder: str) -> dict[str, float]:
 
             def load(model: Any = model, optimizer: Any = optimizer) -> None:
                 is_root = dist.get_rank() == 0
-                tree = torch.load(path) if is_root else {"model": {}, "optimizer": {}}
+                tree = (
+                    torch.load(path, weights_only=True)
+                    if is_root
+                    else {"model": {}, "optimizer": {}}
+                )
                 options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
                 set_state_dict(
                     model,
