@@ -55,16 +55,15 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
-def warm_up() -> None:
-    """Import what training imports, and train a tiny model, which loads the code of torch."""
-    import torch
-    import torch.distributed.fsdp
-    import torch.distributed.tensor
+def warm_up(words: list[str], folder: str) -> float:
+    """Train a tiny model in the same way, which imports all that it needs; return the memory."""
+    from trainer import load_config
+    from trainer.tasks.text import Text
 
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.GELU())
-    optimizer = torch.optim.AdamW(model.parameters())
-    torch.nn.functional.cross_entropy(model(torch.randn(4, 8)), torch.ones(4).long()).backward()
-    optimizer.step()
+    small = [*MODEL, *words, "task.options.width=32", f"run.dir={folder}/small", "run.steps=2"]
+    Text(load_config(small)).fit()
+    forget_peak()
+    return read_status("VmRSS")
 
 
 def memory(words: list[str], folder: str) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def memory(words: list[str], folder: str) -> dict[str, Any]:
     from trainer import load_config
     from trainer.tasks.text import Text
 
-    warm_up()
+    base = warm_up(words, folder)
     peaks: dict[str, float] = {}
 
     class Watched(Text):
@@ -90,13 +89,21 @@ def memory(words: list[str], folder: str) -> dict[str, Any]:
             peaks["steps"] = read_status("VmHWM")
             return outcome
 
-    config = load_config([*MODEL, *words, f"run.dir={folder}", "run.steps=4"])
-    task = Watched(config)
-    forget_peak()
-    base = read_status("VmRSS")
-    task.fit()
+    config = load_config([*MODEL, *words, f"run.dir={folder}/run", "run.steps=4"])
+    Watched(config).fit()
     peaks["end"] = read_status("VmHWM")
     return {k: v - base if k in ("start", "steps", "end") else v for k, v in peaks.items()}
+
+
+def memory_plain(words: list[str], folder: str) -> dict[str, Any]:
+    """Train with torch's fully_shard alone, and return the peaks of this rank in bytes."""
+    base = warm_up(words, folder)
+    peaks: dict[str, float] = {}
+    for number, _ in enumerate(train_plain([*MODEL, *words], folder)):
+        peaks["steps" if number else "start"] = read_status("VmHWM") - base
+        if number == 4:
+            break
+    return {**peaks, "end": peaks["steps"]}
 
 
 class Meter:
@@ -317,10 +324,7 @@ def compare_memory(rounds: int) -> list[dict[str, Any]]:
     for strategy, ranks in CASES:
         words = [f"strategy={strategy}", "task.options.width=1024", f"data.global_batch={ranks}"]
         taken = [launch("memory", words, ranks) for _ in range(rounds)]
-        peaks = {
-            phase: statistics.median(max(each[phase] for each in found) for found in taken)
-            for phase in ("start", "steps", "end")
-        }
+        peaks = find_peaks(taken)
         first = taken[0][0]  # rank 0 builds the model
         divisor = ranks if strategy == "fsdp" else 1
         ideal = 4 * first["parameters"] / divisor + first["block"]
@@ -329,9 +333,21 @@ def compare_memory(rounds: int) -> list[dict[str, Any]]:
         row["ratio"] = max(peaks["start"], peaks["steps"]) / ideal
         text = "{strategy:5} {ranks} ranks  ideal {ideal_mb:4.0f} MB  start {start_mb:4.0f}  "
         text += "steps {steps_mb:4.0f}  with the last save {end_mb:4.0f}  x{ratio:.2f}"
+        if strategy == "fsdp":
+            plain = find_peaks([launch("memory_plain", words, ranks) for _ in range(rounds)])
+            row["plain_ratio"] = max(plain.values()) / ideal
+            text += ", torch's fully_shard alone x{plain_ratio:.2f}"
         print(text.format(**row), flush=True)
         rows.append(row)
     return rows
+
+
+def find_peaks(taken: list[list[dict[str, float]]]) -> dict[str, float]:
+    """Return the median of the rounds, of the rank that needed most."""
+    return {
+        phase: statistics.median(max(each[phase] for each in found) for found in taken)
+        for phase in ("start", "steps", "end")
+    }
 
 
 def compare_checkpoints(rounds: int) -> list[dict[str, Any]]:
@@ -366,7 +382,7 @@ def main() -> int:
     parser.add_argument("--words", nargs="+", help=argparse.SUPPRESS)
     given = vars(parser.parse_args())
     if contestant := given["as"]:
-        worker = {"memory": memory, **SAVERS}[contestant]
+        worker = {"memory": memory, "memory_plain": memory_plain, **SAVERS}[contestant]
         found = worker(given["words"], given["folder"])
         file = Path(given["folder"]) / f"found-{os.environ['RANK']}.json"
         file.write_text(json.dumps(found), encoding="utf-8")

@@ -50,7 +50,7 @@ BUDGETS = {
     "distributed": 1_660,
     "data": 750,
     "draws": 430,
-    "strategy": 1_560,
+    "strategy": 1_630,
     "engine": 910,
     "checkpoints": 1_200,
     "record": 950,

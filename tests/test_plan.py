@@ -47,15 +47,18 @@ def bytes_of(tensors):
 
 
 class Collectives(TorchDispatchMode):
-    """Count the collectives by the name of their operation, and the bytes that they return."""
+    """Count the collectives by the name of their operation, and the bytes of what is sent."""
 
     def __init__(self):
         super().__init__()
         self.counts = Counter()
+        self.sent = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.counts[func._schema.name.removeprefix("c10d::")] += 1
+        name = func._schema.name.removeprefix("c10d::")
+        if func.namespace == "c10d" and name != "recv_":
+            self.counts[name] += 1
+            self.sent += bytes_of(args[0]) if name == "send" else 0
         return func(*args, **(kwargs or {}))
 
 
@@ -93,6 +96,7 @@ def run_watched(folder, *words):
         seen["parameters"] = bytes_of(strategy.parameters.values())
         seen["saved"] = sum(s.nbytes() for key, s in kept.items() if key not in known)
         seen["counts"] = dict(collectives.counts)
+        seen["sent"] = collectives.sent
         shards = engine.shards()
         seen["moving average"] = bytes_of(s.tensor for s in shards["ema"].values())
         written = [s.tensor for kind in shards.values() for s in kind.values() if s.is_written]
@@ -178,8 +182,8 @@ MESSAGES = {
     "exact": (2, ["strategy=exact", "data.micro_batch=2"]),
 }
 OPERATIONS = {
-    "all-gather of parameters": "_allgather_base_",
-    "reduce-scatter of gradients": "_reduce_scatter_base_",
+    "all-gather of parameters": "send",
+    "reduce-scatter of gradients": "send",
     "all-reduce of gradients": "allreduce_",
     "all-reduce of agreed values": "allreduce_",
     "all-to-all of gradients": "alltoall_base_",
@@ -196,6 +200,8 @@ def test_number_of_messages_is_that_of_a_real_step(case, tmp_path):
         counts[OPERATIONS[message.kind]] += message.count
     real = on_ranks(ranks, run_watched, tmp_path, *SHARDED, *words)
     assert counts == real[0]["counts"]
+    sent = sum(message.num_bytes for message in made.messages if message.axis == "shard")
+    assert sent == real[0]["sent"]
     if case == "ddp":
         (message,) = made.messages
         assert message.num_bytes == sum(map(int, real[0]["buckets"].split(",")))  # 2 * (n - 1) / n

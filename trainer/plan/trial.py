@@ -32,7 +32,7 @@ from trainer.plan.devices import Device
 from trainer.setup import check_layout, list_blocks, make_model, try_optimizer
 from trainer.strategy.base import call, convert, find_strategy
 from trainer.strategy.batchnorm import normalize_groups
-from trainer.strategy.fsdp import inner_first
+from trainer.strategy.handover import inner_first
 from trainer.strategy.mesh import Mesh
 from trainer.trainer import Finished
 

@@ -25,8 +25,9 @@ from trainer.distributed.group import Group, choose_backend
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError
 from trainer.strategy.base import MicroBatches, Objective, Precision, Strategy, call
+from trainer.strategy.exchange import exchange_over_gloo
 from trainer.strategy.gathered import Gathered
-from trainer.strategy.handover import Values
+from trainer.strategy.handover import Values, inner_first
 from trainer.strategy.rehearsal import FlopCounter, untouched
 from trainer.strategy.shards import Shard, Source, check_model, read_into
 from trainer.strategy.single import SingleDevice
@@ -105,6 +106,8 @@ class FullyShardedDataParallel(Strategy):
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+        if device == "cpu":
+            exchange_over_gloo(self._units)
         return model
 
     def _list_parameters(self) -> None:
@@ -355,26 +358,6 @@ class FullyShardedDataParallel(Strategy):
         if extra:
             self.module.load_state_dict(extra, strict=False)
         self.refresh()
-
-
-def inner_first(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the blocks, inner ones first.
-
-    Raises ConfigError for a block that shares a parameter with the rest of the model: FSDP would
-    separate the two.
-    """
-    names = {module: name for name, module in model.named_modules()}
-    holders: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(parameter, []).append(name)
-    for block in blocks:
-        prefix = f"{names[block]}."
-        for parameter in block.parameters():
-            outside = [name for name in holders[parameter] if not name.startswith(prefix)]
-            if outside:
-                why = f"shares a parameter with {outside[0]}; leave it out of blocks"
-                raise ConfigError(f"blocks(model): {names[block]} {why}")
-    return sorted(blocks, key=lambda block: -names[block].count("."))
 
 
 STRATEGY = FullyShardedDataParallel

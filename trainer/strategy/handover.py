@@ -7,7 +7,8 @@ silently do nothing there (torch 2.13), and DTensors draw the same numbers on ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch.nn.parameter import is_lazy
 
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
+
+M_MMAP_THRESHOLD, LARGE = -3, 2**22  # of glibc's mallopt; bytes
 
 
 def build_structure(build: Callable[[], nn.Module]) -> nn.Module | None:
@@ -36,6 +39,13 @@ def build_structure(build: Callable[[], nn.Module]) -> nn.Module | None:
     return model
 
 
+def return_memory() -> None:
+    """Let glibc return freed tensors of 4 MB and more to the system; it keeps up to 32 MB each."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGE)
+
+
 class Values:
     """The values of a model's parameters and buffers, kept on rank 0 until they are handed over."""
 
@@ -44,6 +54,7 @@ class Values:
 
         Raises ConfigError for a lazy layer: its parameters do not exist yet.
         """
+        return_memory()
         self._device = world.device
         self._dtype = dtype
         self._real: dict[torch.Tensor, torch.Tensor] = {}
@@ -92,3 +103,23 @@ class Values:
             made = nn.Parameter(made, tensor.requires_grad)
         vars(made).update(vars(tensor))
         return made
+
+
+def inner_first(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the blocks, inner ones first.
+
+    Raises ConfigError for a block that shares a parameter with the rest of the model: FSDP would
+    separate the two.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    holders: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(parameter, []).append(name)
+    for block in blocks:
+        prefix = f"{names[block]}."
+        for parameter in block.parameters():
+            outside = [name for name in holders[parameter] if not name.startswith(prefix)]
+            if outside:
+                why = f"shares a parameter with {outside[0]}; leave it out of blocks"
+                raise ConfigError(f"blocks(model): {names[block]} {why}")
+    return sorted(blocks, key=lambda block: -names[block].count("."))
