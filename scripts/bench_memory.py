@@ -142,6 +142,8 @@ class Meter:
 
 def lockstep(words: list[str], folder: str) -> dict[str, float]:
     """Save behind the loop and load, as a run does it."""
+    import torch.distributed as dist
+
     from trainer import load_config
     from trainer.checkpoints.state import read_on_all_ranks
     from trainer.tasks.text import Text
@@ -159,7 +161,8 @@ def lockstep(words: list[str], folder: str) -> dict[str, float]:
             meter.step()
             if len(meter.times) == STEPS:
                 run.saver.settle()
-                (path,) = run.saver.root.glob("step-*")
+                dist.barrier()  # rank 0 publishes it
+                path = run.saver.path_of(SAVED_AFTER)
                 saved_s = (path / "manifest.json").stat().st_mtime - found["begun"]
 
                 def load() -> None:
@@ -169,7 +172,7 @@ def lockstep(words: list[str], folder: str) -> dict[str, float]:
                 found.update(meter.result(saved_s, load))
             return outcome
 
-    steps = [f"run.steps={STEPS}", "checkpoint.keep=2"]
+    steps = [f"run.steps={STEPS}", "checkpoint.keep_last=2"]
     Watched(load_config([*words, f"run.dir={folder}", *steps])).fit()
     return {key: value for key, value in found.items() if key != "begun"}
 
@@ -278,13 +281,8 @@ def whole(words: list[str], folder: str) -> dict[str, float]:
         if number == STEPS:
 
             def load(model: Any = model, optimizer: Any = optimizer) -> None:
-                is_root = dist.get_rank() == 0
-                tree = (
-                    torch.load(path, weights_only=True)
-                    if is_root
-                    else {"model": {}, "optimizer": {}}
-                )
-                options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+                tree = torch.load(path, weights_only=True, mmap=True)
+                options = StateDictOptions(full_state_dict=True)
                 set_state_dict(
                     model,
                     optimizer,
@@ -315,7 +313,7 @@ def launch(name: str, words: list[str], ranks: int) -> list[dict[str, float]]:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         files = sorted(Path(folder).glob("found-*.json"))
         if done.returncode or len(files) != ranks:
-            raise SystemExit(f"{name} {' '.join(words)}:\n{done.stderr[-4000:]}")
+            raise SystemExit(f"{name} {' '.join(words)}:\n{done.stderr[:4000]}")
         return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 

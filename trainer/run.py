@@ -260,7 +260,8 @@ class Run:
         """Publish a checkpoint of the state, unless this step has one already. A collective."""
         with self._clock.paused():
             self.decisions.flush()  # a bad step must not be published
-            self._save(self.config.checkpoint.background)
+            is_last = self.state.step == self.num_steps  # nothing would run beside it
+            self._save(self.config.checkpoint.background and not is_last)
 
     def _save(self, is_behind: bool) -> None:
         self._ranks.heartbeat.enter(Phase.SAVE)
