@@ -49,7 +49,7 @@ ROWS = {
     "doubles": (runs.doubles, 20, 2),
     "nonfinite": (numbers.nonfinite, 30, 1),
     "cost": (numbers.cost, 5, 0),
-    "restarts": (launches.restarts, 20, 2),
+    "restarts": (launches.restarts, 40, 2),
     "signals": (launches.signals, 24, 2),
     "requeues": (launches.requeues, 10, 0),
     "hangs": (hangs.hangs, 20, 1),

@@ -377,3 +377,8 @@ def test_verify_says_which_default_layouts_it_leaves_out(capsys):
     show_left_out(choose_layouts(None, 2, cut), 2, cut)
     out = capsys.readouterr().out
     assert out == "left out: ranks-3, fsdp-4, hsdp-2-2 (the global batch has 2 parts of 32 rows)\n"
+    show_left_out(choose_layouts(None, 2, cut, can_shard=False), 2, cut, can_shard=False)
+    barred, small = capsys.readouterr().out.splitlines()
+    why = "strategy=fsdp takes no such strategy.comm_hook or strategy.devices_per_rank"
+    assert barred == f"left out: fsdp-2, fsdp-4, hsdp-2-2 ({why})"
+    assert small == "left out: ranks-3 (the global batch has 2 parts of 32 rows)"

@@ -70,10 +70,11 @@ def main(arguments: Sequence[str]) -> int:
         else:
             cut = find_strategy(config.strategy.name).cut(config)
             units = config.data.global_batch // cut.unit
-            layouts = choose_layouts(own.get("layouts"), units, cut, _can_shard(config.strategy))
+            can_shard = _can_shard(config.strategy)
+            layouts = choose_layouts(own.get("layouts"), units, cut, can_shard)
             findings = prove_layouts(stage, layouts, is_bits)
             if "layouts" not in own:
-                show_left_out(layouts, units, cut)
+                show_left_out(layouts, units, cut, can_shard)
     show(findings, steps)
     return int(any(finding.is_bad for finding in findings))
 

@@ -36,13 +36,19 @@ def show(findings: Sequence[Finding], steps: int) -> None:
         console.print("proved: all runs learned the same")
 
 
-def show_left_out(layouts: Sequence[Layout], units: int, cut: Cut) -> None:
-    """Print the default layouts that the global batch does not allow."""
+def show_left_out(layouts: Sequence[Layout], units: int, cut: Cut, can_shard: bool = True) -> None:
+    """Print the default layouts that are not tried, and why."""
     chosen = {layout.name for layout in layouts}
     left = [name for name in (ONE_CUT if cut.is_fixed else LAYOUTS) if name not in chosen]
-    if left:
-        parts = f"{units} part{'s' if units > 1 else ''} of {cut.unit} rows"
-        print(f"left out: {', '.join(left)} (the global batch has {parts})")
+    barred = [] if can_shard else [name for name in left if LAYOUTS[name].is_sharded]
+    parts = f"{units} part{'s' if units > 1 else ''} of {cut.unit} rows"
+    reasons = {
+        "strategy=fsdp takes no such strategy.comm_hook or strategy.devices_per_rank": barred,
+        f"the global batch has {parts}": [name for name in left if name not in barred],
+    }
+    for reason, names in reasons.items():
+        if names:
+            print(f"left out: {', '.join(names)} ({reason})")
 
 
 def _cell(finding: Finding, group: str) -> str:
