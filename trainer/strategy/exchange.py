@@ -27,7 +27,7 @@ class _Collective:
 
 
 class AllGather(_Collective):
-    """Gather the parts of all ranks into the output, of which the input is this rank's part.
+    """Gather the parts of all ranks into the output, where FSDP2 has put this rank's part already.
 
     FSDP2 keeps a unit's buffer until the next one's is copied, for the streams of a GPU. One object
     for all units frees it before the next is made.
@@ -52,7 +52,9 @@ class AllGather(_Collective):
         async_op: bool = False,
     ) -> None:
         parts = output_tensor.view(group.size(), -1)
-        parts[group.rank()].copy_(input_tensor)
+        own = parts[group.rank()]
+        if own.data_ptr() != input_tensor.data_ptr():
+            own.copy_(input_tensor)
         _exchange([input_tensor] * group.size(), parts, group)
 
 
