@@ -260,10 +260,9 @@ class Run:
         """Publish a checkpoint of the state, unless this step has one already. A collective."""
         with self._clock.paused():
             self.decisions.flush()  # a bad step must not be published
-            is_last = self.state.step == self.num_steps  # nothing would run beside it
-            self._save(self.config.checkpoint.background and not is_last)
+            self._save()
 
-    def _save(self, is_behind: bool) -> None:
+    def _save(self) -> None:
         self._ranks.heartbeat.enter(Phase.SAVE)
         self.wants_save = False
         group = self._ranks.group
@@ -284,6 +283,7 @@ class Run:
             snapshot = Snapshot(state.step, shards, training, facts, state.best_step)
             with group.agreed("saving a checkpoint"):
                 self.record.note(state.step, {"ledger": facts["ledger"]})
+                is_behind = self.config.checkpoint.background and not self.is_over
                 self.saver.save(staging, snapshot, is_behind)
 
     def _facts(self) -> dict[str, Any]:
@@ -335,7 +335,7 @@ class Run:
         self.decisions.flush()
         if self.is_stopped:
             self.record.progress(state.step, self.num_steps, True)
-        self._save(is_behind=False)  # the last step may have no checkpoint yet, as after a stop
+        self._save()  # the last step may have no checkpoint yet, for example after a stop
         with group.agreed("saving a checkpoint"):
             self.saver.settle(state.step)
         summary = self._sum_up()

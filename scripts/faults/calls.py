@@ -61,6 +61,11 @@ RETRIED = (
 )  # Python retries these after EINTR, except the openat of a directory listing
 
 
+def inject(call: str, at: int, what: str) -> list[str]:
+    """Return strace's options for a fault at the `at`-th system call of this name."""
+    return ["-e", f"trace={call}", "-e", f"inject={call}:{what}:when={at}"]
+
+
 @dataclass(frozen=True)
 class Point:
     """The `at`-th system call named `call` while a step is saved over the files of `template`."""
@@ -73,9 +78,6 @@ class Point:
 
     def __str__(self) -> str:
         return f"{self.call} {self.at} of {self.shape}"
-
-    def inject(self, what: str) -> list[str]:
-        return ["-e", f"trace={self.call}", "-e", f"inject={self.call}:{what}:when={self.at}"]
 
 
 def _save_and_prune(root: Path, shape: Shape, step: int, announced: Path) -> None:
@@ -187,7 +189,9 @@ def _attempt(point: Point, what: str) -> Iterator[tuple[Path, int, str, int | No
     shutil.copytree(point.template, root)
     try:
         code, said = traced(
-            lambda: _save_and_prune(root, point.shape, step, told), point.inject(what), os.devnull
+            lambda: _save_and_prune(root, point.shape, step, told),
+            inject(point.call, point.at, what),
+            os.devnull,
         )
         yield (
             root,

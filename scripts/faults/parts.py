@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 from harness.internals import checkpoint
 from harness.stored import opened_saver
 
-from faults.calls import calls_in
+from faults.calls import calls_in, inject
 from faults.common import FACTS, Row, Shape, folder, random_of, traced, without_strace
 from trainer.checkpoints.saver import Snapshot
 from trainer.errors import RunError
@@ -35,10 +36,6 @@ class Point:
 
     def __str__(self) -> str:
         return f"{self.call} {self.at} of rank {self.rank}, {self.shape}"
-
-    @property
-    def options(self) -> list[str]:
-        return ["-e", f"trace={self.call}", "-e", f"inject={self.call}:signal=KILL:when={self.at}"]
 
 
 class Save:
@@ -67,14 +64,10 @@ class Save:
 
     def run(self, rank: int, options: list[str], log: str) -> tuple[int, str]:
         """Save with this rank traced; return its exit code, and what ended rank 0 if it lived."""
-
-        def traced_part() -> None:
-            self.write(rank, self._client)
-
         for other in range(1, RANKS):
             if other != rank:
                 self.write(other, self.server)
-        code, _ = traced(traced_part, options, log)
+        code, _ = traced(partial(self.write, rank, self._client), options, log)
         if rank:
             try:
                 self.write(0, self.server)
@@ -116,7 +109,8 @@ def parts(amount: int, seed: int) -> Row:
 
 def _one(point: Point, place: Path, ends: Counter[str]) -> str | None:
     save = Save(point.shape, place)
-    code, said = save.run(point.rank, point.options, os.devnull)
+    options = inject(point.call, point.at, "signal=KILL")
+    code, said = save.run(point.rank, options, os.devnull)
     ends[f"rank {point.rank}"] += 1
     if code != -9:
         return f"exited with code {code}, not by the signal"

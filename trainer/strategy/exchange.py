@@ -1,14 +1,14 @@
 """Exchange between ranks on CPUs: the two collectives of FSDP2, over gloo.
 
 torch's own (2.13) copy what they gather, and sum the whole on every rank, since gloo has no
-reduce-scatter. These send each part once, from where it lies to where it is needed: about half the
-bytes, memory and time.
+reduce-scatter. These send each part once, from where it lies to where it is needed, in about half
+the time. A sum also takes half the bytes.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,12 +33,13 @@ class AllGather(_Collective):
     for all units frees it before the next is made.
     """
 
-    _last: Callable[[], torch.Tensor | None] = staticmethod(lambda: None)
+    def __init__(self) -> None:
+        self._last: weakref.ref[torch.Tensor] | None = None
 
     def allocate(
         self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        if (last := self._last()) is not None:
+        if self._last and (last := self._last()) is not None:
             last.untyped_storage().resize_(0)
         made = super().allocate(size, dtype=dtype, device=device)
         self._last = weakref.ref(made)

@@ -54,7 +54,8 @@ class Values:
 
         Raises ConfigError for a lazy layer: its parameters do not exist yet.
         """
-        return_memory()
+        if world.device.type == "cpu":
+            return_memory()
         self._device = world.device
         self._dtype = dtype
         self._real: dict[torch.Tensor, torch.Tensor] = {}
