@@ -9,7 +9,6 @@ metrics.jsonl without the first quarter. A ratio above 1 is the cost of the feat
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -17,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from contest import options, write
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 EVERY = 2  # steps between two logs
@@ -67,20 +68,14 @@ def compare(name: str, rounds: int, steps: int) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = options(__doc__, PAIRS, rounds=3)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--only", nargs="+", choices=PAIRS, default=list(PAIRS))
-    parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args()
     found = {}
     for name in given.only:
         found[name] = compare(name, given.rounds, given.steps)
         print(f"{name:26} x{found[name]['ratio']:.3f}  (at most {found[name]['aim']})", flush=True)
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    write(given.json, found)
     return int(any(each["ratio"] > each["aim"] for each in found.values()))
 
 

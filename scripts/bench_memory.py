@@ -4,9 +4,9 @@
 
 memory: A GPT of task=text with 202 MB of parameters (width 1024, 4 blocks, fp32, AdamW) takes four
 steps of one short sequence per rank, under ddp and fsdp, on 2 and 4 ranks. The peak is the resident
-memory (VmHWM of /proc/self/status) of the rank that needs most, less what it had after the imports
-and one step of a tiny model. The ideal is parameters, gradients and optimizer state, divided by the
-ranks under fsdp, plus the parameters of the largest block.
+memory (VmHWM of /proc/self/status) of the rank that needs most, less what it had after a run with a
+tiny model. The ideal is parameters, gradients and optimizer state, divided by the ranks under fsdp,
+plus the parameters of the largest block. Beside fsdp stands a loop with torch's fully_shard alone.
 
 checkpoints: The same GPT with 300 MB of parameters and optimizer state (width 720), divided over
 two ranks, is saved in the middle of training and loaded again: by Lockstep, by torch's distributed
@@ -18,21 +18,17 @@ table has medians over the rounds.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from contest import answer, build_plain, launch, options, write
+
 MB = 1e6
 CASES = [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4)]
 SAVED_AFTER, STEPS = 6, 16
@@ -179,22 +175,9 @@ def lockstep(words: list[str], folder: str) -> dict[str, float]:
 
 def train_plain(words: list[str], folder: str) -> Iterator[Any]:
     """Train with torch's fully_shard alone; yield (model, optimizer) before each step."""
-    import torch
     import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
 
-    from trainer import load_config
-    from trainer.tasks.text import Text
-
-    dist.init_process_group("gloo")
-    config = load_config([*words, f"run.dir={folder}"])
-    task = Text(config)
-    data = task.build_dataset("train")
-    model = task.build_model()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+    task, data, model, optimizer = build_plain(words, folder)
     for number in range(STEPS):
         yield model, optimizer
         row = number % len(data)
@@ -303,25 +286,11 @@ SAVERS: dict[str, Callable[[list[str], str], dict[str, float]]] = {
 }
 
 
-def launch(name: str, words: list[str], ranks: int) -> list[dict[str, float]]:
-    """Run a contestant under torchrun; return what each rank found."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        own = [__file__, "--as", name, "--folder", folder, "--words", *words]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, *launcher, *own]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        files = sorted(Path(folder).glob("found-*.json"))
-        if done.returncode or len(files) != ranks:
-            raise SystemExit(f"{name} {' '.join(words)}:\n{done.stderr[:4000]}")
-        return [json.loads(file.read_text(encoding="utf-8")) for file in files]
-
-
 def compare_memory(rounds: int) -> list[dict[str, Any]]:
     rows = []
     for strategy, ranks in CASES:
         words = [f"strategy={strategy}", "task.options.width=1024", f"data.global_batch={ranks}"]
-        taken = [launch("memory", words, ranks) for _ in range(rounds)]
+        taken = [launch(__file__, "memory", words, ranks) for _ in range(rounds)]
         peaks = find_peaks(taken)
         first = taken[0][0]  # rank 0 builds the model
         divisor = ranks if strategy == "fsdp" else 1
@@ -332,7 +301,9 @@ def compare_memory(rounds: int) -> list[dict[str, Any]]:
         text = "{strategy:5} {ranks} ranks  ideal {ideal_mb:4.0f} MB  start {start_mb:4.0f}  "
         text += "steps {steps_mb:4.0f}  with the last save {end_mb:4.0f}  x{ratio:.2f}"
         if strategy == "fsdp":
-            plain = find_peaks([launch("memory_plain", words, ranks) for _ in range(rounds)])
+            plain = find_peaks(
+                [launch(__file__, "memory_plain", words, ranks) for _ in range(rounds)]
+            )
             row["plain_ratio"] = max(plain.values()) / ideal
             text += ", torch's fully_shard alone x{plain_ratio:.2f}"
         print(text.format(**row), flush=True)
@@ -353,7 +324,7 @@ def compare_checkpoints(rounds: int) -> list[dict[str, Any]]:
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in SAVERS}
     for number in range(rounds):
         for name in list(SAVERS)[:: 1 if number % 2 == 0 else -1]:
-            found = launch(name, words, 2)
+            found = launch(__file__, name, words, 2)
             taken[name].append({key: max(each[key] for each in found) for key in found[0]})
     rows: list[dict[str, Any]] = []
     for name, results in taken.items():
@@ -369,25 +340,12 @@ PARTS = {"memory": compare_memory, "checkpoints": compare_checkpoints}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    for hidden in ("--as", "--folder"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
-    parser.add_argument("--words", nargs="+", help=argparse.SUPPRESS)
-    given = vars(parser.parse_args())
-    if contestant := given["as"]:
-        worker = {"memory": memory, "memory_plain": memory_plain, **SAVERS}[contestant]
-        found = worker(given["words"], given["folder"])
-        file = Path(given["folder"]) / f"found-{os.environ['RANK']}.json"
-        file.write_text(json.dumps(found), encoding="utf-8")
+    given = vars(options(__doc__, PARTS, rounds=3).parse_args())
+    if name := given["as"]:
+        worker = {"memory": memory, "memory_plain": memory_plain, **SAVERS}[name]
+        answer(given["folder"], worker(given["words"], given["folder"]))
         return 0
-    result = {part: PARTS[part](given["rounds"]) for part in given["only"]}
-    if given["json"]:
-        given["json"].write_text(json.dumps(result, indent=1), encoding="utf-8")
+    write(given["json"], {part: PARTS[part](given["rounds"]) for part in given["only"]})
     return 0
 
 
