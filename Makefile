@@ -8,7 +8,7 @@ ARGS ?=
 PIP_ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL = $(PIP) install --quiet -c constraints.txt $(PIP_ARGS)
-EXTRAS := metrics,mpi,slurm,optuna
+EXTRAS := export,hf,metrics,mpi,mlflow,parquet,report,slurm,optuna,wandb
 
 define ABOUT_TORCH
 installing into $(VENV) ...
@@ -47,8 +47,8 @@ train: $(VENV)/.installed ## train task=cifar on two ranks; ARGS="run.epochs=2 o
 text: $(VENV)/.installed ## train task=text on two ranks
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(RANKS) -m trainer task=text $(ARGS)
 
-test: setup ## the default tests: 4 minutes on two cores
-	@$(BIN)/python -m pytest $(ARGS)
+test: setup ## the default tests, in two processes: some 4 minutes on two cores
+	@$(BIN)/python scripts/run_tests.py $(ARGS)
 
 test-all: setup ## every test: the default ones and the slow ones
 	@$(BIN)/python -m pytest -m '' $(ARGS)

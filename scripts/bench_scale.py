@@ -211,7 +211,7 @@ def bare(group: Group, rank: int) -> None:
 def real_drift(group: Group, rank: int) -> None:
     """Compare the digests of `TENSORS` tensors of one number each."""
     weights = {str(n): Shard.whole(torch.ones(1), rank == 0) for n in range(TENSORS)}
-    check_drift(group, 1, {"model": weights}, Mesh(rank, group.world.world_size, 1))
+    check_drift(group, 1, {"model": weights}, Mesh(rank, replicate=group.world.world_size))
 
 
 def real_means(group: Group, rank: int) -> None:

@@ -81,6 +81,12 @@ class Probe(Trainer):
         inputs = torch.randn(203, 4, generator=generator)
         return ResidentDataset(inputs, (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0).long())
 
+    def blocks(self, model):
+        return [model[0], model[4]]
+
+    def tensor_plan(self):
+        return {"0": "columns", "4": "rows"}
+
     def augment(self, inputs, targets, random, train):
         return inputs + 0.1 * random.uniform("noise", 4) if train else inputs, targets
 
@@ -455,6 +461,21 @@ def sharded(here: Here) -> str:
     return "; ".join(notes)
 
 
+def meshes(here: Here) -> str:
+    """Check tensor and pipeline parallel on two ranks, and blocks over two devices of one rank,
+    against one rank: over nccl with a GPU for each, on the CPU over gloo."""
+    num_devices = torch.cuda.device_count() if here.device.type == "cuda" else 2
+    if num_devices < 2:
+        raise Skip(f"needs 2 GPUs; {num_devices} found")
+    recipe = ["strategy.precision=fp64", "task.options.dropout=0.2", "data.micro_batch=4"]
+    one = here.launch("one", *recipe)
+    notes = []
+    for name, ranks in (("tp", 2), ("pp", 2), ("mp", 1)):
+        run = here.launch(name, *recipe, f"strategy={name}", ranks=ranks)
+        notes.append(at_most(distance(one, run), 1e-10, f"{name} and one rank differ"))
+    return "; ".join(notes)
+
+
 def bits(here: Here) -> str:
     """Check that counter-based draws are equal on both devices; normal numbers are rounded."""
     indices = torch.cat([torch.arange(5000), torch.tensor([2**31, 2**32 + 7, 2**40])])
@@ -564,6 +585,7 @@ CHECKS: dict[str, tuple[Callable[[Here], str], int]] = {  # name: (check, second
     "two_ranks": (two_ranks, 90),
     "syncbn": (syncbn, 90),
     "sharded": (sharded, 120),
+    "meshes": (meshes, 120),
     "bits": (bits, 40),
     "precisions": (precisions, 90),
     "compiled": (compiled, 150),

@@ -58,11 +58,10 @@ def answer(folder: str, found: Any) -> None:
     file.write_text(json.dumps(found), encoding="utf-8")
 
 
-def build_plain(words: list[str], folder: str) -> tuple[Any, Any, Any, Any]:
-    """Return (task, its data, its model, AdamW) with torch's fully_shard, as its docs write it."""
+def build_whole(words: list[str], folder: str) -> tuple[Any, Any, Any]:
+    """Return (task, its data, its model) in a process group."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
 
     from trainer import load_config
     from trainer.tasks.text import Text
@@ -72,7 +71,16 @@ def build_plain(words: list[str], folder: str) -> tuple[Any, Any, Any, Any]:
     task = Text(config)
     data = task.build_dataset("train")
     torch.manual_seed(0)
-    model = task.build_model()
+    return task, data, task.build_model()
+
+
+def build_plain(words: list[str], folder: str) -> tuple[Any, Any, Any, Any]:
+    """Return (task, its data, its model, AdamW) with torch's fully_shard, as its docs write it."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    task, data, model = build_whole(words, folder)
+    config = task.config
     for part in [*model.blocks, model]:
         fully_shard(part, reshard_after_forward=config.strategy.reshard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, betas=(0.9, 0.999))

@@ -62,15 +62,25 @@ class Text(Trainer):
     def blocks(self, model):
         return list(model.blocks)
 
-    def split_batch(self, batch):
-        """Return inputs and targets, both (batch, context).
+    def tensor_plan(self):
+        return {
+            "blocks.*.attend": "columns/3",
+            "blocks.*.project": "rows",
+            "blocks.*.mlp.0": "columns",
+            "blocks.*.mlp.2": "rows",
+            "token|head": "vocabulary",
+        }
 
-        Inputs are the previous bytes. Targets are the bytes, and a mask that is False for padding.
+    def split_batch(self, batch):
+        """Return inputs and targets, all (batch, context).
+
+        Inputs are the previous bytes and their positions. Targets are the bytes, and a mask that is
+        False for padding.
         """
         tokens, lengths = batch[0].long(), batch[1]
         before = F.pad(tokens[:, :-1], (1, 0), value=NEWLINE)
-        is_there = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-        return before, (tokens, is_there)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return (before, positions), (tokens, positions < lengths[:, None])
 
     def loss(self, outputs, targets):
         tokens, is_there = targets
@@ -120,7 +130,8 @@ class Block(nn.Module):
 
     def __init__(self, options: Options):
         super().__init__()
-        width, self.heads, self.dropout = options.width, options.heads, options.dropout
+        width, self.dropout = options.width, options.dropout
+        self.head_size = width // options.heads
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(
@@ -128,11 +139,11 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, context, width = x.shape
-        parts = self.attend(self.norm_1(x)).view(batch, context, 3, self.heads, width // self.heads)
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        parts = self.attend(self.norm_1(x))
+        batch, context, _ = parts.shape
+        query, key, value = parts.view(batch, context, 3, -1, self.head_size).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self._drop(self.project(mixed.transpose(1, 2).reshape(batch, context, width)))
+        x = x + self._drop(self.project(mixed.transpose(1, 2).reshape(batch, context, -1)))
         return x + self._drop(self.mlp(self.norm_2(x)))
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
@@ -140,7 +151,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes (batch, context) to logits (batch, context, 256), after nanoGPT (A. Karpathy)."""
+    """Bytes and their positions, both (batch, context), to logits (batch, context, 256).
+
+    After nanoGPT (A. Karpathy).
+    """
 
     def __init__(self, options: Options):
         super().__init__()
@@ -148,8 +162,10 @@ class GPT(nn.Module):
         self.position = nn.Parameter(torch.randn(options.context, options.width) * 0.02)
         self.blocks = nn.Sequential(*[Block(options) for _ in range(options.layers)])
         self.norm = nn.LayerNorm(options.width)
+        self.head = nn.Linear(options.width, 256, bias=False, device="meta")
+        self.head.weight = self.token.weight
         nn.init.normal_(self.token.weight, std=0.02)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.blocks(self.token(tokens) + self.position)
-        return self.norm(x) @ self.token.weight.T
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens) + F.embedding(positions, self.position)
+        return self.head(self.norm(self.blocks(x)))

@@ -2,6 +2,7 @@
 processes and working directory, and must be quick."""
 
 import ctypes
+import functools
 import os
 
 os.environ.setdefault(
@@ -25,6 +26,7 @@ torch.set_num_threads(1)  # a parent with an OpenMP pool hangs its forked childr
 harness.warm_up()
 sys.path.append(str(SCRIPTS))
 LONGEST_S = 5.0  # limit of a default test, on an idle machine
+FAILS_AT = 2.0  # times the limit, in CI: the same test took 1.0 to 1.6 times as long on one machine
 END_S = 10.0  # processes of a test must end within this time after it
 LIVE_LONGER = ("munged", "slurmctld", "slurmd", "slurmstepd")  # they run as long as their module
 PR_SET_CHILD_SUBREAPER = 36
@@ -98,6 +100,29 @@ def living(pids: set[int]) -> dict[int, str]:
     return found
 
 
+# Two processes that share the files --------------------------------------------------------------
+
+
+def pytest_addoption(parser):
+    parser.addoption("--share", metavar="DIR", help="run the files that are not in DIR, each once")
+
+
+@functools.cache
+def takes(folder: str, name: str) -> bool:
+    """Return True if this process is the first to take a file of tests."""
+    try:
+        os.close(os.open(Path(folder, name), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item):
+    folder = item.config.getoption("share")
+    return True if folder and not takes(folder, item.path.name) else None
+
+
 # Tests that take too long -------------------------------------------------------------------------
 
 too_long = pytest.StashKey[list]()
@@ -114,11 +139,13 @@ def pytest_runtest_makereport(item, call):
             line = (
                 f"{call.duration:.1f} s, {limit_s:.1f} s are allowed: {call.when} of {item.nodeid}"
             )
-            item.session.stash.setdefault(too_long, []).append(line)
+            found = (call.duration > FAILS_AT * limit_s, line)
+            item.session.stash.setdefault(too_long, []).append(found)
 
 
 def pytest_sessionfinish(session):
-    if session.stash.get(too_long, []) and os.environ.get("CI") == "true":
+    found = session.stash.get(too_long, [])
+    if any(fails for fails, _ in found) and os.environ.get("CI") == "true":
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -128,5 +155,5 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section(
             "default tests that take too long: mark them slow or make them quick"
         )
-        for line in lines:
+        for _, line in lines:
             terminalreporter.line(line)

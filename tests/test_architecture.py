@@ -40,28 +40,39 @@ TOP_LEVEL = {
     "loading": "errors",
     "terminal": "errors",
     "schedule": "schedule",
-    **dict.fromkeys(("clock", "task", "setup", "decisions", "run", "trainer"), "run"),
+    **dict.fromkeys(("clock", "task", "setup", "capacity", "decisions", "run", "trainer"), "run"),
     **dict.fromkeys(("__init__", "tasks"), "package"),
 }
 # Code lines: without blanks, comments and docstrings. Reasons for each number that is not the
 # design's are in docs/decisions.md.
 BUDGETS = {
-    "config": 820,
-    "distributed": 1_660,
-    "data": 750,
-    "draws": 430,
-    "strategy": 1_630,
-    "engine": 910,
-    "checkpoints": 1_200,
-    "record": 950,
-    "top level": 1_000,
+    "config": 880,
+    "distributed": 1_750,
+    "data": 830,
+    "draws": 490,
+    "strategy": 3_360,
+    "engine": 1_180,
+    "checkpoints": 1_230,
+    "record": 1_320,
+    "top level": 1_370,
 }
 MOST_OF_A_FUNCTION = 40
 MOST_OF_A_FILE = 300
 MOST_OF_A_TASK = 170
 MOST_TUPLES = 10  # assignments of a tuple to a tuple, per thousand lines
 HEAVY = (
-    *("hydra", "mpi4py", "omegaconf", "optuna", "rich", "safetensors", "submitit", "tensorboard"),
+    *(
+        "wandb",
+        "mlflow",
+        "hydra",
+        "mpi4py",
+        "omegaconf",
+        "optuna",
+        "rich",
+        "safetensors",
+        "submitit",
+        "tensorboard",
+    ),
     *("tomli", "tomllib", "torch.distributed.algorithms", "torch.distributed.device_mesh"),
     *("torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.tensorboard", "yaml"),
 )
@@ -158,7 +169,8 @@ def test_only_composition_and_sweeps_know_hydra():
 
 
 def test_config_imports_no_torch_and_names_no_strategy():
-    strategies = {path.stem for path in (PACKAGE / "strategy").glob("*.py")} - {"base", "hooks"}
+    files = (PACKAGE / "strategy").glob("*.py")
+    strategies = {path.stem for path in files if "\nSTRATEGY = " in path.read_text("utf-8")}
     for path in FILES:
         if room(path) != "config":
             continue
@@ -259,7 +271,10 @@ def test_no_object_sets_the_attributes_of_another():
 
 KNOWN = {
     "BaseContainer._resolvers",  # OmegaConf's registry, restored afterwards
-    *("layer.__class__", "layer.groups"),  # BatchNorm layers are converted in place
+    *("layer.__class__", "layer.groups", "layer.group"),  # BatchNorm is converted in place
+    "metric.process_group",  # torchmetrics' own attribute
+    *("block.forward", "made._axis", "made._length", "made._dim"),  # of a tensor being made
+    *("task._run", "task.config", "task.world"),  # by examine, a function beside Trainer
     "made._metadata",  # of a state_dict that is copied
     "mpi4py.rc.thread_level",
     "report.has_weight",  # of a report that is being built
@@ -280,10 +295,12 @@ KNOWN = {
 FACE = {
     *("fit", "evaluate", "update", "optimizers", "save_checkpoint", "load_checkpoint"),
     *("config", "options", "Options", "world", "model", "step", "_run"),
+    *("record", "stop", "gather_rows"),
 }
 HOOKS = {
     *("build_model", "build_dataset", "loss", "metrics", "summarize", "build_metrics", "blocks"),
-    *("augment", "split_batch", "build_optimizer", "build_schedule", "train_step"),
+    *("tensor_plan", "augment", "split_batch", "build_optimizer", "build_schedule", "train_step"),
+    *("collate", "prepare", "predict"),
 }
 
 

@@ -21,7 +21,9 @@ from harness.waiting import QUIET_S, seconds_of_importing_torch
 SLOW = pytest.mark.slow
 LIMIT_S = 1.5
 TORCHRUN_LIMIT_S = 5.0
-STRATEGIES = "ddp, ddp_syncbn_amp, dp, exact, fsdp, hsdp, single"
+STRATEGIES = (
+    "cp, ddp, ddp_syncbn_amp, dp, exact, fsdp, fsdp_tp, hsdp, mp, parallel, pp, pp_fsdp, single, tp"
+)
 RANK_0 = "RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost"
 
 TASK = """# @package _global_
@@ -51,6 +53,7 @@ FILES: dict[str, str | bytes] = {
     "reference/task/mine.yaml": TASK + "run: {seed: '${run.sed}'}\n",
     "default/task/mine.yaml": TASK.replace("task:", "defaults: [override /optim: sdg]\ntask:"),
     "default_group/task/mine.yaml": TASK.replace("task:", "defaults: [/optin: sgd]\ntask:"),
+    "override/task/mine.yaml": TASK.replace("task:", "defaults: [override /optin: sgd]\ntask:"),
     "no_target/optim/mine.yaml": "lr: 0.1\n",
     "target/optim/mine.yaml": "_target_: torch.optim.SGDD\nlr: 0.1\n",
     "run_bracket/config.yaml": "run: [\n",
@@ -63,6 +66,7 @@ FILES: dict[str, str | bytes] = {
     "runs/cifar/taken/config.yaml": "run: {}\n",
 }
 
+NO_TASK = "must be one of cifar, finetune, text; did you mean cifar?"
 WHOLE, WHOLE_OR_NULL = (
     "must be an integer of at least 1",
     "must be an integer of at least 1 or null",
@@ -70,10 +74,10 @@ WHOLE, WHOLE_OR_NULL = (
 SWITCH = "must be true or false"
 BAD = [
     # nothing to run, arguments that are not settings, flags
-    ("", "task is missing: give task=<name>, one of cifar, text"),
-    ("task=", "task=: must be one of cifar, text"),
-    ("task=null", "task=null: must be one of cifar, text"),
-    ("task=[cifar]", "task=['cifar']: must be one of cifar, text"),
+    ("", "task is missing: give task=<name>, one of cifar, finetune, text"),
+    ("task=", "task=: must be one of cifar, finetune, text"),
+    ("task=null", "task=null: must be one of cifar, finetune, text"),
+    ("task=[cifar]", "task=['cifar']: must be one of cifar, finetune, text"),
     ("task=cifar task=text", "task=text: task=cifar was given before; give only one"),
     ("task=cifar ~task", "task.name is missing: set it in the task's file"),
     ("task=cifar epochs", "'epochs' is not a setting: write key=value"),
@@ -95,8 +99,11 @@ BAD = [
         "--multirun=3: -m takes no value, --resolve and --package go with --cfg job",
     ),
     ("task=cifar run.sed=1 --cfg job", "run.sed is not a setting; did you mean run.seed?"),
-    ("task=cifra --cfg job", "task=cifra: must be one of cifar, text; did you mean cifar?"),
-    ("--cfg job", "task is missing: give task=<name>, one of cifar, text"),
+    (
+        "task=cifra --cfg job",
+        "task=cifra: must be one of cifar, finetune, text; did you mean cifar?",
+    ),
+    ("--cfg job", "task is missing: give task=<name>, one of cifar, finetune, text"),
     # typos in the name of every group
     ("task=cifar lr=1", "lr is not a setting; did you mean optim.lr?"),
     ("task=cifar OPTIM=sgd", "OPTIM is not a setting"),
@@ -179,11 +186,11 @@ BAD = [
     ),
     ("task=cifar experiment=null", "experiment=null: must be one of parity"),
     # typos in the name of an option
-    ("task=cifra", "task=cifra: must be one of cifar, text; did you mean cifar?"),
+    ("task=cifra", f"task=cifra: {NO_TASK}"),
     ("optim=sdg task=text", "optim=sdg: must be one of adam, adamw, muon, sgd; did you mean sgd?"),
     (
         "task=cifar strategy=dpp",
-        f"strategy=dpp: must be one of {STRATEGIES}; did you mean dp?",
+        f"strategy=dpp: must be one of {STRATEGIES}; did you mean pp?",
     ),
     (
         "task=cifar strategy=_common",
@@ -238,7 +245,10 @@ BAD = [
     ("task=cifar run.lr_batch=0", f"run.lr_batch=0: {WHOLE_OR_NULL}"),
     ("task=cifar data.global_batch=-32", f"data.global_batch=-32: {WHOLE}"),
     ("task=cifar data.global_batch=null", f"data.global_batch=null: {WHOLE}"),
-    ("task=cifar data.micro_batch=half", f"data.micro_batch=half: {WHOLE_OR_NULL}"),
+    (
+        "task=cifar data.micro_batch=half",
+        "data.micro_batch=half: must be an integer of at least 1 or auto or null",
+    ),
     ("task=cifar data.workers=-1", "data.workers=-1: must be an integer of at least 0"),
     ("task=cifar data.timeout_s=1m", "data.timeout_s=1m: must be a number of at least 0"),
     ("task=cifar data.path=ram", "data.path=ram: must be one of auto, resident, streamed"),
@@ -315,7 +325,18 @@ BAD = [
         "task=cifar checkpoint.on_error=ignore",
         "checkpoint.on_error=ignore: must be one of stop, continue",
     ),
-    ("task=cifar checkpoint.best_mode=high", "checkpoint.best_mode=high: must be one of min, max"),
+    (
+        "task=cifar checkpoint.best_mode=high",
+        "checkpoint.best_mode=high: must be one of min, max or null",
+    ),
+    (
+        "task=cifar checkpoint.best_mode=null",
+        "checkpoint.best_mode is missing: set it to min or max for eval/accuracy",
+    ),
+    (
+        "task=cifar checkpoint.best_metric=loss",
+        "checkpoint.best_mode=max: must be min for eval/loss",
+    ),
     ("task=cifar checkpoint.best_metric=", "checkpoint.best_metric='': must be a string or null"),
     ("task=cifar eval.every_epochs=0", f"eval.every_epochs=0: {WHOLE_OR_NULL}"),
     ("task=cifar eval.micro_batch=all", f"eval.micro_batch=all: {WHOLE_OR_NULL}"),
@@ -602,11 +623,14 @@ BAD = [
     ),
     # sweeps
     ("task=cifar optim.lr=0.1,0.2", "optim.lr=0.1,0.2: several values need -m"),
-    ("-m optim.lr=0.1,0.2", "task is missing: give task=<name>, one of cifar, text"),
+    ("-m optim.lr=0.1,0.2", "task is missing: give task=<name>, one of cifar, finetune, text"),
     ("-m task=cifar optim.lrr=0.1,0.2", "optim.lrr is not a setting; did you mean optim.lr?"),
     ("-m task=cifar optim.lr=0.1,abc", "optim.lr=abc: must be a number of at least 0"),
     ("-m task=cifar optim=sgd,foo", "optim=foo: must be one of adam, adamw, muon, sgd"),
-    ("-m task=cifar,cifra", "task=cifra: must be one of cifar, text; did you mean cifar?"),
+    (
+        "-m task=cifar,cifra",
+        "task=cifra: must be one of cifar, finetune, text; did you mean cifar?",
+    ),
     (
         "-m task=cifar data.micro_batch=10,500",
         "data.micro_batch=500: must be at most data.global_batch=240",
@@ -693,7 +717,7 @@ BAD = [
     ("task=cifar --config-dir {files}/file", "--config-dir {files}/file: no such directory"),
     (
         "task=miine --config-dir {files}/good",
-        "task=miine: must be one of cifar, text, mine; did you mean mine?",
+        "task=miine: must be one of cifar, finetune, text, mine; did you mean mine?",
     ),
     (
         "task=mine --config-dir {files}/good task.options.dropot=1",
@@ -749,6 +773,12 @@ BAD = [
     (
         "task=mine --config-dir {files}/default_group",
         "--config-dir {files}/default_group: In 'task/mine': Could not find",
+    ),
+    (
+        "task=mine --config-dir {files}/override",
+        "--config-dir {files}/override: In 'task/mine': Could not override 'optin'."
+        " No match in the defaults list; in defaults write '- override /optim: adamw', or"
+        " '- /model: small' for your own group",
     ),
     (
         "task=cifar optim=mine --config-dir {files}/no_target",
@@ -870,7 +900,11 @@ def test_bad_setting_is_one_line_and_exit_code_2(words, line, files, command, tm
 
 
 @pytest.mark.parametrize(
-    ("words", "line"), BAD_FOR_THE_DATA, ids=[words for words, _ in BAD_FOR_THE_DATA]
+    ("words", "line"),
+    [
+        pytest.param(*row, id=row[0], marks=[SLOW] * (n % 3 > 0))
+        for n, row in enumerate(BAD_FOR_THE_DATA)
+    ],
 )
 def test_error_that_only_the_data_can_show_is_one_line_and_no_directory(
     words, line, files, command, tmp_path

@@ -122,6 +122,7 @@ def code_of_child_dying(root: Path, at: int, is_after: bool) -> int:
     os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_after", [False, True], ids=["before a call", "after a call"])
 def test_death_at_any_call_leaves_a_whole_checkpoint(is_after, tmp_path):
     found = []
@@ -296,6 +297,7 @@ def test_bit_flipped_anywhere_in_the_files_is_noticed_and_the_older_checkpoint_i
     assert newest(tmp_path) == 2
 
 
+@pytest.mark.slow
 def test_bit_flipped_anywhere_in_the_manifest_is_noticed(tmp_path):
     path = save(tmp_path, 1, metric=0.25)
     manifest = path / "manifest.json"

@@ -73,6 +73,7 @@ def test_run_directory_is_not_overwritten(command):
     )
 
 
+@pytest.mark.slow
 def test_directory_holds_what_is_promised(tmp_path):
     code, out, err = ended(launch(tmp_path, *TINY, "run.name=a", launcher=TORCHRUN))
     assert code == 0, err
@@ -111,8 +112,8 @@ def test_help_lists_groups_and_settings(command):
     done = command("--help")
     assert done.returncode == 0
     for word in (
-        "cifar, text",
-        "ddp, ddp_syncbn_amp, dp, exact, fsdp, hsdp, single",
+        "cifar, finetune, text",
+        "cp, ddp, ddp_syncbn_amp, dp, exact, fsdp, fsdp_tp, hsdp, mp, parallel, pp, pp_fsdp",
         "data.global_batch",
         "run.resume",
         "torchrun --nproc_per_node=2",
@@ -168,8 +169,8 @@ def test_ctrl_c_while_modules_are_imported_is_not_lost(command, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "ranks", "number"),
     [
-        ("real", 0, signal.SIGINT),
         ("forked", 2, signal.SIGINT),
+        pytest.param("real", 0, signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("real", 2, signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("real", 2, signal.SIGTERM, marks=pytest.mark.slow),
     ],

@@ -77,6 +77,7 @@ def test_unknown_verb_is_one_line(word, folder):
     assert "did you mean evaluate?" in done.stderr or word == "verify.table"
 
 
+@pytest.mark.slow
 def test_script_trains_and_prints_a_command_that_resumes(folder):
     out = run_in(folder, "lockstep", *TINY, "run.name=a")
     (command,) = re.findall("^train longer with: (.*)$", out, re.MULTILINE)

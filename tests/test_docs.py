@@ -30,6 +30,12 @@ ELSEWHERE = {
         "test_new_task.py"
     ),
     "python -m trainer.evaluate runs/spiral/two": "test_new_task.py",
+    "python -m trainer.compare runs/text/first runs/text/second": "test_compare.py",
+    "python -m trainer.evaluate runs/spiral/two split=test": "test_predict.py",
+    "python -m trainer.predict runs/spiral/two split=test out=test.parquet": "test_predict.py",
+    "python -m trainer --config-dir conf task=spiral model=large": "test_new_project.py",
+    "python -m trainer --config-dir conf -m task=spiral model=small,large": "test_new_project.py",
+    "python -m trainer.export runs/text/first format=onnx": "test_export.py",
     "srun -N2 --ntasks-per-node=2 python -m trainer task=text": "test_slurm.py",
     "mpirun -n 4 python -m trainer task=text dist.backend=mpi": "test_launching.py",
     "pip install -c constraints.txt .": "test_packaging.py",
@@ -68,7 +74,7 @@ HERE = [
 
 
 def test_commands_are_found():
-    assert len(commands_of(TEXTS["README.md"])) == 26 and len(HERE) >= 20
+    assert len(commands_of(TEXTS["README.md"])) == 28 and len(HERE) >= 20
     assert set(ELSEWHERE) <= {line for text in TEXTS.values() for line in commands_of(text)}
     assert {line.split()[0] for line in HERE} == {"python", "torchrun"}
 

@@ -165,6 +165,7 @@ def test_bad_setting_is_refused(word, line):
 # Groups that do not form --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rank_whose_peer_is_missing_reports_what_it_knows(command, tmp_path):
     def start(rank: int) -> Process:
         given = {
@@ -206,6 +207,7 @@ def test_missing_rank_is_named_in_time_on_every_rank(init, tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.slow
 def test_all_reduce_that_hangs_is_given_up(tmp_path):
     def plant(rank: int) -> None:
         if rank == 1:
@@ -275,8 +277,11 @@ UNMET = {
 
 @pytest.mark.parametrize(
     ("faults", "result"),
-    [(WARNED, "warn"), (FAILED, "fail"), (UNMET, "fail")],
-    ids=["warned", "failed", "unmet"],
+    [
+        pytest.param(WARNED, "warn", id="warned"),
+        pytest.param(FAILED, "fail", id="failed"),
+        pytest.param(UNMET, "fail", id="unmet", marks=pytest.mark.slow),
+    ],
 )
 def test_fault_of_one_rank_is_reported(faults, result, tmp_path):
     def plant(rank: int) -> None:

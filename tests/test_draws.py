@@ -338,3 +338,25 @@ def test_uniform_numbers_stay_below_1(dtype):
     assert uniform.dtype == dtype
     assert uniform.max() < 1
     assert abs(uniform.double().mean() - 0.5) < 0.005
+
+
+def test_a_boolean_mask_of_attention_hides_keys_under_dropout():
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 2, 5, 4).unbind(0)
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    mask[:, 3] = False
+    draws = Draws(3, CPU, True)
+
+    def attend(inputs, _=None):
+        return F.scaled_dot_product_attention(query, key, inputs, mask, 0.3)
+
+    draws.rehearse("loss", attend, (value, value))
+    other = value.clone()
+    other[:, :, 3] += 100
+    results = []
+    for values in (value, other):
+        with draws.update("loss"):
+            draws.begin(0, 0, torch.arange(2))
+            results.append(attend(values))
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], F.scaled_dot_product_attention(query, key, value, mask))

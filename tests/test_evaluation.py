@@ -138,7 +138,7 @@ class OtherNames(Tiny):
 def other_names(folder):
     with pytest.raises(
         ConfigError,
-        match="the list of metrics is accuracy_0, loss on rank 0 and accuracy_1, loss on rank 1",
+        match="the list of eval metrics is accuracy_0, loss on rank 0 and accuracy_1, loss on",
     ):
         OtherNames(load_config([*RECIPE, f"run.dir={folder}"], [CONF])).fit()
 

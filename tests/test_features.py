@@ -159,9 +159,9 @@ def gan(tmp_path_factory):
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
-        (3, []),
         (2, ["data.micro_batch=25"]),
         pytest.param(2, [], marks=pytest.mark.slow),
+        pytest.param(3, [], marks=pytest.mark.slow),
     ],
 )
 def test_gan_is_the_same_run_on_any_layout(ranks, overrides, gan, tmp_path):

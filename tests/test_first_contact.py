@@ -32,7 +32,7 @@ FOREIGN = {
     "num_nodes=2": "the launcher sets it",
     "local_rank=0": "the launcher sets it",
     "trainer.max_epochs=3": "use run.epochs",
-    "logger=wandb": "every run writes metrics.jsonl and TensorBoard files",
+    "logger=wandb": "use log.trackers=[tensorboard,wandb,mlflow,csv]",
     "ckpt_path=x": "use run.resume=<run directory or checkpoint>",
     "data.gradient_accumulation_steps=2": "set data.micro_batch",
     "fp16=true": "use strategy.precision=amp_fp16",
@@ -377,8 +377,9 @@ def test_verify_says_which_default_layouts_it_leaves_out(capsys):
     show_left_out(choose_layouts(None, 2, cut), 2, cut)
     out = capsys.readouterr().out
     assert out == "left out: ranks-3, fsdp-4, hsdp-2-2 (the global batch has 2 parts of 32 rows)\n"
-    show_left_out(choose_layouts(None, 2, cut, can_shard=False), 2, cut, can_shard=False)
-    barred, small = capsys.readouterr().out.splitlines()
-    why = "strategy=fsdp takes no such strategy.comm_hook or strategy.devices_per_rank"
-    assert barred == f"left out: fsdp-2, fsdp-4, hsdp-2-2 ({why})"
+    barred = {"tensor": "the task has no tensor_plan", "shard": "no sharding"}
+    show_left_out(choose_layouts(None, 2, cut, barred), 2, cut, barred)
+    small, sharded, tensor = capsys.readouterr().out.splitlines()
     assert small == "left out: ranks-3 (the global batch has 2 parts of 32 rows)"
+    assert sharded == "left out: fsdp-2, fsdp-4, hsdp-2-2, fsdp-2-tp-2 (no sharding)"
+    assert tensor == "left out: tp-2 (the task has no tensor_plan)"

@@ -177,6 +177,7 @@ def test_stopped_run_resumes_to_the_bits_of_an_undisturbed_one(folder, digests, 
     assert code == 0 and "2 sessions" in audit, audit
 
 
+@pytest.mark.slow
 def test_cifar_run_resumes_to_more_steps(folder, digests, has_same_kernels):
     words = ("run.resume=runs/cifar/shorter", "run.steps=8")
     code, output = run_in_fork(folder, "trainer", *words)

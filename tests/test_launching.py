@@ -32,12 +32,18 @@ from harness import (
 from harness.internals import resume
 from harness.launch import SCRIPTS, environment_of_a_command
 from harness.stored import check_same_bits, tensors_of
+from harness.training import compose
+from meshed import Meshed
 
 from trainer import ConfigError, World, load_config
 from trainer.distributed.launchers import expand_counts, expand_hosts, find_launcher
 from trainer.distributed.rendezvous import meet
 
 TINY = ["--config-dir", CONF, "task=tiny", "run.name=a"]
+LAUNCHES = [
+    pytest.param(ELASTIC, id="elastic", marks=pytest.mark.slow),
+    pytest.param(SPAWN, id="spawn"),
+]
 SLOW = ["--config-dir", CONF, "--config-dir", str(SCRIPTS / "faults/conf"), "task=slow"]
 
 
@@ -64,7 +70,7 @@ def spawned(pid):
     return found
 
 
-@pytest.mark.parametrize("words", [ELASTIC, SPAWN], ids=["elastic", "spawn"])
+@pytest.mark.parametrize("words", LAUNCHES)
 def test_one_command_starts_the_ranks(words, command, tmp_path):
     code, out, err = command(*TINY, *words, is_fresh=True)
     assert code == 0 and err == "", err
@@ -85,7 +91,7 @@ def test_finished_run_is_resumed_by_the_launcher_that_it_was_started_with(words,
     assert newest(tmp_path / "runs/tiny/a").manifest == before.manifest
 
 
-@pytest.mark.parametrize("words", [ELASTIC, SPAWN], ids=["elastic", "spawn"])
+@pytest.mark.parametrize("words", LAUNCHES)
 def test_exit_code_and_line_of_a_bad_setting_are_passed_on(words, command):
     code, _, err = command(*TINY, *words, "data.global_batch=1", is_fresh=True)
     line = "error: data.global_batch=1: must be at least the 2 data-parallel ranks\n"
@@ -125,7 +131,8 @@ def by_mpirun(folder: Path, backend: str, size: int) -> None:
     assert done.stdout.rstrip().endswith(f"train longer with: {resume} run.steps=40")
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
 def test_mpirun_starts_the_ranks_over_gloo_and_over_mpi(size, command, tmp_path):
     """Gloo under mpirun runs on three ranks only, because it is slow."""
     if shutil.which("mpirun") is None:
@@ -336,6 +343,14 @@ def test_killed_rank_is_restarted_and_the_result_is_the_same(kind, rank, command
     one, other = (newest(next(base.glob(name))) for name in ("whole", "2*"))
     assert one.manifest["ledger"] == other.manifest["ledger"]
     check_same_bits(tensors_of(one), tensors_of(other))
+
+
+def test_a_launch_is_the_same_before_and_after_the_task_gives_its_options(tmp_path):
+    """Else a restart does not know the directory of its previous attempt."""
+    config = compose(tmp_path, "task=meshed")
+    full = Meshed(config).config
+    assert "dropout" in full.task.options and "dropout" not in config.task.options
+    assert resume.identify(full, find_launcher()) == resume.identify(config, find_launcher())
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ class Alone:
         return tensor
 
 
+@pytest.mark.slow
 def test_chain_does_not_depend_on_layout(tmp_path):
     chains = {
         newest(fit_on(ranks, tmp_path / str(ranks), *RECIPE, *more)["directory"]).manifest["ledger"]
@@ -34,6 +35,18 @@ def test_chain_does_not_depend_on_layout(tmp_path):
         )
     }
     assert len(chains) == 1
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "pipeline=2 strategy.mesh.tensor=2",
+        pytest.param("shard=2 strategy.mesh.context=2", marks=pytest.mark.slow),
+    ],
+)
+def test_rows_that_ranks_of_a_mesh_share_count_once(mesh, tmp_path):
+    words = ["task=meshed", *f"strategy.mesh.{mesh}".split()]
+    assert audit([str(fit_on(4, tmp_path, *words)["directory"])]) == 0
 
 
 def test_digest_changes_with_another_example_another_position_and_a_repeat():

@@ -74,11 +74,8 @@ INITS = {
     "file": ["dist.init=file", "dist.path=meeting"],
 }
 LAUNCHERS = {"c10d": by_c10d, "static": by_static, "hand": by_hand}
-QUICK = [("hand", "env")]  # no agents, which import torch too
 CELLS = [
-    pytest.param(
-        name, init, id=f"{name}-{init}", marks=[] if (name, init) in QUICK else pytest.mark.slow
-    )
+    pytest.param(name, init, id=f"{name}-{init}", marks=pytest.mark.slow)
     for name in LAUNCHERS
     for init in INITS
 ]

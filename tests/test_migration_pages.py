@@ -283,7 +283,7 @@ def test_project_in_the_layout_of_the_template_trains(write, tmp_path):
 
 def test_custom_groups_are_chosen_by_an_experiment(write, run, tmp_path):
     write("lightning-hydra-template")
-    small, wide, _, single = commands_in("lightning-hydra-template", "-m trainer")
+    small, wide, _, large, single = commands_in("lightning-hydra-template", "-m trainer")
     run(small)
     run(wide)
     for name, width, steps in (("small", 16, 60), ("wide", 64, 30)):
@@ -293,6 +293,7 @@ def test_custom_groups_are_chosen_by_an_experiment(write, run, tmp_path):
     run(f"{wide.replace('_node=2', '_node=1')}1")
     one, two = (losses(tmp_path / "runs/blobs" / name) for name in ("wide1", "wide"))
     assert one == pytest.approx(two, rel=1e-5)
+    run(large)
     run(single)
 
 

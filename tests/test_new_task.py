@@ -38,7 +38,8 @@ def run(line, site, command, is_real):
     return command(*rest, ranks=ranks, verb=verb, environment=environment, is_fresh=True)
 
 
-@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_real", [False, True])
 def test_readme_task_runs_from_a_wheel_in_a_folder_with_its_own_tasks_and_conf(
     is_real, site, command, tmp_path
 ):

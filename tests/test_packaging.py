@@ -27,7 +27,10 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-EXTRAS = {"metrics", "mpi", "slurm", "optuna", "bench"}
+EXTRAS = {
+    *("bench", "export", "hf", "metrics", "mlflow", "mpi", "optuna", "parquet", "report"),
+    *("slurm", "wandb"),
+}
 IMAGES = "tasks/data/cifar10-5000-1000.z"
 
 
@@ -88,7 +91,10 @@ def make(request, tmp_path):
 
 
 PACKAGE_ALONE = "-c constraints.txt -e ."
-DEVELOPMENT = "-c constraints.txt --group dev -e .[metrics,mpi,slurm,optuna]"
+DEVELOPMENT = (
+    "-c constraints.txt --group dev"
+    " -e .[export,hf,metrics,mpi,mlflow,parquet,report,slurm,optuna,wandb]"
+)
 
 
 @pytest.mark.parametrize("target", ["train", "text"])

@@ -22,13 +22,13 @@ from trainer.checkpoints.__main__ import main as checkpoints_verb
 from trainer.checkpoints.disk import Disk
 from trainer.checkpoints.gathering import gather
 from trainer.checkpoints.saver import DiskSaver, Mail, Snapshot
-from trainer.checkpoints.sources import Files, open_content, slices
+from trainer.checkpoints.sources import Files, open_content
 from trainer.checkpoints.state import read_on_all_ranks
 from trainer.checkpoints.tensors import DTYPES, check_index, is_covered, merge, write_shards
 from trainer.checkpoints.transaction import Loaded
 from trainer.distributed.group import process_group
 from trainer.distributed.world import World
-from trainer.strategy.shards import Shard, read_whole
+from trainer.strategy.shards import Shard, read_whole, slices
 
 OF_RUN = {
     **{"run": "a", "strategy": "ddp", "world_size": 2, "ledger": "c", "sessions": [[0, 2]]},
@@ -491,7 +491,7 @@ def test_export_that_cannot_be_written_is_one_line_and_leaves_no_file(
 
 def test_a_rank_that_is_gone_before_its_file_publishes_nothing(tmp_path):
     keep: Any = SimpleNamespace(keep_last=9, keep_best=0, best_mode="min")
-    vars(keep).update(metric="eval/loss", on_error="stop")
+    vars(keep).update(best_metric="eval/loss", on_error="stop")
     mail = Mail(dist.HashStore(), 0, [0, 1], limit_s=0.1)
     disk = Disk(tmp_path, keep, print)
     saver = DiskSaver(tmp_path, keep, disk, lambda: None, lambda: None, mail)

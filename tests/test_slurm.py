@@ -74,6 +74,17 @@ def test_srun_starts_the_ranks(tasks, cluster, tmp_path):
     assert newest(tmp_path / "tiny/a").manifest["world_size"] == 2 * tasks
 
 
+@pytest.mark.slow
+def test_micro_batch_is_found_by_the_ranks_of_two_nodes(cluster, tmp_path, monkeypatch):
+    monkeypatch.setitem(cluster.environment, "ROOM", "6 3")
+    words = ["task.trainer=narrow.Narrow", "data.global_batch=24", "data.micro_batch=auto"]
+    words = ["python", "-m", "trainer", *TINY, f"run.dir={tmp_path}", *words, "run.steps=3"]
+    done = cluster.srun("-N2", "--ntasks-per-node=1", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "data.micro_batch=auto: 3, because no larger one fits; tried 12" in done.stdout
+
+
+@pytest.mark.slow
 def test_bad_setting_is_one_line_and_never_retried(cluster, tmp_path):
     words = (
         "--kill-on-bad-exit=1",

@@ -136,6 +136,7 @@ def test_plain_and_synchronised_batchnorm_are_the_same_on_one_rank(references):
     assert one["losses"] == other["losses"]
 
 
+@pytest.mark.slow
 def test_ema_is_evaluated_and_restored(tmp_path):
     """A decay of 0 gives the weights themselves, 0.9 does not; a resume has the same bits, and
     evaluate uses them."""
@@ -195,7 +196,7 @@ def normalized(sizes, affine, dims):
         start = sum(sizes[:rank])
         part = slice(start, start + sizes[rank]) if synchronised else slice(None)
         model = (
-            synchronize(nn.Sequential(layer), torch.device("cpu"))
+            synchronize(nn.Sequential(layer), torch.device("cpu"), None)
             if synchronised
             else nn.Sequential(layer)
         )

@@ -48,6 +48,7 @@ def test_each_job_is_a_group_and_a_failed_one_is_reported(ranks, command, tmp_pa
     assert out.count("is finished") == 2 and group not in out and code == 1
 
 
+@pytest.mark.slow
 def test_jobs_are_never_confused_and_a_sweep_runs_once_at_a_time(command, tmp_path):
     words = ["-m", *TINY, "run.steps=100000", "log.every_steps=1000"]
     first = command.start(*words, "optim.lr=0.1,0.2", before=fork_jobs)
@@ -189,6 +190,7 @@ def searched(folder, words, space=SPACE, stop_after=None):
     return ran, code
 
 
+@pytest.mark.slow
 def test_interrupted_search_samples_what_it_would_have_sampled(tmp_path):
     """TPE's first ten trials are random; later trials use their results."""
     words = [SEED, "hydra.sweeper.n_trials=12"]

@@ -66,6 +66,7 @@ def test_bad_setting_without_an_error_output_is_still_code_2(tmp_path):
     assert done.returncode == 2
 
 
+@pytest.mark.slow
 def test_reader_that_goes_away_does_not_end_the_run(tmp_path):
     process = start(
         tmp_path, "run.steps=100", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -34,10 +34,16 @@ def prove(monkeypatch, capfd):
     return run
 
 
-def test_task_that_is_right_is_proved_in_every_layout(prove):
-    code, said = prove(Tiny, "task.options.weights=true", "strategy.precision=fp32")
+SOME = ["ranks-2", "accumulation", "fsdp-2"]
+
+
+@pytest.mark.parametrize("chosen", [SOME, pytest.param([], marks=pytest.mark.slow)])
+def test_task_that_is_right_is_proved_in_every_layout(chosen, prove):
+    words = [f"layouts={','.join(chosen)}"] if chosen else []
+    code, said = prove(Tiny, "task.options.weights=true", "strategy.precision=fp32", *words)
     assert code == 0 and "proved: all runs learned the same" in said
-    for layout in verify.LAYOUTS:
+    every = [name for name, each in verify.LAYOUTS.items() if {*each.axes} <= {"shard"}]
+    for layout in chosen or every:
         rows = [line.split() for line in said.splitlines() if line.split()[:1] == [layout]]
         assert [(row[1], row[2], row[-1]) for row in rows] == [
             ("fp64", "same", "agrees"),
@@ -163,6 +169,7 @@ def test_settings_that_would_prove_nothing_are_refused(word):
         verify.main(["--config-dir", CONF, "task=tiny", *word.split()])
 
 
+@pytest.mark.slow
 def test_batchnorm_is_proved_once_it_is_synchronised(prove):
     assert prove(wrong.Norm, "layouts=ranks-2,ranks-3", "strategy.sync_batchnorm=true")[0] == 0
 
@@ -176,6 +183,7 @@ class Cubed(Tiny):
         return values + kick * outputs.sum(1)
 
 
+@pytest.mark.slow
 def test_difference_only_in_the_precision_of_the_task_is_rounding(prove):
     words = ["layouts=ranks-3", "strategy.precision=fp32", "optim=adamw", "optim.lr=0.1"]
     code, said = prove(Cubed, *words)
@@ -343,6 +351,7 @@ class Jittered(Tiny):
         return values * (1 + 3e-16 * (self.world.world_size > 2))
 
 
+@pytest.mark.slow
 def test_other_bits_are_named(prove):
     code, said = prove(Jittered, "--bits", "layouts=ranks-2,ranks-3", "strategy.precision=fp64")
     assert code == 1

@@ -46,7 +46,7 @@ WAITS = {
 }
 
 
-SLOW = ("sleep", "gil@loss")
+SLOW = ("sleep", "stop", "gil@loss", "worker", "loop@metrics")
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,37 @@ def test_hung_rank_is_named(how, command, tmp_path):
         json.loads((tmp_path / "runs/sticks/a/exit.json").read_text())["reason"]
         == line[len("error: ") :]
     )
+
+
+GROUPS = {
+    "pipeline=2 strategy.mesh.tensor=2": (
+        "pipeline 1, tensor 1",
+        "rank 2 waits in the tensor group in forward and backward of step 6",
+        "ranks 0, 1 wait in the pipeline group in forward and backward of step 6",
+    ),
+    "shard=2 strategy.mesh.context=2": (
+        "shard 1, context 1",
+        "ranks 0-2 wait in the shard group in forward and backward of step 6",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    GROUPS,
+)
+def test_a_hung_rank_of_a_mesh_is_named_with_its_place_and_the_groups_that_wait(mesh, command):
+    words = ["--config-dir", CONF, "task=halting", *f"strategy.mesh.{mesh}".split()]
+    code, _, err = command(*words, "dist.hang_timeout_s=2", ranks=4)
+    assert code == 1, err
+    lines = [line for line in err.splitlines() if line.startswith("error: hang detected: ")]
+    assert lines, err
+    (line,) = lines
+    place, *waits = GROUPS[mesh]
+    assert f"rank 3 ({place}; process " in line
+    for wait in waits:
+        assert wait in line
 
 
 @pytest.mark.slow

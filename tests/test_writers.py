@@ -25,9 +25,14 @@ from trainer.record.record import Record
 from trainer.record.trackers import TensorBoard
 from trainer.strategy.shards import Shard
 
-LOG = Log(every_steps=1, images=0, histograms_every_steps=None, profile_steps=None)
+LOG = Log(1, ["tensorboard"], False, 0, None, None)
 KEEP: Any = SimpleNamespace(
-    keep_last=1, keep_best=0, best_mode="min", metric="eval/loss", background=False, on_error="stop"
+    keep_last=1,
+    keep_best=0,
+    best_mode="min",
+    best_metric="eval/loss",
+    background=False,
+    on_error="stop",
 )
 
 

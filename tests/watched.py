@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from meshed import Meshed
 from tiny import Items, Tiny
 
 
@@ -77,3 +78,17 @@ class Sticking(Items):
         if self.count == self.at:
             os.kill(os.getpid(), signal.SIGSTOP)
         return super().__getitem__(index)
+
+
+class Halting(Meshed):
+    """Task on a mesh whose rank `rank` sleeps before its forward pass at step `at`."""
+
+    @dataclass
+    class Options(Meshed.Options):
+        rank: int = 3
+        at: int = 6
+
+    def augment(self, inputs, targets, random, train):
+        if train and self.step == self.options.at and self.world.rank == self.options.rank:
+            time.sleep(1000)
+        return inputs, targets

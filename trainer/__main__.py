@@ -18,7 +18,7 @@ HELP = """usage: python -m trainer task=<name> [group=option ...] [key=value ...
 
   train on one process, with the bundled images:
       python -m trainer task=cifar
-  train on two ranks, for 2 epochs, with another learning rate:
+  train on two ranks, for 2 epochs, with a different learning rate:
       torchrun --nproc_per_node=2 -m trainer task=cifar optim.lr=0.1 run.epochs=2
   start two ranks without torchrun:
       python -m trainer task=cifar launch=elastic launch.nproc_per_node=2
@@ -34,7 +34,7 @@ most used settings (docs/settings.md has all):
   run.resume               run directory or checkpoint to resume; auto: the task's newest run
   run.seed                 seed of sample order, augmentation, initial weights and dropout
   data.global_batch        rows per optimizer step over all ranks: changes what is learned
-  data.micro_batch         rows per forward pass on a rank: saves memory, same result
+  data.micro_batch         rows per forward pass on a rank: saves memory, same result; or auto
   data.workers             DataLoader processes per rank
   optim.lr                 learning rate; the schedule multiplies it
   strategy.precision       fp32, amp_bf16, auto, ... (docs/precision.md)
@@ -49,10 +49,15 @@ flags:
 Exit codes: 0 done, 1 failed, 2 bad configuration, 75 stopped by a signal after saving.
 
 other commands (python -m <command> --help):
-  trainer.plan             compute memory, messages and time on many ranks, before a start
+  trainer.new              create a starter project
+  trainer.plan             estimate memory, messages and time on many ranks before a run
   trainer.verify           prove that layouts, kills and resumes do not change the result
   trainer.evaluate         evaluate a checkpoint
+  trainer.predict          write what a checkpoint predicts
+  trainer.export           write a trained model as ONNX, safetensors or a TensorRT engine
   trainer.checkpoints      check the files of a run's checkpoints, or export the weights
+  trainer.compare          show how runs differ, and the first step that does
+  trainer.report           write one page about a run
   trainer.audit            check that no example was repeated or skipped, over all restarts
   trainer.replay           repeat a step and name examples that are not finite
   trainer.doctor           test the ranks, their network and disk"""

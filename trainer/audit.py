@@ -40,7 +40,16 @@ class Comparison:
 
 def main(arguments: Sequence[str]) -> int:
     advice = "give one run directory: python -m trainer.audit DIR"
-    directory = Path(single(arguments, advice))
+    code, lines = audit(Path(single(arguments, advice)))
+    print(*lines, sep="\n")
+    return code
+
+
+def audit(directory: Path) -> tuple[int, list[str]]:
+    """Return 0 if a run repeated and skipped no example, else 1, and lines that say so.
+
+    Raises ConfigError or CheckpointError if there is nothing to audit.
+    """
     manifest = checkpoint.newest_manifest(directory / "checkpoints")
     if manifest is None:
         raise ConfigError(f"{directory}: has no checkpoint to audit; give a run directory")
@@ -49,11 +58,9 @@ def main(arguments: Sequence[str]) -> int:
     comparison = _compare(manifest, chains)
     if steps := comparison.different:
         what = "at least one took other examples than the order requires"
-        print(f"DIFFERENT: of the steps {steps}, {what}")
-        return 1
-    _print_sessions(manifest)
-    _print_examples(manifest, comparison, num_later=len(chains) - comparison.num_equal)
-    return 0
+        return 1, [f"DIFFERENT: of the steps {steps}, {what}"]
+    num_later = len(chains) - comparison.num_equal
+    return 0, [*_name_sessions(manifest), *_name_examples(manifest, comparison, num_later)]
 
 
 def expected(
@@ -165,36 +172,41 @@ def _compare(manifest: dict[str, Any], chains: dict[int, str]) -> Comparison:
     return Comparison(num_equal)
 
 
-def _print_sessions(manifest: dict[str, Any]) -> None:
+def _name_sessions(manifest: dict[str, Any]) -> list[str]:
     batch = manifest["config"]["data.global_batch"]
     step = manifest["step"]
     epochs, rest = divmod(step, manifest["data"]["train"]["length"] // batch)
     length = f"{step:,} steps of {batch:,} examples, so {epochs} epochs and {rest:,} steps"
-    print(f"run {visible(manifest['run'])}: {length}")
     sessions = [
         f"from step {first:,} on {counted(ranks, 'rank')}" for first, ranks in manifest["sessions"]
     ]
-    print(f"{counted(len(sessions), 'session')}: {', '.join(sessions)}")
+    return [
+        f"run {visible(manifest['run'])}: {length}",
+        f"{counted(len(sessions), 'session')}: {', '.join(sessions)}",
+    ]
 
 
-def _print_examples(manifest: dict[str, Any], comparison: Comparison, num_later: int) -> None:
+def _name_examples(manifest: dict[str, Any], comparison: Comparison, num_later: int) -> list[str]:
     config = manifest["config"]
     length = manifest["data"]["train"]["length"]
     replaced = manifest["replaced"]
     run = (config["run.seed"], length, config["data.global_batch"])
     fewest, most = count_taken(*run, manifest["step"], replaced)
-    print(f"each of the {length:,} examples was used {fewest} to {most} times")
+    lines = [f"each of the {length:,} examples was used {fewest} to {most} times"]
     for key, other in replaced.items():
         epoch, index = key.split("/")
         why = f"could not be read in epoch {epoch}"
-        print(f"example {index} {why}: example {other} was used instead (data.on_error=skip)")
+        instead = f"example {other} was used instead (data.on_error=skip)"
+        lines.append(f"example {index} {why}: {instead}")
     but = ", except for these" if replaced else ""
     saves = counted(comparison.num_equal, "save")
     agree = "agrees" if comparison.num_equal == 1 else "agree"
-    print(f"{saves} {agree} with the recomputed order: nothing was repeated or skipped{but}")
+    nothing = f"nothing was repeated or skipped{but}"
+    lines.append(f"{saves} {agree} with the recomputed order: {nothing}")
     if num_later:
         later = f"{counted(num_later, 'save')} after step {manifest['step']:,}"
-        print(f"{later} not compared: their checkpoints no longer exist")
+        lines.append(f"{later} not compared: their checkpoints no longer exist")
+    return lines
 
 
 if __name__ == "__main__":

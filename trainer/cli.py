@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,21 @@ def run_directory(arguments: Sequence[str], advice: str) -> tuple[str, list[str]
     words, config_dirs = split_arguments(arguments)
     place = single([word for word in words if "=" not in word], advice)
     return place, [word for word in words if "=" in word], config_dirs
+
+
+def take_words(
+    arguments: Sequence[str], names: Collection[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Return (the words of a verb's own by name, the other arguments)."""
+    own = {}
+    rest = []
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        if equals and name in names:
+            own[name] = value
+        else:
+            rest.append(word)
+    return own, rest
 
 
 def check_alone(what: str, advice: str) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.data.order import counted
 from trainer.distributed import entry
+from trainer.distributed.signals import StopRequest
 from trainer.engine.diagnosis import name_bad_examples
 from trainer.engine.outcome import OneStepLate, Outcome, StepReport
 from trainer.engine.parts import Parts
 from trainer.errors import ConfigError, RunError
+from trainer.record.directory import BAD_STEP
 
 if TYPE_CHECKING:
     from trainer.run import Run
@@ -25,24 +30,67 @@ class RolledBack(Exception):
         self.step = step
 
 
-class Decisions:
-    """Stops, skipped steps and rollbacks, from values that are equal on all ranks.
+class Requests:
+    """Requests of this rank: to stop, so that the run is resumed later, or to end the run."""
 
-    `is_stopped` is True once the ranks agreed to stop before the end.
+    def __init__(self, signal: StopRequest, max_minutes: float | None):
+        self.end = ""  # the reason, empty without a request
+        self._signal = signal
+        self._max_minutes = max_minutes
+        self._began = time.monotonic()
+
+    @property
+    def stop(self) -> str:
+        """The reason to stop; empty without one."""
+        if self._signal.name is not None:
+            return self._signal.name
+        limit = self._max_minutes
+        is_over = limit is not None and time.monotonic() - self._began > 60 * limit
+        return f"run.max_minutes={limit:g}" if is_over and limit is not None else ""
+
+    def ask_for_end(self, reason: str) -> None:
+        self.end = self.end or reason
+
+
+class Decisions:
+    """Stops, ends, skipped steps and rollbacks, from values that are equal on all ranks.
+
+    `stopped_by` is the reason once the ranks agreed to stop before the end.
     """
 
     def __init__(self, run: Run, parts: Parts, rolled_back: Collection[int]):
         """`rolled_back` holds the steps after which the run was already rolled back."""
-        self.is_stopped = False
+        self.stopped_by = ""
         self._run = run
         self._parts = parts
         self._rolled_back = rolled_back
         self._reports = OneStepLate()
         self._num_skipped = 0
 
-    def stop(self) -> None:
-        """Stop after this step. Every rank must call it."""
-        self.is_stopped = True
+    @property
+    def ended_by(self) -> str:
+        """The reason why the run ended before its last step; empty without one."""
+        limit, stale = self._run.config.run.stop_after_evals, self._run.state.stale
+        if limit is not None and stale >= limit:
+            metric = self._run.config.best_metric
+            return f"no better {metric} in {counted(stale, 'evaluation')} (run.stop_after_evals)"
+        return self._run.state.ended if self._run.state.ended_of == self._run.num_steps else ""
+
+    def agree_on_stop(self) -> None:
+        """Stop or end after this step, for the reasons of the ranks. A collective."""
+        requests = self._run.requests
+        every = self._parts.ranks.group.gather_text(json.dumps([requests.stop, requests.end]))
+        stops, ends = zip(*map(json.loads, every), strict=True)
+        self.stopped_by = next(filter(None, stops), "")
+        if end := next(filter(None, ends), ""):
+            self._run.state.end(end, self._run.num_steps)
+        elif not self.stopped_by:
+            self.stopped_by = "a checkpoint that could not be saved"
+
+    def evaluated(self) -> None:
+        """End the run if a rank asked for that in an evaluation. A collective."""
+        if self._parts.ranks.group.max(float(bool(self._run.requests.end)))[0]:
+            self.agree_on_stop()
 
     def push(self, outcome: Outcome) -> None:
         """Decide on the previous outcome: on a GPU, this one is still being computed.
@@ -70,7 +118,7 @@ class Decisions:
         else:
             self._num_skipped = 0
         if report.is_stop_requested and self._run.step < self._run.num_steps:
-            self.is_stopped = True
+            self.agree_on_stop()
 
     def _judge_skipped(self, step: int) -> None:
         """Apply `run.on_bad_step` to a non-finite step, which changed nothing."""
@@ -81,6 +129,7 @@ class Decisions:
         if precision.is_scaled and self._num_skipped < precision.max_skipped:
             why = "the scaled gradient is not finite, so the update was skipped"
             run.record.say(f"warning: step {step}: {why}")
+            run.record.note(step, {BAD_STEP: why})
             return
         line = f"step {step}: {self._name_bad_examples(step)}"
         if self._num_skipped == precision.max_skipped:
@@ -97,6 +146,7 @@ class Decisions:
                 run.saver.withdraw(step)
             raise RolledBack(run.directory, step)
         run.record.say(f"warning: {line}; the update was skipped")
+        run.record.note(step, {BAD_STEP: f"{line}; the update was skipped"})
 
     def _name_bad_examples(self, step: int) -> str:
         run = self._run

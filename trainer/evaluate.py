@@ -5,26 +5,31 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from trainer.cli import load_task, run, run_directory
+from trainer.cli import load_task, run, run_directory, take_words
 from trainer.config.compose import load_run_config
 from trainer.errors import ConfigError
 from trainer.record.directory import strict
 
-HELP = """usage: python -m trainer.evaluate DIR [key=value ...] [--config-dir DIR]
+HELP = """usage: python -m trainer.evaluate DIR [split=test] [key=value ...] [--config-dir DIR]
 
 Evaluates a checkpoint and prints the metrics as one JSON object. DIR is a run directory (its newest
-valid checkpoint is used) or one directory step-<number> in its checkpoints. Any layout gives the
-same metrics: torchrun --nproc_per_node=2 -m trainer.evaluate DIR."""
+valid checkpoint is used) or one directory step-<number> in its checkpoints. split is one or more
+splits, as build_dataset names them (split=val,test); by default those of eval.splits. Any layout
+gives the same metrics: torchrun --nproc_per_node=2 -m trainer.evaluate DIR."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Evaluate on all ranks, print on rank 0, and return the exit code."""
-    advice = "give one run directory: python -m trainer.evaluate DIR [key=value ...]"
-    config = load_run_config(*run_directory(arguments, advice))
+    own, rest = take_words(arguments, ("split",))
+    advice = "give one run directory: python -m trainer.evaluate DIR [split=test] [key=value ...]"
+    place, overrides, config_dirs = run_directory(rest, advice)
+    if "split" in own:
+        overrides.append(f"eval.splits=[{own['split']}]")
+    config = load_run_config(place, overrides, config_dirs)
     task = load_task(config)(config)
     metrics = task.evaluate()
     if not metrics:
-        advice = "return a dataset from build_dataset('eval')"
+        advice = f"return a dataset from build_dataset({config.eval.splits[0]!r})"
         raise ConfigError(f"task={config.task.name}: has no evaluation data; {advice}")
     if task.world.rank == 0:
         print(json.dumps({"step": task.step, **strict(metrics)}))

@@ -13,13 +13,14 @@ from trainer.checkpoints import transaction
 from trainer.checkpoints.manifest import MANIFEST, Manifest
 from trainer.cli import load_task, run, run_directory
 from trainer.config.compose import load_run_config
-from trainer.config.schema import Config
+from trainer.config.schema import Config, Mesh
 from trainer.data.order import BatchPlan
 from trainer.engine.diagnosis import Example, examine
 from trainer.errors import CheckpointError, ConfigError, visible
 from trainer.record.directory import METRICS, read_entries
 from trainer.record.resume import FIXED
-from trainer.run import STOPPED
+from trainer.record.startup import STOPPED
+from trainer.report.reading import mesh_of
 from trainer.strategy.base import find_strategy
 from trainer.strategy.batchnorm import has_batchnorm
 
@@ -30,6 +31,7 @@ micro-batches of the run's size. Then prints the examples of that step whose los
 finite, and those with the largest losses. DIR is a run directory; nothing is written to it.
 
 Exit codes: 0 the step is finite, 1 it is not finite, 2 the run has no such step."""
+ALONE = Mesh("auto", 1, 1, 1, 1)
 SHOWN = 5
 ADVICE = "give one run directory and one step: python -m trainer.replay DIR step=N"
 
@@ -80,12 +82,12 @@ def _on_one_process(config: Config, directory: Path, step: int, scratch: str) ->
     """Return the run's configuration, to resume before a step on one process."""
     resume = _find_newest_before(directory, step)
     micro_batch = _find_micro_batch(directory, config)
-    is_fixed = find_strategy(config.strategy.name).cut(config).is_fixed
+    is_fixed = find_strategy(config.strategy).cut(config).is_fixed
     name = config.strategy.name if is_fixed else "single"
     return replace(
         config,
         run=replace(config.run, resume=resume, name="replay", dir=scratch),
-        strategy=replace(config.strategy, name=name, comm_hook="none"),
+        strategy=replace(config.strategy, name=name, comm_hook="none", mesh=ALONE),
         data=replace(config.data, micro_batch=micro_batch),
     )
 
@@ -108,10 +110,10 @@ def _find_micro_batch(directory: Path, config: Config) -> int:
     micro-batches.
     """
     raw = transaction.newest_manifest(directory / "checkpoints")
-    ranks = Manifest.of_run(raw, directory).world_size if raw else 1
+    ranks = mesh_of(Manifest.of_run(raw, directory)).data_size if raw else 1
     batch = config.data.global_batch
     largest = -(-batch // ranks)
-    cut = find_strategy(config.strategy.name).cut(config)
+    cut = find_strategy(config.strategy).cut(config)
     unit = cut.unit
     largest += -largest % unit
     was = BatchPlan(batch, batch, min(cut.micro_batch or batch, largest), ranks, unit)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from torch import nn
 
-from trainer.checkpoints.gathering import gather
+from trainer.checkpoints.gathering import gather, whole_parameters
 from trainer.checkpoints.manifest import Manifest
 from trainer.checkpoints.saver import Saver, Snapshot
 from trainer.checkpoints.state import TrainState, read_on_all_ranks
 from trainer.clock import Clock
 from trainer.config.hints import suggest
 from trainer.config.schema import Checkpoint, Eval, Log
-from trainer.decisions import Decisions
+from trainer.decisions import Decisions, Requests
 from trainer.distributed.launchers import requeue
 from trainer.distributed.signals import REQUEUE
 from trainer.distributed.watch.heartbeat import Phase
@@ -25,28 +24,12 @@ from trainer.engine.diagnosis import check_drift
 from trainer.engine.engine import Engine
 from trainer.engine.outcome import Outcome
 from trainer.errors import ConfigError
-from trainer.record import fingerprint, resume, startup
+from trainer.record import fingerprint, resume, startup, weights
 from trainer.record.directory import strict
 from trainer.record.opening import open_directory
+from trainer.record.startup import STOPPED, Summary
 from trainer.setup import Setup, build_schedule
 from trainer.task import Task
-
-STOPPED = 75  # EX_TEMPFAIL: stopped by a signal after a checkpoint was published; resume it
-
-
-@dataclass
-class Summary:
-    """Result of `fit`, the same on every rank."""
-
-    directory: Path
-    step: int
-    metrics: dict[str, float]
-    best: float | None
-    best_step: int | None
-    seconds: float
-    examples_per_s: float
-    flops_per_s: float
-    exit_code: int
 
 
 class Run:
@@ -72,14 +55,14 @@ class Run:
         self._setup = setup
         self._ranks = setup.parts.ranks
         self._clock = Clock()
-        is_alone = self.world.world_size == 1
-        self._drift_every = None if is_alone else self.config.dist.drift_every_steps
+        self.requests = Requests(self._ranks.stop, self.config.run.max_minutes)
+        self._drift_every = self.config.dist.drift_every_steps
         with self._ranks.group.agreed("planning the run"):
             self.batches = setup.open_batches()
             epochs = self.config.run.epochs * self.batches.steps_per_epoch
             self.num_steps = self.config.run.steps or epochs
             schedule = build_schedule(task, self.num_steps)
-        self.engine = Engine(setup.parts, schedule, self.batches.of_step(0), self.wants_stop)
+        self.engine = Engine(setup.parts, schedule, self.batches.of_step(0), self.asks)
         self.evaluator = setup.open_evaluator(self.engine.ema, self.wants_stop)
         manifest, skipped = self._restore(origin)
         self._check_metrics()
@@ -90,13 +73,14 @@ class Run:
         self.record = opened.record
         self.saver = opened.saver
         self._is_shared = opened.is_shared
-        self.state.recall(opened.evaluation)
+        self.state.recall(opened.evaluation, *self._judged_by())
         self.decisions = Decisions(self, setup.parts, rolled_back)
         self._first_step = self.step
         self._began_s = self._clock.read()
         self._logged = (self.step, self._began_s)
         self._origin = origin
         self._manifest = manifest
+        self._code = fingerprint.of_code(type(task))
         self._warnings = [*opened.warnings, *skipped]
 
     @property
@@ -134,19 +118,20 @@ class Run:
         config = self.config
         setup = self._setup
         manifest = self._manifest
-        mesh = setup.parts.strategy.mesh
+        strategy = setup.parts.strategy
+        mesh = strategy.mesh
         ranks = self._ranks.group.collect_text(startup.describe_rank(self.world, mesh))
         self.record.table(startup.rank_columns(mesh), startup.rank_rows(ranks))
         self.record.say(startup.layout(config, self.world, setup.threads))
         lines = [*setup.notes, *startup.arithmetic(config, self.batches.plan, self.num_steps)]
         lines += [startup.describe_data(split, data) for split, data in setup.datasets.items()]
-        lines += startup.describe_model(config, self.model, setup.is_cut_fixed)
+        lines += startup.describe_model(config, strategy.structure, setup.is_cut_fixed)
         lines += [f"run directory: {self._shown}", *self._warnings]
         facts = (config, self.world, setup.threads, self.batches.is_streamed)
         lines += startup.slowness(self._ranks.group.collect_text(startup.slow_reasons(*facts)))
-        lines += startup.resumed(config, manifest, self.world, self.num_steps)
-        remarks = setup.parts.strategy.list_remarks(manifest is not None)
-        lines += [*remarks, *self.engine.draws.list_remarks()]
+        lines += startup.resumed(config, manifest, self.world, self.num_steps, self._code)
+        lines += strategy.list_remarks(manifest is not None)
+        lines += [*startup.picture(mesh), *self.engine.draws.list_remarks()]
         for line in lines:
             self.record.say(line)
         if not self._origin.is_resumed:
@@ -160,21 +145,21 @@ class Run:
     @property
     def is_stopped(self) -> bool:
         """True once the ranks agreed to stop before the end."""
-        return self.decisions.is_stopped
+        return bool(self.decisions.stopped_by)
 
     @property
     def is_over(self) -> bool:
-        return self.decisions.is_stopped or self.state.step >= self.num_steps
+        return self.is_stopped or bool(self.decisions.ended_by) or self.state.step >= self.num_steps
 
     @property
     def is_evaluation_owed(self) -> bool:
         """True if the run was stopped before an evaluation that is due."""
         return self.is_due(self.config.eval) and self.state.evaluated < self.state.step
 
-    def is_due(self, block: Log | Eval | Checkpoint) -> bool:
+    def is_due(self, block: Log | Eval | Checkpoint, steps_ahead: int = 0) -> bool:
         """Return True if logging, evaluation or saving is due; always at the end of the run."""
-        step = self.state.step
-        if step == 0 or step == self.num_steps:
+        step = self.state.step + steps_ahead
+        if step == 0 or step == self.num_steps or self.decisions.ended_by:
             return step > 0
         if block.every_steps and step % block.every_steps == 0:
             return True
@@ -183,7 +168,11 @@ class Run:
 
     def wants_stop(self) -> bool:
         """Return True if this rank asks all ranks to stop."""
-        return self._ranks.stop.name is not None or self.saver.has_failed
+        return bool(self.requests.stop) or self.saver.has_failed
+
+    def asks(self) -> bool:
+        """Return True if this rank asks all ranks to stop, or to end the run."""
+        return bool(self.requests.end) or self.wants_stop()
 
     def request_save(self) -> Path:
         """Request a checkpoint of the state after this step, and return its future path."""
@@ -207,19 +196,22 @@ class Run:
         examples = (self.state.step - step) * self.config.data.global_batch
         values = {f"train/{name}": mean for name, mean in means.items()}
         values["optim/lr"] = float(self.engine.optimizers[0].param_groups[0]["lr"])
+        for name, norm in self.engine.norms().items():
+            values["optim/grad_norm" + f"/{name}" * (name != "loss")] = norm
         values["speed/examples_per_s"] = examples / max(seconds - then, 1e-9)
+        (values["speed/memory_gb"],) = self._ranks.group.max(self.world.peak_bytes() / 1e9)
         return values
 
     def observe(self) -> None:
         """Compare the state of the ranks if that is due, and show progress."""
         step = self.state.step
-        if self._drift_every and step % self._drift_every == 0:
+        if self._drift_every and step % self._drift_every == 0 and self.world.world_size > 1:
             check_drift(self._ranks.group, step, self.engine.shards(), self.engine.strategy.mesh)
         self.record.progress(step, self.num_steps, step == self.num_steps)
         self.record.observe(step)
         every = self.config.log.histograms_every_steps
         if every and step % every == 0:
-            for name, values in self.engine.strategy.whole_parameters():
+            for name, values in whole_parameters(self.engine.strategy, self._ranks.group):
                 self.record.histogram(step, name, values)
 
     def _warn_of_unreadable(self) -> None:
@@ -232,24 +224,30 @@ class Run:
         with self._clock.paused():
             metrics = self.evaluator.evaluate()
         if metrics is None:
-            self.decisions.stop()
+            self.decisions.agree_on_stop()
+        else:
+            self.decisions.evaluated()
         return metrics or {}
 
     def note(self, metrics: dict[str, float]) -> None:
         """Record the metrics of an evaluation; request a checkpoint if they are the best so far."""
         if not metrics:
             return
-        block = self.config.checkpoint
-        is_best = self.state.note(metrics, block.metric, block.best_mode)
+        is_best = self.state.note(metrics, *self._judged_by())
         self.record.scalars(self.state.step, metrics)
         self.record.say(f"step {self.state.step:,}: {startup.metric_line(metrics)}")
-        if is_best and block.keep_best > 0:
-            self.wants_save = True
+        self.wants_save |= is_best and self.config.checkpoint.keep_best > 0
+        if self.decisions.ended_by and self._logged[0] < self.state.step:
+            self.record.scalars(self.state.step, self.scalars())  # the end is always logged
+
+    def _judged_by(self) -> tuple[str, str, float]:
+        config = self.config
+        return config.best_metric, config.best_mode, config.run.min_improvement
 
     def _check_metrics(self) -> None:
         """Evaluate one micro-batch, so that a mistake in `metrics` shows before the first epoch."""
         names = self.evaluator.rehearse()
-        best = self.config.checkpoint.metric
+        best = self.config.best_metric
         if names and best not in names:
             must = f"must be one of {', '.join(names)}{suggest(best, names)}"
             raise ConfigError(f"checkpoint.best_metric={best}: {must}")
@@ -293,6 +291,7 @@ class Run:
             "config": self.config.flat(),
             "data": fingerprint.of_data(self._setup.datasets),
             "machine": fingerprint.of_machine(self.world),
+            "code": self._code,
             "run": state.run_id,
             "run_hash": self.config.run_hash(self.engine.strategy.of_the_run),
             "strategy": self.config.strategy.name,
@@ -307,7 +306,7 @@ class Run:
         group = self._ranks.group
         restored, skipped = read_on_all_ranks(group, lambda: resume.find_checkpoints(origin))
         if restored is None:
-            return None, skipped
+            return None, [*skipped, *weights.start_from(self.config, self.engine, group)]
         manifest = restored.manifest
         training = restored.content.training
         fingerprint.check_data(self._setup.datasets, manifest.data)
@@ -331,7 +330,6 @@ class Run:
         self._ranks.heartbeat.enter(Phase.END)
         group = self._ranks.group
         state = self.state
-        stop = self._ranks.stop
         self.decisions.flush()
         if self.is_stopped:
             self.record.progress(state.step, self.num_steps, True)
@@ -340,15 +338,17 @@ class Run:
             self.saver.settle(state.step)
         summary = self._sum_up()
         steps = state.step - self._first_step
-        block = self.config.checkpoint
         shown = self._shown
-        for line in startup.ending(summary, self.num_steps, steps, block.metric, stop.name, shown):
+        why = self.decisions.stopped_by or self.decisions.ended_by
+        best = self.config.best_metric
+        for line in startup.ending(summary, self.num_steps, steps, best, why, shown):
             self.record.say(line)
-        self.record.say(startup.next_command(self.config, self.world, shown, self.is_stopped))
+        self.record.say(startup.next_command(self.config, self.world, shown, self.is_stopped, why))
+        reason = "stopped" if self.is_stopped else "done" + f": {why}" * bool(why)
         facts = {"step": state.step, "metrics": state.metrics, "best": state.best}
-        self.record.exit(summary.exit_code, "stopped" if self.is_stopped else "done", facts)
+        self.record.exit(summary.exit_code, reason, facts)
         # not at SIGTERM: scancel sends it too, and SLURM requeues a preempted job itself
-        is_asked = self.is_stopped and group.max(stop.name in REQUEUE)[0]
+        is_asked = self.is_stopped and group.max(self._ranks.stop.name in REQUEUE)[0]
         if is_asked and self.world.rank == 0:
             requeue(self.record.say)
         return summary

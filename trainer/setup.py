@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from fnmatch import fnmatchcase
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +16,35 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import default_collate
 
+from trainer.capacity import memory_named
+from trainer.config.hints import suggest
 from trainer.config.schema import Config
 from trainer.config.targets import call_target, check_target
 from trainer.data.batches import Batches, EvalBatches, Preparation
 from trainer.data.order import check_batch
-from trainer.data.sources import check_dataset
+from trainer.data.sources import Collate, check_dataset
 from trainer.data.workers import workers_named
 from trainer.distributed.group import Group, choose_backend
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.rendezvous import check_init
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.distributed.world import World
-from trainer.draws.mode import Draws
+from trainer.draws.mode import Draws, take_rows
 from trainer.engine.ema import Ema
-from trainer.engine.evaluation import Evaluator
+from trainer.engine.evaluation import EvalSplit, Evaluator
 from trainer.engine.parts import Parts
 from trainer.engine.precision import Precision, choose_precision, is_bf16_native
 from trainer.errors import ConfigError, RunError, place_of
 from trainer.loading import uncollected
-from trainer.record import fingerprint, resume
+from trainer.record import fingerprint, resume, weights
 from trainer.record.gate import check_soon
 from trainer.schedule import Factor
-from trainer.strategy.base import convert, find_strategy
+from trainer.strategy.base import Blueprint, convert, find_strategy
 from trainer.strategy.handover import Values, build_structure
-from trainer.strategy.mesh import Mesh
-from trainer.task import FUSED, Split, Task
+from trainer.strategy.mesh import Mesh, open_groups
+from trainer.task import FUSED, Task
 
 # Early checks: of config, environment and manifests, before any socket or directory is opened
 
@@ -47,11 +52,12 @@ from trainer.task import FUSED, Split, Task
 def check_layout(config: Config, world: World) -> None:
     """Raise ConfigError if this layout cannot run the configuration."""
     Precision.check(config.strategy.precision, world.device)
-    kind = find_strategy(config.strategy.name)
+    kind = find_strategy(config.strategy)
     kind.check(config, world)
     choose_backend(config.dist, world)
     check_init(config.dist, world)
-    check_batch(config.data.global_batch, kind.cut(config), world.world_size)
+    ranks = Mesh.of(config.strategy.mesh, world).data_size
+    check_batch(config.data.global_batch, kind.cut(config), ranks)
 
 
 def check_training(config: Config, world: World) -> resume.Origin:
@@ -59,6 +65,9 @@ def check_training(config: Config, world: World) -> resume.Origin:
 
     It is the run directory and the checkpoint to resume from, known on rank 0 only.
     """
+    if "train" in config.eval.splits:
+        why = "its means would have the names of training; use log.train_metrics=true"
+        raise ConfigError(f"eval.splits={config.eval.splits}: must not have train: {why}")
     check_layout(config, world)
     check_target(config.optim, "optim", config.packages, Optimizer)
     return check_soon(config, world.launcher)
@@ -84,12 +93,12 @@ def check_evaluation(config: Config, world: World, fitted: Path | None) -> resum
 
 
 @contextmanager
-def failures_named(group: Group) -> Iterator[None]:
-    """Raise RunError, one line, if a peer or data worker exits or hangs, or on sys.exit.
+def failures_named(group: Group, config: Config) -> Iterator[None]:
+    """Raise RunError, one line, if a peer or data worker exits or hangs, or memory is not enough.
 
-    A run that ends before its last step is not done, even with exit code 0.
+    On sys.exit too: a run that ends before its last step is not done, even with exit code 0.
     """
-    with group.peers_named(), workers_named():
+    with group.peers_named(), workers_named(), memory_named(config, group.world):
         try:
             yield
         except SystemExit as error:
@@ -104,6 +113,8 @@ def agree_on_origin(
     with group.agreed("finding the run directory"):
         if world.rank == 0:
             origin = resume.find_previous_attempt(config, world.launcher) or origin
+            if config.run.init_from is not None and origin.source is None:
+                weights.check(config)
         if origin.refused:
             raise ConfigError(origin.refused)
     return origin
@@ -139,8 +150,14 @@ def resolve_precision(
     return config, [f"strategy.precision=auto: {chosen}, because {why}"]
 
 
-def gather_starters(world: World, group: Group) -> World:
-    """Return this rank's world, on rank 0 with the starters of all ranks. A collective."""
+def complete_world(world: World, config: Config, ranks: Ranks) -> World:
+    """Return this rank's world with the groups of the mesh, on rank 0 with the starters of all
+    ranks. A collective."""
+    group = ranks.group
+    mesh = Mesh.of(config.strategy.mesh, world)
+    if mesh.is_divided:
+        ranks.heartbeat.set_place(mesh.place(mesh.rank))
+    world = world.with_groups(open_groups(mesh, ranks.heartbeat.wait_in))
     lines = group.collect_text(" ".join(world.launcher.starters))
     starters = tuple(dict.fromkeys(" ".join(lines).split()))
     return replace(world, launcher=replace(world.launcher, starters=starters))
@@ -151,9 +168,7 @@ class Setup:
 
     step = 0
 
-    def __init__(
-        self, task: Task, ranks: Ranks, splits: Sequence[Split], notes: Sequence[str] = ()
-    ):
+    def __init__(self, task: Task, ranks: Ranks, splits: Sequence[str], notes: Sequence[str] = ()):
         """Raise ConfigError if a hook of the task returns an invalid object. A collective.
 
         `notes` are lines that the start shows.
@@ -165,17 +180,19 @@ class Setup:
         self.config = config
         self.world = world
         self.notes = notes
-        kind = find_strategy(config.strategy.name)
+        self._ranks = ranks
+        kind = find_strategy(config.strategy)
         self.threads = kind.set_threads(world)
         self._cut = kind.cut(config)
         self.datasets: dict[str, Any] = {}
-        self._metrics: dict[str, Any] = {}
+        self._metrics: dict[str, dict[str, Any]] = {}  # torchmetrics by split and name
         self._mesh = Mesh.of(config.strategy.mesh, world)
         seed = config.run.seed
         methods = (task.split_batch, task.augment, to_model)
         draws = Draws(seed, world.device, kind.draws_by_example(config, world))
-        self._prepare = Preparation(*methods, seed, world.device, draws)
+        self._prepare = Preparation(*methods, seed, world.device, draws, collate_of(task))
         ranks.heartbeat.enter(Phase.BUILD)
+        _prepare_data(task, ranks.group)
         with ranks.group.agreed("building data and model"):
             for split in splits:
                 self._open_data(task, split)
@@ -185,10 +202,15 @@ class Setup:
             model = _build_in_turns(task, ranks.group, model)
         with ranks.group.agreed("dividing the model"):
             assert model is not None
+            check_step(task, self._mesh)
             blocks = list_blocks(task, model)
-            strategy = kind.build(config, world, precision, model.train(), blocks)
+            plan = task.tensor_plan()
+            model = model.train()
+            strategy = kind.build(
+                Blueprint(config, world, precision, model, blocks, plan, draws, self._sample)
+            )
         self.parts = Parts(config, task, strategy, precision, draws, ranks)
-        ranks.group.check_equal(fingerprint.of_built(self.datasets, self.model))
+        ranks.group.check_equal(fingerprint.of_built(self.datasets, strategy.structure))
 
     @property
     def model(self) -> nn.Module:
@@ -199,31 +221,66 @@ class Setup:
         """Return True if the micro-batches have the same rows in every layout."""
         return self._cut.is_fixed
 
-    def _open_data(self, task: Task, split: Split) -> None:
+    def _sample(self) -> Any:
+        """Return the inputs of a few rows."""
+        if "train" in self.datasets:
+            inputs, _ = next(iter(self.open_batches().of_step(0)))
+        else:
+            inputs, _, _ = next(iter(self._evaluated[0].batches))
+        return take_rows(inputs, 2 * (self.config.norm_rows or 1))
+
+    def _open_data(self, task: Task, split: str) -> None:
         data: Any = task.build_dataset(split)
         if data is None and split == "eval":
             return
         check_dataset(data, split, self.config.data.path)
         self.datasets[split] = data
-        if split == "eval":
+        if split in self.config.eval.splits:
             metrics = task.build_metrics(split)
             device = self.world.device
-            self._metrics = {name: metric.to(device) for name, metric in metrics.items()}
+            self._metrics[split] = {name: metric.to(device) for name, metric in metrics.items()}
 
     def open_batches(self) -> Batches:
         """Return the training data as local batches."""
+        return self._batches
+
+    @cached_property
+    def _batches(self) -> Batches:
         data = self.datasets["train"]
         mesh = self._mesh
         numbers = (mesh.data_rank, mesh.data_size)
-        return Batches(data, self.config, self._cut, *numbers, self._prepare, self.parts.ranks)
+        return Batches(
+            data, self.config, self._cut, *numbers, self._prepare, self._ranks, mesh.is_first
+        )
 
     def open_evaluator(self, ema: Ema | None, wants_stop: Callable[[], bool]) -> Evaluator:
-        """Return the evaluator of the eval split, which may be missing."""
-        batches: EvalBatches | None = None
-        if (data := self.datasets.get("eval")) is not None:
-            numbers = (self._mesh.data_rank, self._mesh.data_size)
-            batches = EvalBatches(data, self.config, self._cut, *numbers, self._prepare)
-        return Evaluator(self.parts, batches, self._metrics, ema, wants_stop)
+        """Return the evaluator of `eval.splits`."""
+        return Evaluator(self.parts, self._evaluated, ema, wants_stop)
+
+    @cached_property
+    def _evaluated(self) -> list[EvalSplit]:
+        numbers = (self._mesh.data_rank, self._mesh.data_size)
+        found = []
+        for split, metrics in self._metrics.items():
+            data = self.datasets[split]
+            batches = EvalBatches(data, self.config, self._cut, *numbers, self._prepare, split)
+            found.append(EvalSplit(split, batches, metrics))
+        return found
+
+
+def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Exclude the parameters whose names match from training."""
+    names = dict(model.named_parameters())
+    for pattern in patterns:
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            some = ", ".join(list(names)[:4])
+            why = f"no parameter has such a name; the model has {some}{suggest(pattern, names)}"
+            raise ConfigError(f"run.freeze: {pattern}: {why}")
+        for name in matched:
+            names[name].requires_grad_(False)
+    if patterns and not any(p.requires_grad for p in names.values()):
+        raise ConfigError(f"run.freeze={list(patterns)}: leaves no parameter to train")
 
 
 def make_model(task: Task, is_structure_enough: bool) -> nn.Module | None:
@@ -241,6 +298,7 @@ def make_model(task: Task, is_structure_enough: bool) -> nn.Module | None:
     if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
         must = "must be the model without a wrapper; the strategy wraps it"
         raise ConfigError(f"build_model returned a {type(model).__name__}: {must}")
+    _freeze(model, task.config.run.freeze)
     return model
 
 
@@ -271,6 +329,29 @@ def list_blocks(task: Task, model: nn.Module) -> list[nn.Module]:
     if len(set(blocks)) < len(blocks) or model in blocks:
         raise ConfigError("blocks(model): must not name a module twice, or the model itself")
     return blocks
+
+
+def check_step(task: Task, mesh: Mesh) -> None:
+    """Raise ConfigError for a train_step of the task's own over a pipeline."""
+    step = inspect.unwrap(type(task).train_step)
+    if mesh.pipeline > 1 and step.__module__ != "trainer.trainer":
+        why = f"{type(task).__name__} has a train_step of its own, and a stage has no outputs"
+        advice = "choose another axis, or leave train_step out"
+        raise ConfigError(f"strategy.mesh.pipeline={mesh.pipeline}: {why}; {advice}")
+
+
+def _prepare_data(task: Task, group: Group) -> None:
+    """Call the task's own `prepare` on one rank of each node. A collective."""
+    if type(task).prepare is not Task.prepare:
+        with group.agreed("preparing the data"):
+            if task.world.local_rank == 0:
+                task.prepare()
+
+
+def collate_of(task: Task) -> Collate:
+    """Return the task's own collate, else torch's."""
+    is_own = type(task).collate is not Task.collate
+    return task.collate if is_own else default_collate
 
 
 def build_schedule(task: Task, num_steps: int) -> Factor:

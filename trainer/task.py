@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from trainer.config.schema import Config
 from trainer.config.targets import call_target
@@ -33,7 +33,7 @@ from trainer.engine.outcome import Outcome
 from trainer.errors import ConfigError
 from trainer.strategy.base import find_strategy
 
-Split = Literal["train", "eval"]
+Split = str  # "train", "eval", or a name in eval.splits
 FUSED = ("torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW")  # on CPU and CUDA
 
 
@@ -55,7 +55,7 @@ class Task:
 
     def __init__(self, config: Config, world: World | None = None):
         world = world or World.from_environment()
-        strategy = find_strategy(config.strategy.name)
+        strategy = find_strategy(config.strategy)
         self.config = config
         self.world = world.with_devices(strategy.find_devices(config.strategy, world))
         values = config.task.options
@@ -65,7 +65,8 @@ class Task:
         self.options: Any = build(self.Options, values, "task.options.") if self.Options else values
         if self.Options and (defaults := defaults_of(self.options, values)):
             task = replace(config.task, options={**values, **defaults})
-            self.config = replace(config, task=task)  # saved with the run
+            implied = [*config.implied, *defaults]
+            self.config = replace(config, task=task, implied=implied)  # saved with the run
 
     # A task must define these -------------------------------------------------------------------
 
@@ -75,19 +76,21 @@ class Task:
         Called after `build_dataset`. torch's generators are seeded with `run.seed` before the
         call, so every rank initialises the same weights. The framework then converts the model to
         the dtype of the run, moves it to the device and wraps it. With
-        `strategy.devices_per_rank` above 1 the model places its parts itself. It needs at least
+        `strategy.devices_per_rank` above 1 the framework divides its `blocks` over the devices;
+        a model that has moved its parts to `self.world.devices` is left as it is. It needs at least
         one trainable parameter.
         """
         raise _unwritten(self, "build_model()")
 
-    def build_dataset(self, split: Split) -> Dataset | None:
-        """Return a map-style dataset (`__len__`, `__getitem__`) for "train" or "eval".
+    def build_dataset(self, split: str) -> Dataset | None:
+        """Return a map-style dataset (`__len__`, `__getitem__`) for "train" or for another split.
 
-        Called once per split, before `build_model`. Return None for "eval" to train without
-        evaluation. The framework shuffles, shards and batches: return all examples on every rank,
-        in the same order. A `ResidentDataset` or `TensorDataset` is kept on the device. Any other
-        dataset is read through `DataLoader` with `data.workers` processes; `random`, `numpy` and
-        `torch` are seeded per example, so random transforms are reproducible.
+        Called before `build_model`, once for "train" and for each one of `eval.splits`. Return None
+        for "eval" to train without evaluation, and raise ValueError for a split that you have not.
+        The framework shuffles, shards and batches: return all examples on every rank, in the same
+        order. A `ResidentDataset` or `TensorDataset` is kept on the device. Any other dataset is
+        read through `DataLoader` with `data.workers` processes; `random`, `numpy` and `torch` are
+        seeded per example, so random transforms are reproducible.
         """
         raise _unwritten(self, "build_dataset(split)")
 
@@ -130,13 +133,24 @@ class Task:
         """
         return {}
 
-    def build_metrics(self, split: Split) -> dict[str, Any]:
+    def predict(self, outputs: Any) -> Any:
+        """Return what `python -m trainer.predict` writes: a tensor, or tensors by name.
+
+        Called for each micro-batch, without gradients and with the model in eval mode. Each tensor
+        has a row for each example, also for those of padding, which are cut off afterwards. The
+        default returns the outputs of the model.
+
+            return {"class": outputs.argmax(1), "probability": outputs.softmax(1).amax(1)}
+        """
+        return outputs
+
+    def build_metrics(self, split: str) -> dict[str, Any]:
         """Return torchmetrics by name, for scores that are no mean over examples, such as AUROC.
 
-        Called once, for the split "eval" only. The framework moves each metric to the device and
-        calls `update(outputs, targets)` without padding rows, `compute()` and `reset()`. The
-        metric itself synchronises over the ranks. `compute()` must return a scalar, which is
-        logged as `eval/<name>`.
+        Called once for each one of `eval.splits`. The framework moves each metric to the device and
+        calls `update(outputs, targets)` without padding rows, `compute()` and `reset()`. The metric
+        itself synchronises over the ranks. `compute()` must return a scalar, which is logged as
+        `<split>/<name>`.
         """
         return {}
 
@@ -152,6 +166,25 @@ class Task:
             return (inputs + 0.1 * noise if train else inputs), targets
         """
         return inputs, targets
+
+    def prepare(self) -> None:
+        """Download or convert what `build_dataset` and `build_model` read.
+
+        Called before them, on one rank of each node, while the others wait: `fit`, `evaluate` and
+        the verbs call it at each start, so leave at once if the files are there. A rank that fails
+        ends all of them.
+        """
+
+    def collate(self, rows: list[Any]) -> Any:
+        """Return a batch from examples of the dataset. The default is torch's `default_collate`.
+
+        Called for each micro-batch, in a data worker if there are any. Pad rows of unequal length
+        here, and give the padding weight 0 in `loss`. Tensors have the rows on their first axis. A
+        row's own values must not depend on the other rows.
+
+            return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+        """
+        return default_collate(rows)
 
     def split_batch(self, batch: Any) -> tuple[Any, Any]:
         """Return (inputs, targets) from a micro-batch of the dataset.
@@ -200,13 +233,28 @@ class Task:
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules that make up most of the model, such as the layers of a transformer.
 
-        They are the units that `strategy=fsdp` gathers one at a time, that
-        `strategy.recompute=blocks` computes again in backward, and that are compiled separately.
-        The rest of the model is one unit more.
+        They are the units that `strategy=fsdp` gathers one at a time, that the stages of a pipeline
+        divide between them, that `strategy.recompute=blocks` computes again in backward, and that
+        are compiled separately. The rest of the model is one unit more. For a pipeline they must
+        run in this order.
 
             return list(model.layers)
         """
         return []
+
+    def tensor_plan(self) -> dict[str, str]:
+        """Return how `strategy.mesh.tensor` divides layers, by patterns of their names.
+
+        `columns` divides the outputs of an nn.Linear, `rows` the inputs of the one after it;
+        `columns/3` divides each of three packed matrices; `vocabulary` divides the entries of an
+        nn.Embedding and the nn.Linear that scores them. Code between columns and rows gets a part
+        of the outputs: write -1 for the number of heads, and take rows and positions from the
+        shape of these outputs. `*` stands for one part of a name, `|`
+        for or.
+
+            return {"blocks.*.query|key|value|widen": "columns", "blocks.*.project|narrow": "rows"}
+        """
+        return {}
 
     def train_step(self, batch: LocalBatch) -> Outcome:
         """Train on one global batch and return the outcome. The default is `self.update(batch)`.

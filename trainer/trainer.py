@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.capacity import resolve_micro_batch
 from trainer.checkpoints.state import read_on_all_ranks
 from trainer.config.schema import Config
 from trainer.data.batches import LocalBatch
@@ -18,23 +20,27 @@ from trainer.decisions import RolledBack
 from trainer.distributed.ranks import open_ranks
 from trainer.distributed.world import World
 from trainer.engine.engine import open_ema
+from trainer.engine.evaluation import Evaluator
 from trainer.engine.means import Values
 from trainer.engine.outcome import Outcome
 from trainer.errors import visible
 from trainer.record import fingerprint, resume
-from trainer.run import Run, Summary
+from trainer.record.startup import Summary
+from trainer.run import Run
 from trainer.setup import (
     Setup,
     agree_on_origin,
     check_evaluation,
     check_training,
+    complete_world,
     failures_named,
-    gather_starters,
     resolve_precision,
     try_optimizer,
 )
 from trainer.strategy.base import Strategy
 from trainer.task import Task
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,49 @@ class Trainer(Task):
         """
         return _running(self._run).engine.update(batch, loss or self.loss, optimizers, name)
 
+    def record(self, name: str, values: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+        """Log the mean of values over the global batches of an interval, as `train/<name>`.
+
+        Call it in `loss` or `train_step`, with a value per example: a tensor (rows, ...), and
+        weights of its shape. It is reduced as the loss is, so it does not depend on the layout.
+        Outside of training it does nothing. Values need no gradient, and get none. Raises
+        ConfigError for a scalar, for other rows than those of the micro-batch, and for the name of
+        an update, such as "loss".
+
+            self.record("accuracy", (outputs.argmax(1) == targets).float())
+        """
+        if isinstance(self._run, Run):
+            returned = values if weights is None else (values, weights)
+            self._run.engine.recorder.record(name, returned)
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step, with exit code 0, evaluated and saved; on all ranks.
+
+        Call it on one rank or more, in `loss`, `train_step`, `metrics` or `summarize`. Outside of
+        training it does nothing. A resume knows of it: it ends at once, unless it gives the run
+        more steps.
+
+            if means["accuracy"] > 0.94: self.stop("accuracy above 0.94")
+        """
+        if isinstance(self._run, Run):
+            self._run.requests.ask_for_end(reason or "the task asked for it")
+
+    def gather_rows(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Return the rows (global batch, ...) of all ranks, and the number of this rank's first.
+
+        For losses that compare the rows of a batch, such as a contrastive loss. Call it in `loss`,
+        on every rank. The gradient of each row is the sum over the ranks. Outside of an update, as
+        in an evaluation, it returns this micro-batch alone. Raises ConfigError if a rank has
+        several micro-batches: the whole batch is then never there at once.
+
+            others, first = self.gather_rows(images)
+            targets = first + torch.arange(len(texts), device=texts.device)
+            return F.cross_entropy(texts @ others.T, targets, reduction="none")
+        """
+        if not isinstance(self._run, Run):
+            return tensor, 0
+        return self._run.engine.gather_rows(tensor, self._run.batches.plan.accumulation)
+
     def save_checkpoint(self) -> Path:
         """Request a checkpoint of the state after this step, and return its future path.
 
@@ -133,20 +182,23 @@ class Trainer(Task):
         facts = fingerprint.of_start(self.config, type(self))
         rolled_back: set[int] = set()
         with open_ranks(self.config.dist, self.world, facts) as ranks:
-            self.world = gather_starters(self.world, ranks.group)
+            self.world = complete_world(self.world, self.config, ranks)
             origin = agree_on_origin(self.config, self.world, ranks.group, origin)
             self.config, notes = resolve_precision(self.config, self.world, ranks.group, origin)
+            self.config, found = resolve_micro_batch(self, ranks, origin, first_steps)
+            notes += found
             while True:
                 try:
-                    with failures_named(ranks.group):
-                        self._run = Setup(self, ranks, ("train", "eval"), notes)
+                    with failures_named(ranks.group, self.config):
+                        self._run = Setup(self, ranks, ("train", *self.config.eval.splits), notes)
                         opened = Run(self, self._run, origin, rolled_back)
-                        with opened as self._run, failures_named(ranks.group):
+                        with opened as self._run, failures_named(ranks.group, self.config):
                             del opened  # a reference to DDP's wrapper must not outlive its group
                             summary = loop(self, self._run)
                         strategy = self._run.engine.strategy
                         self._run = _finished(strategy, self.step, summary.directory)
                         del strategy
+                        self.world = self.world.with_groups({})  # which end with the block
                         return summary
                 except RolledBack as back:
                     rolled_back.add(back.step)
@@ -154,38 +206,65 @@ class Trainer(Task):
                     self._run = None  # free the wrapper before the next one is built
 
     def evaluate(self) -> dict[str, float]:
-        """Return the metrics on the eval split, `{"eval/loss": ...}`. A collective.
+        """Return the metrics on the splits of `eval.splits`, `{"eval/loss": ...}`. A collective.
 
         While `fit` runs, evaluate the model in training. Otherwise evaluate the checkpoint of
         `run.resume`, else of the run that was fitted last, else the newly built model. Return an
-        empty dict if there is no eval split. Raises KeyboardInterrupt after a stop request.
+        empty dict if there is no such data. Raises KeyboardInterrupt after a stop request.
         """
         if isinstance(self._run, Run):
             return self._run.evaluate()
-        fitted = self._run.directory if isinstance(self._run, Finished) else None
-        self._run = None
-        origin = check_evaluation(self.config, self.world, fitted)
-        facts = fingerprint.of_start(self.config, type(self))
-        opened = open_ranks(self.config.dist, self.world, facts)
-        with opened as ranks, failures_named(ranks.group):
-            self.config, notes = resolve_precision(self.config, self.world, ranks.group, origin)
-            setup = Setup(self, ranks, ("eval",))
-            self._run = setup
-            ema = open_ema(self.config, setup.parts.strategy)
-            found = read_on_all_ranks(ranks.group, lambda: resume.find_checkpoints(origin))
-            restored, skipped = found
-            if restored:
-                restored.load(setup.parts.strategy, ema)
-                self._run = Finished(setup.model, restored.manifest.step, fitted)
-            metrics = setup.open_evaluator(ema, lambda: bool(ranks.stop)).evaluate()
-            self._run = _finished(setup.parts.strategy, self.step, fitted)
-            del setup, ema  # a divided model must not outlive its group
-        if self.world.rank == 0:
-            for line in [*notes, *skipped]:
-                print(visible(line), file=sys.stderr)
-        if metrics is None:
-            raise KeyboardInterrupt
-        return metrics
+        return examine(self, Evaluator.evaluate)
+
+
+def examine(task: Trainer, use: Callable[[Evaluator], Found | None]) -> Found:
+    """Return what `use` makes of an evaluator with the weights that `Trainer.evaluate` names.
+
+    A collective. Raises KeyboardInterrupt after a stop request, if `use` returns None.
+    """
+    fitted = task._run.directory if isinstance(task._run, Finished) else None
+    task._run = None
+    origin = check_evaluation(task.config, task.world, fitted)
+    facts = fingerprint.of_start(task.config, type(task))
+    opened = open_ranks(task.config.dist, task.world, facts)
+    with opened as ranks, failures_named(ranks.group, task.config):
+        task.world = complete_world(task.world, task.config, ranks)
+        task.config, notes = resolve_precision(task.config, task.world, ranks.group, origin)
+        setup = Setup(task, ranks, task.config.eval.splits)
+        task._run = setup
+        ema = open_ema(task.config, setup.parts.strategy)
+        found = read_on_all_ranks(ranks.group, lambda: resume.find_checkpoints(origin))
+        restored, skipped = found
+        if restored:
+            restored.load(setup.parts.strategy, ema)
+            task._run = Finished(setup.model, restored.manifest.step, fitted)
+        made = use(setup.open_evaluator(ema, lambda: bool(ranks.stop)))
+        task._run = _finished(setup.parts.strategy, task.step, fitted)
+        task.world = task.world.with_groups({})
+        del setup, ema  # a divided model must not outlive its group
+    if task.world.rank == 0:
+        for line in [*notes, *skipped]:
+            print(visible(line), file=sys.stderr)
+    if made is None:
+        raise KeyboardInterrupt
+    return made
+
+
+def first_steps(task: Trainer) -> None:
+    """Make two updates on the first batch: the optimizer's state is there from the second one on.
+
+    A collective.
+    """
+    config = task.config
+    with open_ranks(config.dist, task.world, {}) as ranks:
+        task.world = complete_world(task.world, config, ranks)
+        setup = Setup(task, ranks, ("train", *config.eval.splits))
+        with Run(task, setup, resume.Origin()) as run:
+            task._run = run
+            for _ in range(2):
+                run.engine.set_rate(0, True)
+                task.train_step(run.batches.of_step(0))
+                run.engine.end_step()
 
 
 def _finished(strategy: Strategy, step: int, directory: Path | None) -> Finished:
@@ -210,7 +289,7 @@ def loop(task: Trainer, run: Run) -> Summary:
     while not run.is_over:
         epoch, first = divmod(state.step, batches.steps_per_epoch)
         for batch in batches.epoch(epoch, first):
-            engine.set_rate(state.step)
+            engine.set_rate(state.step, run.is_due(config.log, 1))
             outcome = task.train_step(batch)
             state.advance()
             engine.end_step()

@@ -234,8 +234,12 @@ def errors_in(text: str) -> list[str]:
 
 
 def state_of(directory: Path) -> Mapping[str, Any]:
-    """Return the content of a run's newest checkpoint, and its metrics.jsonl without speeds and
-    ledger."""
+    """Return the content of a run's newest checkpoint, its metrics.jsonl without speeds and ledger,
+    and the metrics of its end.
+
+    A step that was saved at a stop, before its evaluation, is not saved again: exit.json has that
+    evaluation, and the checkpoint's own progress is left out.
+    """
     import json
 
     loaded, skipped = checkpoint.load_newest(directory / "checkpoints")
@@ -246,7 +250,14 @@ def state_of(directory: Path) -> Mapping[str, Any]:
         for line in lines
         if "ledger" not in line
     ]
-    return {"step": loaded.manifest["step"], "record": record, **content_of(loaded)}
+    content = content_of(loaded)
+    training = {name: value for name, value in content["training"].items() if name != "progress"}
+    told = directory / "exit.json"
+    facts = json.loads(told.read_text()) if told.exists() else {}
+    end = {name: facts.get(name) for name in ("step", "metrics", "best")}
+    return {"step": loaded.manifest["step"], "record": record, "end": end, **content} | {
+        "training": training
+    }
 
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:

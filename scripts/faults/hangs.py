@@ -64,6 +64,10 @@ def hangs(amount: int, seed: int) -> Row:
 class _Hang:
     """One case: a rank that hangs in one way at one moment."""
 
+    task = "stuck"
+    layout: tuple[str, ...] = ()
+    coordinates = ""  # of the rank in a mesh, as the report has them
+
     def __init__(
         self,
         place: Path,
@@ -104,14 +108,15 @@ class _Hang:
 
     def problem(self, undisturbed: Undisturbed) -> str | None:
         data = [f"task.options.where={self.where}", f"data.workers={int(self.how == 'worker')}"]
-        end = undisturbed("stuck", self.size, *COMMON, *data)[0] if self.is_restarted else None
+        data += self.layout
+        end = undisturbed(self.task, self.size, *COMMON, *data)[0] if self.is_restarted else None
         stuck = [
             f"task.options.how={self.how}",
             f"task.options.rank={self.rank}",
             f"task.options.at={self.at}",
         ]
         more = {"restarts": 1} if self.is_restarted else {}
-        words = command(self.kind, "stuck", self.place, self.size, *COMMON, *data, *stuck, **more)
+        words = command(self.kind, self.task, self.place, self.size, *COMMON, *data, *stuck, **more)
         run = Launched(words, self.place, "stuck")
         ranks: dict[int, int] = {}
         mark = self._wait(run, ranks)
@@ -131,7 +136,7 @@ class _Hang:
             return problem
         if seconds > self.limit_s + SECONDS:
             return f"the ranks ended after {seconds:.1f} s: {run.tail()}"
-        directory = self.place / "stuck/run"
+        directory = self.place / self.task / "run"
         return _judge(directory, end) if self.is_restarted else self._judge_exit(directory, told)
 
     def _wait(self, run: Launched, ranks: dict[int, int]) -> tuple[int, float] | None:
@@ -148,7 +153,8 @@ class _Hang:
     def _judge_report(self, told: str, pid: int) -> str | None:
         line = _report(told)
         named = re.findall(
-            r"rank (\d+) \(process (\d+) on \S+\) has been in ([^;]*?) for \d+ s, at step (\d+)",
+            rf"rank (\d+) \({self.coordinates}process (\d+) on \S+\) has been in ([^;]*?) "
+            r"for \d+ s, at step (\d+)",
             line,
         )
         phase = {
@@ -169,6 +175,9 @@ class _Hang:
         }
         if not is_frozen.get(self.how, True):
             return f"the line does not report that it is stopped: {line}"
+        return self._judge_waits(line, named[0][3])
+
+    def _judge_waits(self, line: str, at: str) -> str | None:
         waits = re.findall(r"ranks? ([\d, ]+) waits? in ([^;]*?) of step (\d+)", line)
         others = sorted(int(rank) for ranks, *_ in waits for rank in ranks.split(","))
         places = (
@@ -176,12 +185,9 @@ class _Hang:
         )
         if self.moment == "first step":  # DDP rebuilds its buckets there, with its own collective
             places.add("a collective in forward and backward")
-        is_right = all(place in places and step == named[0][3] for _, place, step in waits)
+        is_right = all(place in places and step == at for _, place, step in waits)
         if not is_right or others != [r for r in range(self.size) if r != self.rank]:
-            return (
-                f"all others must wait in {' or '.join(sorted(places))} of step "
-                f"{named[0][3]}: {line}"
-            )
+            return f"all others must wait in {' or '.join(sorted(places))} of step {at}: {line}"
         return None
 
     def _judge_exit(self, directory: Path, told: str) -> str | None:

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,12 +189,15 @@ class _Signal:
         moment: str,
         stop: signal.Signals,
         workers: int,
+        task: str = "slow",
+        layout: Collection[str] = (),
     ):
-        self.place, self.directory, self.kind, self.size = place, place / "slow/run", kind, size
+        self.place, self.directory, self.kind, self.size = place, place / task / "run", kind, size
         self.target, self.moment, self.stop = target, moment, stop
         self.workers = workers
-        more = [f"run.steps={STEPS}", "run.resume=auto", f"data.workers={workers}"]
-        self.words = command(kind, "slow", place, size, *more)
+        self.undisturbed = (task, size, f"run.steps={STEPS}", *layout)
+        more = [f"run.steps={STEPS}", *layout, "run.resume=auto", f"data.workers={workers}"]
+        self.words = command(kind, task, place, size, *more)
         self.outcome, self.seconds, self.start_s = "failed", 0.0, 0.0
 
     def __str__(self) -> str:
@@ -205,7 +208,7 @@ class _Signal:
         )
 
     def problem(self, undisturbed: Undisturbed, chance: random.Random) -> str | None:
-        end, self.start_s = undisturbed("slow", self.size, f"run.steps={STEPS}")
+        end, self.start_s = undisturbed(*self.undisturbed)
         run = Launched(self.words, self.place, "asked")
         self._wait(run, chance)
         ranks = run.ranks()
@@ -318,14 +321,20 @@ def _age_s(pid: int) -> float:
 # Requeued jobs ------------------------------------------------------------------------------------
 
 REQUEUES, LENGTH = 5, 120  # requeues and steps of one job
+SIGNAL = ("scancel", "--signal=USR1")
 
 
 def requeues(amount: int, seed: int) -> Row:
     """Send SLURM's SIGUSR1 at random steps: the job requeues itself, resumes, and ends like an
     undisturbed job."""
+    row, chance = Row("SLURM job that requeues itself", amount), random_of(seed)
+    return in_slurm(row, lambda cluster, base: _requeue_jobs(cluster, base, row, chance))
+
+
+def in_slurm(row: Row, body: Callable[[Any, Path], None]) -> Row:
+    """Call `body` with a cluster and a folder; without SLURM, the row is skipped."""
     from harness.slurm import Cluster, unavailable
 
-    row, chance = Row("SLURM job that requeues itself", amount), random_of(seed)
     row.skipped = unavailable()
     if row.skipped:
         return row
@@ -338,7 +347,7 @@ def requeues(amount: int, seed: int) -> Row:
         ours = environment()
         cluster.environment |= {name: ours[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
         cluster.environment["PATH"] = f"{Path(sys.executable).parent}:{cluster.environment['PATH']}"
-        _requeue_jobs(cluster, base, row, chance)
+        body(cluster, base)
     return row
 
 
@@ -369,24 +378,37 @@ def _requeue_jobs(cluster: Any, base: Path, row: Row, chance: random.Random) -> 
     row.detail = "; ".join(counts)
 
 
-def _submit(cluster: Any, place: Path, per_node: int) -> str:
+def _submit(
+    cluster: Any,
+    place: Path,
+    per_node: int,
+    task: str = "slow",
+    settings: Collection[str] = (f"run.steps={LENGTH}",),
+) -> str:
     """Submit a job of two nodes with scripts/slurm.sbatch; the name of its run directory is a
     timestamp."""
     place.mkdir()
-    words = words_of("slow", place, *EVERY, f"run.steps={LENGTH}", "run.name=null")[3:]
+    words = words_of(task, place, *EVERY, *settings, "run.name=null")[3:]
     cluster.environment[MARKS] = str(place / "marks")
     (place / "marks").touch()
     options = [f"--chdir={place}", "-N2", f"--ntasks-per-node={per_node}", "--cpus-per-task=1"]
     return cluster.submit(REPOSITORY / "scripts/slurm.sbatch", *options, "--", *words)
 
 
-def _ask(cluster: Any, job: str, place: Path, at: list[int], chance: random.Random) -> str | None:
+def _ask(
+    cluster: Any,
+    job: str,
+    place: Path,
+    at: list[int],
+    chance: random.Random,
+    ways: Sequence[tuple[str, ...]] = (SIGNAL,),
+) -> str | None:
     for number, step in enumerate(at):
         marked = lambda step=step: f"step {step}" in (place / "marks").read_text().splitlines()  # noqa: E731
         if not wait_for(marked, LIMIT_S):
             return f"attempt {number} did not reach step {step}: {_said(place, job)}"
         time.sleep(chance.random() * 0.02)
-        cluster.run("scancel", "--signal=USR1", job)
+        cluster.run(*chance.choice(ways), job)
         if not wait_for(lambda number=number: cluster.requeues(job) > number, 30.0, 0.2):
             return f"not requeued after step {step}: {_said(place, job)}"
     return None
@@ -394,7 +416,7 @@ def _ask(cluster: Any, job: str, place: Path, at: list[int], chance: random.Rand
 
 def _judge_job(cluster: Any, job: str, place: Path, wanted: int, end: Any) -> str | None:
     state = cluster.wait(job, {"COMPLETED", "FAILED"}, LIMIT_S)
-    places, said = [*(place / "slow").iterdir()], _said(place, job)
+    places, said = [*place.glob("*/*")], _said(place, job)
     if state != "COMPLETED" or cluster.requeues(job) != wanted or len(places) != 1:
         return (
             f"{state} after {cluster.requeues(job)} requeues, {len(places)} run directories: {said}"

@@ -1,4 +1,4 @@
-"""The tests' tiny task, slowed down: it marks its progress, and may have a non-finite example or
+"""The tests' tasks, slowed down: they mark their progress, and may have a non-finite example or
 hang."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from meshed import Meshed
 from tiny import Items, Tiny, points
 from torch.utils.data import get_worker_info
 
@@ -19,7 +20,20 @@ from trainer import ResidentDataset
 MARKS = "FAULTS_MARKS"  # names a file to which rank 0 adds a line at each step and evaluation
 
 
-class Slow(Tiny):
+class Marking:
+    """A part of each task here: its first rank marks progress, and one rank may be meant to hang,
+    but not after a restart."""
+
+    def _mark(self, text: str) -> None:
+        if self.world.rank == 0:
+            mark(text)
+
+    def _is_meant(self, where: str) -> bool:
+        is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        return is_first and self.options.where == where and self.world.rank == self.options.rank
+
+
+class Slow(Marking, Tiny):
     @dataclass
     class Options(Tiny.Options):
         pause_s: float
@@ -55,10 +69,6 @@ class Slow(Tiny):
             self._mark(f"evaluation {self.step}")
             time.sleep(self.options.pause_s / 4)
         return {"accuracy": (outputs.argmax(1) == targets).double()}
-
-    def _mark(self, text: str) -> None:
-        if self.world.rank == 0:
-            mark(text)
 
 
 class Growing(Slow):
@@ -116,9 +126,27 @@ class Stuck(Slow):
             stand_still(self.options.how, os.getpid())
         return super().metrics(outputs, targets)
 
-    def _is_meant(self, where: str) -> bool:
-        is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        return is_first and self.options.where == where and self.world.rank == self.options.rank
+
+class Spread(Marking, Meshed):
+    """Task for every mesh, whose rank `rank` hangs at step `at`, in `where` (step, metrics)."""
+
+    @dataclass
+    class Options(Meshed.Options):
+        pause_s: float = 0.01
+        how: str = ""
+        where: str = ""
+        rank: int = -1
+        at: int = 0
+
+    def augment(self, inputs, targets, random, train):
+        if train:
+            self._mark(f"step {self.step + 1}")
+        elif self.step:
+            self._mark(f"evaluation {self.step}")
+        time.sleep(self.options.pause_s)
+        if self.step == self.options.at and self._is_meant("step" if train else "metrics"):
+            stand_still(self.options.how, os.getpid())
+        return inputs, targets
 
 
 class Stopping(Items):

@@ -4,6 +4,7 @@ cluster, and runs to compare."""
 from harness.command import Command, Done
 from harness.launch import ELASTIC, PATHS, SPAWN, TORCHRUN, children_of, ended, launch, ranks_of
 from harness.ranks import on_ranks
+from harness.rows import slow_but
 from harness.training import (
     CONF,
     FIFTY,
@@ -41,6 +42,7 @@ __all__ = [
     "on_ranks",
     "ranks_of",
     "relative_distance",
+    "slow_but",
     "wait_for",
     "warm_up",
     "within",

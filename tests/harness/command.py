@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.launcher.api  # binds Popen, before fork_jobs replaces it
 
 from harness.launch import (
     PATHS,
@@ -283,7 +284,7 @@ def _forget() -> None:
     """Have the package and the tests' tasks imported again, because some modules inspect the
     process at import."""
     for name in list(sys.modules):
-        if name.partition(".")[0] in ("trainer", "tiny", "watched", "faults"):
+        if name.partition(".")[0] in ("trainer", "tiny", "meshed", "watched", "faults"):
             del sys.modules[name]
 
 

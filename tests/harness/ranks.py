@@ -35,7 +35,7 @@ def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Run `body(*arguments)` on `size` ranks in the environment that torchrun would set; return
     their results by rank.
 
-    Raises AssertionError with the traceback of the first rank that failed.
+    Raises AssertionError with the tracebacks of the ranks that failed.
     """
     children = [_fork(rank, size, body, arguments) for rank in range(size)]
     server = open_store([gate for _, _, gate in children])
@@ -52,8 +52,10 @@ def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
     # A traceback would keep the store alive; a later child that collects it would wait for a thread
     # that it does not have.
     del server
-    for rank, (is_good, value) in enumerate(outcomes):
-        assert is_good, f"rank {rank} of {size}:\n{value}"
+    failed = [
+        f"rank {n} of {size}:\n{value}" for n, (good, value) in enumerate(outcomes) if not good
+    ]
+    assert not failed, "\n".join(failed)
     return [value for _, value in outcomes]
 
 
@@ -71,6 +73,7 @@ def open_store(gates: list[int]) -> dist.TCPStore:
 
 def begin_child(limit_s: float = LIMIT_S) -> None:
     """Prepare a forked child; call it first."""
+    torch.set_num_threads(1)  # a new pool: torch's threads would race to replace the parent's
     gc.freeze()  # skip inherited objects at collections: saves 0.25 s per run
     faulthandler.dump_traceback_later(limit_s, exit=True)  # print the stacks of a hang
 

@@ -30,7 +30,7 @@ def opened_saver(
 ) -> Iterator[PartSaver]:
     """The saver of one of `size` ranks that write their parts."""
     keep: Any = SimpleNamespace(keep_last=keep_last, keep_best=0, best_mode="min")
-    vars(keep).update(metric="eval/loss", on_error="stop")
+    vars(keep).update(best_metric="eval/loss", on_error="stop")
     mail = Mail(store, rank, range(size), limit_s)
     if rank:
         saver = PartSaver(root.parent, keep, mail)

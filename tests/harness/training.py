@@ -15,8 +15,9 @@ import torch
 from harness.internals import checkpoint, load_task
 from harness.ranks import on_ranks
 from trainer import Config, Trainer, load_config
-from trainer.run import Run, Summary
-from trainer.strategy.mesh import Mesh
+from trainer.record.startup import Summary
+from trainer.run import Run
+from trainer.strategy.shards import slices
 
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
 FIFTY = ["experiment=parity"]
@@ -66,8 +67,8 @@ def fit(folder: Path, *overrides: str, task: type[Trainer] | None = None) -> dic
             if "ledger" not in r
         ],
         "weights": state["parts"],
-        "shard": Mesh.of(config.strategy.mesh, trainer.world).shard,
-        "whole": state["shapes"],
+        "boxes": state["boxes"],
+        "is_first": state["is_first"],
         "seen": seen,
         "metrics": summary.metrics,
         "code": summary.exit_code,
@@ -115,7 +116,11 @@ def _recorded_state(found: dict[str, Any]) -> Iterator[None]:
         summary = finish(run)
         shards = run.engine.strategy.shards()
         found["parts"] = {name: s.tensor.detach().clone() for name, s in shards.items()}
-        found["shapes"] = {name: s.shape for name, s in shards.items()}
+        found["is_first"] = run.engine.strategy.mesh.is_first
+        found["boxes"] = {
+            name: (s.shape, [(offset, list(box.shape)) for box, offset in s.boxes()])
+            for name, s in shards.items()
+        }
         return summary
 
     Run.finish = finish_and_record  # type: ignore[method-assign]
@@ -127,21 +132,30 @@ def _recorded_state(found: dict[str, Any]) -> Iterator[None]:
 
 def whole_weights(results: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Return the weights joined from the ranks' parts; ranks with the same part must agree."""
-    weights = {}
-    for name, shape in results[0]["whole"].items():
-        parts = [result["weights"][name] for result in results]
-        is_divided = shape and len(parts[0]) < shape[0]
-        num_parts = results[0]["shard"] if is_divided else 1
-        for rank, part in enumerate(parts):
-            assert torch.equal(part, parts[rank % num_parts]), f"{name} differs between ranks"
-        weights[name] = torch.cat(parts[:num_parts]) if shape else parts[0]
-        assert weights[name].shape == shape
+    weights: dict[str, torch.Tensor] = {}
+    seen: dict[str, torch.Tensor] = {}
+    for rank, result in enumerate(results):
+        for name, (shape, boxes) in result["boxes"].items():
+            part = result["weights"][name]
+            whole = weights.setdefault(name, torch.zeros(shape, dtype=part.dtype))
+            known = seen.setdefault(name, torch.zeros(shape, dtype=torch.bool))
+            begin = 0
+            for offset, size in boxes:
+                place = slices(offset, size)
+                piece = part[begin : begin + size[0]] if size else part
+                begin += size[0] if size else 0
+                same = whole[place] == piece
+                assert bool((same | ~known[place]).all()), f"{name} on rank {rank} differs"
+                whole[place] = piece
+                known[place] = True
+    for name, known in seen.items():
+        assert bool(known.all()), f"{name}: no rank has some elements"
     return weights
 
 
 def together(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Join the results of `fit` into rank 0's view; all ranks must have the same weights."""
-    steps = zip(*(r["seen"] for r in results), strict=True)
+    steps = zip(*(r["seen"] for r in results if r["is_first"]), strict=True)
     joined = [[index for part in parts for index in part] for parts in steps]
     return {**results[0], "seen": joined, "weights": whole_weights(results)}
 

@@ -20,7 +20,7 @@ and verifies them: each file is read and its SHA-256 compared with the manifest.
 the weights of the newest valid checkpoint to one file, and the averaged weights as ema.<name> if
 run.ema_decay is set. It reads and writes one tensor at a time.
 
-Exit codes: 0 all are valid, 1 one is not valid, 2 there are none."""
+Exit codes: 0 all are valid, 1 at least one is invalid, 2 there are none."""
 
 
 def main(arguments: Sequence[str]) -> int:

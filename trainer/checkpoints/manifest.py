@@ -42,6 +42,7 @@ class Manifest:
     metrics: dict[str, Any]
     files: dict[str, Any]
     machine: dict[str, Any] = field(default_factory=dict)  # empty in the first edition
+    code: dict[str, Any] = field(default_factory=dict)  # digests by module; empty in older ones
 
     @classmethod
     def of_run(cls, raw: Mapping[str, Any], path: Path) -> Manifest:

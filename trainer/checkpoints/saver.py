@@ -217,7 +217,9 @@ class DiskSaver(PartSaver):
             with transaction.removed_on_error(staging):
                 self._publish(staging, snapshot)
             self._disk.recover("saving")
-            transaction.prune(self.root, *counts, keep.metric, keep.best_mode, also, check)
+            transaction.prune(
+                self.root, *counts, keep.best_metric or "", keep.best_mode or "min", also, check
+            )
         except OSError as error:
             self._report(error, snapshot.step, snapshot.size)
             if self._disk.failure is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,11 @@ from typing import Any
 import torch
 
 from trainer.checkpoints import packing
-from trainer.checkpoints.tensors import DTYPES, INDEX, KINDS, check_index
+from trainer.checkpoints.tensors import DTYPES, INDEX, KINDS, box_name, check_index
 from trainer.checkpoints.transaction import Loaded
 from trainer.distributed.group import Group
 from trainer.errors import CheckpointError, one_line
-from trainer.strategy.shards import Source
+from trainer.strategy.shards import Source, slices
 
 MODEL = "model.pt"  # of format 2
 TRAINING = "training.pt"
@@ -60,7 +61,10 @@ class Files:
         entry = self._entries[name]
         name = entry.get("same_as", name)
         whole = torch.empty(list(size), dtype=DTYPES[entry["dtype"]])
+        seen: Counter[str] = Counter()
         for file, first, length in entry["parts"]:
+            number = seen[file]
+            seen[file] += 1
             begins = [max(a, b) for a, b in zip(offset, first, strict=True)]
             pairs = zip(offset, size, first, length, strict=True)
             ends = [min(a + n, b + m) for a, n, b, m in pairs]
@@ -69,7 +73,8 @@ class Files:
                 continue
             inside = [begin - a for begin, a in zip(begins, offset, strict=True)]
             within = [begin - b for begin, b in zip(begins, first, strict=True)]
-            part = self._read_part(file, name, [entry["dtype"], length], slices(within, box))
+            form = [entry["dtype"], length]
+            part = self._read_part(file, box_name(name, number), form, slices(within, box))
             whole[slices(inside, box)] = part
         return whole
 
@@ -97,33 +102,33 @@ class Files:
 class Sent:
     """Tensors that rank 0 reads and sends, one at a time, to ranks that do not see its disk.
 
-    Every rank must read or skip the same names in the same order.
+    Every rank must read or skip the same names in the same order; boxes of one name in a row.
     """
 
     def __init__(self, group: Group, entries: Mapping[str, tuple[Shape, str]], own: Source | None):
         self._group = group
         self._entries = entries
         self._own = own
+        self._last: tuple[str, torch.Tensor] | None = None
 
     def shapes(self) -> dict[str, Shape]:
         return {name: tuple(shape) for name, (shape, _) in self._entries.items()}
 
     def read(self, name: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = (name, self._receive(name))
+        return self._last[1][slices(offset, size)]
+
+    def _receive(self, name: str) -> torch.Tensor:
         shape, dtype = self._entries[name]
         if self._own is not None:
             tensor = self._own.read(name, (0,) * len(shape), shape).contiguous()
         else:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-        return self._group.share_tensor(tensor)[slices(offset, size)]
+        return self._group.share_tensor(tensor)
 
     def skip(self, name: str) -> None:
-        shape = self._entries[name][0]
-        self.read(name, (0,) * len(shape), shape)
-
-
-def slices(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
-    """Return the index of a box."""
-    return tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
+        self._receive(name)
 
 
 @dataclass(frozen=True)

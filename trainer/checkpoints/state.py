@@ -31,6 +31,10 @@ class TrainState:
     best: float | None = None
     best_step: int | None = None
     best_of: str = ""
+    improved: float | None = None
+    stale: int = 0
+    ended: str = ""
+    ended_of: int = 0
 
     @classmethod
     def begin(cls, world_size: int) -> TrainState:
@@ -59,14 +63,24 @@ class TrainState:
         finally:
             self.step = before
 
-    def recall(self, metrics: dict[str, float]) -> None:
-        """Take over an evaluation of this step that an earlier process recorded, if any."""
-        if metrics:
-            self.metrics = metrics
-            self.evaluated = self.step
+    def end(self, reason: str, num_steps: int) -> None:
+        """Note that a run of so many steps ended here; a longer run goes on."""
+        self.ended = reason
+        self.ended_of = num_steps
 
-    def note(self, metrics: dict[str, float], metric: str, mode: str) -> bool:
-        """Store an evaluation. Return True if it is the best so far by `metric`."""
+    def recall(self, metrics: dict[str, float], metric: str, mode: str, least: float) -> None:
+        """Take over an evaluation of this step that an earlier process recorded, if any.
+
+        The checkpoint may be from before that evaluation.
+        """
+        if self.evaluated < self.step and metric in metrics:
+            self.note(metrics, metric, mode, least)
+
+    def note(self, metrics: dict[str, float], metric: str, mode: str, least: float) -> bool:
+        """Store an evaluation. Return True if it is the best so far by `metric`.
+
+        `stale` counts the evaluations since one that was better by more than `least`.
+        """
         self.metrics = metrics
         self.evaluated = self.step
         best_of = f"{mode} {metric}"
@@ -74,8 +88,14 @@ class TrainState:
             self.best = None
             self.best_step = None
             self.best_of = best_of
+            self.improved = None
         value = metrics[metric]
         sign = 1 if mode == "max" else -1
+        is_first = self.improved is None and not math.isnan(value)
+        self.stale += 1
+        if is_first or (self.improved is not None and sign * (value - self.improved) > least):
+            self.improved = value
+            self.stale = 0
         if math.isnan(value) or (self.best is not None and sign * value <= sign * self.best):
             return False
         self.best = value
@@ -83,7 +103,8 @@ class TrainState:
         return True
 
     def progress(self) -> dict[str, Any]:
-        names = ("evaluated", "metrics", "best", "best_step", "best_of")
+        best = ("best", "best_step", "best_of", "improved", "stale")
+        names = ("evaluated", "metrics", *best, "ended", "ended_of")
         return {name: getattr(self, name) for name in names}
 
 

@@ -1,8 +1,9 @@
 """Files of tensors in the safetensors format, and the index of which part of a tensor is where.
 
 The index of a checkpoint, tensors.json, is {kind: {name: {dtype, shape, parts}}}, and a part is
-[file, offset, size]: the box of the whole tensor that this file holds. The kinds are `model`,
-`optimizer` and `ema`. safetensors' own writer needs all bytes in memory at once; this one streams.
+[file, offset, size]: a box of the whole tensor, which the file holds under the tensor's name; the
+second box of the same file under `<name>#1`. The kinds are `model`, `optimizer` and `ema`.
+safetensors' own writer needs all bytes in memory at once; this one streams.
 """
 
 from __future__ import annotations
@@ -60,7 +61,12 @@ def write_shards(
         for name, shard in own.items():
             if (other := first.setdefault(memory_of(shard.tensor) or name, name)) != name:
                 entries[name]["same_as"] = other
-        once = {n: shard.tensor for n, shard in own.items() if "same_as" not in entries[n]}
+        once = {
+            box_name(name, number): tensor
+            for name, shard in own.items()
+            if "same_as" not in entries[name]
+            for number, (tensor, _) in enumerate(shard.boxes())
+        }
         forms = {name: (tensor.dtype, tensor.shape) for name, tensor in once.items()}
         size, sha256 = write_tensors(folder / file, forms, once.__getitem__)
         files[file] = {"rank": rank, "bytes": size, "sha256": sha256}
@@ -68,9 +74,14 @@ def write_shards(
 
 
 def _entry(file: str, name: str, shard: Shard) -> dict[str, Any]:
-    part = [file, list(shard.offset), list(shard.tensor.shape)]
+    parts = [[file, list(offset), list(tensor.shape)] for tensor, offset in shard.boxes()]
     dtype = _name_of(shard.tensor.dtype, name)
-    return {"dtype": dtype, "shape": list(shard.shape), "parts": [part]}
+    return {"dtype": dtype, "shape": list(shard.shape), "parts": parts}
+
+
+def box_name(name: str, number: int) -> str:
+    """Return the name of a box of a tensor in a file that holds several."""
+    return f"{name}#{number}" if number else name
 
 
 def _name_of(dtype: torch.dtype, tensor: str) -> str:

@@ -35,6 +35,9 @@ SWEPT = ("SIMPLE_CHOICE_SWEEP", "CHOICE_SWEEP", "RANGE_SWEEP")
 SEARCHED = (*SWEPT, "INTERVAL_SWEEP")
 # OmegaConf resolvers that read nothing but the configuration.
 _RESOLVERS = ("oc.create", "oc.decode", "oc.select", "oc.dict.keys", "oc.dict.values")
+_DEFAULTS = "in defaults write '- override /optim: adamw', or '- /model: small' for your own group"
+# Settings without a folder in conf/: a folder of that name is no group of the user's own.
+_BLOCKS = ("run", "data", "checkpoint", "eval", "log", "hydra")
 Options = Mapping[str, Mapping[str, list[Path]]]  # group -> option -> its files
 
 
@@ -68,7 +71,12 @@ def load_run_config(
         if group in ("task", "experiment"):
             why = "the run directory already has a task; override single settings"
             raise ConfigError(f"{group}={choice}: {why}")
-        saved[group] = _compose(f"{group}/{choice}", [], config_dirs)[group]
+        composed = _compose(None, [], config_dirs, [f"+{group}={choice}"])
+        if (CONF / group).is_dir():
+            saved[group] = composed[group]
+        else:  # a group of the user's own
+            with _explained(f"{group}={choice}: "), open_dict(saved):
+                saved.merge_with(composed)
     return _override(saved, parsed, options, prefix=f"{place}/config.yaml: ")
 
 
@@ -157,6 +165,8 @@ def _explained(prefix: str = "", line: str = "") -> Iterator[None]:
         if re.search(r"@(task|experiment)\.", message) and "at the end of" not in message:
             first = "the first line of the task's file must be '# @package _global_'"
             message = f"{first}: {message}"
+        if isinstance(error, ConfigCompositionException):
+            message = f"{message.rstrip('.')}; {_DEFAULTS}"
         if resolver := re.search(r"Unsupported interpolation type (\S+)", message):
             allowed = f"must be one of {', '.join(_RESOLVERS)}, or a plain ${{key}}"
             message = f"${{{resolver[1]}:...}}: {allowed}; read other values inside the task"
@@ -171,12 +181,16 @@ def to_yaml(config: Config) -> str:
 
 
 def find_options(config_dirs: Sequence[str] = ()) -> dict[str, dict[str, list[Path]]]:
-    """Return the options of each config group with their files: `{"task": {"cifar": [...]}}`."""
+    """Return the options of each config group with their files: `{"task": {"cifar": [...]}}`.
+
+    A folder of the user's, such as model/, is a group too: its files begin with the line
+    `# @package task.options`, or name another place for their settings.
+    """
     options: dict[str, dict[str, list[Path]]] = {}
     for root in [CONF, *map(Path, config_dirs)]:
         for file in sorted(root.glob("*/[!_]*.yaml")):
             group = file.parent.name
-            if (CONF / group).is_dir():
+            if group.isidentifier() and group not in _BLOCKS:
                 options.setdefault(group, {}).setdefault(file.stem, []).append(file)
     return options
 
@@ -209,21 +223,33 @@ def parse(overrides: Sequence[str], sweeps: Sequence[str] = ()) -> list[Any]:
     return parsed
 
 
-def _compose(name: str, parsed: Sequence[Any], config_dirs: Sequence[str]) -> Any:
-    """Compose the file `name` with the group options that `parsed` chooses."""
+def _compose(
+    name: str | None,
+    parsed: Sequence[Any],
+    config_dirs: Sequence[str],
+    added: Sequence[str] = (),
+) -> Any:
+    """Compose the file `name` with the group options that `parsed` chooses, and `added` words."""
     for folder in config_dirs:
         if not folder or not Path(folder).is_dir():
             raise ConfigError(f"--config-dir {folder}: no such directory")
     options = find_options(config_dirs)
     _choose(parsed, options)
     words = [override.input_line for override in parsed if override.key_or_group in options]
-    words.append(_search_path(config_dirs))
+    words += [*added, _search_path(config_dirs)]
     where = f"--config-dir {' '.join(config_dirs)}" if config_dirs else str(CONF)
     GlobalHydra.instance().clear()
     with _explained(f"{where}: "), hydra.initialize_config_dir(str(CONF), "trainer", "1.3"):
         try:
             return hydra.compose(name, words)
         except ConfigCompositionException as error:
+            unused = re.search(r"Could not override '(\w+)'", str(error))
+            for given in parsed:  # no override is meant if the mistake is in a file's defaults
+                if unused and given.key_or_group == unused[1]:
+                    advice = f"add '- /{unused[1]}: <name>' to the defaults in the task's file"
+                    raise ConfigError(
+                        f"{given.input_line}: the task does not use this group; {advice}"
+                    ) from None
             if "You must specify 'task'" not in str(error):
                 raise
     raise ConfigError(f"task is missing: give task=<name>, one of {', '.join(options['task'])}")

@@ -36,7 +36,7 @@ def check(plain: Any, choices: Mapping[str, Iterable[str]]) -> Config:
 def _find_problems(config: Config, strategies: Iterable[str]) -> Problems:
     run = config.run
     whole = config.data.global_batch
-    if config.data.micro_batch is not None and config.data.micro_batch > whole:
+    if config.data.most_rows is not None and config.data.most_rows > whole:
         yield "data.micro_batch", f"must be at most data.global_batch={whole}"
     if run.lr_scaling == "none" and run.lr_batch is not None:
         yield "run.lr_scaling", "must be linear or sqrt if run.lr_batch is given"
@@ -44,6 +44,9 @@ def _find_problems(config: Config, strategies: Iterable[str]) -> Problems:
         yield "run.lr_scaling", "give run.lr_batch=<the global batch that optim.lr was tuned for>"
     if config.norm_rows is not None:
         yield from _find_group_problems(config, config.norm_rows)
+    splits = config.eval.splits
+    if not splits or len(set(splits)) < len(splits) or not all(map(_is_folder_name, splits)):
+        yield "eval.splits", "must be one or more different names, such as [eval] or [val,test]"
     steps = config.log.profile_steps
     if steps is not None and (len(steps) != 2 or not 0 < steps[0] < steps[1]):
         yield "log.profile_steps", "must be [<step to begin after>, <last step>], as in [10,20]"
@@ -52,13 +55,18 @@ def _find_problems(config: Config, strategies: Iterable[str]) -> Problems:
             yield key, "must be one folder name, without '/' and not starting with '.'"
     if config.strategy.name not in strategies:
         yield "strategy.name", f"must be one of {', '.join(strategies)}"
+    is_loss = config.best_metric.endswith("/loss")
+    if is_loss and config.best_mode == "max":
+        yield "checkpoint.best_mode", f"must be min for {config.best_metric}"
+    if not is_loss and config.checkpoint.best_mode is None:
+        yield "checkpoint.best_mode", f"set it to min or max for {config.best_metric}"
     yield from _find_launch_problems(config.launch)
     yield from _find_dist_problems(config.dist)
 
 
 def _find_group_problems(config: Config, rows: int) -> Problems:
     whole = config.data.global_batch
-    micro_batch = config.data.micro_batch
+    micro_batch = config.data.most_rows
     if whole % rows:
         near = " or ".join(str(n * rows) for n in (whole // rows, whole // rows + 1) if n)
         must = f"must be a multiple of run.norm_rows={rows}, such as {near}"

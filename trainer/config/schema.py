@@ -16,18 +16,24 @@ from trainer.config.typed import NO_SETTING, limit
 # Settings of the layout: how a run is computed, saved and shown. All others belong to the run.
 _LAYOUT = """
     checkpoint. dist. launch. log. eval.micro_batch run.dir run.name run.resume
+    run.max_minutes run.stop_after_evals run.min_improvement
     data.micro_batch data.path data.timeout_s data.workers
     strategy.name strategy.device_ids strategy.devices_per_rank
     strategy.bucket_mb strategy.static_graph strategy.find_unused_parameters
-    strategy.mesh. strategy.reshard strategy.recompute
+    strategy.mesh. strategy.schedule strategy.sequence strategy.reshard strategy.recompute
 """
 LAYOUT = tuple(_LAYOUT.split())
 
 # Settings that older runs lack, with the values that keep the behaviour of those runs.
 ONCE = {
     **{"run.dropout": "torch", "run.norm_rows": None, "checkpoint.sharded": "auto"},
-    **{"strategy.mesh.replicate": "auto", "strategy.mesh.shard": 1},
+    **{"strategy.mesh.replicate": "auto", "strategy.mesh.shard": 1, "strategy.mesh.tensor": 1},
+    **{"strategy.mesh.context": 1, "strategy.mesh.pipeline": 1},
+    **{"strategy.schedule": "1f1b", "strategy.sequence": False},
     **{"strategy.reshard": True, "strategy.recompute": "none"},
+    **{"eval.splits": ["eval"], "log.trackers": ["tensorboard"]},
+    **{"run.min_improvement": 0.0, "log.train_metrics": False, "run.freeze": []},
+    **dict.fromkeys(("run.init_from", "run.max_minutes", "run.stop_after_evals")),
 }
 
 
@@ -39,6 +45,8 @@ class Run:
     epochs: Annotated[int, limit(min=1)]
     steps: Annotated[int | None, limit(min=1)]
     resume: str | None
+    init_from: str | None
+    freeze: list[str]
     ema_decay: Annotated[float | None, limit(min=0, max=1)]
     lr_scaling: Literal["none", "linear", "sqrt"]
     lr_batch: Annotated[int | None, limit(min=1)]
@@ -47,16 +55,24 @@ class Run:
     dropout: Literal["example", "torch"]
     norm_rows: Annotated[int | None, limit(min=1)]
     on_bad_step: Literal["skip", "stop", "rollback"]
+    max_minutes: Annotated[float | None, limit(above=0)]
+    stop_after_evals: Annotated[int | None, limit(min=1)]
+    min_improvement: Annotated[float, limit(min=0)]
 
 
 @dataclass
 class Data:
     global_batch: Annotated[int, limit(min=1)]
-    micro_batch: Annotated[int | None, limit(min=1)]
+    micro_batch: Annotated[int, limit(min=1)] | Literal["auto"] | None
     workers: Annotated[int, limit(min=0)]
     timeout_s: Annotated[float, limit(min=0)]
     path: Literal["auto", "resident", "streamed"]
     on_error: Literal["raise", "skip"]
+
+    @property
+    def most_rows(self) -> int | None:
+        """`micro_batch` as a number; None if it is null, or auto and not found yet."""
+        return None if self.micro_batch == "auto" else self.micro_batch
 
 
 Axis = Annotated[int, limit(min=1)]
@@ -68,6 +84,9 @@ class Mesh:
 
     replicate: Axis | Literal["auto"]
     shard: Axis | Literal["auto", "node"]
+    tensor: Axis | Literal["auto"]
+    context: Axis | Literal["auto"]
+    pipeline: Axis | Literal["auto"]
 
 
 @dataclass
@@ -84,6 +103,8 @@ class Strategy:
     comm_hook: Literal["none", "fp16", "bf16", "powersgd", "parameter_server"]
     mesh: Mesh
     reshard: bool
+    schedule: Literal["1f1b", "gpipe"]
+    sequence: bool
     recompute: Literal["none", "blocks"] | list[str]
 
 
@@ -116,17 +137,12 @@ class Checkpoint:
     sharded: Literal["auto"] | bool
     on_error: Literal["stop", "continue"]
     best_metric: str | None
-    best_mode: Literal["min", "max"]
-
-    @property
-    def metric(self) -> str:
-        """Name of the metric that decides which checkpoint is best, with the prefix `eval/`."""
-        name = self.best_metric or "loss"
-        return name if name.startswith("eval/") else f"eval/{name}"
+    best_mode: Literal["min", "max"] | None
 
 
 @dataclass
 class Eval:
+    splits: list[str]
     every_steps: Annotated[int | None, limit(min=1)]
     every_epochs: Annotated[int | None, limit(min=1)]
     micro_batch: Annotated[int | None, limit(min=1)]
@@ -135,6 +151,8 @@ class Eval:
 @dataclass
 class Log:
     every_steps: Annotated[int, limit(min=1)]
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "csv"]]
+    train_metrics: bool
     images: Annotated[int, limit(min=0)]
     histograms_every_steps: Annotated[int | None, limit(min=1)]
     profile_steps: list[int] | None
@@ -152,10 +170,10 @@ class Task:
 class Config:
     """All settings. `optim` and `schedule` contain a `_target_` and its arguments.
 
-    Three fields are not settings. `folder` is the working directory at load time: relative paths
+    Four fields are not settings. `folder` is the working directory at load time: relative paths
     start there, even after a task calls os.chdir. `unlisted` are the names that were given in
-    task.options and are not in the task's YAML. `auto_precision` is the precision that
-    strategy.precision=auto became.
+    task.options and are not in the task's YAML, and `implied` those that only the task's `Options`
+    give. `auto_precision` is the precision that strategy.precision=auto became.
     """
 
     run: Run
@@ -171,6 +189,7 @@ class Config:
     schedule: dict[str, Any]
     folder: str = field(default_factory=os.getcwd, metadata=NO_SETTING)
     unlisted: list[str] = field(default_factory=list, metadata=NO_SETTING)
+    implied: list[str] = field(default_factory=list, metadata=NO_SETTING)
     auto_precision: str = field(default="", metadata=NO_SETTING)
 
     @property
@@ -188,6 +207,21 @@ class Config:
         return None if self.strategy.sync_batchnorm else self.run.norm_rows
 
     @property
+    def best_metric(self) -> str:
+        """Name of the metric that decides which checkpoint is best, such as eval/loss.
+
+        Without a split in `checkpoint.best_metric` it is that of the first one of `eval.splits`.
+        """
+        name = self.checkpoint.best_metric or "loss"
+        split, _, rest = name.partition("/")
+        return name if rest and split in self.eval.splits else f"{self.eval.splits[0]}/{name}"
+
+    @property
+    def best_mode(self) -> Literal["min", "max"]:
+        """`min` or `max`: whether a smaller or a larger `best_metric` is better."""
+        return self.checkpoint.best_mode or "min"
+
+    @property
     def packages(self) -> list[str]:
         """Packages that a `_target_` may come from, besides torch and trainer."""
         return [self.task.trainer.split(".")[0], *self.task.packages]
@@ -199,7 +233,7 @@ class Config:
     def plain(self) -> dict[str, Any]:
         """Return the groups of settings as nested dicts."""
         groups = dataclasses.asdict(self)
-        for name in ("folder", "unlisted", "auto_precision"):
+        for name in ("folder", "unlisted", "implied", "auto_precision"):
             del groups[name]
         return groups
 

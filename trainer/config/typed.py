@@ -171,11 +171,11 @@ def describe(kind: Any, limits: Limits = _NO_LIMITS) -> str:
         return describe(choices[0], choices[1])
     if origin in (Union, types.UnionType):
         return " or ".join(describe(c, limits if c is not type(None) else {}) for c in choices)
+    null = " or null" if "null" in limits else ""
     if origin is Literal:
-        return ("one of " if len(choices) > 1 else "") + ", ".join(show(c) for c in choices)
+        return ("one of " if len(choices) > 1 else "") + ", ".join(map(show, choices)) + null
     if origin is tuple and ... not in choices:
         return f"a list of {len(choices)} values"
     bounds = {"min": "of at least", "above": "above", "max": "of at most"}
     limited = [f" {word} {limits[name]}" for name, word in bounds.items() if name in limits]
-    null = " or null" if "null" in limits else ""
     return _NAMES.get(origin or kind, "a group of settings") + " and".join(limited) + null

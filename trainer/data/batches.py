@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import default_collate
 
 from trainer.config.schema import Config
 from trainer.data.ledger import Ledger
@@ -24,7 +25,7 @@ from trainer.data.order import (
     counted,
 )
 from trainer.data.randomness import Random
-from trainer.data.sources import Piece, Source
+from trainer.data.sources import Collate, Piece, Source
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.watch.heartbeat import Heartbeat, Phase
 from trainer.errors import ConfigError, RunError
@@ -65,6 +66,7 @@ class Preparation:
     seed: int
     device: torch.device
     draws: Draws
+    collate: Collate = default_collate
     checked: set[str] = field(default_factory=set)  # splits of which one micro-batch was checked
 
     def __call__(self, piece: Piece, split: str, epoch: int, step: int, number: int) -> MicroBatch:
@@ -126,6 +128,10 @@ class LocalBatch:
                 self.heartbeat.enter(Phase.COMPUTE)
             yield self.prepare(piece, "train", self.epoch, self.step, number)
 
+    def again(self, number: int) -> None:
+        """Begin the random draws of the `number`-th of these micro-batches once more."""
+        self.prepare.draws.begin(self.step, self.first + number, self.pieces[number][1])
+
 
 class Batches:
     """The training data in the order of the run, as one LocalBatch per step."""
@@ -139,9 +145,12 @@ class Batches:
         size: int,
         prepare: Preparation,
         ranks: Ranks,
+        is_counted: bool = True,
     ):
         """Open the data for rank `rank` of `size` data-parallel ranks.
 
+        `is_counted` is True on one of the ranks that share these rows, which enters them in the
+        ledger.
         Raises ConfigError if the data has fewer examples than a global batch, or if a micro-batch
         would be empty.
         """
@@ -151,10 +160,10 @@ class Batches:
             most = f"must be at most the {num_examples} training examples"
             raise ConfigError(f"data.global_batch={data.global_batch}: {most}")
         micro_batch = check_batch(data.global_batch, cut, size)
-        source = Source(dataset, "train", data, prepare.seed, prepare.device)
+        source = Source(dataset, "train", data, prepare.seed, prepare.device, prepare.collate)
         self.plan = BatchPlan(num_examples, data.global_batch, micro_batch, size, cut.unit)
         self.steps_per_epoch = self.plan.steps_per_epoch
-        self.ledger = Ledger(self.plan, rank)
+        self.ledger = Ledger(self.plan, rank, is_counted)
         self.replaced: dict[str, int] = {}
         self.dataset = dataset
         self.is_streamed = not source.is_resident
@@ -250,9 +259,13 @@ class EvalBatches:
         rank: int,
         size: int,
         prepare: Preparation,
+        split: str = "eval",
     ):
+        """Shard a data set. Random draws of training examples are not those of training."""
         data = config.data
-        source = Source(dataset, "eval", data, prepare.seed, prepare.device)
+        self.split = "eval" if split == "train" else split
+        own = (prepare.seed, prepare.device, prepare.collate)
+        source = Source(dataset, self.split, data, *own)
         rows = config.eval.micro_batch or check_batch(data.global_batch, cut, size)
         place = (rank, size, source.index_device, cut.is_fixed)
         self._shard = ShardSampler(len(dataset), rows, *place)
@@ -272,5 +285,5 @@ class EvalBatches:
         """Iterate over (inputs, targets, number of real rows); padding rows come last."""
         pairs = zip(self._loader, self._shard.rows(), strict=False)
         for number, (piece, rows) in enumerate(pairs, self._shard.first):
-            inputs, targets = self._prepare(piece, "eval", 0, -1, number)
+            inputs, targets = self._prepare(piece, self.split, 0, -1, number)
             yield inputs, targets, rows

@@ -23,9 +23,11 @@ class Ledger:
     Every rank calls `note` at each step, and `close` before it reads `chain`.
     """
 
-    def __init__(self, plan: BatchPlan, rank: int):
+    def __init__(self, plan: BatchPlan, rank: int, is_counted: bool = True):
+        """`is_counted` is True on one of the ranks that share the rows of `rank`."""
         self.step = 0
         self.chain = ""
+        self._is_counted = is_counted
         self._start = plan.micro_batches(rank)[0][0]
         self._pending: list[Sequence[torch.Tensor]] = []
 
@@ -49,6 +51,8 @@ class Ledger:
             return
         indices = torch.cat([part for step in self._pending for part in step])
         parts = digests(indices.view(len(self._pending), -1), self._start)
+        if not self._is_counted:
+            parts = torch.zeros_like(parts)
         for digest in group.total(parts).tolist():
             self.chain = extend(self.chain, self.step, digest)
             self.step += 1

@@ -157,6 +157,15 @@ def _generators(device: torch.device) -> list[torch.Generator]:
     return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
 
 
+def random_state() -> tuple[Any, ...]:
+    """Return the states of the generators that `seed_example` seeds."""
+    numpy = sys.modules.get("numpy")
+    arrays = numpy.random.get_state()[1:3] if numpy is not None else ()
+    drawn = [str(part) if isinstance(part, int) else part.tobytes() for part in arrays]
+    state = torch.default_generator.get_state().numpy().tobytes()
+    return random.getstate(), state, *drawn
+
+
 def seed_example(seed: int, epoch: int, index: int) -> None:
     """Seed `random`, `torch` and, if it is imported, `numpy` for one example of a dataset."""
     value = mixed(seed, epoch, index)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainer.config.schema import Data
 from trainer.data.order import IndexSampler
-from trainer.data.randomness import key_of, seed_example
+from trainer.data.randomness import key_of, random_state, seed_example
 from trainer.data.workers import (
     SHARED,
     check_limits,
-    context_that_kills,
+    context_of_workers,
     no_answer,
     prepare_worker,
     workers_named,
@@ -33,6 +33,7 @@ from trainer.errors import ConfigError, RunError, one_line, place_of
 
 AHEAD_BYTES = 2**18  # most bytes gathered at once, unless one micro-batch is larger
 MOST_IN_A_ROW = 10  # examples tried for one row: the wanted one and those after it
+Collate = Callable[[list[Any]], Any]
 Piece = tuple[Any, torch.Tensor]  # a micro-batch of the dataset, and its example indices
 
 
@@ -58,7 +59,9 @@ def check_dataset(dataset: Any, split: str, path: str) -> None:
     returned = f"build_dataset({split!r}) returned"
     has_methods = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not has_methods:
-        raise ConfigError(f"{returned} {kind}: must be map-style, with __len__ and __getitem__")
+        must = "must be map-style, with __len__ and __getitem__"
+        advice = "docs/tasks.md shows an index over shards, and a memmap of tokens"
+        raise ConfigError(f"{returned} {kind}: {must}; {advice}")
     if path == "resident" and not isinstance(dataset, TensorDataset):
         why = f"the {split} data is a {kind}, not a TensorDataset"
         raise ConfigError(f"data.path=resident: {why}; use data.path=auto or streamed")
@@ -82,10 +85,13 @@ class Source(Dataset):
     config: Data
     seed: int
     device: torch.device
+    collate: Collate = default_collate
+    one_by_one: list[str] = field(default_factory=list)  # why rows are not read at once
 
     @property
     def is_resident(self) -> bool:
-        return isinstance(self.dataset, TensorDataset) and self.config.path != "streamed"
+        is_plain = self.collate is default_collate and self.config.path != "streamed"
+        return isinstance(self.dataset, TensorDataset) and is_plain
 
     @property
     def index_device(self) -> torch.device:
@@ -103,7 +109,9 @@ class Source(Dataset):
         epoch, wanted = request
         try:
             seed = key_of(self.seed, self.split, "example")
-            rows = [self._read(seed, epoch, index) for index in wanted]
+            rows = self._read_at_once(seed, epoch, wanted)
+            if rows is None:
+                rows = [self._read(seed, epoch, index) for index in wanted]
             taken = [index for index, _ in rows]
             batch = self._collate([example for _, example in rows], taken)
         except RunError as error:  # raised in a worker, it would print forty lines
@@ -111,6 +119,25 @@ class Source(Dataset):
         pairs = zip(wanted, taken, strict=True)
         replaced = {f"{epoch}/{index}": other for index, other in pairs if index != other}
         return batch, torch.tensor(taken), replaced
+
+    def _read_at_once(self, seed: int, epoch: int, wanted: list[int]) -> list[Any] | None:
+        """Return (index, example) of all rows by the dataset's `__getitems__`; None if it cannot.
+
+        It cannot if it draws random numbers: they are keyed by example, so each is then read by
+        itself. So is one that cannot be read, to be named.
+        """
+        if self.one_by_one or not hasattr(self.dataset, "__getitems__"):
+            return None
+        seed_example(seed, epoch, wanted[0])
+        before = random_state()
+        try:
+            examples = list(self.dataset.__getitems__(wanted))
+        except Exception:  # of the task's code
+            return None
+        if len(examples) != len(wanted) or random_state() != before:
+            self.one_by_one.append("__getitems__ draws random numbers")
+            return None
+        return list(zip(wanted, examples, strict=True))
 
     def _read(self, seed: int, epoch: int, wanted: int) -> tuple[int, Any]:
         """Return (index, example): the wanted one or, where allowed, the next readable one."""
@@ -130,14 +157,27 @@ class Source(Dataset):
         raise self._unreadable(wanted, reason, advice)
 
     def _collate(self, examples: list[Any], indices: list[int]) -> Any:
+        is_own = self.collate is not default_collate
         try:
-            batch = default_collate(examples)
+            batch = self.collate(examples)
+            if isinstance(batch, Mapping):  # such as transformers' BatchEncoding
+                batch = dict(batch)
             if not requires_grad(batch):  # a worker cannot send such a tensor
                 return batch
-        except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        except Exception as error:  # of the task's code, or of examples that do not fit
             if os.strerror(errno.ENOSPC) in str(error):
                 raise RunError(SHARED) from None
+            if is_own:
+                reason = f"{type(error).__name__}: {one_line(error)} ({place_of(error)})"
+                raise RunError(f"{self._named(indices)}: collate(rows) failed: {reason}") from None
+        if is_own:
+            advice = "requires a gradient; return tensor.detach()"
+            raise RunError(f"{self._named(indices)}: collate(rows) returned a tensor that {advice}")
         raise self._find_odd(examples, indices)
+
+    def _named(self, indices: list[int]) -> str:
+        more = f" and {len(indices) - 4} more" if len(indices) > 4 else ""
+        return f"{self.split} examples {', '.join(map(str, indices[:4]))}{more}"
 
     def _find_odd(self, examples: list[Any], indices: list[int]) -> RunError:
         """Return the error that names the example which cannot be collated, and why."""
@@ -150,7 +190,7 @@ class Source(Dataset):
         for index, form in zip(indices, forms, strict=True):
             if form != usual:
                 reason = f"it is {form} and the others are {usual}"
-                advice = "repair it, or raise in __getitem__ and set data.on_error=skip"
+                advice = "repair it, pad in collate(rows), or raise and set data.on_error=skip"
                 return self._unreadable(index, reason, advice)
         advice = "return tensors, arrays, numbers, or tuples and dicts of them"
         return self._unreadable(indices[0], f"no batch can be collated from {usual}", advice)
@@ -216,7 +256,7 @@ class StreamedLoader:
             persistent_workers=config.workers > 0 and source.split == "train",
             pin_memory=source.device.type == "cuda",
             worker_init_fn=prepare_worker,
-            multiprocessing_context=context_that_kills() if config.workers else None,
+            multiprocessing_context=context_of_workers() if config.workers else None,
         )
 
     def __iter__(self) -> Iterator[Piece]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import multiprocessing.util
 import os
 import resource
@@ -11,6 +12,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 import torch.multiprocessing
@@ -23,6 +26,9 @@ FILES_OF_A_WORKER = 10  # its pipes, and the tensors of two batches in flight
 ENOUGH_FILES = 65_536  # for a global batch of many micro-batches: each tensor is a file
 # The path of a socket has at most 107 bytes: unix(7).
 MOST_OF_A_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
+BEGIN_S = 5.0  # a forked worker begins within milliseconds
+TRIES = 3
+PR_SET_PDEATHSIG = 1  # prctl(2)
 SHARED = (
     "shared memory (/dev/shm), which workers use to send batches, is full: enlarge it"
     " (docker run --shm-size=8g), or set a smaller data.micro_batch or data.workers=0"
@@ -93,15 +99,25 @@ def prepare_worker(number: int) -> None:
     )
     for each in OF_A_JOB:
         signal.signal(each, signal.SIG_IGN)
+    _end_with_rank()
 
 
-def context_that_kills() -> Any:
-    """Return a multiprocessing context whose processes are killed by `terminate`.
+def _end_with_rank() -> None:
+    """Have the kernel kill this worker when its rank dies.
+
+    A worker that hangs in its dataset would live on, and hold the rank's sockets and its output.
+    """
+    with suppress(OSError, AttributeError):  # only Linux has it
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def context_of_workers() -> Any:
+    """Return a multiprocessing context whose processes begin, and are killed by `terminate`.
 
     `terminate` is torch's last resort for a worker that hangs.
     """
     context: Any = copy.copy(multiprocessing.get_context())
-    make = context.Process
+    make: Any = _Forked if context.get_start_method() == "fork" else context.Process
 
     def process(*args: Any, **kwargs: Any) -> Any:
         worker = make(*args, **kwargs)
@@ -110,3 +126,39 @@ def context_that_kills() -> Any:
 
     context.Process = process
     return context
+
+
+class _Forked(ForkProcess):
+    """A worker that is forked again if it does not begin.
+
+    Before Python 3.12 a child deadlocks in fork if a thread of the rank, such as one of gloo's,
+    enters Python at that moment (python/cpython#112275). docs/decisions.md has numbers.
+    """
+
+    _writer: Connection
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        """Fork. Raises RunError if the child does not begin, three times."""
+        for _ in range(TRIES):
+            child = process_obj._fork()
+            if child is not None:
+                return child
+        advice = "set data.workers=0"
+        raise RunError(f"no data worker began within {BEGIN_S:g} s, {TRIES} times; {advice}")
+
+    def _fork(self) -> Any:
+        reader, self._writer = multiprocessing.Pipe(duplex=False)
+        child = ForkProcess._Popen(self)
+        self._writer.close()
+        with reader:
+            if reader.poll(BEGIN_S):
+                return child
+        child.kill()
+        child.wait()
+        return None
+
+    def run(self) -> None:
+        """Tell the rank by closing the only other end of its pipe, and work."""
+        self._writer.close()
+        super().run()

@@ -15,7 +15,21 @@ import sys
 from pathlib import Path
 
 SCRIPT = "LOCKSTEP_SCRIPT"  # set to the script's path, for it and the processes it starts
-VERBS = ("audit", "checkpoints", "doctor", "evaluate", "plan", "replay", "train", "verify")
+VERBS = (
+    "audit",
+    "checkpoints",
+    "compare",
+    "doctor",
+    "evaluate",
+    "export",
+    "new",
+    "plan",
+    "predict",
+    "replay",
+    "report",
+    "train",
+    "verify",
+)
 INTERNAL = "verify.recording"  # a rank of verify
 
 

@@ -25,6 +25,7 @@ from trainer.distributed.watch.watcher import name_ranks
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError
 
+GUEST = "LOCKSTEP_GUEST"  # set in a process that meets others at the store of a run, by its name
 MAX_POLL_S = 0.05  # of a file
 LOOK_S = 0.25  # how often a waiting rank checks for a stop request
 FOREVER = timedelta(days=30)
@@ -125,7 +126,7 @@ def _open(config: Dist, world: World, deadline: float, may_serve: bool = True) -
         host = host.strip("[]")
         port = int(digits)
         is_server = world.rank == 0
-    is_server = is_server and may_serve
+    is_server = is_server and may_serve and GUEST not in os.environ
     while not is_server:  # torch's client retries beyond its limit and prints 20 lines of C++
         try:
             socket.create_connection((host, port), timeout=1).close()
@@ -174,7 +175,7 @@ class _Meeting:
         self._deadline = time.monotonic() + config.timeout_s
         self._own = _Hello(world.rank, world.world_size, world.host, world.pid)
         self._base = self._open_in_time()
-        self._prefix = f"roll-call/{num_meetings}"
+        self._prefix = f"roll-call/{os.environ.get(GUEST, '')}{num_meetings}"
         self._store = dist.PrefixStore(self._prefix, self._base)
         # Under torchrun a rank may be restarted, and a file may be an earlier run's.
         is_agents = "TORCHELASTIC_RUN_ID" in os.environ

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import socket
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from trainer.distributed.launchers import Launcher, find_launcher
 from trainer.errors import ConfigError
@@ -18,9 +22,92 @@ from trainer.errors import ConfigError
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
+def unnoticed(group: str) -> None:
+    """Do nothing while this rank waits in a group."""
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that communicate: `ranks` by their numbers in the world, and this rank's number.
+
+    `name` is its axis of the mesh. `notice` is called with the name while this rank waits in it.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    opened: Any = field(default=None, repr=False, compare=False)
+    name: str = ""
+    notice: Callable[[str], None] = field(default=unnoticed, repr=False, compare=False)
+
+    @contextmanager
+    def waiting(self) -> Iterator[Any]:
+        """Yield torch's process group for a collective, in which this rank may wait for others."""
+        self.notice(self.name)
+        try:
+            yield self.group
+        finally:
+            self.notice("")
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """Replace a tensor by its sum over the ranks, or by what `op` makes of it."""
+        with self.waiting() as group:
+            dist.all_reduce(tensor, op, group=group)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of the ranks, which have one size, in the order of the ranks."""
+        found = [torch.empty_like(tensor) for _ in self.ranks]
+        with self.waiting() as group:
+            dist.all_gather(found, tensor, group=group)
+        return found
+
+    @classmethod
+    def open(
+        cls,
+        ranks: tuple[int, ...],
+        rank: int,
+        name: str = "",
+        notice: Callable[[str], None] = unnoticed,
+    ) -> RankGroup:
+        """Open the group of some ranks that include this one.
+
+        Every rank of the world must open equally many groups in the same order: torch 2.13 makes a
+        group's name from its ranks and the number of groups before it.
+        """
+        group = None
+        if len(ranks) > 1 and len(ranks) < dist.get_world_size():
+            group = _new_group(ranks)
+        return cls(ranks, ranks.index(rank), group, name, notice)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """torch's process group, for functions of torch.distributed; also for a single rank."""
+        if self.size == dist.get_world_size() > 1:  # not kept: it must not outlive its threads
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        return self.opened or self._alone
+
+    @cached_property
+    def _alone(self) -> dist.ProcessGroup:
+        return _new_group(self.ranks)
+
+
+def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    made = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
 @dataclass(frozen=True)
 class World:
-    """Position of a rank among all ranks, and its devices."""
+    """Position of a rank among all ranks, and its devices.
+
+    While `fit` or `evaluate` runs, `groups` has the ranks along each axis of the mesh: replicate,
+    shard, tensor, context, pipeline, and data for replicate and shard together.
+    """
 
     rank: int = 0
     local_rank: int = 0
@@ -32,6 +119,7 @@ class World:
     pid: int = field(default_factory=os.getpid)
     devices: tuple[torch.device, ...] = (torch.device("cpu"),)
     launcher: Launcher = field(default=Launcher("python", {}), compare=False)
+    groups: Mapping[str, RankGroup] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -41,6 +129,16 @@ class World:
     def with_devices(self, devices: tuple[torch.device, ...]) -> World:
         """Return a copy with the devices that the strategy chose."""
         return replace(self, devices=devices)
+
+    def peak_bytes(self) -> int:
+        """Return the most memory used so far: by torch on a GPU, else by the whole process."""
+        if self.device.type == "cuda":
+            return sum(torch.cuda.max_memory_allocated(device) for device in self.devices)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in kB on Linux
+
+    def with_groups(self, groups: Mapping[str, RankGroup]) -> World:
+        """Return a copy with the groups of the mesh."""
+        return replace(self, groups=groups)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:

@@ -25,7 +25,7 @@ threads, shared memory, versions, code and settings. No task is needed. Settings
 but dist.timeout_s is 30 unless given. --json prints the table as one JSON object. Nothing is left
 on disk.
 
-Exit codes: 0 no check fails (warnings do not count), 1 a check fails, 2 bad settings."""
+Exit codes: 0 no check fails (warnings do not count), 1 a check fails, 2 bad configuration."""
 _DEFAULTS = {"task": "task=text", "dist.timeout_s": "dist.timeout_s=30"}
 
 

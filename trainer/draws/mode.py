@@ -21,12 +21,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from trainer.data.randomness import key_of, mixed, seed_layers, splitmix
-from trainer.draws.rowwise import HANDLERS, REOPENED, Numbers
+from trainer.draws.rowwise import HANDLERS, REOPENED, Numbers, Part
+from trainer.errors import ConfigError
 
 _STEP = 0x1E3779B97F4A7C15  # odd, so the counters of a row take all 2**64 values
 Sizes = tuple[int, ...]
 Grown = tuple[str, str, "Place", Sizes]  # update, name of the draw, place, other sizes
 Place = tuple[int, int]  # of the rows in a drawn tensor: their axis, and its entries per row
+MOST_DRAWS = 100_000  # for a row
 
 
 class Draws(TorchFunctionMode):
@@ -47,6 +49,9 @@ class Draws(TorchFunctionMode):
         self._is_entered = False
         self._indices = torch.empty(0, dtype=torch.int64)
         self._begun = (0, 0, self._indices)
+        self._seeds = [0]  # of the calls for the current rows, in their order
+        self._numbers: dict[int, int] = {}  # of the calls, by seed
+        self._cuts: list[tuple[Part, ...]] = []
         self._keys: dict[torch.device, torch.Tensor] = {}
         self._counters: dict[torch.device, torch.Tensor] = {}
         self._places: dict[tuple[str, str, Sizes, int], Place | None] = {}
@@ -67,9 +72,14 @@ class Draws(TorchFunctionMode):
         if not self._is_entered:
             seed_layers(self._seed, step, number, self._device)
             return
-        self._indices = indices[first:last]
-        self._keys.clear()
         seed_layers(self._seed, step, key_of(self._update), self._device)
+        self._begin_rows(indices[first:last])
+
+    def _begin_rows(self, indices: torch.Tensor) -> None:
+        self._indices = indices
+        self._keys.clear()
+        self._seeds = [torch.default_generator.initial_seed()]
+        self._numbers = {self._seeds[0]: 0}
 
     def end(self) -> None:
         """Leave torch's functions unchanged until the next `begin`."""
@@ -120,13 +130,29 @@ class Draws(TorchFunctionMode):
         self._fixed |= {(name, *each) for each in set(two) & set(three)}
         self._grown |= _find_places(name, two, sizes[0]) & _find_places(name, three, sizes[1])
 
-    def _watch(
-        self, compute: Callable[[Any, Any], Any], batch: Any, rows: int
-    ) -> list[tuple[str, Sizes]]:
+    def agree(self, name: str, most: Callable[[float], list[float]]) -> None:
+        """Draw by example in an update if any rank saw a draw in its rehearsal.
+
+        `most` returns the maximum over the ranks, as `Group.max` does.
+        """
+        if self._is_by_example:
+            self._used[name] = any(most(float(self._used[name])))
+
+    def watch(self, compute: Callable[[], Any], rows: int) -> list[tuple[str, Sizes]]:
+        """Return the name and sizes of each draw of a computation on `rows` rows."""
+        if not self._is_by_example:
+            compute()
+            return []
+        return self._watch(compute, (), rows)
+
+    def divide(self, cuts: list[tuple[Part, ...]]) -> None:
+        """Set the part of each draw that this rank keeps, by its number in a training pass."""
+        self._cuts = cuts
+
+    def _watch(self, compute: Callable[..., Any], batch: Any, rows: int) -> list[tuple[str, Sizes]]:
         noted: list[tuple[str, Sizes]] = []
         self._noted = noted
-        self._indices = torch.arange(rows)
-        self._keys.clear()
+        self._begin_rows(torch.arange(rows))
         try:
             with self:
                 compute(*batch)
@@ -152,12 +178,55 @@ class Draws(TorchFunctionMode):
 
     def numbers(self, name: str, sizes: Sizes, device: torch.device) -> Numbers | None:
         """Return random numbers for a draw of these sizes, or None if no axis contains the rows."""
+        parts = self._parts()
+        if parts:  # draw the row, and keep this rank's part of it
+            whole = list(sizes)
+            for axis, _, count in parts:
+                whole[axis] *= count
+            sizes = tuple(whole)
         self._note(name, sizes)
         place = self._place(name, sizes)
         call = self._next_call(device, place is None)
         if place is None:
             return None
-        return Numbers(self, self.row_keys(call, device), sizes, *place)
+        return Numbers(self, self.row_keys(call, device), sizes, *place, parts)
+
+    def _parts(self) -> tuple[Part, ...]:
+        if not self._cuts or self._update == "eval":
+            return ()
+        number = self.position()
+        return self._cuts[number] if number < len(self._cuts) else ()
+
+    # Several stages share the draws of a row --------------------------------------------------
+
+    @property
+    def is_on(self) -> bool:
+        """True while draws are by example."""
+        return len(self._indices) > 0
+
+    def position(self) -> int:
+        """Return the number of draws for the current rows so far; 0 while draws are off."""
+        if not self.is_on:
+            return 0
+        seed = torch.default_generator.initial_seed()
+        while seed not in self._numbers:
+            if len(self._seeds) > MOST_DRAWS:
+                advice = "leave out torch.manual_seed in the forward pass"
+                raise ConfigError(f"run.dropout=example: the model seeds torch itself; {advice}")
+            self._find_next_seed()
+        return self._numbers[seed]
+
+    def advance(self, position: int) -> None:
+        """Continue as after so many draws, which another rank made."""
+        if not self.is_on:
+            return
+        while len(self._seeds) <= position:
+            self._find_next_seed()
+        torch.default_generator.manual_seed(self._seeds[position])
+
+    def _find_next_seed(self) -> None:
+        self._seeds.append(mixed(self._seeds[-1], 1))
+        self._numbers[self._seeds[-1]] = len(self._seeds) - 1
 
     def _next_call(self, device: torch.device, is_shared: bool = False) -> int:
         """Return the number of this call, from the seed of torch's generator, and change the seed.

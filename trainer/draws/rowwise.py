@@ -17,8 +17,10 @@ import torch
 import torch.nn.functional as F
 
 from trainer.data.randomness import seed_generators, splitmix
+from trainer.errors import ConfigError
 
 Sizes = tuple[int, ...]
+Part = tuple[int, int, int]  # of a drawn tensor: axis, number of the part, number of parts
 Handler = Callable[..., Any]
 DIGITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}  # in a uniform number; else 24
 warnings.filterwarnings("ignore", "Dropout mask should only be used for testing")  # _attention
@@ -34,14 +36,27 @@ class Draws(Protocol):
 
 
 class Numbers:
-    """Random numbers of one call, a tensor of `sizes` with `parts` entries of `axis` per row."""
+    """Random numbers of one call, a tensor of `sizes` with `parts` entries of `axis` per row.
 
-    def __init__(self, draws: Draws, keys: torch.Tensor, sizes: Sizes, axis: int, parts: int):
+    Only the parts `kept` of that tensor are returned.
+    """
+
+    def __init__(
+        self,
+        draws: Draws,
+        keys: torch.Tensor,
+        sizes: Sizes,
+        axis: int,
+        parts: int,
+        kept: tuple[Part, ...] = (),
+    ):
         self.keys = keys
         self.axis = axis
         self._draws = draws
         self._sizes = (*sizes[:axis], parts, *sizes[axis + 1 :])
         self._width = math.prod(self._sizes)
+        self.is_divided = bool(kept)
+        self._kept = kept
 
     def bits(self) -> torch.Tensor:
         """Return (rows, width) int64 of 64 random bits."""
@@ -56,7 +71,10 @@ class Numbers:
     def shaped(self, values: torch.Tensor) -> torch.Tensor:
         """Reshape values (rows, width) to the sizes of the call."""
         values = values.reshape(len(values), *self._sizes)
-        return values.movedim(0, self.axis).flatten(self.axis, self.axis + 1)
+        values = values.movedim(0, self.axis).flatten(self.axis, self.axis + 1)
+        for axis, number, count in self._kept:
+            values = values.chunk(count, axis)[number]
+        return values
 
     def kept(self, probability: float) -> torch.Tensor:
         """Return bools that are True with this probability, to 2**-32."""
@@ -130,6 +148,9 @@ def _attention(
     numbers = draws.numbers("attention", sizes, query.device) if dropout_p else None
     if numbers is None or dropout_p >= 1:
         return func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # the kernel would add 0 and 1
+        hidden = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = hidden.masked_fill_(~attn_mask, -math.inf)
     plain = torch.ops.aten._scaled_dot_product_attention_math
     mask = numbers.kept(1 - dropout_p)
     return plain(query, key, value, attn_mask, dropout_p, is_causal, mask, **kwargs)[0]
@@ -248,6 +269,9 @@ def _row_by_row(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
         numbers = draws.numbers(func.__name__, tuple(first.shape), first.device)
     if numbers is None:
         return func(*args, **kwargs)
+    if numbers.is_divided:
+        why = "draws row by row, which tensor and context parallel cannot divide"
+        raise ConfigError(f"run.dropout=example: {func.__name__} {why}; use another strategy")
     rows = len(numbers.keys)
     axis = numbers.axis
     parts = []

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from trainer.data.batches import LocalBatch, count_rows
@@ -22,7 +24,7 @@ from trainer.engine.parts import Hooks
 from trainer.errors import RunError
 from trainer.strategy.base import call
 from trainer.strategy.batchnorm import has_batchnorm
-from trainer.strategy.mesh import Mesh
+from trainer.strategy.mesh import PARTS, Mesh
 from trainer.strategy.rehearsal import untouched
 
 MOST_RANKS_NAMED = 8
@@ -52,7 +54,8 @@ def name_bad_examples(engine: Engine, hooks: Hooks, batch: LocalBatch, group: Gr
     every rank. Collective: every rank must call it.
     """
     try:
-        line = _name_bad([e for e in examine(engine, hooks, batch) if e.is_bad])
+        bad = [e for e in examine(engine, hooks, batch) if e.is_bad]
+        line = _name_bad(bad) if engine.strategy.mesh.is_counted else ""
     except Exception as error:  # a custom train_step may have other losses
         line = f"recomputing it failed ({type(error).__name__})"
     lines = [(rank, line) for rank, line in enumerate(group.collect_text(line)) if line]
@@ -81,28 +84,36 @@ def examine(engine: Engine, hooks: Hooks, batch: LocalBatch) -> list[Example]:
     Gradients are dropped. BatchNorm uses its running statistics: with batch statistics, one bad
     example would make all others bad.
     """
-    module = engine.model
+    with engine.strategy.whole() as module:
+        module.train(not has_batchnorm(module))
+        try:
+            with untouched(module), engine.draws.update("loss"):
+                return _examine(engine, hooks, module, batch)
+        finally:
+            module.train()
+
+
+def _examine(engine: Engine, hooks: Hooks, module: nn.Module, batch: LocalBatch) -> list[Example]:
     examples: list[Example] = []
-    module.train(not has_batchnorm(module))
-    try:
-        with engine.strategy.whole(), untouched(module), engine.draws.update("loss"):
-            for indices, (inputs, targets) in zip(batch.indices, batch, strict=True):
-                losses = _losses(engine, hooks, inputs, targets).detach()
-                finite = losses.isfinite()
-                bad: list[int] = []
-                if finite.all():  # otherwise no gradient of the micro-batch is finite
-                    bad = _find_bad_gradients(engine, hooks, inputs, targets, len(losses))
-                rows = zip(indices.tolist(), losses.tolist(), finite.tolist(), strict=True)
-                examples += [Example(*row, number not in bad) for number, row in enumerate(rows)]
-    finally:
-        module.train()
+    compute = partial(_losses, engine, hooks, module)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    for indices, (inputs, targets) in zip(batch.indices, batch, strict=True):
+        losses = compute(inputs, targets).detach()
+        finite = losses.isfinite()
+        bad: list[int] = []
+        if finite.all():  # otherwise no gradient of the micro-batch is finite
+            bad = _find_bad_gradients(engine, compute, parameters, inputs, targets, len(losses))
+        rows = zip(indices.tolist(), losses.tolist(), finite.tolist(), strict=True)
+        examples += [Example(*row, number not in bad) for number, row in enumerate(rows)]
     return examples
 
 
-def _losses(engine: Engine, hooks: Hooks, inputs: Any, targets: Any) -> torch.Tensor:
+def _losses(
+    engine: Engine, hooks: Hooks, module: nn.Module, inputs: Any, targets: Any
+) -> torch.Tensor:
     """Return (rows,), the mean over the loss values of each example."""
     with engine.precision.autocast():
-        outputs = call(engine.model, inputs)
+        outputs = call(module, inputs)
         rows = count_rows(targets, outputs)
         values, weights = weigh("loss", hooks.loss(outputs, targets), rows)
     values = values if weights is None else values * weights
@@ -110,7 +121,12 @@ def _losses(engine: Engine, hooks: Hooks, inputs: Any, targets: Any) -> torch.Te
 
 
 def _find_bad_gradients(
-    engine: Engine, hooks: Hooks, inputs: Any, targets: Any, num_rows: int
+    engine: Engine,
+    compute: Callable[[Any, Any], torch.Tensor],
+    parameters: Sequence[nn.Parameter],
+    inputs: Any,
+    targets: Any,
+    num_rows: int,
 ) -> list[int]:
     """Return the rows whose gradient is not finite, by bisection, so that few passes suffice.
 
@@ -118,12 +134,11 @@ def _find_bad_gradients(
     """
     bad: list[int] = []
     pending = [(0, num_rows)]
-    parameters = [p for p in engine.model.parameters() if p.requires_grad]
     while pending:
         first, last = pending.pop()
         part = partial(tree_map_only, torch.Tensor, lambda t, rows=slice(first, last): t[rows])
         engine.draws.begin_again(first, last)
-        total = _losses(engine, hooks, part(inputs), part(targets)).sum()
+        total = compute(part(inputs), part(targets)).sum()
         gradients: Any = ()
         if total.requires_grad:
             gradients = torch.autograd.grad(total, parameters, allow_unused=True)
@@ -151,19 +166,25 @@ def check_drift(group: Group, step: int, state: Shards, mesh: Mesh) -> None:
         if shard.tensor.is_floating_point() and kind != "ema"
     }
     digests = torch.tensor([_digest(shard.tensor) for shard in named.values()], dtype=torch.int64)
-    slots = torch.full((mesh.shard, len(named)), NO_DIGEST)
-    slots[mesh.shard_rank] = digests
+    axes = PARTS if mesh.shard > 1 else tuple(axis for axis in PARTS if axis != "context")
+    own = mesh.number_of_part(*axes)
+    most = len(named) if mesh.pipeline == 1 else int(group.max(len(named))[0])
+    slots = torch.full((mesh.num_parts(*axes), most), NO_DIGEST)
+    slots[own, : len(named)] = digests
     unequal = group.find_unequal(slots, NO_DIGEST).nonzero()
     if not len(unequal):
         return
     slot, first = unequal[0].tolist()
-    column = group.gather_text(f"{mesh.shard_rank} {int(digests[first])}")
+    names = list(named)
+    mine = f"{own} {int(digests[first])} {names[first]}" if own == slot else f"{own}"
+    column = group.gather_text(mine)
     usual = Counter(line for line in column if line.startswith(f"{slot} ")).most_common(1)[0][0]
     alike = [(rank, line) for rank, line in enumerate(column) if line.startswith(f"{slot} ")]
     drifted = name_ranks(rank for rank, line in alike if line != usual)  # of two, not rank 0
     why = "a rank changed only its own copy, or memory failed"
     advice = "resume from an earlier checkpoint with run.resume"
-    line = f"{list(named)[first]} on {drifted} differs from the other ranks"
+    name = usual.split(" ", 2)[2]
+    line = f"{name} on {drifted} differs from the other ranks"
     raise RunError(f"step {step}: {line}; {why}; {advice}")
 
 

@@ -65,4 +65,9 @@ class Ema:
         if saved:
             read_into(self._shards, source)
         else:
-            torch._foreach_copy_(self._averages, self._weights)
+            self.restart()
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Start from the current weights."""
+        torch._foreach_copy_(self._averages, self._weights)

@@ -16,8 +16,8 @@ from trainer.config.schema import Config
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.draws.mode import take_rows
 from trainer.engine.ema import Ema
-from trainer.engine.means import Means, Values
-from trainer.engine.objective import Objective
+from trainer.engine.means import Means
+from trainer.engine.objective import Objective, Share
 from trainer.engine.optimizers import (
     check_count,
     check_optimizers,
@@ -28,12 +28,14 @@ from trainer.engine.optimizers import (
 )
 from trainer.engine.outcome import Outcome
 from trainer.engine.parts import Parts
+from trainer.engine.recording import Loss, Recorder
+from trainer.errors import ConfigError
 from trainer.schedule import Factor, rate_scale
-from trainer.strategy.base import MicroBatches, Strategy, call
+from trainer.strategy.base import MicroBatches, Strategy
+from trainer.strategy.collectives import gather_parts, sizes_of
 from trainer.strategy.rehearsal import untouched
-from trainer.strategy.shards import Shard, Source
+from trainer.strategy.shards import Shard, Source, read_into
 
-Loss = Callable[[Any, Any], Values]
 Shards = dict[str, dict[str, Shard]]
 
 
@@ -43,7 +45,7 @@ class Gradients:
 
     totals: torch.Tensor  # (2,): weight of the batch, stop requests, summed over the ranks
     found_inf: torch.Tensor  # (): 1 if a gradient is not finite
-    norm: torch.Tensor | None  # () of the whole model, with run.clip_norm
+    norm: torch.Tensor | None  # () of the whole model, with run.clip_norm or to be logged
 
 
 class Engine:
@@ -72,6 +74,14 @@ class Engine:
         self._schedule = schedule
         self._rate_scale = rate_scale(config)
         self._objectives: dict[str, Objective] = {}
+        mesh = strategy.mesh
+        zero = torch.zeros((), dtype=parts.precision.wide, device=parts.ranks.group.world.device)
+        is_counted = mesh.has_loss and not mesh["tensor"]
+        self._share = Share(is_counted, mesh.context, zero)
+        hooks = parts.hooks if config.log.train_metrics else None
+        self.recorder = Recorder(self.means, self._objectives, is_counted, hooks)
+        self._wants_norm = False
+        self._norms: dict[str, torch.Tensor] = {}
         rehearsal = next(iter(batch))
         torch.manual_seed(config.run.seed)  # lazy layers initialise their weights in the rehearsal
         strategy.prepare(rehearsal, self._new_objective("loss").of(parts.hooks.loss))
@@ -80,14 +90,15 @@ class Engine:
         self._few_rows = take_rows(rehearsal, 3 * self._unit)
         self._rehearse_draws("loss", parts.hooks.loss)
         self.means.clear()
-        self.optimizers = check_optimizers(parts.hooks.build_optimizer(strategy.module))
-        self._updated: dict[Optimizer, list[nn.Parameter]] = {}
-        for optimizer in self.optimizers:
-            remember_options(optimizer, strategy.names())
-            self._updated[optimizer] = strategy.adopt(optimizer)
+        self.optimizers = check_optimizers(parts.hooks.build_optimizer(strategy.structure))
+        self._updated = {each: self._adopt(each) for each in self.optimizers}
         self._groups = self._list_groups()
         self._parameters = [p for p in strategy.parameters.values() if p.requires_grad]
         self.ema = open_ema(config, strategy)
+
+    def _adopt(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        remember_options(optimizer, self.strategy.names())
+        return self.strategy.adopt(optimizer)
 
     @property
     def model(self) -> nn.Module:
@@ -121,7 +132,8 @@ class Engine:
         """
         self._end_child()
         strategy = self.strategy
-        objective = (self._objectives.get(name) or self._new_objective(name)).of(loss)
+        objective = self._objectives.get(name) or self._new_objective(name)
+        objective.of(self.recorder.watched(loss))
         if not self.draws.is_known(name):
             self._rehearse_draws(name, loss)
         with self.draws.update(name):
@@ -131,7 +143,11 @@ class Engine:
             updated = [self._updated.get(each) or strategy.adopt(each) for each in optimizers]
             strategy.drop_gradients([p for parameters in updated for p in parameters])
         found_inf = self.precision.unscale(strategy.gradients_by_kind(), objective.factor(totals))
-        return Gradients(totals, *strategy.reduce(found_inf, self._clip_norm is not None))
+        wants_norm = self._clip_norm is not None or self._wants_norm
+        found_inf, norm = strategy.reduce(found_inf, wants_norm)
+        if norm is not None:
+            self._norms[name] = norm
+        return Gradients(totals, found_inf, norm)
 
     def step(self, gradients: Gradients, optimizers: Sequence[Optimizer] | None = None) -> Outcome:
         """Clip, step and free the gradients: the second half of an update."""
@@ -149,12 +165,13 @@ class Engine:
         """Find the random draws of an update by a rehearsal, which leaves the model unchanged."""
 
         def compute(inputs: Any, targets: Any) -> None:
-            with self.precision.autocast():
-                loss(call(self.model, inputs), targets)
+            self.strategy.compute(inputs, targets, loss)
 
         eagerly = torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext()
-        with eagerly, untouched(self.model):
+        with eagerly, untouched(self.model), self.recorder.closed():
             self.draws.rehearse(name, compute, self._few_rows, self._unit)
+        if self.strategy.mesh.divides_model:
+            self.draws.agree(name, self._group.max)
         self.strategy.refresh()
 
     def _new_objective(self, name: str, elements: int = 0) -> Objective:
@@ -164,13 +181,19 @@ class Engine:
             self._global_batch,
             self.strategy.mesh.data_size if self.strategy.averages else 1,
             elements,
-            self._group.tell_all,
+            lambda number: int(self._group.max(number)[0]),
             self._wants_stop,
+            self._share,
         )
         return self._objectives[name]
 
-    def set_rate(self, step: int) -> None:
-        """Set the learning rate of every parameter group for the update at 0-based `step`."""
+    def set_rate(self, step: int, wants_norm: bool = False) -> None:
+        """Begin the 0-based `step`: set the learning rate of every parameter group for it.
+
+        If `wants_norm`, its gradients' norm is computed, for `norms`.
+        """
+        self._wants_norm = wants_norm
+        self.recorder.begin_step()
         factor = self._schedule(step) * self._rate_scale
         for group, initial in self._groups:
             group["lr"] = initial * factor
@@ -178,9 +201,35 @@ class Engine:
     def end_step(self) -> None:
         """Close the step's row of means, and advance the moving average of the weights."""
         self._end_child()
+        self.recorder.end_step()
         self.means.end_row()
         if self.ema is not None:
             self.ema.update()
+
+    def norms(self) -> dict[str, float]:
+        """Return the norm of the last gradients of each update before clipping, by name."""
+        return {name: float(norm) for name, norm in self._norms.items()}
+
+    def gather_rows(self, tensor: torch.Tensor, num_batches: int) -> tuple[torch.Tensor, int]:
+        """Return the rows of all ranks, and the number of this rank's first one among them."""
+        rows = self.recorder.rows
+        if rows is None:
+            return tensor, 0
+        given = "gather_rows: needs the whole global batch at once"
+        if num_batches > 1:
+            why = f"a rank has {num_batches} micro-batches"
+            raise ConfigError(f"{given}, and {why}; set data.micro_batch=null, or use more ranks")
+        if not tensor.dim() or len(tensor) != rows:
+            raise ConfigError(f"gather_rows got shape {tuple(tensor.shape)}: must have {rows} rows")
+        axis = self.strategy.world.groups["data"]
+        sizes = sizes_of(self._global_batch, axis)
+        if sizes[axis.rank] != rows:
+            must = f"must be a multiple of {axis.size} x run.norm_rows"
+            raise ConfigError(f"data.global_batch={self._global_batch}: {must} for gather_rows")
+        first = sum(sizes[: axis.rank])
+        if axis.size == 1:
+            return tensor, 0
+        return gather_parts(tensor, 0, self._global_batch, axis), first
 
     def averaged(self) -> AbstractContextManager[None]:
         """Use the moving average of the weights, if any, during the block, as in evaluation."""
@@ -235,6 +284,13 @@ class Engine:
         if self.ema:
             self.ema.load(sources["ema"])
 
+    def initialise(self, source: Source) -> None:
+        """Start from the weights of a source, which may have some of the model's tensors only."""
+        read_into(self.strategy.shards(), source)
+        self.strategy.refresh()
+        if self.ema:
+            self.ema.restart()
+
     def _read_state(self, number: int, source: Source) -> dict[str, dict[str, torch.Tensor]]:
         """Return this rank's parts of an optimizer's state, by parameter name and key."""
         strategy = self.strategy
@@ -250,11 +306,11 @@ class Engine:
             if name not in own:
                 source.skip(place)
                 continue
-            part = own[name]
-            is_divided = bool(shape) and shape == part.shape
-            offset = part.offset if is_divided else (0,) * len(shape)
-            size = part.tensor.shape if is_divided else shape
-            state.setdefault(name, {})[key] = source.read(place, offset, size)
+            if shape and shape == own[name].shape:
+                value = own[name].read(source, place)
+            else:
+                value = source.read(place, (0,) * len(shape), shape)
+            state.setdefault(name, {})[key] = value
         return state
 
     def _list_groups(self) -> list[tuple[dict[str, Any], float]]:

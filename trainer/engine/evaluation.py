@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from trainer.data.batches import EvalBatches, count_rows
@@ -19,7 +22,30 @@ from trainer.engine.means import Means, Values, weigh
 from trainer.engine.parts import Parts
 from trainer.errors import ConfigError
 
+Batch = tuple[Any, Any, int]  # inputs, targets, and the number of rows that are no padding
 ASK_EVERY_S = 0.5  # how often the ranks agree on whether to stop
+
+
+def _named(returned: Any, rows: int) -> dict[str, torch.Tensor]:
+    """Return predictions by name. Raises ConfigError unless they are tensors with these rows."""
+    named = returned if isinstance(returned, Mapping) else {"prediction": returned}
+    for name, values in named.items():
+        if not isinstance(values, torch.Tensor) or not values.dim() or len(values) != rows:
+            given = f"{name} is a {type(values).__name__}"
+            if isinstance(values, torch.Tensor):
+                given = f"{name} has shape {tuple(values.shape)}"
+            must = f"must be a tensor, or tensors by name, with a row for each of {rows} examples"
+            raise ConfigError(f"predict(outputs) returned: {given}: {must}")
+    return dict(named)
+
+
+@dataclass(frozen=True)
+class EvalSplit:
+    """A split to evaluate, with its torchmetrics by name."""
+
+    name: str
+    batches: EvalBatches
+    metrics: Mapping[str, Any]
 
 
 class Evaluator:
@@ -28,22 +54,21 @@ class Evaluator:
     def __init__(
         self,
         parts: Parts,
-        batches: EvalBatches | None,
-        metrics: Mapping[str, Any],
+        splits: Sequence[EvalSplit],
         ema: Ema | None,
         wants_stop: Callable[[], bool],
     ):
-        """Take torchmetrics by name as `metrics`; with `batches=None`, evaluations are empty."""
+        """Without splits, evaluations are empty."""
         self._hooks = parts.hooks
         self._strategy = parts.strategy
         self._precision = parts.precision
         self._draws = parts.draws
         self._group = parts.ranks.group
         self._heartbeat = parts.ranks.heartbeat
-        self._batches = batches
-        self._metrics = metrics
+        self._splits = splits
         self._ema = ema
         self._wants_stop = wants_stop
+        self._mesh = parts.strategy.mesh
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float] | None:
@@ -51,41 +76,117 @@ class Evaluator:
 
         Padding is cut off before anything is counted. Collective: every rank must call it.
         """
-        if self._batches is None:
+        found: dict[str, float] = {}
+        for split in self._splits:
+            means = Means(split.batches.leaves)
+
+            def count(batch: Batch, split: EvalSplit = split, means: Means = means) -> None:
+                inputs, targets, rows = batch
+                self._count(split, means, self._strategy.forward(inputs), targets, rows)
+
+            if not self._run(split, count):
+                return None
+            found |= self._finish(split, means)
+        return found
+
+    @torch.no_grad()
+    def predict(self) -> dict[str, torch.Tensor] | None:
+        """Return what the task predicts for the first split, (examples, ...) by name, on rank 0.
+
+        Each example is there once, in the order of the data set. Other ranks return an empty dict,
+        all of them None if a rank was asked to stop. Collective: every rank must call it.
+        """
+        parts: dict[str, list[torch.Tensor]] = {}
+
+        def keep(batch: Batch) -> None:
+            inputs, targets, rows = batch
+            outputs = self._strategy.forward(inputs)
+            if self._mesh.is_counted:
+                with self._precision.autocast():
+                    returned = self._hooks.predict(outputs)
+                for name, values in _named(returned, count_rows(targets, outputs)).items():
+                    parts.setdefault(name, []).append(values[:rows].cpu())
+
+        if not self._splits:
             return {}
+        if not self._run(self._splits[0], keep):
+            return None
+        self._strategy.module.train()
+        self._strategy.refresh()
+        return self._collect({name: torch.cat(each) for name, each in parts.items()})
+
+    def _collect(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the rows of all ranks on rank 0, in the order of the ranks. A collective."""
+        forms = {
+            name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.items()
+        }
+        parts: dict[str, list[torch.Tensor]] = {}
+        for source, text in enumerate(self._group.gather_text(json.dumps(forms))):
+            for name, (dtype, shape) in json.loads(text).items():
+                if self._group.world.rank not in (0, source):
+                    continue
+                is_own = self._group.world.rank == source
+                tensor = own[name] if is_own else torch.empty(shape, dtype=getattr(torch, dtype))
+                parts.setdefault(name, []).append(self._group.send_to_rank_0(tensor, source))
+        if self._group.world.rank:
+            return {}
+        return {name: torch.cat(each) for name, each in parts.items()}
+
+    def _run(self, split: EvalSplit, compute: Callable[[Batch], None]) -> bool:
+        """Compute each micro-batch of a split; return False after a stop request. A collective."""
         if not self._draws.is_known("eval"):
             self.rehearse()
-        means = Means(self._batches.leaves)
         every = 1
         begun = time.monotonic()
+        self._heartbeat.enter(Phase.EVALUATE)
         with self._averaged(), self._draws.update("eval"):
-            for number, (inputs, targets, rows) in enumerate(self._batches, 1):
+            for number, batch in enumerate(split.batches, 1):
                 self._heartbeat.enter(Phase.EVALUATE)
-                self._count(means, self._strategy.forward(inputs), targets, rows)
+                compute(batch)
                 if number % every == 0:
                     asked, seconds = self._agree(begun)
                     if asked:
                         self._strategy.module.train()
-                        return None
+                        return False
                     every = max(1, int(number * ASK_EVERY_S / max(seconds, 1e-9)))
-        return self._finish(means)
+        return True
 
     @torch.no_grad()
     def rehearse(self) -> list[str]:
-        """Evaluate one micro-batch to find its random draws, and return the names of the metrics.
+        """Evaluate one micro-batch of each split to find its random draws.
 
-        Raises ConfigError if they differ between ranks. Collective: every rank must call it.
+        Returns the names of the metrics. Raises ConfigError if they differ between ranks.
+        Collective: every rank must call it.
         """
-        if self._batches is None:
-            return []
-        means = Means(None)
-        with self._averaged(), self._group.agreed("computing metrics"):
-            for inputs, targets, rows in islice(self._batches, 1):
-                self._heartbeat.enter(Phase.EVALUATE)
-                self._draws.rehearse("eval", self._compute, (inputs, targets))
-                self._count(means, self._strategy.forward(inputs), targets, rows)
-        self._group.check_equal({"the list of metrics": ", ".join(means.names())})
-        return list(self._finish(means))
+        found: list[str] = []
+        for split in self._splits:
+            means = Means(None)
+            with self._averaged(), self._group.agreed("computing metrics"):
+                for inputs, targets, rows in islice(split.batches, 1):
+                    self._heartbeat.enter(Phase.EVALUATE)
+                    self._draws.rehearse("eval", self._compute, (inputs, targets))
+                    if self._mesh.divides_model:
+                        self._draws.agree("eval", self._group.max)
+                    self._count(split, means, self._strategy.forward(inputs), targets, rows)
+            names = ", ".join(means.names())
+            if self._mesh.divides_model:  # some ranks have no outputs
+                every = self._group.gather_text(names)
+                names = names or max(every)
+            self._group.check_equal({f"the list of {split.name} metrics": names})
+            found += self._finish(split, means)
+        return found
+
+    @contextmanager
+    def first_batch(self) -> Iterator[tuple[nn.Module, Any, int]]:
+        """Yield the model with the weights of an evaluation, and the first inputs of a split.
+
+        The third value is the number of their rows that are no padding; 0 without a split.
+        """
+        with self._averaged(), torch.no_grad():
+            batches = self._splits[0].batches if self._splits else ()
+            inputs, _, rows = next(iter(batches), (None, None, 0))
+            yield self._strategy.module, inputs, rows
+        self._strategy.module.train()
 
     def _averaged(self) -> Any:
         self._strategy.module.eval()
@@ -95,20 +196,34 @@ class Evaluator:
         asked, seconds = self._group.max(float(self._wants_stop()), time.monotonic() - begun)
         return asked, seconds
 
-    def _finish(self, means: Means) -> dict[str, float]:
+    def _finish(self, split: EvalSplit, means: Means) -> dict[str, float]:
         self._strategy.module.train()
         self._strategy.refresh()
         values = means.read(self._group)
-        for name, metric in self._metrics.items():
+        scores = self._scores(split) if self._mesh.is_counted else {}
+        if split.metrics and self._mesh.divides_model:
+            texts = self._group.gather_text(json.dumps(scores))
+            scores = next(filter(None, map(json.loads, texts)))
+        values |= scores
+        values |= self._hooks.summarize(dict(values))
+        return {f"{split.name}/{name}": float(value) for name, value in values.items()}
+
+    def _scores(self, split: EvalSplit) -> dict[str, float]:
+        """Return the torchmetrics over the ranks that count rows."""
+        scores = {}
+        for name, metric in split.metrics.items():
+            if self._mesh.divides_model:
+                metric.process_group = self._strategy.world.groups["data"].group
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a rank without rows never updated it
-                values[name] = metric.compute().item()
+                scores[name] = metric.compute().item()
             metric.reset()
-        values |= self._hooks.summarize(dict(values))
-        return {f"eval/{name}": float(value) for name, value in values.items()}
+        return scores
 
     def _compute(self, inputs: Any, targets: Any) -> None:
-        self._values(self._strategy.forward(inputs), targets)
+        outputs = self._strategy.forward(inputs)
+        if self._mesh.has_loss:
+            self._values(outputs, targets)
 
     def _values(self, outputs: Any, targets: Any) -> dict[str, Values]:
         """Return metrics and loss of a micro-batch by name."""
@@ -120,24 +235,26 @@ class Evaluator:
             returned["loss"] = self._hooks.loss(outputs, targets)
         return returned
 
-    def _count(self, means: Means, outputs: Any, targets: Any, rows: int) -> None:
-        for name, value in self._values(outputs, targets).items():
+    def _count(self, split: EvalSplit, means: Means, outputs: Any, targets: Any, rows: int) -> None:
+        found = self._values(outputs, targets) if self._mesh.has_loss else {}
+        if not self._mesh.is_counted:  # another rank counts the same values
+            return
+        for name, value in found.items():
             values, weights = weigh(name, value, count_rows(targets, outputs))
             means.add(name, values[:rows], None if weights is None else weights[:rows])
-        assert self._batches is not None
-        if self._metrics and (rows or self._batches.is_padding):
+        if split.metrics and (rows or split.batches.is_padding):
             real_outputs, real_targets = tree_map_only(
                 torch.Tensor, lambda t: t[:rows] if t.dim() else t, (outputs, targets)
             )
-            self._feed(real_outputs, real_targets, rows)
+            self._feed(split, real_outputs, real_targets, rows)
 
-    def _feed(self, outputs: Any, targets: Any, rows: int) -> None:
+    def _feed(self, split: EvalSplit, outputs: Any, targets: Any, rows: int) -> None:
         """Update the torchmetrics.
 
         A rank with padding only updates them with empty tensors, which gives their states the right
         shapes to gather, and ignores their errors.
         """
-        for metric in self._metrics.values():
+        for metric in split.metrics.values():
             try:
                 metric.update(outputs, targets)
             except (RuntimeError, ValueError):

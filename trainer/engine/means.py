@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
+import zlib
 
 import torch
 
@@ -15,7 +17,9 @@ Values = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Row = tuple[torch.Tensor, torch.Tensor | float]  # (sum, weight)
 
 
-def weigh(name: str, returned: Values, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def weigh(
+    name: str, returned: Values, rows: int, verb: str = "returned"
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return `values (rows, ...)` and their weights, None if each value has weight 1.
 
     Raises ConfigError for a scalar, for another first axis than `rows`, or for weights that have
@@ -26,35 +30,35 @@ def weigh(name: str, returned: Values, rows: int) -> tuple[torch.Tensor, torch.T
     if isinstance(returned, tuple):
         if len(returned) != 2:
             given = f"a tuple of {len(returned)}"
-            raise ConfigError(f"{name} returned {given}: must be values, or (values, weights)")
+            raise ConfigError(f"{name} {verb} {given}: must be values, or (values, weights)")
         values, weights = returned
     if not isinstance(values, torch.Tensor) or values.dim() == 0 or values.shape[0] != rows:
-        _refuse_values(name, values, rows)
+        _refuse_values(f"{name} {verb}", values, rows)
     assert isinstance(values, torch.Tensor)
     if values.dtype in (torch.bfloat16, torch.float16):
         values = values.float()
-    return values, None if weights is None else _check_weights(name, values, weights)
+    return values, None if weights is None else _check_weights(f"{name} {verb}", values, weights)
 
 
-def _refuse_values(name: str, values: object, rows: int) -> None:
+def _refuse_values(subject: str, values: object, rows: int) -> None:
     if isinstance(values, torch.Tensor) and values.dim():
         shape = f"values of shape {tuple(values.shape)}"
         must = f"the first axis must be the {rows} examples of the batch"
-        raise ConfigError(f"{name} returned {shape}: {must}")
+        raise ConfigError(f"{subject} {shape}: {must}")
     given = "a scalar" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}"
     must = 'must be a value per example; use reduction="none", and leave out .mean() and .item()'
-    raise ConfigError(f"{name} returned {given}: {must}")
+    raise ConfigError(f"{subject} {given}: {must}")
 
 
-def _check_weights(name: str, values: torch.Tensor, weights: object) -> torch.Tensor:
+def _check_weights(subject: str, values: torch.Tensor, weights: object) -> torch.Tensor:
     if not isinstance(weights, torch.Tensor):
         given = f"{type(weights).__name__} weights"
-        raise ConfigError(f"{name} returned {given}: must be a tensor of the values' shape")
+        raise ConfigError(f"{subject} {given}: must be a tensor of the values' shape")
     if weights.shape != values.shape or weights.requires_grad:
         have = f"shape {tuple(weights.shape)}"
         have = "a gradient" if weights.requires_grad else have
         must = f"must be detached and of the values' shape {tuple(values.shape)}"
-        raise ConfigError(f"{name} returned weights with {have}: {must}")
+        raise ConfigError(f"{subject} weights with {have}: {must}")
     return weights
 
 
@@ -106,19 +110,45 @@ class Means:
         Tensors are float64 on the CPU. Collective: every rank must call it.
         """
         self.end_row()
-        names = sorted(self._rows)
+        counts = self._count_rows(group)
+        names = sorted(counts)
         if names:
-            local = [row for name in names for row in self._rows[name]]
+            local = [row for name in names for row in self._padded(name, counts[name])]
             if self._leaves is None:
                 total = group.total(_stack([row[0] for row in local]))
             else:
                 total = self._sum_leaves(local, group)
-            sizes = [len(self._rows[name]) for name in names]
+            sizes = [counts[name] for name in names]
             for name, rows in zip(names, total.split(sizes), strict=True):
                 before = self._reduced.get(name)
                 self._reduced[name] = rows if before is None else torch.cat([before, rows])
         self._rows = {}
         return dict(self._reduced)
+
+    def _count_rows(self, group: Group) -> dict[str, int]:
+        """Return the number of rows of each name that a rank has. A collective.
+
+        Some ranks may have fewer: a stage of a pipeline has no outputs, and a task may record a
+        value in some steps only.
+        """
+        counts = {name: len(rows) for name, rows in sorted(self._rows.items())}
+        text = json.dumps(counts)
+        number = zlib.crc32(text.encode())
+        most, least = group.max(number, -number)
+        if most != -least:
+            for others in map(json.loads, group.gather_text(text)):
+                for name, count in others.items():
+                    counts[name] = max(count, counts.get(name, 0))
+        return counts
+
+    def _padded(self, name: str, count: int) -> list[list[Row]]:
+        """Return the rows of a name, and empty ones where other ranks have more."""
+        rows = self._rows.get(name, [])
+        zero = next((row[0][0] for each in self._rows.values() for row in each), torch.zeros(()))
+        empty: list[Row] = [(torch.zeros_like(zero), 0.0)] * (
+            self._leaves.count if self._leaves else 1
+        )
+        return rows + [empty] * (count - len(rows))
 
     def _sum_leaves(self, rows: list[list[Row]], group: Group) -> torch.Tensor:
         """Return (rows, 2), each the sum over all leaves in their order."""
@@ -156,8 +186,8 @@ class Means:
 
 def _stack(rows: list[Row]) -> torch.Tensor:
     """Return (rows, 2) float64 on the CPU, with one copy from the device for each column."""
-    totals = torch.stack([total for total, _ in rows]).cpu()
+    totals = torch.stack([total.double() for total, _ in rows]).cpu()
     on_device = [weight for _, weight in rows if isinstance(weight, torch.Tensor)]
     read = iter(torch.stack(on_device).tolist() if on_device else [])
     weights = [next(read) if isinstance(weight, torch.Tensor) else weight for _, weight in rows]
-    return torch.stack([totals.double(), torch.tensor(weights, dtype=torch.float64)], dim=1)
+    return torch.stack([totals, torch.tensor(weights, dtype=torch.float64)], dim=1)

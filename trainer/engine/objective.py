@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,6 +11,19 @@ import torch
 from trainer.data.batches import count_rows
 from trainer.engine.means import Means, Values, weigh
 from trainer.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of the values of its rows that a rank counts.
+
+    `parts` is the number of ranks that divide the values of a row between them. Without
+    `is_counted` another rank with the same values counts them. `zero` is of the dtype of sums.
+    """
+
+    is_counted: bool = True
+    parts: int = 1
+    zero: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
 
 
 class Objective:
@@ -30,11 +44,12 @@ class Objective:
         elements: int = 0,
         agree: Callable[[int], int] = int,
         wants_stop: Callable[[], bool] = bool,
+        share: Share = Share(),
     ):
         """Set the constants of the run.
 
-        `agree` returns rank 0's integer on every rank. It is called once, with the elements per
-        example.
+        `agree` returns the largest of the ranks' integers on every rank. It is called once, with
+        the elements per example and whether the loss is weighted.
         """
         self.elements = elements
         self.is_weighted: bool | None = None
@@ -45,6 +60,7 @@ class Objective:
         self._ranks = ranks
         self._agree = agree
         self._wants_stop = wants_stop
+        self._share = share
         self._loss: Callable[[Any, Any], Values] | None = None
         self._carried: dict[tuple[float, bool], torch.Tensor] = {}
 
@@ -57,19 +73,34 @@ class Objective:
         assert self._loss is not None
         rows = count_rows(targets, outputs)
         values, weights = weigh(self._name, self._loss(outputs, targets), rows)
+        if self._share.parts > 1 and values.dim() < 2:
+            must = "must return values (rows, positions) with strategy.mesh.context"
+            raise ConfigError(f"{self._name} {must}, and returned shape {tuple(values.shape)}")
         if weights is None:
             count = values.numel()
-            if count != rows * self.elements or self.is_weighted is not False:
-                self._check_constant(count // rows, False)
+            elements = count * self._share.parts
+            if elements != rows * self.elements or self.is_weighted is not False:
+                self._check_constant(elements // rows, False)
             total = values.sum()
+            if not self._share.is_counted:
+                return total, self.absent()
             self._means.count(self._name, total.detach(), count)
             return total, self._carry(total, count)
-        self._check_constant(values.numel() // rows, True)
+        self._check_constant(values.numel() * self._share.parts // rows, True)
         total = (values * weights).sum()
+        if not self._share.is_counted:
+            return total, self.absent()
         weight = weights.sum()
         self._means.count(self._name, total.detach(), weight)
         stop = self._carry(total, 0)[1]
         return total, torch.stack([weight.to(total.dtype), stop])
+
+    def absent(self) -> torch.Tensor:
+        """Return the carried values of a micro-batch that another rank counts."""
+        if self.is_weighted is None:
+            self._agree_on(0, False)
+        self._means.count(self._name, self._share.zero, 0)
+        return self._carry(self._share.zero, 0)
 
     def factor(self, totals: torch.Tensor) -> torch.Tensor | None:
         """Return the factor on the reduced gradients, None for 1.
@@ -79,19 +110,23 @@ class Objective:
         return self._global_batch * self.elements / totals[0] if self.is_weighted else None
 
     def _check_constant(self, elements: int, is_weighted: bool) -> None:
+        if self.is_weighted is None:
+            self._agree_on(max(1, elements), is_weighted)
         if self.is_weighted is not is_weighted:
-            if self.is_weighted is not None:
-                advice = "always return (values, weights), or never"
-                line = f"{self._name} returned weights in one step and none in another"
-                raise ConfigError(f"{line}: {advice}")
-            self.is_weighted = is_weighted
-        if not self.elements:
-            self.elements = self._agree(max(1, elements))
-            self.scale = self._ranks / (self._global_batch * self.elements)
+            advice = "always return (values, weights), or never"
+            line = f"{self._name} returned weights in one step and none in another"
+            raise ConfigError(f"{line}: {advice}")
         if not is_weighted and self.elements != elements:
             was = f"{elements} values per example after {self.elements}"
             advice = "return (values, weights), so that each value counts equally"
             raise ConfigError(f"{self._name} returned {was}: {advice}")
+
+    def _agree_on(self, elements: int, is_weighted: bool) -> None:
+        """Agree at the first call, since a rank without outputs does not know. A collective."""
+        agreed = self._agree(2 * elements + is_weighted)
+        self.is_weighted = bool(agreed % 2)
+        self.elements = self.elements or agreed // 2  # a resume knows it
+        self.scale = self._ranks / (self._global_batch * self.elements)
 
     def _carry(self, total: torch.Tensor, weight: int) -> torch.Tensor:
         key = (weight, self._wants_stop())

@@ -71,6 +71,11 @@ class Precision:
             torch.backends.cudnn.allow_tf32 = is_tf32
             torch.backends.cuda.matmul.allow_tf32 = is_tf32
 
+    @property
+    def wide(self) -> torch.dtype:
+        """Dtype of sums: that of the weights, in 32 bits or more."""
+        return torch.promote_types(self.dtype, torch.float32)
+
     @staticmethod
     def check(name: str, device: torch.device) -> None:
         """Raise ConfigError if the device does not support the precision `name`."""

@@ -67,6 +67,8 @@ def _candidates(plan: Plan) -> Iterator[tuple[Changes, list[int]]]:
             shards[local] = {"strategy": "hsdp", "strategy.mesh.shard": str(local)}
         shards[plan.layout.ranks] = {"strategy": "fsdp"}
         meshes += [mesh for shard, mesh in shards.items() if shard > plan.axes["shard"]]
+        if local > plan.axes.get("tensor", 1):  # refused, and left out, without a tensor plan
+            meshes.append({"strategy": "fsdp_tp", "strategy.mesh.tensor": str(local)})
     if sizes:
         yield {}, sizes
     for mesh in meshes[1:]:

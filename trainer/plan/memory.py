@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 
 from trainer.engine.optimizers import check_optimizers
 from trainer.errors import ConfigError
+from trainer.plan.held import Held, Parts
 from trainer.plan.passes import Passes
 from trainer.plan.trial import Trial
-from trainer.strategy.fsdp import ELEMENTWISE
+from trainer.strategy.divided import ELEMENTWISE
+from trainer.strategy.schedule import most_kept
 from trainer.strategy.tree import nodes_of
 
 MEASURED = "measured"  # by running it without values, or exact arithmetic
@@ -22,7 +24,6 @@ ESTIMATED = "estimated"
 ACTIVATIONS = "activations"
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 STATES = 2  # tensors per parameter, assumed for an optimizer that cannot step without values
-Parts = Mapping[nn.Parameter, nn.Parameter]  # of the model's parameters: a rank's part of each
 
 
 @dataclass(frozen=True)
@@ -45,22 +46,6 @@ class States:
     note: str = ""
 
 
-def divide(trial: Trial) -> dict[nn.Parameter, nn.Parameter]:
-    """Return rank 0's part of each parameter, of which no rank has more: torch.chunk's first."""
-    parts = {}
-    with trial.mode:
-        for parameter in trial.model.parameters():
-            part = parameter
-            if trial.is_sharded and parameter.dim():
-                rows = -(-parameter.shape[0] // trial.mesh.shard)
-                part = nn.Parameter(
-                    torch.empty(rows, *parameter.shape[1:], dtype=parameter.dtype),
-                    parameter.requires_grad,
-                )
-            parts[parameter] = part
-    return parts
-
-
 def show_bytes(number: float) -> str:
     """Return a size in decimal units with three digits."""
     return scaled(number, UNITS) or f"{number:.0f} B"
@@ -80,8 +65,9 @@ def size_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def list_memory(trial: Trial, parts: Parts, states: States, passes: Passes) -> list[Row]:
+def list_memory(trial: Trial, held: Held, states: States, passes: Passes) -> list[Row]:
     """Return the rows of the table of a rank's memory."""
+    parts = held.parts
     trained = [part for part in parts.values() if part.requires_grad]
     rows = [
         Row("parameters", size_of(parts.values())),
@@ -90,15 +76,17 @@ def list_memory(trial: Trial, parts: Parts, states: States, passes: Passes) -> l
     ]
     if trial.config.run.ema_decay is not None:
         rows.append(Row("moving average", size_of(parts.values())))
-    rows.append(Row("buffers", size_of(trial.model.buffers())))
+    rows.append(Row("buffers", size_of(held.buffers)))
     if trial.is_sharded:
-        rows += _list_gathered(trial, parts, states)
+        rows += _list_gathered(trial, held)
+    if states.gathered:
+        rows.append(Row("whole matrices", states.gathered, note="owned for the optimizer"))
     if trial.config.strategy.name == "exact":
         rows.append(_tree(trial, size_of(trained)))
     if trial.is_data_resident:
         note = f"{len(trial.dataset):,} examples on the device"
         rows.append(Row("training data", size_of(trial.dataset.tensors), note=note))
-    rows.append(_activations(trial, passes))
+    rows.append(_activations(trial, held.stage, passes))
     return rows
 
 
@@ -107,10 +95,14 @@ def _describe_buckets(trial: Trial) -> str:
     return "the buckets of ddp are the same memory" if is_ddp else ""
 
 
-def _activations(trial: Trial, passes: Passes) -> Row:
+def _activations(trial: Trial, stage: int, passes: Passes) -> Row:
     if passes.problem:
         return Row(ACTIVATIONS, None, ESTIMATED, f"not known: {passes.problem}")
+    schedule, num_stages = trial.config.strategy.schedule, trial.mesh.pipeline
+    kept = most_kept(schedule, num_stages, stage, trial.plan.accumulation)
     note = f"a micro-batch of {trial.rows:,} rows"
+    if kept > 1:
+        note = f"{kept} micro-batches of {trial.rows:,} rows"
     if passes.recomputed:
         note += f", {show_bytes(passes.recomputed)} of it recomputed"
     config = trial.config
@@ -119,30 +111,28 @@ def _activations(trial: Trial, passes: Passes) -> Row:
     if not is_exact:
         note += ", as without run.compile and SyncBN" if is_other else ", with the kernels of a CPU"
     is_measured = is_exact and not passes.recomputed
-    total = passes.saved + passes.recomputed
+    total = kept * passes.saved + passes.recomputed
     return Row(ACTIVATIONS, total, MEASURED if is_measured else ESTIMATED, note)
 
 
-def _list_gathered(trial: Trial, parts: Parts, states: States) -> list[Row]:
+def _list_gathered(trial: Trial, held: Held) -> list[Row]:
     """Return the rows for units of FSDP that are whole for a while."""
-    shard = trial.mesh.shard  # every rank sends as many rows
-    sizes = [shard * size_of(parts[p] for p in unit) for unit in trial.units]
-    trained = [size_of(p for p in unit if p.requires_grad) for unit in trial.units]
-    num_blocks = min(len(trial.blocks), len(sizes))
-    rest = sum(sizes[num_blocks:])
-    largest = max(sizes[:num_blocks], default=0)
+    parts = held.parts
+    sizes = [trial.num_shards * size_of(parts[p] for p in unit) for unit in held.units]
+    trained = [size_of(p for p in unit if p.requires_grad) for unit in held.units]
+    rest = sum(sizes[held.num_blocks :])
+    largest = max(sizes[: held.num_blocks], default=0)
     kept = rest + largest if trial.config.strategy.reshard else sum(sizes)
     gathered = max(kept + largest, 2 * rest)  # a unit in flight is there twice
     name = "the rest of the model, a block" if largest else "the model"
     if not trial.config.strategy.reshard:
         name = f"all {len(sizes)} units"
-    rows = [Row("gathered parameters", gathered, ESTIMATED, f"{name}, one in flight")]
-    gradients = sum(trained[num_blocks:]) + max(trained[:num_blocks], default=0)
+    gradients = sum(trained[held.num_blocks :]) + max(trained[: held.num_blocks], default=0)
     note = "of the rest and of a block, before they are summed into shards"
-    rows.append(Row("whole gradients", gradients, ESTIMATED, note))
-    if states.gathered:
-        rows.append(Row("whole matrices", states.gathered, note="owned for the optimizer"))
-    return rows
+    return [
+        Row("gathered parameters", gathered, ESTIMATED, f"{name}, one in flight"),
+        Row("whole gradients", gradients, ESTIMATED, note),
+    ]
 
 
 def _tree(trial: Trial, gradients: int) -> Row:
@@ -157,10 +147,11 @@ def _tree(trial: Trial, gradients: int) -> Row:
 # Optimizers ---------------------------------------------------------------------------------------
 
 
-def measure_states(trial: Trial, parts: Parts, is_divided: bool) -> States:
+def measure_states(trial: Trial, parts: Parts) -> States:
     """Build the task's optimizers, step them without values, and return the bytes of their state.
 
-    `is_divided`: `parts` are shards, which an optimizer of whole matrices gathers.
+    `parts` are those of a rank, or the whole parameters. An optimizer of whole matrices gathers
+    parts.
     """
     with trial.mode:
         try:
@@ -171,7 +162,7 @@ def measure_states(trial: Trial, parts: Parts, is_divided: bool) -> States:
             total = STATES * size_of(p for p in parts.values() if p.requires_grad)
             note = f"{STATES} tensors per parameter: {type(error).__name__} in build_optimizer"
             return States(total, ESTIMATED, note=note)
-        measured = [_measure(each, trial, parts, is_divided) for each in optimizers]
+        measured = [_measure(each, trial, parts) for each in optimizers]
     gathered = sum(states.gathered for states in measured)
     is_measured = all(states.source == MEASURED for states in measured)
     notes = [f"{type(each).__name__}{s.note}" for each, s in zip(optimizers, measured, strict=True)]
@@ -179,37 +170,34 @@ def measure_states(trial: Trial, parts: Parts, is_divided: bool) -> States:
     return States(total, MEASURED if is_measured else ESTIMATED, gathered, ", ".join(notes))
 
 
-def _measure(optimizer: Optimizer, trial: Trial, parts: Parts, is_divided: bool) -> States:
+def _measure(optimizer: Optimizer, trial: Trial, parts: Parts) -> States:
     groups = optimizer.param_groups
-    owned = None
-    if is_divided and type(optimizer) not in ELEMENTWISE:
-        owned = _own([p for group in groups for p in group["params"]], trial.mesh.shard)
-    stepped = []
+    every = [p for group in groups for p in group["params"] if p in parts]
+    stepped = {p: parts[p] for p in every}
+    owned: dict[nn.Parameter, nn.Parameter] = {}
+    if type(optimizer) not in ELEMENTWISE:
+        owned = _own(trial, [p for p in every if parts[p] is not trial.whole[p]])
+        stepped = {p: part for p, part in stepped.items() if part is trial.whole[p]} | owned
     for group in groups:
-        if owned is None:
-            group["params"] = [parts[p] for p in group["params"]]
-        else:
-            group["params"] = [p for p in group["params"] if p in owned or not p.dim()]
-        stepped += group["params"]
-    problem = _step(optimizer, stepped)
-    gathered = size_of(owned or ())
+        group["params"] = [stepped[p] for p in group["params"] if p in stepped]
+    problem = _step(optimizer, list(stepped.values()))
+    gathered = size_of(owned.values())
     if not problem:
         return States(_count(optimizer), MEASURED, gathered)
-    total = STATES * size_of(p for p in stepped if p.requires_grad)
+    total = STATES * size_of(p for p in stepped.values() if p.requires_grad)
     note = f": {STATES} tensors per parameter, as {problem}"
     return States(total, ESTIMATED, gathered, note)
 
 
-def _own(parameters: Sequence[nn.Parameter], size: int) -> set[nn.Parameter]:
+def _own(trial: Trial, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
     """Return the matrices that rank 0 owns, as trainer.strategy.gathered hands them out."""
-    loads = [0] * size
-    owned = set()
+    loads = [0] * trial.mesh.num_parts("shard", "context", "tensor")
+    owned = {}
     for parameter in parameters:
-        if parameter.dim():
-            owner = loads.index(min(loads))
-            loads[owner] += parameter.numel()
-            if owner == 0:
-                owned.add(parameter)
+        owner = loads.index(min(loads))
+        loads[owner] += trial.whole[parameter].numel()
+        if owner == 0:
+            owned[parameter] = trial.whole[parameter]
     return owned
 
 

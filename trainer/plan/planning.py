@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.checkpoints import packing
 from trainer.config.schema import Config
 from trainer.plan.devices import Device
+from trainer.plan.held import Held, hold
 from trainer.plan.memory import (
     ACTIVATIONS,
-    Parts,
     Row,
     States,
-    divide,
     list_memory,
     measure_states,
     size_of,
@@ -22,6 +22,7 @@ from trainer.plan.speed import Speed, estimate
 from trainer.plan.traffic import Message, list_messages
 from trainer.plan.trial import Kept, Trial, place
 from trainer.record import startup
+from trainer.strategy.mesh import DATA
 from trainer.trainer import Trainer
 
 
@@ -45,11 +46,15 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Plan:
-    """Numbers of a run in one layout. `speed` is None if the device is not known."""
+    """Numbers of a run in one layout. `speed` is None if the device is not known.
+
+    Memory and messages are those of a rank of `stage`, the one that needs the most memory.
+    """
 
     config: Config
     layout: Layout
     axes: dict[str, int]
+    stage: int
     batches: dict[str, int]
     parameters: int
     lines: list[str]
@@ -84,19 +89,28 @@ class Plan:
 
 
 def make_plan(config: Config, layout: Layout, kept: Kept) -> Plan:
-    """Plan a run. Raises ConfigError where a real start does."""
+    """Plan a run, on a rank of the stage that needs the most memory.
+
+    Raises ConfigError where a real start does.
+    """
     trial = Trial(config, place(config, layout.ranks, layout.local_ranks), layout.device, kept)
-    parts = divide(trial)
-    states = measure_states(trial, parts, trial.is_sharded)
-    passes = run_passes(trial)
-    memory = list_memory(trial, parts, states, passes)
-    messages = list_messages(trial, parts, passes)
+    stages = [hold(trial, number) for number in range(len(trial.partition.blocks_of))]
+    states = [measure_states(trial, held.parts) for held in stages]
+    every = run_passes(trial)
+    tables = [list_memory(trial, *of_stage) for of_stage in zip(stages, states, every, strict=True)]
+    totals = [sum(row.num_bytes or 0 for row in rows) for rows in tables]
+    fullest = totals.index(max(totals))
+    memory, passes = tables[fullest], every[fullest]
+    messages = list_messages(trial, stages[fullest], passes)
     plan = trial.plan
     num_steps = trial.config.run.steps or trial.config.run.epochs * plan.steps_per_epoch
+    sizes = trial.mesh.sizes
+    device = layout.device
     return Plan(
         config=trial.config,
         layout=layout,
-        axes={"replicate": trial.mesh.replicate, "shard": trial.mesh.shard},
+        axes={axis: size for axis, size in sizes.items() if size > 1 or axis in DATA},
+        stage=fullest,
         batches={
             "global_batch": plan.global_batch,
             "micro_batch": trial.rows,
@@ -104,14 +118,14 @@ def make_plan(config: Config, layout: Layout, kept: Kept) -> Plan:
             "steps_per_epoch": plan.steps_per_epoch,
             "steps": num_steps,
         },
-        parameters=sum(p.numel() for p in trial.model.parameters()),
+        parameters=sum(p.numel() for p in trial.whole.values()),
         lines=startup.arithmetic(trial.config, plan, num_steps),
         notes=_list_notes(trial, passes),
         memory=memory,
         messages=messages,
-        checkpoint=_measure_checkpoint(trial, parts, states),
-        flops=passes.flops / trial.rows,
-        speed=estimate(trial, layout.device, memory, messages, passes) if layout.device else None,
+        checkpoint=_measure_checkpoint(trial, stages, states),
+        flops=trial.partition.flops or passes.flops / trial.rows,
+        speed=estimate(trial, device, memory, messages, every) if device else None,
         has_blocks=bool(trial.blocks),
     )
 
@@ -128,19 +142,25 @@ def _list_notes(trial: Trial, passes: Passes) -> list[str]:
     return notes
 
 
-def _measure_checkpoint(trial: Trial, parts: Parts, states: States) -> Checkpoint:
+def _measure_checkpoint(
+    trial: Trial, stages: Sequence[Held], states: Sequence[States]
+) -> Checkpoint:
     """Return the bytes of weights, optimizer state and moving average."""
-    everything: Parts = {p: p for p in parts}
-    whole = measure_states(trial, everything, False) if trial.is_sharded else states
-    # a parameter with two names is written twice
-    named = [p for _, p in trial.model.named_parameters(remove_duplicate=False)]
-    model = packing.size_of(trial.model.state_dict())
-    buffers = model - size_of(named)
-    total = model + whole.num_bytes
-    mine = buffers + size_of(parts[p] for p in named) + states.num_bytes
-    if trial.config.run.ema_decay is not None:
-        total += size_of(everything.values())
-        mine += size_of(parts.values())
-    if not trial.is_sharded or trial.config.checkpoint.sharded is False:
-        mine = total
-    return Checkpoint(total, mine, whole.source)
+    is_whole = len(stages) == 1 and not trial.is_sharded and trial.mesh.tensor == 1
+    whole = states[0] if is_whole else measure_states(trial, trial.whole)
+    has_average = trial.config.run.ema_decay is not None
+    weights = size_of(trial.whole.values())
+    every = [p for _, p in trial.model.named_parameters(remove_duplicate=False)]
+    buffers = packing.size_of(trial.model.state_dict()) - size_of(every)
+    total = buffers + (1 + has_average) * weights + whole.num_bytes
+    if is_whole or trial.config.checkpoint.sharded is False:
+        return Checkpoint(total, total, whole.source)
+    most = 0
+    for held, state in zip(stages, states, strict=True):
+        written = {p: part for p, part in held.parts.items() if p in held.written}
+        own = state if len(written) == len(held.parts) else measure_states(trial, written)
+        mine = own.num_bytes + (1 + has_average) * size_of(written.values())
+        if len(stages) == 1:
+            mine += buffers
+        most = max(most, mine)
+    return Checkpoint(total, most, whole.source)

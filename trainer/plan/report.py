@@ -75,7 +75,8 @@ def _memory(plan: Plan) -> Table:
         note = f"{device.name}: {show_bytes(device.room)} for tensors ({share})"
     at_least = "total" if plan.is_complete else "total, at least"
     rows.append((at_least, show_bytes(plan.total), source, note))
-    return _table(("memory of a rank", "bytes", "source", "note"), rows, ["bytes"])
+    where = f" of stage {plan.stage}" if "pipeline" in plan.axes else ""
+    return _table((f"memory of a rank{where}", "bytes", "source", "note"), rows, ["bytes"])
 
 
 def _messages(plan: Plan) -> Table:
@@ -101,6 +102,7 @@ def _speed(plan: Plan) -> list[str]:
         return ["time: give device=<name> for an estimate"] if plan.flops else []
     parts = [
         f"{_seconds(speed.compute_s)} computing",
+        *([f"{_seconds(speed.wait_s)} waiting for other stages"] if speed.wait_s else []),
         f"{_seconds(speed.communicate_s)} communicating",
         f"{_seconds(speed.update_s)} updating",
     ]
@@ -127,8 +129,8 @@ def _fit(plan: Plan, advice: Advice | None) -> list[str]:
         return [f"fits: {show_bytes(plan.total)} of {show_bytes(device.room)}"]
     line = f"does NOT fit: {show_bytes(plan.total)} of {show_bytes(device.room)}"
     if advice is None or advice.plan is None:
-        tried = "smaller micro-batches, hsdp, fsdp and strategy.recompute=blocks do not fit either"
-        return [f"{line}; {tried}: use more ranks, or a smaller model"]
+        tried = "smaller micro-batches, hsdp, fsdp, fsdp_tp and strategy.recompute=blocks"
+        return [f"{line}; {tried} do not fit either: use more ranks, or a smaller model"]
     command = entry.as_started(advice.command)
     return [line, f"this layout fits, with {show_bytes(advice.plan.total)}: {command}"]
 
@@ -154,6 +156,7 @@ def as_json(plan: Plan, disk_gb_s: float, advice: Advice | None) -> dict[str, An
         "precision": plan.config.strategy.precision,
         "mesh": plan.axes,
         "parameters": plan.parameters,
+        "stage": plan.stage,
         "batches": plan.batches,
         "memory": [asdict(row) for row in plan.memory],
         "total_bytes": plan.total,

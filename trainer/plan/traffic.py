@@ -13,10 +13,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer.data.order import split
-from trainer.plan.memory import ESTIMATED, MEASURED, Parts, size_of
+from trainer.data.order import counted, split
+from trainer.plan.counting import ALL_GATHER, ALL_REDUCE, reduced
+from trainer.plan.held import Held
+from trainer.plan.memory import ESTIMATED, MEASURED
 from trainer.plan.passes import Passes
 from trainer.plan.trial import Trial
+from trainer.strategy.mesh import COPIES, Mesh
+from trainer.strategy.sums import buckets
 from trainer.strategy.tree import nodes_of
 
 AGREED = 2  # values that ranks agree on with the gradients: weight of the batch, stop requests
@@ -24,7 +28,10 @@ AGREED = 2  # values that ranks agree on with the gradients: weight of the batch
 
 @dataclass(frozen=True)
 class Message:
-    """Collectives of one kind in a step: their number, and the bytes that a rank sends in all."""
+    """Collectives of one kind in a step: their number, and the bytes that a rank sends in all.
+
+    `axis` names the axes of the mesh along which the ranks differ, or "world".
+    """
 
     axis: str
     kind: str
@@ -34,24 +41,45 @@ class Message:
     note: str = ""
 
 
-def list_messages(trial: Trial, parts: Parts, passes: Passes) -> list[Message]:
-    """Return the collectives of a step."""
-    if trial.mesh.data_size == 1:
+def list_messages(trial: Trial, held: Held, passes: Passes) -> list[Message]:
+    """Return the messages of a step of a rank."""
+    if trial.mesh.size == 1:
         return []
-    if trial.is_sharded:
-        return [*_sharded(trial, parts), *_agreements(trial)]
     if trial.config.strategy.name == "exact":
-        return _exact(trial)
-    return _replicated(trial, passes)
+        return _exact(trial, held)
+    if not trial.mesh.is_divided:
+        return _replicated(trial, held, passes)
+    rows = _within(trial, passes)
+    if trial.is_sharded:
+        rows += _sharded(trial, held)
+    return [*rows, *_sums(trial, held), *_agreements(trial, held)]
 
 
-def _replicated(trial: Trial, passes: Passes) -> list[Message]:
+def name_axes(mesh: Mesh, *axes: str) -> str:
+    """Return the names of several axes, without those of size 1."""
+    return " x ".join(axis for axis in axes if mesh.sizes[axis] > 1)
+
+
+def _within(trial: Trial, passes: Passes) -> list[Message]:
+    """Return the messages of the divided layers and of the stages."""
+    count = trial.plan.accumulation
+    rows = []
+    for sent in passes.sent:
+        kind = sent.kind
+        if kind in (ALL_REDUCE, ALL_GATHER):
+            kind += " of keys and values" if sent.axis == "context" else " of activations"
+        note = f"{sent.count} x {counted(count, 'micro-batch', 'es')}"
+        rows.append(Message(sent.axis, kind, count * sent.count, count * sent.num_bytes, note=note))
+    return rows
+
+
+def _replicated(trial: Trial, held: Held, passes: Passes) -> list[Message]:
     size = trial.mesh.replicate
     trained = [p for p in trial.model.parameters() if p.requires_grad]
     itemsize = max(4, trial.precision.dtype.itemsize)
-    ride = (AGREED + _count_statistics(trial)) * itemsize
+    ride = (AGREED + _count_statistics(trial, held.buffers)) * itemsize
     sizes = [p.nbytes for p in trained]
-    sent = 2 * (size - 1) / size * (sum(sizes) + ride)
+    sent = reduced(sum(sizes) + ride, size)
     order = passes.gradients or sizes[::-1]
     buckets = count_buckets([ride, *order], trial.config.strategy.bucket_mb)
     hook = trial.config.strategy.comm_hook
@@ -73,59 +101,84 @@ def count_buckets(sizes: Sequence[int], bucket_mb: float) -> int:
     return count
 
 
-def _sharded(trial: Trial, parts: Parts) -> list[Message]:
-    shard = trial.mesh.shard
+def _sharded(trial: Trial, held: Held) -> list[Message]:
+    parts = held.parts
+    axis = name_axes(trial.mesh, "shard", "context")
     passes = trial.plan.accumulation
     gathers = passes * (2 if trial.config.strategy.reshard else 1)
-    units = trial.units
-    padded = [sum(parts[p].nbytes * shard for p in unit) for unit in units]
-    kept = [[p for p in unit if p.requires_grad] for unit in units]
-    trained = [sum(parts[p].nbytes * shard for p in unit) for unit in kept if unit]
-    factor = (shard - 1) / shard
-    note = f"{len(units)} units x {gathers // passes} x {passes} micro-batches"
+    padded = sum(parts[p].nbytes for unit in held.units for p in unit)
+    kept = [[p for p in unit if p.requires_grad] for unit in held.units]
+    trained = [sum(parts[p].nbytes for p in unit) for unit in kept if unit]
+    others = trial.num_shards - 1
+    each = counted(passes, "micro-batch", "es")
+    count, sums = gathers * len(held.units), passes * len(trained)
+    gathered, summed = gathers * others * padded, passes * others * sum(trained)
+    note = f"{len(held.units)} units x {gathers // passes} x {each}"
     rows = [
+        Message(axis, "all-gather of parameters", count, gathered, note=note),
         Message(
-            "shard",
-            "all-gather of parameters",
-            gathers * len(units),
-            gathers * factor * sum(padded),
-            note=note,
-        ),
-        Message(
-            "shard",
+            axis,
             "reduce-scatter of gradients",
-            passes * len(trained),
-            passes * factor * sum(trained),
-            note=f"{len(trained)} units x {passes} micro-batches",
+            sums,
+            summed,
+            note=f"{len(trained)} units x {each}",
         ),
     ]
-    copies = trial.mesh.replicate
-    if copies > 1:
-        local = size_of(parts[p] for unit in kept for p in unit)
-        sent = 2 * (copies - 1) / copies * local
+    if trial.mesh.replicate > 1:
+        sent = reduced(sum(trained), trial.mesh.replicate)
         rows.append(Message("replicate", "all-reduce of gradients", len(trained), sent))
     return rows
 
 
-def _agreements(trial: Trial) -> list[Message]:
-    size = trial.mesh.data_size
-    config = trial.config
-    scalars = [p for p in trial.model.parameters() if p.requires_grad and not p.dim()]
-    checked = 2 * config.strategy.find_unused_parameters
-    values = AGREED + checked + _count_statistics(trial) + 2
-    whole = values * torch.float64.itemsize + size_of(scalars)
-    count = 2 + bool(scalars)
-    sent = 2 * (size - 1) / size * whole
-    return [Message("world", "all-reduce of agreed values", count, sent)]
+def _sums(trial: Trial, held: Held) -> list[Message]:
+    """Return the sums of gradients at the end of a step, as trainer.strategy.sums takes them."""
+    mesh = trial.mesh
+    partial = trial.partial
+    members: dict[tuple[int, str, int], list[torch.Tensor]] = {}
+    for name, parameter in trial.model.named_parameters():
+        part = held.parts.get(parameter)
+        if part is None or not part.requires_grad:
+            continue
+        stages = len(trial.partition.stages.get(name, (0,)))
+        if not (trial.is_sharded and part.dim()):
+            key = (0, name_axes(mesh, *COPIES), mesh.num_parts(*COPIES))
+            members.setdefault(key, []).append(part)
+        if name in partial:
+            members.setdefault((1, "tensor", mesh.tensor), []).append(part)
+        members.setdefault((2, "pipeline", stages), []).append(part)
+    rows = []
+    most = int(trial.config.strategy.bucket_mb * 2**20)
+    for (_, axis, size), tensors in sorted(members.items()):
+        if size > 1:
+            count = sum(1 for _ in buckets(tensors, most))
+            widened = sum(t.numel() * max(4, t.itemsize) for t in tensors)
+            sent = reduced(widened, size)
+            rows.append(Message(axis, "all-reduce of gradients", count, sent))
+    return rows
 
 
-def _exact(trial: Trial) -> list[Message]:
+def _agreements(trial: Trial, held: Held) -> list[Message]:
+    mesh = trial.mesh
+    checked = 2 * trial.config.strategy.find_unused_parameters
+    others = checked + _count_statistics(trial, held.buffers)
+    copies = mesh.num_parts(*COPIES)
+    apart = bool(others) and 1 < copies < mesh.size
+    whole = (AGREED + 2 + others * (copies == mesh.size)) * torch.float64.itemsize
+    sent = reduced(whole, mesh.size)
+    rows = [Message("world", "all-reduce of agreed values", 2, sent)]
+    if apart:
+        size = reduced(others * torch.float64.itemsize, copies)
+        rows.append(Message(name_axes(mesh, *COPIES), "all-reduce of agreed values", 1, size))
+    return rows
+
+
+def _exact(trial: Trial, held: Held) -> list[Message]:
     size = trial.mesh.replicate
     leaves = trial.config.data.global_batch // trial.rows
     vectors = len(nodes_of(*split((0, leaves), size, 0)))
     trained: list[nn.Parameter] = [p for p in trial.model.parameters() if p.requires_grad]
     itemsize = max(4, trial.precision.dtype.itemsize)
-    length = sum(p.numel() for p in trained) + AGREED + _count_statistics(trial)
+    length = sum(p.numel() for p in trained) + AGREED + _count_statistics(trial, held.buffers)
     each = -(-length // size) * itemsize * (size - 1)
     return [
         Message("replicate", "all-to-all of gradients", 1, vectors * each),
@@ -133,8 +186,9 @@ def _exact(trial: Trial) -> list[Message]:
     ]
 
 
-def _count_statistics(trial: Trial) -> int:
-    """Return the number of running statistics: of BatchNorm, as the usual ones."""
+def _count_statistics(trial: Trial, buffers: Sequence[torch.Tensor]) -> int:
+    """Return the number of running statistics among buffers: of BatchNorm, as the usual ones."""
+    known = set(buffers)
     layers = [module for module in trial.model.modules() if isinstance(module, _BatchNorm)]
     means = [layer.running_mean for layer in layers if layer.running_mean is not None]
-    return 2 * sum(mean.numel() for mean in means)
+    return 2 * sum(mean.numel() for mean in means if mean in known)

@@ -6,6 +6,8 @@ no memory. Unlike tensors of the meta device they choose the kernels of a CPU, u
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,12 +30,23 @@ from trainer.distributed.world import World
 from trainer.draws.mode import Draws
 from trainer.engine.precision import Precision, choose_precision, is_bf16_native
 from trainer.errors import ConfigError
+from trainer.plan.counting import Note, count_groups, unnoticed
 from trainer.plan.devices import Device
-from trainer.setup import check_layout, list_blocks, make_model, try_optimizer
-from trainer.strategy.base import call, convert, find_strategy
+from trainer.setup import (
+    check_layout,
+    check_step,
+    collate_of,
+    list_blocks,
+    make_model,
+    try_optimizer,
+)
+from trainer.strategy.base import Blueprint, call, convert, find_strategy
 from trainer.strategy.batchnorm import normalize_groups
-from trainer.strategy.handover import inner_first
+from trainer.strategy.context import Context
+from trainer.strategy.handover import Values
 from trainer.strategy.mesh import Mesh
+from trainer.strategy.partition import Partition
+from trainer.strategy.tensor_plan import Cut, divide_sequence
 from trainer.trainer import Finished
 
 NUM_READ = 2  # examples that are really read, for the shapes of a micro-batch
@@ -56,7 +69,9 @@ class Kept:
 class Trial:
     """A run as rank 0 of `world` would have it. `notes` are lines to show.
 
-    `model` and `batch` are fake tensors of `mode`. Raises ConfigError where a real start does.
+    `model` and `batch` are fake tensors of `mode`; the model is divided as the tensor plan says.
+    `partial` are the parameters whose gradients the ranks of the tensor axis have in parts. `whole`
+    maps the parameters to the undivided ones. Raises ConfigError where a real start does.
     """
 
     def __init__(self, config: Config, world: World, device: Device | None, kept: Kept):
@@ -66,21 +81,21 @@ class Trial:
         self.world = world
         self._check()
         config = self.config
-        kind = find_strategy(config.strategy.name)
+        kind = find_strategy(config.strategy)
         self.kind = kind
         self.mesh = Mesh.of(config.strategy.mesh, world)
         self.is_sharded = self.mesh.shard > 1
+        self.num_shards = self.mesh.num_parts("shard", "context")
         self.precision = Precision(config.strategy.precision, torch.device("cpu"))
         self.draws = Draws(
             config.run.seed, torch.device("cpu"), kind.draws_by_example(config, world)
         )
-        if kept.dataset is None:
-            kept.dataset = self.task.build_dataset("train")
-            check_dataset(kept.dataset, "train", config.data.path)
-        self.dataset = kept.dataset
+        self.dataset = kept.dataset = kept.dataset or self._open_data()
         self.plan = self._plan_batches()
         first, last = self.plan.micro_batches(0)[0]
         self.rows = last - first
+        if config.data.micro_batch == "auto":
+            self.notes.append(f"data.micro_batch=auto: planned with {self.rows}, as if all fit")
         model = self._build()
         self.task._run = Finished(model, 0, None)  # hooks may use task.model
         few = self._read_examples()
@@ -89,9 +104,24 @@ class Trial:
                 call(model.to(self.precision.dtype), few[0])
         self.mode = kept.mode
         self.batch: MicroBatch = self._expand(few)
+        self.context: Context | None = None
+        self._note: Note = unnoticed
+        self.blocks = list_blocks(self.task, model)
+        self.partition = self._divide(model, few[0])
+        self.partial = self.partition.partial  # while its model has the parameters that it knows
+        cuts = [self.partition.cuts.get(p) for p in model.parameters()]
         self.model = self._without_values(model)
-        self.blocks = list_blocks(self.task, self.model)
-        self.units = self._divide()
+        every = zip(self.model.parameters(), cuts, strict=True)
+        self.whole = {p: self._whole(p, cut) for p, cut in every}
+
+    @contextmanager
+    def noting(self, note: Note) -> Iterator[None]:
+        """Call `note` during the block with what the groups of divided layers would send."""
+        self._note = note
+        try:
+            yield
+        finally:
+            self._note = unnoticed
 
     @property
     def is_data_resident(self) -> bool:
@@ -129,6 +159,12 @@ class Trial:
         self.config = self.task.config
         self.task.world = self.world  # hooks that build something place it on the CPU
 
+    def _open_data(self) -> Any:
+        self.task.prepare()
+        dataset = self.task.build_dataset("train")
+        check_dataset(dataset, "train", self.config.data.path)
+        return dataset
+
     def _plan_batches(self) -> BatchPlan:
         size = self.config.data.global_batch
         num_examples = len(self.dataset)
@@ -143,10 +179,11 @@ class Trial:
         """Return a micro-batch of a few real examples, as a run prepares it on the CPU."""
         config = self.config
         cpu = torch.device("cpu")
-        self._source = Source(self.dataset, "train", config.data, config.run.seed, cpu)
+        collate = collate_of(self.task)
+        self._source = Source(self.dataset, "train", config.data, config.run.seed, cpu, collate)
         to_model = partial(convert, self.precision, config.strategy.channels_last)
         methods = (self.task.split_batch, self.task.augment, to_model)
-        prepare = Preparation(*methods, config.run.seed, cpu, self.draws)
+        prepare = Preparation(*methods, config.run.seed, cpu, self.draws, collate)
         indices = torch.arange(min(NUM_READ, len(self.dataset)))
         piece = self._source.open(IndexSampler()).read(indices)
         return prepare(piece, "train", 0, 0, 0)
@@ -189,31 +226,55 @@ class Trial:
         vars(made).update(vars(tensor))  # such as a mark for the optimizer
         return made
 
+    def _whole(self, part: nn.Parameter, cut: Cut | None) -> nn.Parameter:
+        if cut is None:
+            return part
+        with self.mode:
+            return nn.Parameter(torch.empty(cut.shape, dtype=part.dtype), part.requires_grad)
+
     def _expand(self, few: MicroBatch) -> MicroBatch:
         """Return the examples as fake tensors with the rows of a micro-batch."""
 
         def expand(tensor: torch.Tensor) -> torch.Tensor:
             shape = list(tensor.shape)
-            if shape:
-                shape[0] = shape[0] * self.rows // num_read
-            return torch.empty(shape, dtype=tensor.dtype)
+            if not shape:
+                return torch.empty(shape, dtype=tensor.dtype)
+            rows = shape[0] * self.rows // num_read
+            if not tensor.stride(0):  # all rows share their memory
+                return torch.empty(shape[1:], dtype=tensor.dtype).expand(rows, *shape[1:])
+            return torch.empty([rows, *shape[1:]], dtype=tensor.dtype)
 
         num_read = min(NUM_READ, len(self.dataset))
         with self.mode:
             return tree_map_only(torch.Tensor, expand, few)
 
-    def _divide(self) -> list[list[nn.Parameter]]:
-        """Return the parameters of each unit of FSDP: of each block, then of the rest."""
-        seen: set[nn.Parameter] = set()
-        units = []
-        for module in (
-            [*inner_first(self.model, self.blocks), self.model] if self.is_sharded else ()
-        ):
-            own = [p for p in module.parameters() if p not in seen and p.dim()]
-            seen.update(own)
-            if own:
-                units.append(own)
-        return units
+    def _divide(self, model: nn.Module, inputs: Any) -> Partition:
+        """Apply the tensor plan to a model, and find its stages."""
+        check_step(self.task, self.mesh)
+        if self.mesh.divides_model:
+            Values(model, self.world, self.precision.dtype)  # which takes them out of the model
+        groups = count_groups(self.mesh, lambda *sent: self._note(*sent))
+        if self.mesh.context > 1:
+            self.context = Context(groups["context"])
+        rows = 2 * (self.config.norm_rows or 1)
+
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[torch.arange(rows) % len(tensor)] if tensor.dim() else tensor
+
+        blueprint = Blueprint(
+            config=self.config,
+            world=self.world.with_groups(groups),
+            precision=self.precision,
+            model=model,
+            blocks=self.blocks,
+            tensor_plan=self.task.tensor_plan() if self.mesh.tensor > 1 else {},
+            draws=self.draws,
+            sample=lambda: tree_map_only(torch.Tensor, take, inputs),
+        )
+        made = Partition(blueprint, self.mesh, self.context, self.config.run.compile)
+        for numbers in made.blocks_of if self.config.strategy.sequence else ():
+            divide_sequence([self.blocks[number] for number in numbers], groups["tensor"])
+        return made
 
 
 def place(config: Config, ranks: int, local_ranks: int) -> World:

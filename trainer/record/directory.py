@@ -19,6 +19,7 @@ from trainer.record import lease
 METRICS = "metrics.jsonl"
 EXIT = "exit.json"
 CONFIG = "config.yaml"
+BAD_STEP = "bad_step"  # in metrics.jsonl: why a step was skipped
 _FILES = (CONFIG, EXIT, METRICS, lease.NAME)
 _FOLDERS = ("checkpoints", "tensorboard")
 

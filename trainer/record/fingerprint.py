@@ -29,13 +29,18 @@ def of_start(config: Config, task: type) -> dict[str, Any]:
     facts["torch's version"] = torch.__version__
     facts["Lockstep's version"] = trainer.__version__
     facts["the default dtype"] = str(torch.get_default_dtype())
-    facts["the code of trainer"] = _package_digest()
+    return facts | {f"the code of {name}": digest for name, digest in of_code(task).items()}
+
+
+def of_code(task: type) -> dict[str, str]:
+    """Return digests of Lockstep and of the files that define the task's classes, by module."""
+    digests = {"trainer": _package_digest()}
     for base in task.__mro__:
         module = base.__module__
         is_known = module.startswith(("trainer.", "builtins"))
         if not is_known or module.startswith("trainer.tasks."):
-            facts[f"the code of {module}"] = _module_digest(base)
-    return facts
+            digests[module] = _module_digest(base)
+    return digests
 
 
 def of_machine(world: World) -> dict[str, str]:
@@ -71,9 +76,9 @@ def of_built(datasets: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 def check_data(datasets: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise CheckpointError if the data differs from that of the run to resume."""
     current = of_data(datasets)
-    for split, facts in saved.items():
-        for name, value in facts.items():
-            own = current.get(split, {}).get(name)
+    for split in [split for split in saved if split in current]:
+        for name, value in saved[split].items():
+            own = current[split].get(name)
             if own != value:
                 had = f"the {split} data has {name} {own}, the run to resume had {value}"
                 raise CheckpointError(f"{had}: resume with the same data, or start a new run")

@@ -18,8 +18,9 @@ from trainer.record.console import Console
 from trainer.record.directory import CONFIG, read_evaluation
 from trainer.record.lease import Lease
 from trainer.record.metrics import RecordFiles
-from trainer.record.record import Record
+from trainer.record.record import Record, Sink
 from trainer.record.resume import Origin, take
+from trainer.record.services import open_services
 from trainer.record.trackers import TensorBoard
 from trainer.strategy.base import Strategy
 
@@ -100,11 +101,14 @@ def _open(
     mail: Mail,
 ) -> Opened:
     console = Console(step)
-    disk = Disk(directory, config.checkpoint, console.say)
+    keep = replace(config.checkpoint, best_metric=config.best_metric, best_mode=config.best_mode)
+    disk = Disk(directory, keep, console.say)
     files = RecordFiles(directory, step, disk, lease, console.say)
-    board = TensorBoard(directory, step, origin.is_resumed, config.log, disk)
-    record = Record([console, board, files])
-    saver = DiskSaver(directory, config.checkpoint, disk, lease.check, record.flush, mail)
+    sinks: list[Sink] = [console, files, *open_services(config, directory, step, console.say)]
+    if "tensorboard" in config.log.trackers:
+        sinks.append(TensorBoard(directory, step, origin.is_resumed, config.log, disk))
+    record = Record(sinks)
+    saver = DiskSaver(directory, keep, disk, lease.check, record.flush, mail)
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best
     evaluation = read_evaluation(directory, step)
     warnings = startup.lack_of_room(directory, strategy.module, kept)

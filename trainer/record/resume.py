@@ -140,7 +140,7 @@ def _number(directory: Path) -> int:
     return number if isinstance(number, int) else 0
 
 
-def find_checkpoint(config: Config, resume: str | None) -> Origin:
+def find_checkpoint(config: Config, resume: str | None, key: str = "run.resume") -> Origin:
     """Find the run or checkpoint at a path, without taking over the run.
 
     Raises ConfigError if there is none.
@@ -152,8 +152,9 @@ def find_checkpoint(config: Config, resume: str | None) -> Origin:
         return Origin(checkpoint=path, source=path.resolve().parent.parent)
     if transaction.steps(path / "checkpoints"):
         return Origin(source=path)
-    allowed = "give auto, a run directory, or a directory step-<number> in its checkpoints"
-    raise ConfigError(f"run.resume={resume}: no checkpoint there; {allowed}")
+    auto = "auto, " * (key == "run.resume")
+    allowed = f"give {auto}a run directory, or a directory step-<number> in its checkpoints"
+    raise ConfigError(f"{key}={resume}: no checkpoint there; {allowed}")
 
 
 def find_previous_attempt(config: Config, launcher: Launcher) -> Origin | None:
@@ -185,8 +186,13 @@ def find_previous_attempt(config: Config, launcher: Launcher) -> Origin | None:
 
 
 def identify(config: Config, launcher: Launcher) -> str:
-    """Identify the launch and its command: a SLURM job may run several."""
-    return f"{launcher.job}/{hashlib.sha256(to_yaml(config).encode()).hexdigest()[:12]}"
+    """Identify the launch and its command: a SLURM job may run several.
+
+    It is known before the task is, whose `Options` may give further settings.
+    """
+    options = {n: v for n, v in config.task.options.items() if n not in config.implied}
+    given = to_yaml(replace(config, task=replace(config.task, options=options)))
+    return f"{launcher.job}/{hashlib.sha256(given.encode()).hexdigest()[:12]}"
 
 
 def roll_back(directory: Path, begun: Origin) -> Origin:

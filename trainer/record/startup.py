@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,53 @@ from trainer.strategy.mesh import Mesh
 
 RANK_COLUMNS = ("rank", "local_rank", "node", "host", "pid", "device")
 MOST_RANKS = 16
+MOST_PICTURED = 64
+STOPPED = 75  # EX_TEMPFAIL: stopped after a checkpoint was published, to be resumed
+
+
+@dataclass
+class Summary:
+    """Result of `fit`, the same on every rank."""
+
+    directory: Path
+    step: int
+    metrics: dict[str, float]
+    best: float | None
+    best_step: int | None
+    seconds: float
+    examples_per_s: float
+    flops_per_s: float
+    exit_code: int
 
 
 def rank_columns(mesh: Mesh) -> tuple[str, ...]:
     """Return the columns of the table of ranks; those of the mesh only if it divides the model."""
-    return (*RANK_COLUMNS, "copy", "shard") if mesh.shard > 1 else RANK_COLUMNS
+    return (*RANK_COLUMNS, *_divided(mesh))
+
+
+def _divided(mesh: Mesh) -> list[str]:
+    """Return the axes to show: none if every rank has the whole model."""
+    return [axis for axis, size in mesh.sizes.items() if size > 1] if mesh.is_divided else []
+
+
+def picture(mesh: Mesh) -> list[str]:
+    """Return the lines of a table of the ranks, with the innermost axis across."""
+    axes = _divided(mesh)
+    if len(axes) < 2 or mesh.size > MOST_PICTURED:
+        return []
+    across = axes[-1]
+    step = mesh.sizes[across]
+    names = [
+        ", ".join(f"{a} {mesh.coordinates(r)[a]}" for a in axes[:-1])
+        for r in range(0, mesh.size, step)
+    ]
+    width = max(map(len, names))
+    heads = [f"{across} {number}" for number in range(step)]
+    lines = [" " * width + "  " + "  ".join(heads)]
+    for name, first in zip(names, range(0, mesh.size, step), strict=True):
+        cells = [f"rank {first + n}".ljust(len(head)) for n, head in enumerate(heads)]
+        lines.append(f"{name.ljust(width)}  {'  '.join(cells).rstrip()}")
+    return lines
 
 
 def describe_rank(world: World, mesh: Mesh | None = None) -> str:
@@ -36,8 +79,8 @@ def describe_rank(world: World, mesh: Mesh | None = None) -> str:
     devices = ",".join(map(str, world.devices))
     row: tuple[Any, ...]
     row = (world.rank, world.local_rank, world.node_rank, world.host, world.pid, devices)
-    if mesh is not None and mesh.shard > 1:
-        row += (f"{mesh.replica + 1}/{mesh.replicate}", f"{mesh.shard_rank + 1}/{mesh.shard}")
+    if mesh is not None:
+        row += tuple(str(mesh[axis]) for axis in _divided(mesh))
     return "\t".join(map(str, row))
 
 
@@ -100,16 +143,21 @@ def arithmetic(config: Config, plan: BatchPlan, num_steps: int) -> list[str]:
     else:
         run = f"run: {counted(config.run.epochs, 'epoch')} x {per_epoch:,} = {total}"
     quotient = f"{plan.num_examples:,} // {plan.global_batch:,} = {counted(per_epoch, 'step')}"
-    return [_cut(plan), f"epoch: {quotient}; {dropped}", run]
+    mesh = config.strategy.mesh
+    are_shared = any(size != 1 for size in (mesh.pipeline, mesh.context, mesh.tensor))
+    ranks = (
+        counted(plan.ranks, "group") + " of ranks" if are_shared else counted(plan.ranks, "rank")
+    )
+    return [_cut(plan, ranks), f"epoch: {quotient}; {dropped}", run]
 
 
-def _cut(plan: BatchPlan) -> str:
+def _cut(plan: BatchPlan, ranks: str) -> str:
     """Return the line that shows how a global batch is split over ranks and micro-batches."""
     units, larger = divmod(plan.global_batch // plan.unit, plan.ranks * plan.accumulation)
     size = units * plan.unit
     rows = f"{size} or {size + plan.unit}" if larger else str(size)
     each = f"{counted(plan.accumulation, 'micro-batch', 'es')} of {rows} rows"
-    return f"global batch: {plan.global_batch:,} rows = {counted(plan.ranks, 'rank')} x {each}"
+    return f"global batch: {plan.global_batch:,} rows = {ranks} x {each}"
 
 
 def describe_data(split: str, dataset: Any) -> str:
@@ -149,8 +197,14 @@ def lack_of_room(directory: Path, model: nn.Module, kept: int) -> list[str]:
     return [f"warning: {directory}: {count}; {free / 1e6:,.0f} MB are free; {advice}"]
 
 
-def resumed(config: Config, manifest: Manifest | None, world: World, num_steps: int) -> list[str]:
-    """Return the lines with the step of a resume and the changes of settings and machine."""
+def resumed(
+    config: Config,
+    manifest: Manifest | None,
+    world: World,
+    num_steps: int,
+    code: Mapping[str, str],
+) -> list[str]:
+    """Return the lines with the step of a resume and the changes of settings, machine and code."""
     if manifest is None:
         is_asked = config.run.resume == "auto"
         return ["run.resume=auto: found no checkpoint; starting at step 0"] if is_asked else []
@@ -159,6 +213,9 @@ def resumed(config: Config, manifest: Manifest | None, world: World, num_steps: 
     for name, now in fingerprint.of_machine(world).items():
         if (then := manifest.machine.get(name, now)) != now:
             lines.append(f"changed at this resume: {name}: {then} -> {now}")
+    for name, digest in code.items():
+        if (then := manifest.code.get(name, digest)) != digest:
+            lines.append(f"changed at this resume: the code of {name}: {then} -> {digest}")
     ours = config.flat()
     keys = [key for key in {**saved, **ours} if ours.get(key) != saved.get(key)]
     for key in keys:
@@ -169,13 +226,17 @@ def resumed(config: Config, manifest: Manifest | None, world: World, num_steps: 
     return lines
 
 
-def next_command(config: Config, world: World, directory: Path, is_stopped: bool) -> str:
+def next_command(
+    config: Config, world: World, directory: Path, is_stopped: bool, ended_by: str
+) -> str:
     """Return the line with the command to resume a stopped run or train a finished one longer."""
     command = _resume_command(world, directory)
     if is_stopped:
         return f"resume with: {command}"
     steps = config.run.steps
     more = f"run.steps={2 * steps}" if steps else f"run.epochs={2 * config.run.epochs}"
+    if "run.stop_after_evals" in ended_by:
+        more = "run.stop_after_evals=null"
     return f"train longer with: {command} {more}"
 
 
@@ -195,13 +256,17 @@ def _resume_command(world: World, directory: Path) -> str:
 
 
 def ending(
-    summary: Any, num_steps: int, trained: int, metric: str, signal: str | None, place: Path
+    summary: Summary, num_steps: int, trained: int, metric: str, why: str, place: Path
 ) -> list[str]:
-    """Return the last lines of a run: its end, its metrics and speed, and its files in `place`."""
+    """Return the last lines of a run: its end, its metrics and speed, and its files in `place`.
+
+    `why` is the reason of an end before the last step.
+    """
+    at = f"at step {summary.step:,} of {num_steps:,}"
     if summary.exit_code:
-        by = signal or "a signal to another rank"
-        at = f"at step {summary.step:,} of {num_steps:,}"
-        lines = [f"stopped by {by} {at}; the state is saved"]
+        lines = [f"stopped by {why} {at}; the state is saved"]
+    elif why:
+        lines = [f"{'ended' if trained else 'nothing left to do: the run ended'} {at}: {why}"]
     elif not trained:
         done = f"the run is finished at step {num_steps:,}"
         lines = [f"nothing left to do: {done}; raise run.epochs or run.steps to continue"]
@@ -216,7 +281,8 @@ def ending(
         speed = f"{summary.examples_per_s:,.0f} examples/s, {flops}"
         lines.append(f"trained {counted(trained, 'step')} in {summary.seconds:.1f} s, {speed}")
     lines.append(f"files: {place}/metrics.jsonl, {place}/checkpoints")
-    lines.append(f"curves: tensorboard --logdir {place}/tensorboard")
+    if (summary.directory / "tensorboard").is_dir():
+        lines.append(f"curves: tensorboard --logdir {shlex.quote(f'{place}/tensorboard')}")
     return lines
 
 

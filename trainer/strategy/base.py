@@ -6,8 +6,10 @@ To `rehearse` is to run forward and backward once before the first step and undo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -22,12 +24,13 @@ from torch.utils._pytree import tree_map_only
 from trainer.config.schema import Config
 from trainer.config.schema import Strategy as Settings
 from trainer.data.batches import MicroBatch, count_rows
-from trainer.data.order import Cut, Leaves
+from trainer.data.order import Cut, Leaves, counted
 from trainer.distributed.group import Group
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.strategy.batchnorm import normalize_groups, synchronize
-from trainer.strategy.mesh import Mesh
+from trainer.strategy.mesh import Mesh, is_divided
+from trainer.strategy.placement import place_blocks
 from trainer.strategy.recompute import Recomputed, recompute
 from trainer.strategy.rehearsal import FlopCounter
 from trainer.strategy.shards import Shard, Source, check_model, read_whole
@@ -39,6 +42,8 @@ class Precision(Protocol):
 
     dtype: torch.dtype
 
+    @property
+    def wide(self) -> torch.dtype: ...
     def autocast(self) -> AbstractContextManager: ...
     def cast(self, tree: Any) -> Any: ...
     def root(self, total: torch.Tensor, factor: float) -> torch.Tensor: ...
@@ -48,12 +53,13 @@ class Objective(Protocol):
     """A loss as strategies use it: (outputs, targets) -> (sum to differentiate, carried values).
 
     The gradient of the sum is multiplied by `scale`. Carried values are summed over the ranks
-    together with the gradients.
+    together with the gradients. `absent` returns those of a rank without outputs.
     """
 
     @property
     def scale(self) -> float: ...
     def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def absent(self) -> torch.Tensor: ...
 
 
 class MicroBatches(Protocol):
@@ -63,15 +69,45 @@ class MicroBatches(Protocol):
     def __iter__(self) -> Iterator[MicroBatch]: ...
 
 
+class Draws(Protocol):
+    """Random draws by example, which the ranks with the same rows share (trainer/draws/mode.py)."""
+
+    @property
+    def is_on(self) -> bool: ...
+    def position(self) -> int: ...
+    def advance(self, position: int) -> None: ...
+    def watch(self, compute: Callable[[], Any], rows: int) -> list[tuple[str, Any]]: ...
+    def divide(self, cuts: list[tuple[tuple[int, int, int], ...]]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model, and the task's description of its parts: a strategy is built from it.
+
+    `sample` returns the inputs of a few rows.
+    """
+
+    config: Config
+    world: World
+    precision: Precision
+    model: nn.Module
+    blocks: Sequence[nn.Module]
+    tensor_plan: Mapping[str, str]
+    draws: Draws
+    sample: Callable[[], Any]
+
+
 class Strategy(ABC):
     """A model trained over all ranks. `module` is the user's model without any wrapper.
 
-    `flops` is the number of floating-point operations per example, forward and backward.
+    `structure` is that model with the shapes of the whole, whatever this rank has of it. `flops` is
+    the number of floating-point operations per example, forward and backward.
     """
 
     takes_device_ids = False
     takes_comm_hook = False
-    takes_shards = False  # of the model: strategy.mesh.shard
+    takes_mesh = False  # with axes that divide the model
+    on_mesh = ""  # name of the strategy that takes its place on such a mesh
     builds_on_rank_0 = False  # the model, and only its structure on other ranks
     averages = True  # gradients over the ranks, instead of adding them up
     of_the_run: tuple[str, ...] = ()  # settings that are layout under other strategies
@@ -87,14 +123,15 @@ class Strategy(ABC):
         if block.comm_hook != "none" and not cls.takes_comm_hook:
             why = f"strategy={block.name} takes no comm hook; use ddp"
             raise ConfigError(f"strategy.comm_hook={block.comm_hook}: {why}")
-        if Mesh.of(block.mesh, world).shard > 1 and not cls.takes_shards:
-            why = f"strategy={block.name} has the whole model on each rank; use strategy=fsdp"
-            raise ConfigError(f"strategy.mesh.shard={block.mesh.shard}: {why}")
+        mesh = Mesh.of(block.mesh, world)
+        if not cls.takes_mesh and mesh.is_divided:
+            why = f"strategy={block.name} has the whole model on each rank; leave strategy out"
+            raise ConfigError(f"strategy.mesh: {mesh}: {why}")
 
     @classmethod
     def cut(cls, config: Config) -> Cut:
         """Return the rules for splitting a global batch."""
-        return Cut(config.norm_rows or 1, config.data.micro_batch)
+        return Cut(config.norm_rows or 1, config.data.most_rows)
 
     @classmethod
     def draws_by_example(cls, config: Config, world: World) -> bool:
@@ -133,36 +170,24 @@ class Strategy(ABC):
         return range(world.local_rank * each, (world.local_rank + 1) * each)
 
     @classmethod
-    def build(
-        cls,
-        config: Config,
-        world: World,
-        precision: Precision,
-        model: nn.Module,
-        blocks: Sequence[nn.Module] = (),
-    ) -> Strategy:
+    def build(cls, blueprint: Blueprint) -> Strategy:
         """Build the strategy around a model; a subclass may return a simpler strategy."""
-        return cls(config, world, precision, model, blocks)
+        return cls(blueprint)
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        precision: Precision,
-        model: nn.Module,
-        blocks: Sequence[nn.Module] = (),
-    ):
+    def __init__(self, blueprint: Blueprint):
         """Move the model to the device and convert it, which is enough for evaluation.
 
-        `blocks` are the modules that the task names. Raises ConfigError for a model without
-        trainable parameters.
+        Raises ConfigError for a model without trainable parameters.
         """
-        self.blocks = blocks
+        config, world, model = blueprint.config, blueprint.world, blueprint.model
+        self.blueprint = blueprint
+        self.blocks = blueprint.blocks
         self.config = config.strategy
         self.world = world
-        self.precision = precision
+        self.precision = blueprint.precision
         self.mesh = Mesh.of(config.strategy.mesh, world)
         self.flops = 0.0
+        self._places: list[torch.device] = []
         self._is_compiled = config.run.compile
         rows = config.data.global_batch / (self.mesh.data_size if self.averages else 1)
         is_mean = config.norm_rows is not None or self.cut(config).is_fixed
@@ -171,20 +196,24 @@ class Strategy(ABC):
         self._parameters: list[nn.Parameter] = []
         self._kinds: list[list[nn.Parameter]] = []
         if self.config.sync_batchnorm and self.mesh.data_size > 1:
-            model = synchronize(model, world.device)
+            model = synchronize(model, world.device, self._data_group)
         if config.norm_rows is not None:
             normalize_groups(model, config.norm_rows)
-        recompute(model, self.config.recompute, blocks)
+        recompute(model, self.config.recompute, self.blocks)
+        self.structure = model
         self.module = self._place(model)
         self._list_parameters()
-        if not self._parameters:
+        if not any(p.requires_grad for p in self.structure.parameters()):
             raise ConfigError("build_model returned a model without trainable parameters")
 
     def _place(self, model: nn.Module) -> nn.Module:
         """Convert a model to the run's dtype and memory format, and move it to the device."""
         model.to(dtype=self.precision.dtype)
-        if self.config.devices_per_rank == 1:  # otherwise the model placed its parts itself
+        is_here = all(p.device.type == "cpu" for p in model.parameters())
+        if self.config.devices_per_rank == 1:
             model.to(self.world.device)
+        elif self.blocks and is_here:  # otherwise the model placed its parts itself
+            self._places = place_blocks(model, self.blocks, self.world.devices)
         if self.config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model
@@ -201,9 +230,20 @@ class Strategy(ABC):
         """
 
     def forward(self, inputs: Any) -> Any:
-        """Compute outputs for evaluation; every rank must call it equally often."""
+        """Compute outputs for evaluation; every rank must call it equally often.
+
+        They are those of the whole rows on the ranks where `mesh.is_counted`.
+        """
         with self.precision.autocast():
             return call(self.module, inputs)
+
+    def compute(self, inputs: Any, targets: Any, loss: Callable[[Any, Any], Any]) -> None:
+        """Compute a loss as in training, without gradients or any other effect than random draws.
+
+        Every rank must call it equally often.
+        """
+        with self.precision.autocast():
+            loss(call(self.module, inputs), targets)
 
     def reduce(
         self, found_inf: torch.Tensor, wants_norm: bool
@@ -227,15 +267,15 @@ class Strategy(ABC):
 
     def list_remarks(self, is_resumed: bool) -> list[str]:
         """Return lines about this strategy to print at the start of a run."""
-        return []
+        if not self._places:
+            return []
+        counts = Counter(map(str, self._places))
+        placed = ", ".join(f"{counted(n, 'block')} on {device}" for device, n in counts.items())
+        return [f"devices of this rank: {placed}; the rest on {self.world.device}"]
 
     def adopt(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Make an optimizer step this rank's parts, and return those of `parameters` it updates."""
         return [p for group in optimizer.param_groups for p in group["params"]]
-
-    def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name and all values of each parameter. A collective, as is each item."""
-        yield from self.parameters.items()
 
     def names(self) -> dict[torch.Tensor, str]:
         """Return the name of each of `parameters`."""
@@ -249,9 +289,9 @@ class Strategy(ABC):
         """Free what was gathered in a forward pass without backward, or before new values."""
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Let each rank run the model on its own during the block, as often as it likes."""
-        yield
+    def whole(self) -> Iterator[nn.Module]:
+        """Yield a model that each rank may run on its own in the block, as often as it likes."""
+        yield self.module
 
     def gradients(self) -> list[torch.Tensor]:
         return [gradient for p in self._parameters if (gradient := p.grad) is not None]
@@ -290,8 +330,12 @@ class Strategy(ABC):
 
         Raises CheckpointError, naming the first difference, if the state is of another model.
         """
-        check_model(self.shards(), source.shapes())
-        self.module.load_state_dict({**read_whole(source), **extra})
+        built = tensors_of(self.module)
+        check_model(built, source.shapes())
+        saved = read_whole(source)
+        same = {id(tensor): saved[name] for name, tensor in built.items() if name in saved}
+        values = {name: same[id(tensor)] for name, tensor in built.items()}
+        self.module.load_state_dict({**values, **extra})
 
     def _list_parameters(self) -> None:
         """List this rank's parts of the parameters: here the parameters themselves."""
@@ -306,15 +350,21 @@ class Strategy(ABC):
         self._kinds = list(kinds.values())
 
     def _any_rank(self, flags: list[bool]) -> list[bool]:
-        """Return the flags that are True on any rank.
+        """Return the flags that are True on any rank with the same part of the model.
 
         Collective: every rank must call it.
         """
-        if self.mesh.data_size == 1:
+        if self.mesh.data_size == 1 or not flags:
             return flags
         agreed = torch.tensor(flags, dtype=torch.uint8, device=self.world.device)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._data_group)
         return agreed.bool().tolist()
+
+    @property
+    def _data_group(self) -> dist.ProcessGroup | None:
+        """The ranks with rows of their own and the same part of the model; None for all ranks."""
+        groups = self.world.groups
+        return groups["data"].group if groups and self.mesh.data_size < self.mesh.size else None
 
     def _check_reached(self) -> None:
         """Raise ConfigError naming a parameter without a gradient."""
@@ -346,15 +396,27 @@ class Strategy(ABC):
                 module.forward = torch.compile(module.forward)
 
 
-def find_strategy(name: str) -> type[Strategy]:
-    """Return the strategy of trainer/strategy/<name>.py. Raises ConfigError if there is none."""
+def find_strategy(settings: Settings) -> type[Strategy]:
+    """Return the strategy of trainer/strategy/<name>.py, or the one that it needs for the mesh.
+
+    Raises ConfigError if there is none.
+    """
+    name = settings.name
     module = f"trainer.strategy.{name}"
     if not name.isidentifier() or find_spec(module) is None:
         raise ConfigError(f"strategy.name={name}: there is no trainer/strategy/{name}.py")
     strategy = getattr(import_module(module), "STRATEGY", None)
     if strategy is None:
         raise ConfigError(f"strategy.name={name}: is no strategy; choose one with strategy=<name>")
+    if strategy.on_mesh and is_divided(settings.mesh):
+        return find_strategy(replace(settings, name=strategy.on_mesh))
     return strategy
+
+
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of a module's state by name; tied ones are the same object."""
+    state = module.state_dict(keep_vars=True).items()
+    return {name: value for name, value in state if isinstance(value, torch.Tensor)}
 
 
 def check_reached(config: Settings, parameters: Mapping[str, nn.Parameter]) -> None:

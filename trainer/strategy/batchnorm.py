@@ -22,8 +22,12 @@ def has_batchnorm(model: nn.Module) -> bool:
     return any(isinstance(layer, _BatchNorm) for layer in model.modules())
 
 
-def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
+def synchronize(
+    model: nn.Module, device: torch.device, group: dist.ProcessGroup | None
+) -> nn.Module:
     """Make every BatchNorm layer compute its statistics over all ranks; parameter names stay.
+
+    `group` are the ranks, None for all.
 
     Uses torch's SyncBatchNorm on CUDA. On other devices torch's raises an error, so the
     SyncBatchNorm of this module is used. Raises ConfigError for a lazy layer.
@@ -33,10 +37,11 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
             given = f"{name} is a {type(layer).__name__}"
             raise ConfigError(f"strategy.sync_batchnorm=true: {given}; use nn.BatchNorm2d")
     if device.type == "cuda":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
     for layer in model.modules():
         if isinstance(layer, PLAIN):
             layer.__class__ = SyncBatchNorm  # type: ignore[assignment]
+            layer.group = group  # type: ignore[assignment]
     return model
 
 
@@ -145,8 +150,8 @@ class GroupBatchNorm(_BatchNorm):
         means, variances = (
             torch.cat(each).view(-1, self.num_features) for each in zip(*statistics, strict=True)
         )
-        self.running_mean.lerp_(means.mean(0), factor)
-        self.running_var.lerp_(variances.mean(0), factor)
+        self.running_mean.data.lerp_(means.mean(0), factor)
+        self.running_var.data.lerp_(variances.mean(0), factor)
 
 
 class GroupBatchNorm1d(GroupBatchNorm, nn.BatchNorm1d):
@@ -175,6 +180,8 @@ class SyncBatchNorm(_BatchNorm):
     The ranks may have different numbers of rows.
     """
 
+    group: dist.ProcessGroup | None
+
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected (rows, channels, ...), got {tuple(input.shape)}")
@@ -186,10 +193,10 @@ class SyncBatchNorm(_BatchNorm):
         dims, shape = [0, *range(2, input.dim())], [-1, *[1] * (input.dim() - 2)]
         values = input if input.dtype == torch.float64 else input.float()
         count = values.new_tensor([values.numel() // values.shape[1]])
-        sums = _Total.apply(torch.cat([values.sum(dims), count]))
+        sums = _Total.apply(torch.cat([values.sum(dims), count]), self.group)
         mean, total = sums[:-1] / sums[-1], sums[-1].detach()
         centred = values - mean.view(shape)
-        variance = _Total.apply(centred.square().sum(dims)) / total
+        variance = _Total.apply(centred.square().sum(dims), self.group) / total
         if (
             self.running_mean is not None
             and self.running_var is not None
@@ -211,11 +218,13 @@ class _Total(torch.autograd.Function):
     """All-reduce sum whose backward is an all-reduce sum of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.group = group
         total = tensor.clone()
-        dist.all_reduce(total)
+        if not total.is_meta:
+            dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return _Total.forward(ctx, gradient)
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _Total.forward(ctx, gradient, ctx.group), None

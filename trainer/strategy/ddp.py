@@ -6,7 +6,7 @@ The *ride* is an extra parameter: values in its gradient are all-reduced with th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,13 +20,7 @@ from trainer.data.batches import MicroBatch
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.strategy.base import (
-    MicroBatches,
-    Objective,
-    Precision,
-    Strategy,
-    call,
-)
+from trainer.strategy.base import Blueprint, MicroBatches, Objective, Strategy, call
 from trainer.strategy.hooks import COMPRESSING, open_hook
 from trainer.strategy.rehearsal import untouched
 from trainer.strategy.single import SingleDevice
@@ -47,6 +41,7 @@ class DistributedDataParallel(Strategy):
     """
 
     takes_comm_hook = True
+    on_mesh = "parallel"
 
     @classmethod
     def check(cls, config: Config, world: World) -> None:
@@ -60,28 +55,14 @@ class DistributedDataParallel(Strategy):
             raise ConfigError("strategy.comm_hook=bf16: needs dist.backend=nccl; use fp16")
 
     @classmethod
-    def build(
-        cls,
-        config: Config,
-        world: World,
-        precision: Precision,
-        model: nn.Module,
-        blocks: Sequence[nn.Module] = (),
-    ) -> Strategy:
+    def build(cls, blueprint: Blueprint) -> Strategy:
         """Build the strategy; on one rank SingleDevice gives the same numbers without a wrapper."""
-        is_alone = world.world_size == 1 and config.strategy.comm_hook == "none"
-        made = SingleDevice if is_alone else cls
-        return made(config, world, precision, model, blocks)
+        comm_hook = blueprint.config.strategy.comm_hook
+        is_alone = blueprint.world.world_size == 1 and comm_hook == "none"
+        return (SingleDevice if is_alone else cls)(blueprint)
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        precision: Precision,
-        model: nn.Module,
-        blocks: Sequence[nn.Module] = (),
-    ):
-        super().__init__(config, world, precision, model, blocks)
+    def __init__(self, blueprint: Blueprint):
+        super().__init__(blueprint)
         self._wrapped: Any = None
         self._ride = nn.Parameter(torch.zeros(2))
         self._last: torch.Tensor = self._ride
@@ -136,9 +117,10 @@ class DistributedDataParallel(Strategy):
         self._last.register_post_accumulate_grad_hook(hook)
 
     def list_remarks(self, is_resumed: bool) -> list[str]:
+        lines = super().list_remarks(is_resumed)
         if is_resumed and self.config.comm_hook == "powersgd":
-            return ["PowerSGD starts with an empty error memory, so this resume is not exact"]
-        return []
+            lines.append("PowerSGD starts with an empty error memory, so this resume is not exact")
+        return lines
 
     def _switches(self) -> dict[str, Any]:
         block = self.config

@@ -19,7 +19,7 @@ from trainer.data.batches import MicroBatch
 from trainer.data.order import Cut, Leaves, split
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.strategy.base import MicroBatches, Objective, Precision, Strategy, call
+from trainer.strategy.base import Blueprint, MicroBatches, Objective, Strategy, call
 from trainer.strategy.rehearsal import untouched
 from trainer.strategy.tree import Node, Tree, nodes_of
 
@@ -41,7 +41,7 @@ class Exact(Strategy):
 
     @classmethod
     def cut(cls, config: Config) -> Cut:
-        rows = config.data.micro_batch or _default_leaf(config)
+        rows = config.data.most_rows or _default_leaf(config)
         return Cut(rows, rows, is_fixed=True)
 
     @classmethod
@@ -51,6 +51,9 @@ class Exact(Strategy):
             why = "strategy=exact sums in its own order; use none, or ddp"
             raise ConfigError(f"strategy.comm_hook={block.comm_hook}: {why}")
         super().check(config, world)
+        if config.data.micro_batch == "auto":
+            why = "belongs to the run under strategy=exact, so it cannot depend on the memory"
+            raise ConfigError(f"data.micro_batch=auto: {why}; set {_default_leaf(config)}")
         rows = cls.cut(config).unit
         whole = config.data.global_batch
         if block.sync_batchnorm:
@@ -81,15 +84,9 @@ class Exact(Strategy):
         torch.set_num_threads(1)
         return 1
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        precision: Precision,
-        model: nn.Module,
-        blocks: Sequence[nn.Module] = (),
-    ):
-        super().__init__(config, world, precision, model, blocks)
+    def __init__(self, blueprint: Blueprint):
+        super().__init__(blueprint)
+        config = blueprint.config
         self._leaf = self.cut(config).unit
         total = config.data.global_batch // self._leaf
         parts = [split((0, total), self.mesh.data_size, r) for r in range(self.mesh.data_size)]

@@ -14,11 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer.distributed.world import RankGroup
+
 PIECE = 2**23  # bytes that are received before they are summed: as fast as the whole at once
 
 
 class _Collective:
     """A collective of FSDP2, which allocates its own buffer for all tensors of a unit."""
+
+    def __init__(self, axis: RankGroup) -> None:
+        self._axis = axis
 
     def allocate(
         self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
@@ -33,7 +38,8 @@ class AllGather(_Collective):
     for all units frees it before the next is made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, axis: RankGroup) -> None:
+        super().__init__(axis)
         self._last: weakref.ref[torch.Tensor] | None = None
 
     def allocate(
@@ -56,7 +62,8 @@ class AllGather(_Collective):
         own = parts[group.rank()]
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)
-        _exchange([input_tensor] * group.size(), parts, group)
+        with self._axis.waiting():
+            _exchange([input_tensor] * group.size(), parts, group)
 
 
 class ReduceScatter(_Collective):
@@ -80,14 +87,15 @@ class ReduceScatter(_Collective):
         for sent, summed in zip(parts.split(columns, 1), output_tensor.split(columns), strict=True):
             received = buffer[:, : len(summed)]
             received[group.rank()] = sent[group.rank()]
-            _exchange(sent, received, group)
+            with self._axis.waiting():
+                _exchange(sent, received, group)
             torch.sum(received, 0, out=summed)
         input_tensor.untyped_storage().resize_(0)
 
 
-def exchange_over_gloo(units: Sequence[Any]) -> None:
-    """Make FSDP2's units use these collectives."""
-    gather, reduce = AllGather(), ReduceScatter()
+def exchange_over_gloo(units: Sequence[Any], axis: RankGroup) -> None:
+    """Make FSDP2's units use these collectives between the ranks of an axis."""
+    gather, reduce = AllGather(axis), ReduceScatter(axis)
     for unit in units:
         unit.set_custom_all_gather(gather)
         unit.set_custom_reduce_scatter(reduce)

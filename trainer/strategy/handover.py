@@ -7,6 +7,7 @@ silently do nothing there (torch 2.13), and DTensors draw the same numbers on ev
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,7 +19,9 @@ from torch.nn.parameter import is_lazy
 
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
+from trainer.strategy.tensor_plan import Cut
 
+Take = Callable[[torch.Tensor], "tuple[Cut | None, bool]"]
 M_MMAP_THRESHOLD, LARGE = -3, 2**22  # of glibc's mallopt; bytes
 
 
@@ -59,20 +62,21 @@ class Values:
         self._device = world.device
         self._dtype = dtype
         self._real: dict[torch.Tensor, torch.Tensor] = {}
+        self._filled: dict[torch.Tensor, Any] = {}
         replaced: dict[torch.Tensor, Any] = {}
         for name, module in model.named_modules():
             if any(is_lazy(p) for p in module.parameters(recurse=False)):
                 given = f"{name} is a {type(module).__name__}"
-                raise ConfigError(f"strategy.mesh.shard: {given}; give its sizes, or use ddp")
+                raise ConfigError(f"strategy.mesh: {given}; give its sizes, or use ddp")
             for tensors in (module._parameters, module._buffers):
-                for key, tensor in tensors.items():
+                for key, tensor in list(tensors.items()):
                     if tensor is None:
                         continue
                     if tensor not in replaced:
                         replaced[tensor] = self._without_value(tensor)
                         if world.rank == 0:
                             self._real[replaced[tensor]] = tensor.detach()
-                    tensors[key] = replaced[tensor]
+                    setattr(module, key, replaced[tensor])
 
     def _without_value(self, tensor: torch.Tensor) -> torch.Tensor:
         is_converted = tensor.is_floating_point()
@@ -83,27 +87,43 @@ class Values:
         vars(empty).update(vars(tensor))  # such as a mark for the optimizer
         return empty
 
-    def fill(self, modules: Iterable[nn.Module]) -> None:
-        """Give the tensors of modules their values, sent by rank 0. A collective."""
-        filled: dict[torch.Tensor, Any] = {}
+    def fill(self, modules: Iterable[nn.Module], take: Take) -> None:
+        """Give the tensors of modules their values, sent by rank 0. A collective.
+
+        `take(empty)` returns the cut of a tensor that has been divided, else None, and whether this
+        rank has a part of it.
+        """
         for module in modules:
             for tensors in (module._parameters, module._buffers):
-                for key, tensor in tensors.items():
+                for key, tensor in list(tensors.items()):
                     if tensor is None or not tensor.is_meta:
                         continue
-                    if tensor not in filled:
-                        filled[tensor] = self._received(tensor)
-                    tensors[key] = filled[tensor]
+                    if tensor not in self._filled:
+                        self._filled[tensor] = self._received(tensor, *take(tensor))
+                    setattr(module, key, self._filled[tensor])
 
-    def _received(self, tensor: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        if (real := self._real.pop(tensor, None)) is not None:
+    def _received(self, tensor: torch.Tensor, cut: Cut | None, is_held: bool) -> torch.Tensor:
+        whole = tensor if cut is None else cut.source
+        made: torch.Tensor = torch.empty(whole.shape, dtype=whole.dtype, device=self._device)
+        if (real := self._real.pop(whole, None)) is not None:
             made.copy_(real)
         dist.broadcast(made, 0)
+        if not is_held:
+            return tensor
+        if cut is not None:
+            made = cut.part(made).contiguous()
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, tensor.requires_grad)
         vars(made).update(vars(tensor))
         return made
+
+
+def copy_structure(model: nn.Module) -> nn.Module:
+    """Return a copy of a model on the meta device, with the marks of its parameters."""
+    made = copy.deepcopy(model)
+    for old, new in zip(model.parameters(), made.parameters(), strict=True):
+        vars(new).update(vars(old))
+    return made
 
 
 def inner_first(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

@@ -47,7 +47,7 @@ class Recomputed:
         finally:
             with torch.no_grad():
                 for buffer, value in zip(self._module.buffers(), kept, strict=True):
-                    buffer.copy_(value)
+                    buffer.data.copy_(value)
 
 
 def recompute(model: nn.Module, what: str | Sequence[str], blocks: Sequence[nn.Module]) -> None:

@@ -67,6 +67,8 @@ def changed_buffers(model: nn.Module, before: Mapping[str, torch.Tensor]) -> lis
     """Return the buffers that differ from `before`: running statistics, not constants."""
     changed = []
     for name, buffer in model.named_buffers():
+        if buffer.is_meta:  # another rank has it
+            continue
         if name not in before or not torch.equal(buffer, before[name]):
             changed.append(buffer)
     return changed

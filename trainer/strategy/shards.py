@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,36 +10,80 @@ from torch.nn.parameter import is_lazy
 
 from trainer.errors import CheckpointError
 
+Band = tuple[int, int]  # of rows: the first one in the whole tensor, and their number
+
 
 class Shard(NamedTuple):
     """A rank's part of a tensor, `tensor`, which begins at `offset` in the whole of `shape`.
 
-    `is_written` is True on the one rank that writes this part into a checkpoint.
+    If `bands` are given, its rows lie in several places of the whole, and `offset` tells the other
+    axes. `is_written` is True on the one rank that writes this part into a checkpoint.
     """
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     is_written: bool
+    bands: tuple[Band, ...] = ()
 
     @classmethod
     def whole(cls, tensor: torch.Tensor, is_written: bool) -> Shard:
         """Return the shard of a tensor that this rank has as a whole."""
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim(), is_written)
 
+    @property
+    def is_divided(self) -> bool:
+        return self.shape != tuple(self.tensor.shape)
+
     def holding(self, tensor: torch.Tensor) -> Shard:
         """Return the shard of another tensor, divided like this one if it has the same shape."""
         if tensor.dim() and tensor.shape == self.tensor.shape:
             return self._replace(tensor=tensor)
-        return Shard.whole(tensor, self.is_written and not any(self.offset))
+        is_first = not any(self.offset) and (not self.bands or self.bands[0][0] == 0)
+        return Shard.whole(tensor, self.is_written and is_first)
+
+    def boxes(self) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+        """Yield the parts that are boxes of the whole tensor, and their offsets in it."""
+        if not self.bands:
+            yield self.tensor, self.offset
+            return
+        begin = 0
+        for first, count in self.bands:
+            yield self.tensor[begin : begin + count], (first, *self.offset[1:])
+            begin += count
+
+    def rows(self, first: int, count: int) -> tuple[Band, ...]:
+        """Return the bands of `count` of this part's rows, from its row `first`."""
+        bands = []
+        begin = 0
+        for start, length in self.bands or ((self.offset[0], len(self.tensor)),):
+            low = max(first, begin)
+            high = min(first + count, begin + length)
+            if high > low:
+                bands.append((start + low - begin, high - low))
+            begin += length
+        return tuple(bands)
+
+    def read(self, source: Source, name: str) -> torch.Tensor:
+        """Return this part of a source's tensor."""
+        parts = [source.read(name, offset, box.shape) for box, offset in self.boxes()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def slices(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of a box in the whole tensor."""
+    return tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
 
 
 class Source(Protocol):
-    """Tensors of a checkpoint by name, read in parts."""
+    """Tensors of a checkpoint by name, read in parts.
+
+    Reading may be a collective for each name: every rank reads or skips all, in their order.
+    """
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
     def read(self, name: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor: ...
-    def skip(self, name: str) -> None: ...  # instead of `read`, which may be a collective
+    def skip(self, name: str) -> None: ...
 
 
 def read_whole(source: Source) -> dict[str, torch.Tensor]:
@@ -51,19 +95,26 @@ def read_whole(source: Source) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def read_into(shards: Mapping[str, Shard], source: Source) -> None:
     """Overwrite shards with their parts of a source, one tensor at a time."""
-    for name, shard in shards.items():
-        shard.tensor.copy_(source.read(name, shard.offset, shard.tensor.shape))
+    for name in source.shapes():
+        if name in shards:
+            shards[name].tensor.copy_(shards[name].read(source, name))
+        else:
+            source.skip(name)
 
 
-def check_model(built: Mapping[str, Shard], saved: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError, naming the first difference, if a state is of another model."""
+def check_model(built: Mapping[str, torch.Tensor], saved: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError, naming the first difference, if a state is of another model.
+
+    A tensor that shares its memory with one that was saved need not be saved too.
+    """
     wrong = "the checkpoint is of another model"
     advice = "resume with the task and model it was trained with"
-    for name, shard in built.items():
-        if name not in saved:
+    ids = {id(tensor) for name, tensor in built.items() if name in saved}
+    for name, tensor in built.items():
+        if name not in saved and id(tensor) not in ids:
             raise CheckpointError(f"{wrong}: it has no {name}; {advice}")
-        if not is_lazy(shard.tensor) and shard.shape != saved[name]:
-            shapes = f"{saved[name]} in it and {shard.shape} here"
+        if name in saved and not is_lazy(tensor) and tuple(tensor.shape) != saved[name]:
+            shapes = f"{saved[name]} in it and {tuple(tensor.shape)} here"
             raise CheckpointError(f"{wrong}: {name} is {shapes}; {advice}")
     for name in saved:
         if name not in built:

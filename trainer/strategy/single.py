@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 
@@ -11,28 +9,15 @@ from trainer.config.schema import Config
 from trainer.data.batches import MicroBatch
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.strategy.base import (
-    MicroBatches,
-    Objective,
-    Precision,
-    Strategy,
-    call,
-)
+from trainer.strategy.base import Blueprint, MicroBatches, Objective, Strategy, call
 from trainer.strategy.rehearsal import untouched
 
 
 class SingleDevice(Strategy):
     """One process and one device: gradients accumulate in place, without any all-reduce."""
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        precision: Precision,
-        model: nn.Module,
-        blocks: Sequence[nn.Module] = (),
-    ):
-        super().__init__(config, world, precision, model, blocks)
+    def __init__(self, blueprint: Blueprint):
+        super().__init__(blueprint)
         self._wrapped: nn.Module = self.module
 
     @classmethod

@@ -58,7 +58,8 @@ class RunningStatistics:
     def rewind(self) -> None:
         """Restore the values from the start of the step before a forward pass, if `rows` is set."""
         if self.rows is not None and self.buffers and not self._is_first:
-            torch._foreach_copy_([*self.buffers, *self._counters], self._before)
+            # .data: an earlier micro-batch's backward pass may be to come, which would refuse them
+            torch._foreach_copy_([b.data for b in (*self.buffers, *self._counters)], self._before)
         self._is_first = False
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from trainer.record import directory as rundir
 from trainer.record.lease import Lease
 
 STOPPED = 75
+MOST_COMPARED = 8  # jobs in the command that compares them
 _STATES = {0: "done", STOPPED: "stopped"}
 
 
@@ -144,7 +146,7 @@ class Sweep:
 
     def ranking(self) -> list[Job]:
         """Return the jobs, best first, those without a value last."""
-        sign = 1 if self.config.checkpoint.best_mode == "min" else -1
+        sign = 1 if self.config.best_mode == "min" else -1
         return sorted(
             self.jobs,
             key=lambda job: (job.state != "done", job.value is None, sign * (job.value or 0)),
@@ -173,7 +175,7 @@ class Sweep:
         from rich.console import Console
         from rich.table import Table
 
-        best = f"best {self.config.checkpoint.metric}"
+        best = f"best {self.config.best_metric}"
         columns = ("job", *self.jobs[0].swept, "state", best, "directory")
         table = Table(*columns, box=None, header_style="bold")
         for job in self.ranking():
@@ -182,6 +184,10 @@ class Sweep:
             table.add_row(*map(visible, row))
         Console(width=None if sys.stdout.isatty() else 200).print(table)
         print(f"files: {self.place}/results.csv, {self.place}/sweep.json")
+        places = [job.directory for job in self.ranking() if job.state == "done"][:MOST_COMPARED]
+        if len(places) > 1:
+            words = shlex.join([*places, f"out={self.place}/compare.html"])
+            print(entry.as_started(f"compare with: python -m trainer.compare {words}"))
         states = {job.state for job in self.jobs}
         if states == {"done"}:
             return 0

@@ -46,7 +46,7 @@ def search(steering: Sequence[str], overrides: Sequence[str], config_dirs: Seque
     _check_files(config_dirs)
     parsed = parse(overrides, SEARCHED)
     config = load_config([o.input_line for o in parsed if not o.is_sweep_override()], config_dirs)
-    settings = read_settings(steering, config.checkpoint.best_mode)
+    settings = read_settings(steering, config.best_mode)
     space = read_space([override for override in parsed if override.is_sweep_override()])
     points = list_points(space) if settings.sampler == "grid" else []
     command = [word for word in steering if not word.startswith(f"{_KEY}n_trials=")]

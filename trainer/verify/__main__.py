@@ -9,11 +9,11 @@ from pathlib import Path
 
 from trainer.cli import load_task, run, split_arguments
 from trainer.config.compose import load_config
-from trainer.config.schema import Strategy
 from trainer.engine.precision import choose_precision, is_bf16_native
 from trainer.errors import ConfigError
 from trainer.strategy.base import find_strategy
 from trainer.strategy.hooks import COMPRESSING
+from trainer.task import Task
 from trainer.verify.layouts import (
     LAYOUTS,
     choose_layouts,
@@ -56,7 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     words, config_dirs = split_arguments([*plain, "strategy.name=exact"] if is_bits else plain)
     own, overrides = _divide(words, is_resume)
     config = load_config(overrides, config_dirs)
-    device = load_task(config)(config).world.device
+    task = load_task(config)(config)
+    device = task.world.device
     if config.strategy.precision == "auto":
         overrides = [*overrides, f"strategy.precision={choose_precision(is_bf16_native(device))}"]
         config = load_config(overrides, config_dirs)
@@ -68,19 +69,32 @@ def main(arguments: Sequence[str]) -> int:
             seed = _read_integer(own, "seed", 0, least=0)
             findings = prove_resume(stage, kills, seed)
         else:
-            cut = find_strategy(config.strategy.name).cut(config)
+            cut = find_strategy(config.strategy).cut(config)
             units = config.data.global_batch // cut.unit
-            can_shard = _can_shard(config.strategy)
-            layouts = choose_layouts(own.get("layouts"), units, cut, can_shard)
-            findings = prove_layouts(stage, layouts, is_bits)
+            barred = _find_barred(task)
+            layouts = choose_layouts(own.get("layouts"), units, cut, barred)
+            findings = prove_layouts(stage, layouts, is_bits, "layouts" not in own)
             if "layouts" not in own:
-                show_left_out(layouts, units, cut, can_shard)
+                show_left_out(layouts, units, cut, barred)
     show(findings, steps)
     return int(any(finding.is_bad for finding in findings))
 
 
-def _can_shard(block: Strategy) -> bool:
-    return block.devices_per_rank == 1 and block.comm_hook not in COMPRESSING
+def _find_barred(task: Task) -> dict[str, str]:
+    """Return the axes of the mesh that the task cannot use, each with the reason."""
+    barred: dict[str, str] = {}
+    block = task.config.strategy
+    if block.devices_per_rank > 1 or block.comm_hook in COMPRESSING:
+        why = "a mesh takes no such strategy.comm_hook or strategy.devices_per_rank"
+        return dict.fromkeys(("shard", "tensor", "context", "pipeline"), why)
+    if not task.tensor_plan():
+        barred |= dict.fromkeys(("tensor", "context"), "the task has no tensor_plan")
+    if type(task).blocks is Task.blocks:
+        barred["pipeline"] = "the task has no blocks"
+    if task.config.run.dropout == "torch":
+        why = "run.dropout=torch draws by rank"
+        barred |= dict.fromkeys(("tensor", "context", "pipeline"), why)
+    return barred
 
 
 def _divide(words: Sequence[str], is_resume: bool) -> tuple[dict[str, str], list[str]]:

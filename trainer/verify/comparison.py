@@ -48,12 +48,12 @@ def judge_reference(layout: str, precision: str, evidence: Evidence) -> Finding:
     for (_, name), value in evidence.losses.items():
         if value is not None:
             curves.setdefault(name, []).append(value)
-    losses = max(curves.values(), key=_spread, default=[])
+    name, losses = max(curves.items(), key=lambda curve: _spread(curve[1]), default=("", []))
     notes = evidence.ranks[0]
     moved = max(_distances(notes.first_weights, notes.last_weights).values(), default=0.0)
     largest = max(map(abs, losses), default=1.0)
     if moved > STILL and _spread(losses) > FLAT * largest:
-        curve = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+        curve = f"{name.removeprefix('train/')} {losses[0]:.4f} -> {losses[-1]:.4f}"
         return Finding(layout, precision, REFERENCE, reason=curve)
     why = "nothing was learned; raise steps or optim.lr"
     return Finding(layout, precision, PROVES_NOTHING, reason=why)

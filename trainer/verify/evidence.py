@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from trainer.strategy.shards import slices
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -50,8 +52,8 @@ class Notes:
     last_weights: Tensors = field(default_factory=dict)
     record: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, on rank 0
     probe: Probe | None = None
-    num_shards: int = 1  # ranks that divide the tensors in `divided`
-    divided: list[str] = field(default_factory=list)
+    has_rows: bool = True  # on one of the ranks that train on the same rows
+    boxes: dict[str, Any] = field(default_factory=dict)  # shape of the whole, and (offset, size)s
 
     def save(self, path: Path) -> None:
         probe = None if self.probe is None else vars(self.probe)
@@ -65,20 +67,31 @@ class Notes:
 
 
 def join_shards(ranks: Sequence[Notes]) -> list[Notes]:
-    """Return the notes with whole tensors, each joined from the ranks that divide the model."""
-    size = ranks[0].num_shards
+    """Return the notes with whole tensors: a rank's own part, and the rest from other ranks."""
+    kinds = ("gradients", "first_weights", "last_weights")
+    whole: dict[str, Tensors] = {kind: {} for kind in kinds}
+    for notes in reversed(ranks):
+        for kind in kinds:
+            whole[kind] = _laid_over(whole[kind], getattr(notes, kind), notes.boxes)
     joined = []
-    for number, notes in enumerate(ranks):
-        first = number - number % size
-        others = ranks[first : first + size]
-        whole: dict[str, Any] = {}
-        for kind in ("gradients", "first_weights", "last_weights"):
-            own = dict(getattr(notes, kind))
-            for name in set(own) & set(notes.divided):
-                own[name] = torch.cat([getattr(other, kind)[name] for other in others])
-            whole[kind] = own
-        joined.append(replace(notes, **whole))
+    for notes in ranks:
+        own = {kind: _laid_over(whole[kind], getattr(notes, kind), notes.boxes) for kind in kinds}
+        joined.append(replace(notes, **own))  # type: ignore[arg-type]
     return joined
+
+
+def _laid_over(under: Tensors, parts: Tensors, boxes: dict[str, Any]) -> Tensors:
+    """Return whole tensors, with the values of `parts` at the places of their boxes."""
+    made = dict(under)
+    for name, part in parts.items():
+        shape, places = boxes.get(name, (part.shape, [((0,) * part.dim(), part.shape)]))
+        whole = made[name].clone() if name in made else part.new_zeros(shape)
+        begin = 0
+        for offset, size in places:
+            whole[slices(offset, size)] = part[begin : begin + size[0]] if size else part
+            begin += size[0] if size else 0
+        made[name] = whole
+    return made
 
 
 @dataclass(frozen=True)
@@ -95,7 +108,8 @@ class Evidence:
     @property
     def examples(self) -> dict[int, list[int]]:
         """The example indices of each step, over all ranks in order."""
-        return {step: [i for rank in self.ranks for i in rank.indices[step]] for step in self.steps}
+        ranks = [rank for rank in self.ranks if rank.has_rows]
+        return {step: [i for rank in ranks for i in rank.indices[step]] for step in self.steps}
 
     @property
     def digests(self) -> dict[str, float]:

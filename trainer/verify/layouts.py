@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from trainer.data.order import Cut
 from trainer.errors import ConfigError
+from trainer.strategy.mesh import DATA
 from trainer.verify.comparison import (
     DIFFERENT,
     ROUNDING,
@@ -30,14 +32,21 @@ class Layout:
     ranks: int
     overrides: tuple[str, ...] = ()
 
+    axes: tuple[str, ...] = ()  # that divide the model
+    sharing: int = 1  # ranks that have the same rows
+
     @property
-    def is_sharded(self) -> bool:
-        return "strategy.name=fsdp" in self.overrides
+    def data_ranks(self) -> int:
+        """Number of ranks with rows of their own."""
+        return self.ranks // self.sharing
 
 
-def _sharded(name: str, replicate: int, shard: int) -> Layout:
-    sizes = (f"strategy.mesh.replicate={replicate}", f"strategy.mesh.shard={shard}")
-    return Layout(name, replicate * shard, ("strategy.name=fsdp", *sizes))
+def _meshed(name: str, **sizes: int) -> Layout:
+    words = [f"strategy.mesh.{axis}={size}" for axis, size in {"replicate": 1, **sizes}.items()]
+    axes = tuple(axis for axis in sizes if axis != "replicate")
+    ranks = math.prod(sizes.values())
+    sharing = math.prod(size for axis, size in sizes.items() if axis not in DATA)
+    return Layout(name, ranks, ("strategy.name=parallel", *words), axes, sharing)
 
 
 _ALL = (
@@ -46,26 +55,32 @@ _ALL = (
     Layout("accumulation", 1, ("data.micro_batch={half}",)),
     Layout("workers", 2, ("data.workers=2", "data.path=streamed")),
     Layout("parameter-server", 2, ("strategy.comm_hook=parameter_server",)),
-    _sharded("fsdp-2", 1, 2),
-    _sharded("fsdp-4", 1, 4),
-    _sharded("hsdp-2-2", 2, 2),
+    _meshed("fsdp-2", shard=2),
+    _meshed("fsdp-4", shard=4),
+    _meshed("hsdp-2-2", replicate=2, shard=2),
+    _meshed("tp-2", tensor=2),
+    _meshed("cp-2", context=2),
+    _meshed("pp-2", pipeline=2),
+    _meshed("fsdp-2-tp-2", shard=2, tensor=2),
 )
 ONE_CUT = ("ranks-2", "ranks-3", "ranks-4", "workers")  # these do not change the micro-batches
 LAYOUTS = {layout.name: layout for layout in _ALL}
 
 
-def choose_layouts(names: str | None, units: int, cut: Cut, can_shard: bool = True) -> list[Layout]:
+def choose_layouts(
+    names: str | None, units: int, cut: Cut, barred: Mapping[str, str] | None = None
+) -> list[Layout]:
     """Return the layouts that `names` lists, by default all that the global batch allows.
 
     `units` is the number of units of rows in the global batch. If the micro-batches have a fixed
-    size, the default is the layouts that do not change them. Without `can_shard` the default has
-    none with strategy=fsdp. Raises ConfigError.
+    size, the default is the layouts that do not change them. The default leaves out layouts with
+    an axis of `barred`, which maps it to the reason. Raises ConfigError.
     """
     half = cut.unit * -(-units // 2)
     if names is None:
         chosen = [_parse(name) for name in (ONE_CUT if cut.is_fixed else LAYOUTS)]
-        chosen = [layout for layout in chosen if layout.ranks <= units]
-        chosen = [layout for layout in chosen if can_shard or not layout.is_sharded]
+        chosen = [layout for layout in chosen if layout.data_ranks <= units]
+        chosen = [layout for layout in chosen if not set(layout.axes) & set(barred or ())]
         if units < 2 or half == 1:
             chosen = [layout for layout in chosen if layout.name != "accumulation"]
     else:
@@ -93,10 +108,13 @@ def _parse(name: str) -> Layout:
     return Layout(name, int(count))
 
 
-def prove_layouts(stage: Stage, layouts: Iterable[Layout], is_bits: bool = False) -> list[Finding]:
+def prove_layouts(
+    stage: Stage, layouts: Iterable[Layout], is_bits: bool = False, may_refuse: bool = False
+) -> list[Finding]:
     """Train on one rank and in each layout, and compare, in every precision of the stage.
 
-    With `is_bits` train in the task's own precision only and compare bits.
+    With `is_bits` train in the task's own precision only and compare bits. If it `may_refuse`, a
+    layout that divides the model or the batch is left out where that cannot work for this task.
     """
     precisions = list(stage.precisions)[-1:] if is_bits else list(stage.precisions)
     reference = stage.train("one-rank", 1, ONCE, precisions)
@@ -104,7 +122,13 @@ def prove_layouts(stage: Stage, layouts: Iterable[Layout], is_bits: bool = False
     for layout in layouts:
         print(f"training in layout {layout.name} ...", file=sys.stderr, flush=True)
         overrides = [*ONCE, *layout.overrides]
-        evidence = stage.train(layout.name, layout.ranks, overrides, precisions)
+        try:
+            evidence = stage.train(layout.name, layout.ranks, overrides, precisions)
+        except ConfigError as error:
+            if not may_refuse or not (layout.axes or layout.name == "accumulation"):
+                raise
+            print(f"left out: {error}")
+            continue
         is_different = False
         for precision in precisions:
             if is_bits:

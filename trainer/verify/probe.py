@@ -36,17 +36,16 @@ def probe(run: Run, task: Any) -> Probe:
     reading = Holders(of_dataset(dataset))
     batch = next(iter(run.batches.of_examples(indices)))
     changed_by_reading = reading.changed(of_dataset(dataset))
-    module = run.engine.model
-    layers = list(module.modules())
-    with torch.no_grad(), untouched(module):
+    with run.engine.strategy.whole() as module, torch.no_grad(), untouched(module):
+        layers = list(module.modules())
         holders = Holders([*of_model(module), *of_task(task)])
-        first = _evaluate(run, task, batch, indices)
+        first = _evaluate(run, task, module, batch, indices)
         changed = holders.changed([*of_model(module), *of_task(task)])
-        second = _evaluate(run, task, batch, indices)
+        second = _evaluate(run, task, module, batch, indices)
         # else the draws of a kernel would look like a mixing of rows
         module.train(config.run.dropout == "example" and not run.engine.draws.kernels)
-        whole = _evaluate(run, task, batch, indices)
-        part = _evaluate(run, task, _rows_from(half, batch), indices[half:])
+        whole = _evaluate(run, task, module, batch, indices)
+        part = _evaluate(run, task, module, _rows_from(half, batch), indices[half:])
         module.train()
     return Probe(
         indices=indices.tolist(),
@@ -64,13 +63,15 @@ def probe(run: Run, task: Any) -> Probe:
     )
 
 
-def _evaluate(run: Run, hooks: Hooks, batch: MicroBatch, indices: torch.Tensor) -> Tensors:
+def _evaluate(
+    run: Run, hooks: Hooks, module: nn.Module, batch: MicroBatch, indices: torch.Tensor
+) -> Tensors:
     """Return {"outputs": (rows, n) of the model, "values": (rows, n) of loss and its weights}."""
     inputs, targets = batch
     draws = run.engine.draws
     with draws.update("loss"), run.engine.precision.autocast():
         draws.begin(0, 0, indices)
-        outputs = call(run.engine.model, inputs)
+        outputs = call(module, inputs)
         rows = count_rows(targets, outputs)
         values, weights = weigh("loss", hooks.loss(outputs, targets), rows)
     columns = [values] if weights is None else [values, weights]

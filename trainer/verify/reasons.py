@@ -52,6 +52,7 @@ def _explain_augmentation(reference: Evidence, other: Evidence) -> str:
         if key in digests and not _is_close(digest, digests[key]):
             epoch, index = key.split("/")
             why = "augment does not draw all random numbers from its Random argument"
+            why += ", or collate pads rows to a length that depends on the others"
             return f"example {index} of epoch {epoch} differs: {why}"
     return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -57,12 +58,16 @@ class Recorder:
             os.kill(os.getpid(), signal.SIGKILL)
         notes = self.notes
         if notes.probe is None:
-            notes.probe = probe(task._run, task)
-            strategy = task._run.engine.strategy
-            notes.num_shards = strategy.mesh.shard
-            shards = strategy.shards().items()
-            notes.divided = [name for name, s in shards if s.shape != tuple(s.tensor.shape)]
-            notes.first_weights = _copy({name: shard.tensor for name, shard in shards})
+            engine = task._run.engine
+            with engine.recorder.closed():
+                notes.probe = probe(task._run, task)
+            strategy = engine.strategy
+            notes.has_rows = strategy.mesh.is_first
+            shards = strategy.shards()
+            for name, shard in shards.items():
+                boxes = [(list(offset), list(box.shape)) for box, offset in shard.boxes()]
+                notes.boxes[name] = (list(shard.shape), boxes)
+            notes.first_weights = _copy({name: shard.tensor for name, shard in shards.items()})
         notes.indices[step + 1] = [i for indices in batch.indices for i in indices.tolist()]
         self._is_stepping = True
         outcome = train_step(batch)
@@ -123,6 +128,7 @@ def recorded(base: Any, recorder: Recorder) -> Any:
         def train_step(self, batch: LocalBatch) -> Outcome:
             return recorder.step(self, batch, super().train_step)
 
+    functools.update_wrapper(Recorded.train_step, base.train_step)  # shows whose step it is
     return Recorded
 
 

@@ -47,6 +47,9 @@ class Stage:
             *overrides,
             f"run.steps={steps}",
             "log.every_steps=1",
+            "log.trackers=[]",
+            "run.max_minutes=null",
+            *["data.micro_batch=null"] * (config.data.micro_batch == "auto"),
             f"run.dir={folder / 'runs'}",
             "run.compile=false",
         ]

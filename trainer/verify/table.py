@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -36,19 +36,20 @@ def show(findings: Sequence[Finding], steps: int) -> None:
         console.print("proved: all runs learned the same")
 
 
-def show_left_out(layouts: Sequence[Layout], units: int, cut: Cut, can_shard: bool = True) -> None:
+def show_left_out(
+    layouts: Sequence[Layout], units: int, cut: Cut, barred: Mapping[str, str] | None = None
+) -> None:
     """Print the default layouts that are not tried, and why."""
     chosen = {layout.name for layout in layouts}
     left = [name for name in (ONE_CUT if cut.is_fixed else LAYOUTS) if name not in chosen]
-    barred = [] if can_shard else [name for name in left if LAYOUTS[name].is_sharded]
     parts = f"{units} part{'s' if units > 1 else ''} of {cut.unit} rows"
-    reasons = {
-        "strategy=fsdp takes no such strategy.comm_hook or strategy.devices_per_rank": barred,
-        f"the global batch has {parts}": [name for name in left if name not in barred],
-    }
+    reasons: dict[str, list[str]] = {}
+    for name in left:
+        why = [(barred or {})[axis] for axis in LAYOUTS[name].axes if axis in (barred or {})]
+        reason = why[0] if why else f"the global batch has {parts}"
+        reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
-        if names:
-            print(f"left out: {', '.join(names)} ({reason})")
+        print(f"left out: {', '.join(names)} ({reason})")
 
 
 def _cell(finding: Finding, group: str) -> str:

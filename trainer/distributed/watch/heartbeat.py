@@ -30,7 +30,8 @@ class Heartbeat:
 
     def __init__(self, memory: memoryview):
         self._page = memory[: watcher.FIELDS * 8].cast("d")
-        self._path = memory[watcher.FIELDS * 8 :]
+        self._path = memory[watcher.FIELDS * 8 :][: watcher.MAX_PATH]
+        self._place = memory[watcher.FIELDS * 8 + watcher.MAX_PATH :]
         self._began = 0.0
 
     def enter(self, phase: Phase) -> None:
@@ -59,6 +60,15 @@ class Heartbeat:
         page[watcher.TOTAL] += page[watcher.BUSY]
         page[watcher.STEPS] += 1
         page[watcher.STEP] += 1
+
+    def wait_in(self, group: str) -> None:
+        """Record that this rank waits for the others of a group of the mesh; "": no longer."""
+        self._page[watcher.GROUP] = watcher.GROUPS.index(group)
+
+    def set_place(self, place: str) -> None:
+        """Record the coordinates of this rank in the mesh."""
+        data = f"{place}; ".encode()[: len(self._place) - 1] + b"\0" if place else b"\0"
+        self._place[: len(data)] = data
 
     def set_directory(self, directory: str) -> None:
         """Record the run directory, where the watcher writes exit.json."""

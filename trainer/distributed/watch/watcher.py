@@ -26,9 +26,11 @@ from typing import Any
 DUMP = getattr(signal, "SIGRTMIN", 0) + 7
 # Signals that torchrun, SLURM, systemd or a terminal sends to all processes of a job.
 OF_A_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# The page: float64 fields, then a path of at most MAX_PATH bytes.
-STEP, PHASE, SINCE, BUSY, TOTAL, STEPS, FIELDS = range(7)
+# The page: float64 fields, then a path of at most MAX_PATH bytes, then the rank's place.
+STEP, PHASE, SINCE, BUSY, TOTAL, STEPS, GROUP, FIELDS = range(8)
 MAX_PATH = 3000
+# The groups of a mesh; 0: none of these.
+GROUPS = ("", "pipeline", "replicate", "shard", "context", "tensor", "data")
 PHASES = (
     "start-up",
     "building data and model",
@@ -71,6 +73,7 @@ class State:
     """One rank at one moment: `seconds` in its phase; `total` seconds of work in `steps` steps."""
 
     rank: int
+    place: str
     pid: int
     is_orphan: bool
     step: int
@@ -78,6 +81,7 @@ class State:
     seconds: float
     total: float
     steps: int
+    group: str
     is_stopped: bool
     stopped_children: list[int]
 
@@ -87,8 +91,8 @@ class State:
 
     def is_waiting(self, stack: Sequence[str]) -> bool:
         """Return True if it is in a collective, which ends when other ranks call it too."""
-        if self.is_stopped:
-            return False
+        if self.is_stopped or self.group:
+            return not self.is_stopped
         is_building_ddp = any("torch/nn/parallel/distributed.py" in frame for frame in stack[:1])
         is_in_collective = any("torch/distributed/" in frame for frame in stack[:3])
         return self.phase == Phase.REDUCE or is_building_ddp or is_in_collective
@@ -96,7 +100,7 @@ class State:
     def describe(self) -> str:
         children = ", ".join(map(str, self.stopped_children))
         return (
-            f"rank {self.rank} (process {self.pid} on {HOST}) has been in"
+            f"rank {self.rank} ({self.place}process {self.pid} on {HOST}) has been in"
             f" {PHASES[self.phase]} for {self.seconds:.0f} s, at step {self.step}"
             + (", stopped by a signal" if self.is_stopped else "")
             + (f"; its child process {children} is stopped" if children else "")
@@ -133,6 +137,7 @@ class Rank:
         children = _children(self.pid) if seconds > 1 else []
         return State(
             rank=self.rank,
+            place=self.text(FIELDS * 8 + MAX_PATH),
             pid=self.pid,
             is_orphan=self._launcher not in (None, parent),
             step=int(fields[STEP]),
@@ -140,6 +145,7 @@ class Rank:
             seconds=seconds,
             total=fields[TOTAL],
             steps=int(fields[STEPS]),
+            group=GROUPS[int(fields[GROUP])],
             is_stopped=kernel in STOPPED,
             stopped_children=[pid for pid in children if _kernel_state(pid)[0] in STOPPED],
         )
@@ -156,10 +162,9 @@ class Rank:
             self._work = work
         return self._worked
 
-    def directory(self) -> str:
-        """Return the run directory; an empty string before there is one."""
-        path = self._page[FIELDS * 8 : FIELDS * 8 + MAX_PATH]
-        return path.split(b"\0")[0].decode(errors="replace")
+    def text(self, first: int) -> str:
+        """Return the text that the rank wrote at this place of the page; it may be empty."""
+        return self._page[first:].split(b"\0")[0].decode(errors="replace")
 
     def stack(self, limit_s: float = 2.0) -> list[str]:
         """Return the main thread's frames, innermost first, continuing a stopped process."""
@@ -283,7 +288,7 @@ class Watcher:
             frames = stacks[s.rank][:12]
             title = ", innermost call first:" if frames else ": its stack could not be read"
             _say("\n  ".join([f"rank {s.rank}{title}", *frames]))
-        if directory := self._ranks[0].directory():
+        if directory := self._ranks[0].text(FIELDS * 8):
             with suppress(OSError):
                 _write_exit(Path(directory), line, min(s.step for s in states))
         for rank in self._ranks:
@@ -308,8 +313,9 @@ def _describe_waiting(states: Sequence[State], waiting: Sequence[State]) -> Iter
     """Describe the phases, or the collectives in them, in which ranks are blocked."""
     places: dict[str, list[int]] = {}
     for s in states:
-        collective = "a collective in " * (s in waiting and s.phase != Phase.REDUCE)
-        place = f"{collective}{PHASES[s.phase]} of step {s.step}"
+        other = "a collective in " * (s.phase != Phase.REDUCE)
+        group = f"the {s.group} group in " if s.group else other
+        place = f"{group * (s in waiting)}{PHASES[s.phase]} of step {s.step}"
         places.setdefault(place, []).append(s.rank)
     for place, ranks in places.items():
         yield f"{name_ranks(ranks)} wait{'s' * (len(ranks) == 1)} in {place}"

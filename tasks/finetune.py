@@ -1,0 +1,153 @@
+"""A classifier of transformers that tells from which package of the standard library a text is.
+
+Nothing is downloaded: without `task.options.model`, a folder, a new BERT and its words are built.
+"""
+
+import hashlib
+import sysconfig
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch.nn.functional as F
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging
+
+from trainer import ConfigError, Trainer, limit
+from trainer.tasks.text import cut
+
+PACKAGES = ("asyncio", "email", "http", "importlib", "multiprocessing", "unittest", "urllib", "xml")
+EVAL_EVERY = 5  # every fifth file of a package is held out
+NUM_BYTES = 512  # of a text
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]")
+NO_LABEL = -100  # as everywhere in transformers: such a row has no weight
+
+
+@dataclass
+class Options:
+    model: str | None
+    context: Annotated[int, limit(min=8)]
+    texts: Annotated[int, limit(min=1)]
+    words: Annotated[int, limit(min=1)]
+    width: Annotated[int, limit(min=1)]
+    layers: Annotated[int, limit(min=1)]
+    heads: Annotated[int, limit(min=1)]
+    dropout: Annotated[float, limit(min=0, max=1)]
+
+    def __post_init__(self):
+        if self.model is not None and not Path(self.model, "config.json").is_file():
+            must = "must be a folder that save_pretrained of transformers has written"
+            raise ConfigError(f"task.options.model={self.model}: {must}")
+
+
+class Finetune(Trainer):
+    Options = Options
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        options = self.options
+        logging.disable_progress_bar()
+        if self.world.rank:
+            logging.set_verbosity_error()  # rank 0 tells which weights were loaded
+        if options.model:
+            self.tokenizer = AutoTokenizer.from_pretrained(options.model)
+        else:
+            self.tokenizer = build_tokenizer(
+                read_packages("train", options.texts)[0], options.words
+            )
+
+    def build_dataset(self, split):
+        texts, labels = read_packages(split, self.options.texts)
+        tokens = self.tokenizer(texts, truncation=True, max_length=self.options.context)
+        return Dataset.from_dict({**tokens, "labels": labels})
+
+    def collate(self, rows):
+        """Pad to one length: with attention dropout, others would depend on the micro-batch."""
+        pad = DataCollatorWithPadding(self.tokenizer, "max_length", self.options.context)
+        return dict(pad(rows))
+
+    def split_batch(self, batch):
+        return {name: batch[name] for name in batch if name != "labels"}, batch["labels"]
+
+    def build_model(self):
+        options = self.options
+        names = dict(enumerate(PACKAGES))
+        if options.model:
+            config = AutoConfig.from_pretrained(options.model, id2label=names)
+            return AutoModelForSequenceClassification.from_pretrained(
+                options.model, config=config, ignore_mismatched_sizes=True
+            )
+        config = BertConfig(
+            id2label=names,
+            vocab_size=len(self.tokenizer),
+            pad_token_id=self.tokenizer.pad_token_id,
+            max_position_embeddings=options.context,
+            hidden_size=options.width,
+            intermediate_size=4 * options.width,
+            num_hidden_layers=options.layers,
+            num_attention_heads=options.heads,
+            hidden_dropout_prob=options.dropout,
+            attention_probs_dropout_prob=options.dropout,
+        )
+        return BertForSequenceClassification(config)
+
+    def loss(self, outputs, labels):
+        values = F.cross_entropy(outputs.logits, labels, reduction="none", ignore_index=NO_LABEL)
+        return values, (labels != NO_LABEL).to(values.dtype)
+
+    def metrics(self, outputs, labels):
+        hits = (outputs.logits.argmax(1) == labels).double()
+        return {"accuracy": (hits, (labels != NO_LABEL).double())}
+
+    def predict(self, outputs):
+        probabilities = outputs.logits.float().softmax(1)
+        return {"class": probabilities.argmax(1), "probability": probabilities.amax(1)}
+
+
+@cache
+def read_packages(split: str, most: int) -> tuple[list[str], list[int]]:
+    """Return at most `most` texts of each package, of whole lines, and their labels."""
+    texts: list[str] = []
+    labels: list[int] = []
+    root = Path(sysconfig.get_path("stdlib"))
+    for label, package in enumerate(PACKAGES):
+        found: list[str] = []
+        files = (path for path in (root / package).rglob("*.py") if "test" not in path.parts)
+        for number, path in enumerate(sorted(files)):
+            if (number % EVAL_EVERY == 0) == (split != "train"):
+                found += [
+                    part.decode(errors="ignore") for part in cut(path.read_bytes(), NUM_BYTES)
+                ]
+        found.sort(key=lambda text: hashlib.sha256(text.encode()).digest())
+        texts += found[:most]
+        labels += [label] * len(found[:most])
+    return texts, labels
+
+
+def build_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that knows the `size` most frequent words of the texts."""
+    split = Whitespace()
+    counts = Counter(word for text in texts for word, _ in split.pre_tokenize_str(text))
+    words = [*SPECIAL, *(word for word, _ in counts.most_common(size))]
+    made = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, SPECIAL[1]))
+    made.pre_tokenizer = split
+    made.post_processor = TemplateProcessing("[CLS] $A", special_tokens=[("[CLS]", 2)])
+    pad, unknown, first = SPECIAL
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token=pad, unk_token=unknown, cls_token=first
+    )

@@ -1,0 +1,240 @@
+"""trainer.compare: how runs differ, and the first step that does."""
+
+import csv
+import json
+import shutil
+import sys
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from harness import CONF, fit_on
+from harness.stored import tensors_of
+from safetensors.torch import save_file
+from tiny import Tiny
+
+from trainer.checkpoints import files, manifest, transaction
+from trainer.compare.__main__ import main as compare
+from trainer.compare.differences import find_first, list_changes
+from trainer.errors import ConfigError
+from trainer.report.reading import RunFiles, read_runs
+
+WORDS = ["task=tiny", "run.steps=20", "log.every_steps=2", "checkpoint.every_steps=5"]
+WORDS += ["checkpoint.keep_last=9", "eval.every_steps=10", "checkpoint.every_epochs=null"]
+
+
+class OtherLine(Tiny):
+    def augment(self, inputs, targets, random, train):
+        return inputs * (1.0 + 1e-3 * train), targets
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    return fit_on(1, tmp_path_factory.mktemp("first"), *WORDS)["directory"]
+
+
+def copy_until(run, place, step):
+    """Copy a run without its checkpoints after a step."""
+    shutil.copytree(run, place)
+    for number, path in transaction.steps(place / "checkpoints").items():
+        if number > step:
+            shutil.rmtree(path)
+    return place
+
+
+def differences(one, other):
+    runs = read_runs([str(one), str(other)])
+    names = {c.name for kind in ("settings", "facts") for c in list_changes(runs, kind)}
+    return names, find_first(*runs)
+
+
+def test_a_run_and_its_repetition_are_equal(first, tmp_path, capfd):
+    again = fit_on(1, tmp_path, *WORDS, "run.name=again")["directory"]
+    assert differences(first, again) == (set(), [])
+    assert compare([str(first), str(again)]) == 0
+    shown = capfd.readouterr().out
+    assert "nowhere: curves, examples and weights are equal, bit for bit" in shown
+    assert "setting: no difference\ndata, code, versions: no difference\n" in shown
+
+
+def test_another_setting_shows_in_the_first_log(first, tmp_path):
+    other = fit_on(1, tmp_path, *WORDS, "optim.lr=0.02")["directory"]
+    names, found = differences(first, other)
+    assert names == {"optim.lr"}
+    assert found[0].name == "optim/lr" or found[0].name == "train/loss"
+    assert (found[0].first_step, found[0].step) == (1, 2)
+    weights = next(each for each in found if each.name.startswith("the weights"))
+    assert (weights.first_step, weights.step) == (1, 5)
+    assert not any(each.name == "the examples" for each in found)
+
+
+def test_another_seed_shows_in_the_examples_too(first, tmp_path):
+    other = fit_on(1, tmp_path, *WORDS, "run.seed=4")["directory"]
+    names, found = differences(first, other)
+    assert names == {"run.seed"}
+    assert found[0].name == "train/loss" and found[0].step == 2
+    examples = next(each for each in found if each.name == "the examples")
+    assert (examples.first_step, examples.step) == (1, 5)
+
+
+def test_one_line_of_the_task_is_a_change_of_code(first, tmp_path):
+    other = fit_on(1, tmp_path, *WORDS, task=OtherLine)["directory"]
+    names, found = differences(first, other)
+    assert names == {"the code of test_compare"}
+    assert found[0].step == 2
+
+
+def test_a_later_change_is_found_at_its_step(first, tmp_path):
+    """The learning rate is another one from step 10 on."""
+    place = copy_until(first, tmp_path / "later", 10)
+    words = [f"run.resume={place}", "optim.lr=0.0123"]
+    other = fit_on(1, tmp_path, *WORDS, *words)["directory"]
+    _, found = differences(first, other)
+    assert (found[0].first_step, found[0].step) == (11, 12)
+    weights = next(each for each in found if each.name.startswith("the weights"))
+    assert (weights.first_step, weights.step) == (11, 15)
+
+
+def flip_bit(checkpoint, name, bit=20):
+    """Flip one bit of a weight, and sign the checkpoint anew."""
+    (path,) = checkpoint.glob("model-*.safetensors")
+    tensors = tensors_of(transaction.load(checkpoint))
+    tensors[name].view(torch.int32).view(-1)[0] ^= 1 << bit
+    keys = {f"{key}": value.contiguous() for key, value in tensors.items()}
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    for key in stored:
+        if key == name or key.startswith(name):
+            stored[key] = keys[name]
+    save_file(stored, path, metadata)
+    raw = json.loads((checkpoint / "manifest.json").read_text())
+    size, digest = files.digest_file(path, 2**40)
+    raw["files"][path.name] |= {"bytes": size, "sha256": digest}
+    raw.pop("sha256")
+    raw["sha256"] = manifest.digest(raw)
+    (checkpoint / "manifest.json").write_text(json.dumps(raw))
+
+
+def test_a_flipped_bit_of_a_resumed_checkpoint_is_found(first, tmp_path):
+    place = copy_until(first, tmp_path / "flipped", 10)
+    flip_bit(place / "checkpoints/step-00000010", "0.weight")
+    other = fit_on(1, tmp_path, *WORDS, f"run.resume={place}")["directory"]
+    names, found = differences(first, other)
+    assert names == set()
+    assert (found[0].name, found[0].step) == ("eval/loss", 10)  # the resume evaluates again
+    weights = next(each for each in found if each.name.startswith("the weights"))
+    assert (weights.first_step, weights.step) == (11, 15)
+    _, before = differences(first, place)
+    line = "step 10: the weights, 1 of 4 tensors, most 0.weight: "
+    assert len(before) == 1 and str(before[0]).startswith(line)
+
+
+@pytest.mark.slow
+def test_other_ranks_differ_by_rounding(first, tmp_path):
+    words = ["strategy.precision=fp64"]
+    one = fit_on(1, tmp_path / "one", *WORDS, *words)["directory"]
+    two = fit_on(2, tmp_path / "two", *WORDS, *words, "strategy=fsdp")["directory"]
+    names, found = differences(one, two)
+    assert "strategy.name" in names
+    assert all(each.distance is not None and each.distance < 1e-9 for each in found)
+    assert all("(may be rounding)" in str(each) for each in found)
+
+
+def test_logs_at_other_steps_are_not_compared(first, tmp_path):
+    """A mean over two steps is no mean over four."""
+    other = fit_on(1, tmp_path, *WORDS, "log.every_steps=4")["directory"]
+    names, found = differences(first, other)
+    assert names == {"log.every_steps"}
+    assert found == []
+
+
+def test_table_as_a_file(first, tmp_path, capfd):
+    other = fit_on(1, tmp_path, *WORDS, "run.seed=4")["directory"]
+    third = fit_on(1, tmp_path, *WORDS, "run.name=third")["directory"]
+    out = tmp_path / "table.csv"
+    assert compare([str(first), str(other), str(third), f"out={out}"]) == 1
+    with out.open(newline="") as file:
+        rows = list(csv.reader(file))
+    assert rows[0] == ["kind", "name", str(first), str(other), str(third)]
+    assert ["settings", "run.seed", "0", "4", "0"] in rows
+    line = next(row for row in rows if row[:2] == ["first difference", "1"])
+    assert line[3].startswith("steps 1 to 2: train/loss") and line[4] == ""
+    assert all(len(row) == 5 for row in rows)
+    assert f"written: {out}" in capfd.readouterr().out
+
+
+class Outline(HTMLParser):
+    """The elements of a page, and what refers to other places."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.ids, self.links = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.found.append((tag, given))
+        if "id" in given:
+            self.ids.append(given["id"])
+        self.links += [v for k, v in attrs if k in ("src", "href", "xlink:href") and v]
+
+
+def check_page(text, num_charts):
+    """Check that a page needs no other file, and that its charts have words."""
+    page = Outline(text)
+    assert len(page.ids) == len(set(page.ids))
+    assert all(link.startswith("#") for link in page.links)
+    assert not {tag for tag, _ in page.found} & {"script", "link", "iframe", "img", "object"}
+    charts = [given for tag, given in page.found if tag == "svg"]
+    assert len(charts) == num_charts
+    for chart in charts:
+        assert chart["role"] == "img"
+        assert set(chart["aria-labelledby"].split()) <= set(page.ids)
+    assert "prefers-color-scheme: dark" in text
+    return page
+
+
+def test_page_of_a_comparison(first, tmp_path):
+    pytest.importorskip("matplotlib")
+    other = fit_on(1, tmp_path, *WORDS, "run.seed=4", "run.name='<b>bold'")
+    out = tmp_path / "page.html"
+    assert compare([str(first), str(other["directory"]), f"out={out}"]) == 1
+    text = out.read_text()
+    num_curves = len(RunFiles.read(str(first)).curves)
+    check_page(text, num_curves)
+    assert "<b>bold" not in text and "&lt;b&gt;bold" in text
+    assert "steps 1 to 2: train/loss" in text
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        ([], "give two or more run directories: python -m trainer.compare A B"),
+        (["{first}"], "give two or more run directories: python -m trainer.compare A B"),
+        (["{first}", "/nowhere"], "/nowhere: has no config.yaml; give a run directory"),
+        (["{first}", "{first}", "out=page.pdf"], "out=page.pdf: must end with .html or .csv"),
+        (["{first}", "{first}", "out=/nowhere/p.csv"], "out=/nowhere/p.csv: cannot be written"),
+    ],
+)
+def test_mistakes_are_one_line(words, line, first, capfd):
+    with pytest.raises(ConfigError) as error:
+        compare([word.format(first=first) for word in words])
+    assert line in str(error.value).replace("/nowhere/p.csv: cannot", "out=/nowhere/p.csv: cannot")
+
+
+def test_without_matplotlib_a_page_names_the_extra(first, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(
+        ConfigError, match=r"charts: needs pip install 'lockstep-trainer\[report\]'"
+    ):
+        compare([str(first), str(first), f"out={tmp_path / 'page.html'}"])
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_verb_is_listed(command):
+    done = command("--help", verb="trainer.compare")
+    assert done.returncode == 0 and done.stdout.startswith("usage: python -m trainer.compare A B")
+    assert CONF

@@ -1,0 +1,144 @@
+"""trainer.new: a project that trains, and whose test passes; config groups of a user's own."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness.launch import environment_of_a_command
+
+import trainer
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def project(command):
+    done = command("my-spiral", verb="trainer.new")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "written: my-spiral/, 11 files; its README.md says what each is for\n"
+        "begin with: cd my-spiral && python -m trainer task=my-spiral\n"
+    )
+    return command.folder / "my-spiral"
+
+
+def run(project, *words):
+    environment = environment_of_a_command()
+    done = subprocess.run(words, cwd=project, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_nothing_of_the_template_is_left(project):
+    files = {path.relative_to(project).as_posix() for path in project.rglob("*") if path.is_file()}
+    assert {"my_spiral.py", "conf/task/my-spiral.yaml", "tests/test_my_spiral.py"} <= files
+    for name in files:
+        text = (project / name).read_text()
+        assert not re.search(r"__(NAME|MODULE|CLASS|VERSION)__", text), name
+    required = (project / "requirements.txt").read_text().splitlines()
+    assert f"lockstep-trainer=={trainer.__version__}" in required
+
+
+def test_a_path_and_capitals_are_names_too(command):
+    done = command("some/MyTask2", verb="trainer.new")
+    assert done.returncode == 0, done.stderr
+    text = (command.folder / "some/MyTask2/MyTask2.py").read_text()
+    assert "class MyTask2(Trainer):" in text
+    words = ["task=MyTask2", "run.epochs=1"]
+    assert command(*words, folder=command.folder / "some/MyTask2").returncode == 0
+
+
+@pytest.mark.slow
+def test_its_own_test_passes(project):
+    output = run(project, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    assert "2 passed" in output
+
+
+def test_its_config_group(project, command):
+    words = ["task=my-spiral", "run.epochs=1", "eval.every_epochs=null"]
+    sizes = {"small": 1251, "large": 50307}
+    for model, size in {"": sizes["small"], **sizes}.items():
+        more = [f"model={model}"] if model else []
+        done = command(*words, *more, f"run.name=m-{model}", folder=project)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"model: Sequential, {size:,} parameters" in done.stdout
+    saved = (project / "runs/my-spiral/m-large/config.yaml").read_text()
+    assert "width: 128" in saved and "layers: 4" in saved
+    resumed = command("run.resume=runs/my-spiral/m-large", "run.epochs=2", folder=project)
+    assert resumed.returncode == 0 and "model: Sequential, 50,307 parameters" in resumed.stdout
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (["task=my-spiral", "model=huge"], "model=huge: must be one of large, small"),
+        (["task=my-spiral", "modle=large"], "modle is not a setting; did you mean model?"),
+        (
+            ["task=cifar", "model=large"],
+            "model=large: the task does not use this group; "
+            "add '- /model: <name>' to the defaults in the task's file",
+        ),
+    ],
+)
+def test_mistakes_with_a_group_are_one_line(words, line, project, command):
+    done = command(*words, folder=project)
+    assert done.returncode == 2 and done.stderr == f"error: {line}\n"
+
+
+@pytest.mark.slow
+def test_help_and_sweeps_know_the_group(project, command):
+    assert "  model      large, small" in command("--help", folder=project).stdout
+    words = ["task=my-spiral", "model=small,large", "run.epochs=1", "launch=inline"]
+    done = command("-m", *words, folder=project)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"compare with: python -m trainer.compare runs/my-spiral/\S+ ", done.stdout)
+
+
+@pytest.mark.slow
+def test_cell_of_a_notebook(project, command):
+    cell = re.search(r"```python\n(.*?)```", (project / "README.md").read_text(), re.DOTALL)[1]
+    (project / "cell.py").write_text(cell + "\nprint(summary.step)\n")
+    assert run(project, sys.executable, "cell.py").endswith("\n60\n")
+
+
+def test_code_and_files_pass_the_linters(project):
+    python = sorted(str(path) for path in project.rglob("*.py"))
+    ruff = Path(sys.executable).parent / "ruff"
+    if ruff.is_file():
+        options = ["--isolated", "--line-length=100"]
+        run(project, str(ruff), "check", "--select=E,F,B,UP", *options, *python)
+        run(project, str(ruff), "format", "--check", *options, *python)
+    run(project, "bash", "-n", "train.sbatch")
+    linter = Path(sys.executable).parent / "hadolint"
+    if linter.is_file():
+        run(project, str(linter), "--no-color", "Dockerfile")
+
+
+@pytest.mark.parametrize(
+    "name, line",
+    [
+        ("torch", "torch: Python has a module torch already; choose another name"),
+        ("class", "class: Python has a module class already; choose another name"),
+        ("A b", "A b: must be letters, digits, - and _, at most 40, as in my-task"),
+        ("..", "..: must be letters, digits, - and _, at most 40, as in my-task"),
+        ("text", "text: is a built-in task; choose another name"),
+        ("my-spiral", "my-spiral: already exists; choose another name"),
+    ],
+)
+def test_names_that_cannot_be(name, line, project, command):
+    done = command(name, verb="trainer.new")
+    assert done.returncode == 2 and done.stderr == f"error: {line}\n"
+
+
+@pytest.mark.slow
+def test_in_a_notebook(project):
+    """A real kernel runs the cell."""
+    pytest.importorskip("ipykernel")
+    client = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    cell = re.search(r"```python\n(.*?)```", (project / "README.md").read_text(), re.DOTALL)[1]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
+    client.NotebookClient(notebook, resources={"metadata": {"path": str(project)}}).execute()
+    assert "eval/accuracy" in str(notebook.cells[0].outputs)

@@ -1,0 +1,205 @@
+"""Splits and predictions: each example once, in order, on any layout and mesh."""
+
+import json
+
+import numpy
+import pytest
+import torch
+from harness import CONF, fit_on, on_ranks, slow_but
+from harness.training import compose
+from meshed import Meshed
+from tiny import Tiny
+
+from trainer import ConfigError
+from trainer.engine.evaluation import Evaluator
+from trainer.trainer import examine
+
+WORDS = ["task=meshed", "run.steps=3", "strategy.precision=fp64", "task.options.dropout=0.1"]
+LAYOUTS = {
+    "1": (1, ["strategy=single"]),
+    "1, micro-batches": (1, ["strategy=single", "eval.micro_batch=5"]),
+    "2": (2, ["strategy=ddp"]),
+    "3": (3, ["strategy=ddp", "eval.micro_batch=7"]),
+    "4": (4, ["strategy=ddp"]),
+    "fsdp 2": (2, ["strategy=fsdp"]),
+    "tp 2": (2, ["strategy=tp"]),
+    "cp 2": (2, ["strategy=cp"]),
+    "pp 2": (2, ["strategy=pp", "eval.micro_batch=6"]),
+    "pp 2 x ddp 2": (4, ["strategy=pp"]),
+}
+
+
+class Predicting(Meshed):
+    def predict(self, outputs):
+        return {"token": outputs.argmax(2), "score": outputs.logsumexp(2)}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    return fit_on(1, folder, *WORDS, "strategy=single", task=Predicting)["directory"]
+
+
+def predict(folder, directory, *words):
+    task = Predicting(compose(folder, *WORDS, f"run.resume={directory}", *words))
+    found = examine(task, Evaluator.predict)
+    return found, task.world.rank
+
+
+def predicted_on(layout, folder, directory):
+    ranks, words = LAYOUTS[layout]
+    (found, rank), *others = on_ranks(ranks, predict, folder, directory, *words)
+    assert rank == 0 and all(other == {} for other, _ in others)
+    return found
+
+
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "1, micro-batches", "3", "pp 2"))
+def test_predictions_are_equal_in_every_layout(layout, trained, tmp_path):
+    one = predicted_on("1", tmp_path / "one", trained)
+    assert one["token"].shape == (107, 8) and one["score"].dtype is torch.float64
+    found = predicted_on(layout, tmp_path / "found", trained)
+    assert torch.equal(found["token"], one["token"])
+    torch.testing.assert_close(found["score"], one["score"], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("file", ["a.npz", "a.jsonl", "a.parquet"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_command_writes_each_example_once_in_order(file, ranks, command, tmp_path):
+    if file.endswith("parquet"):
+        parquet = pytest.importorskip("pyarrow.parquet")
+    words = ["task=tiny", f"--config-dir={CONF}", "run.name=one", "run.steps=5"]
+    assert command(*words).returncode == 0
+    run = command.folder / "runs/tiny/one"
+    given = [str(run), f"--config-dir={CONF}", f"out={tmp_path / file}"]
+    done = command(*given, verb="trainer.predict", ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"203 examples of eval, prediction: {tmp_path / file}\n")
+    whole = command(str(run), f"--config-dir={CONF}", verb="trainer.predict")
+    default = numpy.load(run / "predictions/eval-step-00000005.npz")["prediction"]
+    assert default.shape == (203, 3) and whole.returncode == 0
+    if file.endswith("npz"):
+        found = numpy.load(tmp_path / file)["prediction"]
+    elif file.endswith("jsonl"):
+        lines = [json.loads(line) for line in (tmp_path / file).read_text().splitlines()]
+        assert [line["index"] for line in lines] == list(range(203))
+        found = numpy.array([line["prediction"] for line in lines])
+    else:
+        table = parquet.read_table(tmp_path / file)
+        assert table["index"].to_pylist() == list(range(203))
+        found = numpy.array(table["prediction"].to_pylist())
+    numpy.testing.assert_allclose(found, default, rtol=1e-5, atol=1e-6)
+
+
+def test_wrong_arguments_are_one_line(command, tmp_path):
+    words = ["task=tiny", f"--config-dir={CONF}", "run.name=one", "run.steps=2"]
+    assert command(*words).returncode == 0
+    given = ["runs/tiny/one", f"--config-dir={CONF}"]
+    (tmp_path / "file").write_text("")
+    for word, code, line in (
+        ("out=a.csv", 2, "out=a.csv: must end with .npz, .jsonl, .parquet"),
+        ("split=", 2, "eval.splits"),
+        ("splti=test", 2, "splti"),
+        (f"out={tmp_path}/file/a.npz", 1, f"{tmp_path}/file/a.npz: cannot be written: "),
+    ):
+        done = command(*given, word, verb="trainer.predict")
+        assert done.returncode == code and done.stderr.startswith(f"error: {line}"), done.stderr
+        assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.glob(".*"))
+
+
+class WithoutData(Tiny):
+    def build_dataset(self, split):
+        return None if split == "eval" else super().build_dataset(split)
+
+
+def nothing(folder):
+    return examine(WithoutData(compose(folder, "task=tiny")), Evaluator.predict)
+
+
+def test_without_data_nothing_is_predicted(tmp_path):
+    assert on_ranks(2, nothing, tmp_path) == [{}, {}]
+
+
+class Wrong(Tiny):
+    def predict(self, outputs):
+        return outputs.mean()
+
+
+def refusal(folder):
+    task = Wrong(compose(folder, "task=tiny"))
+    with pytest.raises(ConfigError) as caught:
+        examine(task, Evaluator.predict)
+    return str(caught.value)
+
+
+def test_predictions_of_other_rows_are_refused(tmp_path):
+    (told,) = on_ranks(1, refusal, tmp_path)
+    assert told.startswith("predict(outputs) returned: prediction has shape (): must be a tensor")
+
+
+# Splits -------------------------------------------------------------------------------------------
+
+
+class Split(Meshed):
+    def build_dataset(self, split):
+        sizes = {"train": 107, "val": 31, "test": 19}
+        if split not in sizes:
+            raise ValueError(f"there is no split {split}")
+        whole = super().build_dataset("train" if split == "train" else "eval")
+        return torch.utils.data.Subset(whole, range(sizes[split]))
+
+
+def evaluated(folder, directory, *words):
+    config = compose(folder, *WORDS, "task.trainer=test_predict.Split", *words)
+    if directory:
+        config = compose(folder, *WORDS, f"run.resume={directory}", *words)
+    return Split(config).evaluate()
+
+
+@pytest.mark.parametrize("layout", slow_but(["1", "3", "pp 2", "fsdp 2"], "1", "3"))
+def test_each_split_is_evaluated_under_its_name(layout, tmp_path):
+    ranks, words = LAYOUTS[layout]
+    words = [*words, "eval.splits=[val,test]", "eval.every_steps=2"]
+    run = fit_on(ranks, tmp_path, *WORDS, *words, task=Split)
+    names = {f"{split}/{name}" for split in ("val", "test") for name in ("loss", "accuracy")}
+    assert set(run["metrics"]) == names
+    rows = [entry for entry in run["record"] if "val/loss" in entry]
+    assert [entry["step"] for entry in rows] == [2, 3] and all(names <= set(e) for e in rows)
+    (alone,) = on_ranks(1, evaluated, tmp_path, run["directory"], "eval.splits=[test]")
+    assert set(alone) == {"test/loss", "test/accuracy"}
+    for name, value in alone.items():
+        assert run["metrics"][name] == pytest.approx(value, rel=1e-12)
+    (train,) = on_ranks(1, evaluated, tmp_path, run["directory"], "eval.splits=[train]")
+    assert set(train) == {"train/loss", "train/accuracy"}
+
+
+def test_the_best_metric_is_of_the_first_split_or_of_the_one_it_names(tmp_path):
+    words = [*WORDS, "eval.splits=[val,test]", "strategy=single", "checkpoint.keep_last=9"]
+    for metric, expected in ((None, "val/loss"), ("test/accuracy", "test/accuracy")):
+        more = [f"checkpoint.best_metric={metric}", "checkpoint.best_mode=min"] if metric else []
+        run = fit_on(1, tmp_path / expected, *words, *more, task=Split)
+        end = json.loads((run["directory"] / "exit.json").read_text())
+        assert end["best"] == run["metrics"][expected]
+
+
+def test_wrong_splits_are_refused_in_one_line(tmp_path):
+    cases = {
+        "eval.splits=[train]": "eval.splits=['train']: must not have train: its means",
+        "eval.splits=[]": "eval.splits=[]: must be one or more different names",
+        "eval.splits=[val,val]": "must be one or more different names",
+        "checkpoint.best_metric=f1": "checkpoint.best_mode is missing: set it to min or max for",
+        "checkpoint.best_metric=f1 checkpoint.best_mode=max": "=eval/f1: must be one of",
+    }
+    for number, (word, line) in enumerate(cases.items()):
+        (told,) = on_ranks(1, wrong, tmp_path / str(number), word)
+        assert line in told, told
+
+
+def wrong(folder, word):
+    try:
+        config = compose(folder, *WORDS, *word.split())
+    except ConfigError as error:
+        return str(error)
+    with pytest.raises(ConfigError) as caught:
+        Meshed(config).fit()
+    return str(caught.value)

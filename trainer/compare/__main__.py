@@ -1,0 +1,167 @@
+"""`python -m trainer.compare A B`: how runs differ, and from which step on."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.cli import run
+from trainer.compare.differences import Change, find_first, list_changes
+from trainer.data.order import counted
+from trainer.errors import ConfigError, visible
+from trainer.record.directory import replace_file
+from trainer.report.charts import MOST_LINES
+from trainer.report.page import Page, Section
+from trainer.report.reading import SPEED, RunFiles, read_runs
+
+HELP = """usage: python -m trainer.compare A B [...] [out=FILE.html] [out=FILE.csv]
+
+Compares runs with the first one: settings, data, code and versions that differ, the first step
+that differs and by how much, the best metrics and the time. A, B, ... are run directories. Logs of
+training are means over several steps, so the first step that differs is known as precisely as the
+runs were logged (log.every_steps) and saved.
+
+out: also write a page with the curves (.html, extra report) or the table (.csv)
+
+Exit codes: 0 nothing differs but speed, 1 the runs differ, 2 they cannot be compared."""
+
+USAGE = "python -m trainer.compare A B [out=FILE.html]"
+SUFFIXES = (".html", ".csv")
+WIDTH = 200  # of a table in a file or a pipe
+Rows = list[list[str]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs and how they differ from the first one. `firsts` are lines for each of the others."""
+
+    runs: Sequence[RunFiles]
+    settings: list[Change]
+    facts: list[Change]
+    firsts: list[list[str]]
+
+    @classmethod
+    def of(cls, runs: list[RunFiles]) -> Comparison:
+        firsts = [[str(each) for each in find_first(runs[0], other)] for other in runs[1:]]
+        return cls(runs, list_changes(runs, "settings"), list_changes(runs, "facts"), firsts)
+
+    @property
+    def names(self) -> list[str]:
+        return [each.name for each in self.runs]
+
+    @property
+    def is_equal(self) -> bool:
+        return not (self.settings or self.facts or any(self.firsts))
+
+    def results(self) -> Rows:
+        """Return a row of RESULTS for each run."""
+        rows = []
+        for each in self.runs:
+            best = "-"
+            if each.best is not None:
+                best = f"{each.best_metric} {each.best[1]:.6g} at step {each.best[0]:,}"
+            ranks = str(each.manifest.world_size) if each.manifest else "-"
+            end = str(each.exit.get("reason", "not ended"))
+            strategy = str(each.settings["strategy.name"])
+            seconds = f"{each.seconds:,.1f}"
+            rows.append([each.name, f"{each.step:,}", best, seconds, strategy, ranks, end])
+        return rows
+
+
+def main(arguments: Sequence[str]) -> int:
+    outs = [Path(word[4:]) for word in arguments if word.startswith("out=")]
+    places = [word for word in arguments if not word.startswith("out=")]
+    if len(places) < 2 or any(word.startswith("-") for word in places):
+        raise ConfigError(f"give two or more run directories: {USAGE}")
+    for out in outs:
+        if out.suffix not in SUFFIXES:
+            raise ConfigError(f"out={out}: must end with {' or '.join(SUFFIXES)}")
+    found = Comparison.of(read_runs(places))
+    _print(found)
+    for out in outs:
+        write = _write_table if out.suffix == ".csv" else _write_page
+        write(out, found)
+        print(f"written: {out}")
+    return int(not found.is_equal)
+
+
+RESULTS = ("run", "steps", "best", "training time (s)", "strategy", "ranks", "end")
+
+
+def _print(found: Comparison) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+
+    def show(columns: Sequence[str], rows: Rows) -> None:
+        table = Table(*map(visible, columns), box=None, header_style="bold")
+        for row in rows:
+            table.add_row(*(Text(visible(cell)) for cell in row))
+        console.print(table)
+
+    titles = {"setting": found.settings, "data, code, versions": found.facts}
+    for title, changes in titles.items():
+        if changes:
+            show([title, *found.names], [[each.name, *each.values] for each in changes])
+        else:
+            print(f"{title}: no difference")
+    first, *others = map(visible, found.names)
+    for name, lines in zip(others, found.firsts, strict=True):
+        print(f"first differences between {first} and {name}:")
+        for line in lines:
+            print(f"  {visible(line)}")
+        if not lines:
+            print("  nowhere: curves, examples and weights are equal, bit for bit")
+    show(RESULTS, found.results())
+
+
+def _write_table(out: Path, found: Comparison) -> None:
+    file = io.StringIO()
+    writer = csv.writer(file)
+    writer.writerow(["kind", "name", *found.names])
+    for kind, changes in {"settings": found.settings, "facts": found.facts}.items():
+        writer.writerows([kind, change.name, *change.values] for change in changes)
+    for number in range(max(map(len, found.firsts))):
+        cells = [lines[number] if number < len(lines) else "" for lines in found.firsts]
+        writer.writerow(["first difference", number + 1, "", *cells])
+    results = found.results()
+    for place, name in enumerate(RESULTS[1:], 1):
+        writer.writerow(["result", name, *(row[place] for row in results)])
+    try:
+        replace_file(out, file.getvalue())
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written: {error.strerror}") from None
+
+
+def _write_page(out: Path, found: Comparison) -> None:
+    runs = found.runs
+    names = found.names
+    page = Page(f"{counted(len(runs), 'run')} of {runs[0].settings['task.name']}", names)
+    for name, lines in zip(names[1:], found.firsts, strict=True):
+        nothing = ["Nothing: curves, examples and weights are equal, bit for bit."]
+        page.add(Section(f"First difference of {name}", lines or nothing))
+    page.add(Section("Results", columns=RESULTS, rows=found.results()))
+    shown = runs[:MOST_LINES]
+    curves = dict.fromkeys(name for each in shown for name in each.curves)
+    charts = []
+    for name in sorted(curves, key=lambda n: (n.startswith(SPEED), not n.startswith("train/"), n)):
+        lines_of = {each.name: each.curves[name] for each in shown if name in each.curves}
+        charts.append(page.chart(name, lines_of))
+    left_out = [f"The first {MOST_LINES} runs are drawn."] * (len(runs) > MOST_LINES)
+    page.add(Section("Curves", left_out, charts))
+    titles = {"Settings": found.settings, "Data, code and versions": found.facts}
+    for title, changes in titles.items():
+        rows = [[change.name, *change.values] for change in changes]
+        page.add(Section(title, [] if rows else ["No difference."], (), ["name", *names], rows))
+    page.write(out)
+
+
+if __name__ == "__main__":
+    run(main, HELP)

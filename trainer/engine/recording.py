@@ -1,0 +1,90 @@
+"""Values that a task records while it trains: means over the global batch, like its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trainer.data.batches import count_rows
+from trainer.engine.means import Means, Values, weigh
+from trainer.engine.parts import Hooks
+from trainer.errors import ConfigError
+
+Loss = Callable[[Any, Any], Values]
+
+
+class Recorder:
+    """Adds values to `means` during a step, and ignores them otherwise.
+
+    `taken` are the names of updates, whose losses are logged under them. On a rank that is not
+    `is_counted` another one records the same values. If `hooks` are given, their metrics are
+    recorded with their loss.
+    """
+
+    def __init__(self, means: Means, taken: Container[str], is_counted: bool, hooks: Hooks | None):
+        self._means = means
+        self._taken = taken
+        self._is_counted = is_counted
+        self._hooks = hooks
+        self._is_open = False
+        self._rows: int | None = None
+
+    def begin_step(self) -> None:
+        self._is_open = True
+
+    def end_step(self) -> None:
+        self._is_open = False
+
+    @property
+    def rows(self) -> int | None:
+        """Number of rows of the micro-batch whose loss is computed; None outside of an update."""
+        return self._rows if self._is_open else None
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Ignore values during the block."""
+        was = self._is_open
+        self._is_open = False
+        try:
+            yield
+        finally:
+            self._is_open = was
+
+    def record(self, name: str, returned: Values) -> None:
+        """Add values, or (values, weights), of the examples of a micro-batch.
+
+        Raises ConfigError for a name of an update, and for values that are not one per example.
+        """
+        if not self._is_open:
+            return
+        given = f"record({name!r})"
+        if name in self._taken:
+            raise ConfigError(f"{given}: is the name of an update's loss; choose another name")
+        values = returned[0] if isinstance(returned, tuple) and returned else returned
+        rows = self._rows
+        if rows is None and isinstance(values, torch.Tensor) and values.dim():
+            rows = len(values)
+        values, weights = weigh(given, returned, rows or 0, "got")
+        if self._is_counted:
+            self._means.add(name, values, weights)
+
+    def watched(self, loss: Loss) -> Loss:
+        """Return the loss of an update, for which values are recorded."""
+        hooks = self._hooks if self._hooks and loss == self._hooks.loss else None
+
+        def compute(outputs: Any, targets: Any) -> Values:
+            self._rows = count_rows(targets, outputs)
+            try:
+                values = loss(outputs, targets)
+                if hooks is not None:
+                    with torch.no_grad():
+                        for name, returned in hooks.metrics(outputs, targets).items():
+                            self.record(name, returned)
+            finally:
+                self._rows = None
+            return values
+
+        return compute

@@ -1,0 +1,1 @@
+"""`python -m trainer.export DIR format=onnx`: a trained model for other programs."""

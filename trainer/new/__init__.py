@@ -1,0 +1,1 @@
+"""`python -m trainer.new NAME`: a project to begin with."""

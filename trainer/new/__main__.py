@@ -1,0 +1,82 @@
+"""`python -m trainer.new NAME`: write a starter project."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import trainer
+from trainer.cli import run, single
+from trainer.config.compose import find_options
+from trainer.errors import ConfigError
+
+HELP = """usage: python -m trainer.new NAME
+
+Writes a project into the new folder NAME, which may be a path: a task, its settings with a config
+group of its own, a test that proves the task with trainer.verify, README.md, Dockerfile and
+train.sbatch. It trains and its test passes as written; replace the data, model and loss with
+your own."""
+
+TEMPLATE = Path(__file__).with_name("template")
+# Files of the template, and their places in the project.
+FILES = {
+    "task.py.txt": "{module}.py",
+    "task.yaml": "conf/task/{name}.yaml",
+    "small.yaml": "conf/model/small.yaml",
+    "large.yaml": "conf/model/large.yaml",
+    "lockstep.yaml": "lockstep.yaml",
+    "check.py.txt": "tests/test_{module}.py",
+    "readme.md": "README.md",
+    "requirements.txt": "requirements.txt",
+    "gitignore": ".gitignore",
+    "dockerfile": "Dockerfile",
+    "train.sbatch": "train.sbatch",
+}
+VALID = re.compile(r"[A-Za-z][A-Za-z0-9]*([_-][A-Za-z0-9]+)*")
+MOST = 40
+
+
+def main(arguments: Sequence[str]) -> int:
+    folder = Path(single(arguments, "give one name: python -m trainer.new NAME"))
+    name = folder.name
+    module = name.replace("-", "_")
+    _check(name, module, folder)
+    words = {
+        "__NAME__": name,
+        "__MODULE__": module,
+        "__CLASS__": "".join(part[:1].upper() + part[1:] for part in module.split("_")),
+        "__VERSION__": trainer.__version__,
+    }
+    try:
+        for source, place in FILES.items():
+            path = folder / place.format(name=name, module=module)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = (TEMPLATE / source).read_text(encoding="utf-8")
+            for word, value in words.items():
+                text = text.replace(word, value)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from None
+    print(f"written: {folder}/, {len(FILES)} files; its README.md says what each is for")
+    print(f"begin with: cd {folder} && python -m trainer task={name}")
+    return 0
+
+
+def _check(name: str, module: str, folder: Path) -> None:
+    """Raise ConfigError for a name that cannot be a folder, a task and a module."""
+    if not VALID.fullmatch(name) or len(name) > MOST:
+        must = f"must be letters, digits, - and _, at most {MOST}, as in my-task"
+        raise ConfigError(f"{name}: {must}")
+    if keyword.iskeyword(module) or importlib.util.find_spec(module) is not None:
+        raise ConfigError(f"{name}: Python has a module {module} already; choose another name")
+    if name in find_options()["task"]:
+        raise ConfigError(f"{name}: is a built-in task; choose another name")
+    if folder.exists():
+        raise ConfigError(f"{folder}: already exists; choose another name")
+
+
+if __name__ == "__main__":
+    run(main, HELP)

@@ -1,0 +1,72 @@
+"""Parameters and buffers of a rank of each stage; without a pipeline there is one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trainer.plan.trial import Trial
+from trainer.strategy.handover import inner_first
+
+Parts = Mapping[nn.Parameter, nn.Parameter]  # of the model's parameters: a rank's part of each
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters and buffers of the first rank of a stage, of which no rank of it has more.
+
+    `parts` maps the parameters of the model that the stage uses to the rank's part of each.
+    `units` are those of FSDP: the blocks, `num_blocks` of them, then the rest. `written` are the
+    parameters that no stage before has.
+    """
+
+    stage: int
+    parts: Parts
+    units: list[list[nn.Parameter]]
+    num_blocks: int
+    buffers: list[torch.Tensor]
+    written: set[nn.Parameter]
+
+
+def hold(trial: Trial, stage: int) -> Held:
+    """Return what the first rank of a stage holds."""
+    stages = trial.partition.stages
+    own: dict[nn.Parameter, tuple[int, ...]] = {}
+    for name, parameter in trial.model.named_parameters():
+        if stage in stages.get(name, (0,)):
+            own[parameter] = stages.get(name, (0,))
+    parts = {p: _part(trial, p) for p in own}
+    units, num_blocks = _list_units(trial, stage, parts) if trial.is_sharded else ([], 0)
+    buffers = [b for name, b in trial.model.named_buffers() if stage in stages.get(name, (0,))]
+    written = {p for p, used in own.items() if used[0] == stage}
+    return Held(stage, parts, units, num_blocks, buffers, written)
+
+
+def _part(trial: Trial, parameter: nn.Parameter) -> nn.Parameter:
+    """Return a rank's part of a parameter that is cut as the tensor plan says: the largest."""
+    if not trial.is_sharded or not parameter.dim():
+        return parameter
+    rows = -(-parameter.shape[0] // trial.num_shards)  # the first of torch.chunk
+    with trial.mode:
+        made = torch.empty(rows, *parameter.shape[1:], dtype=parameter.dtype)
+        return nn.Parameter(made, parameter.requires_grad)
+
+
+def _list_units(trial: Trial, stage: int, parts: Parts) -> tuple[list[list[nn.Parameter]], int]:
+    """Return the parameters of each unit of FSDP, and how many of the units are blocks."""
+    numbers = trial.partition.blocks_of[stage]
+    own = {block for number, block in enumerate(trial.blocks) if number in numbers}
+    blocks = [block for block in inner_first(trial.model, trial.blocks) if block in own]
+    seen: set[nn.Parameter] = set()
+    units = []
+    num_blocks = 0
+    for module in (*blocks, trial.model):
+        found = [p for p in module.parameters() if p in parts and p not in seen and p.dim()]
+        seen.update(found)
+        if found:
+            units.append(found)
+            num_blocks += module is not trial.model
+    return units, num_blocks

@@ -1,0 +1,122 @@
+"""`python -m trainer.predict DIR split=test`: write what the task predicts for a split."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.checkpoints import manifest
+from trainer.cli import load_task, run, run_directory, take_words
+from trainer.config.compose import load_run_config
+from trainer.data.order import counted
+from trainer.errors import ConfigError, RunError
+
+HELP = """usage: python -m trainer.predict DIR [split=test] [out=FILE] [key=value ...]
+       [--config-dir DIR]
+
+Writes what the task's predict(outputs) returns for each example of a split, once, in the order of
+the data set. DIR is a run directory (its newest valid checkpoint is used) or one directory
+step-<number> in its checkpoints. Any layout writes the same rows:
+torchrun --nproc_per_node=2 -m trainer.predict DIR.
+
+split: the split, as build_dataset names it; by default the first one of eval.splits
+out:   a file .npz (one array for each name), .jsonl (one object for each example) or .parquet
+       (extra parquet); by default predictions/<split>-step-<number>.npz in the run directory"""
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Predict on all ranks, write on rank 0, and return the exit code."""
+    own, rest = take_words(arguments, ("split", "out"))
+    advice = "give one run directory: python -m trainer.predict DIR [split=test] [out=FILE]"
+    place, overrides, config_dirs = run_directory(rest, advice)
+    if "split" in own:
+        overrides.append(f"eval.splits=[{own['split']}]")
+    config = load_run_config(place, overrides, config_dirs)
+    task = load_task(config)(config)
+    out = Path(own["out"]) if "out" in own else None
+    _find_writer(out)
+    from trainer.engine.evaluation import Evaluator
+    from trainer.trainer import examine
+
+    found = examine(task, Evaluator.predict)
+    if task.world.rank:
+        return 0
+    split = config.eval.splits[0]
+    if not found:
+        raise ConfigError(f"task={config.task.name}: build_dataset({split!r}) has no examples")
+    home = Path(place)
+    home = home.resolve().parent.parent if (home / manifest.MANIFEST).is_file() else home
+    out = out or home / "predictions" / f"{split}-step-{task.step:08d}.npz"
+    _write(out, found)
+    rows = len(next(iter(found.values())))
+    print(f"{counted(rows, 'example')} of {split}, {', '.join(found)}: {out}")
+    return 0
+
+
+def _find_writer(out: Path | None) -> Callable[[Any, Tensors], None]:
+    suffix = ".npz" if out is None else out.suffix
+    if suffix not in WRITERS:
+        raise ConfigError(f"out={out}: must end with {', '.join(WRITERS)}")
+    if suffix == ".parquet":
+        try:
+            import pyarrow  # noqa: F401
+        except ImportError:
+            raise ConfigError(f"out={out}: needs pip install 'lockstep-trainer[parquet]'") from None
+    return WRITERS[suffix]
+
+
+def _write(out: Path, found: Tensors) -> None:
+    """Write a file as a whole, or not at all."""
+    writer = _find_writer(out)
+    plain = {name: t.float() if t.dtype is torch.bfloat16 else t for name, t in found.items()}
+    part = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            writer(file, plain)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(out)
+    except OSError as error:
+        raise RunError(f"{out}: cannot be written: {error.strerror}") from None
+    finally:
+        with suppress(OSError):
+            part.unlink()
+
+
+def _write_arrays(file: Any, found: Tensors) -> None:
+    import numpy
+
+    arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in found.items()}
+    numpy.savez(file, **arrays)
+
+
+def _write_lines(file: Any, found: Tensors) -> None:
+    for index, values in enumerate(zip(*(t.tolist() for t in found.values()), strict=True)):
+        line = {"index": index, **dict(zip(found, values, strict=True))}
+        file.write(json.dumps(line).encode() + b"\n")
+
+
+def _write_table(file: Any, found: Tensors) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    columns = {"index": torch.arange(len(next(iter(found.values())))), **found}
+    plain = {name: t.numpy() if t.dim() == 1 else t.tolist() for name, t in columns.items()}
+    parquet.write_table(pyarrow.table(plain), file)
+
+
+WRITERS = {".npz": _write_arrays, ".jsonl": _write_lines, ".parquet": _write_table}
+
+
+if __name__ == "__main__":
+    run(main, HELP)

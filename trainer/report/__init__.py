@@ -1,0 +1,1 @@
+"""`python -m trainer.report DIR`: a run as one page."""

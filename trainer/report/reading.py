@@ -1,0 +1,175 @@
+"""The files of a run directory, read for a page or a comparison."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.checkpoints import manifest as manifests
+from trainer.checkpoints import transaction
+from trainer.checkpoints.files import read_file
+from trainer.checkpoints.manifest import Manifest
+from trainer.config.schema import ONCE, flatten
+from trainer.config.schema import Mesh as Sizes
+from trainer.distributed.world import World
+from trainer.errors import CheckpointError, ConfigError
+from trainer.record import directory as rundir
+from trainer.strategy.mesh import AXES, Mesh
+
+MOST_BYTES = 2**24
+SPEED = "speed/"  # curves that differ between any two runs
+LEDGER = "ledger"
+Curve = dict[int, float]  # values by step
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run as its directory tells it. `manifest` is that of the newest checkpoint, if any."""
+
+    path: Path
+    settings: dict[str, Any]
+    curves: dict[str, Curve]
+    ledger: dict[int, str]  # the chain of examples at each save
+    bad_steps: dict[int, str]
+    exit: dict[str, Any]
+    manifest: Manifest | None
+    checkpoints: dict[int, Path] = field(repr=False)
+
+    @classmethod
+    def read(cls, place: str) -> RunFiles:
+        """Read a run directory. Raises ConfigError if it is none, or a file is not its own."""
+        path = Path(place)
+        if not (path / rundir.CONFIG).is_file():
+            raise ConfigError(f"{place}: has no {rundir.CONFIG}; give a run directory")
+        rundir.check_plain(path)
+        curves: dict[str, Curve] = {}
+        ledger: dict[int, str] = {}
+        bad_steps: dict[int, str] = {}
+        for _, entry in rundir.read_entries(path / rundir.METRICS):
+            step = entry["step"]
+            for name, value in entry.items():
+                if name == LEDGER:
+                    ledger[step] = str(value)
+                elif name == rundir.BAD_STEP:
+                    bad_steps[step] = str(value)
+                elif name != "step" and isinstance(value, (int, float, type(None))):
+                    curves.setdefault(name, {})[step] = float("nan") if value is None else value
+        checkpoints = transaction.steps(path / "checkpoints")
+        newest = transaction.newest_manifest(path / "checkpoints")
+        return cls(
+            path=path,
+            settings={**ONCE, **_read_settings(path / rundir.CONFIG)},
+            curves=curves,
+            ledger=ledger,
+            bad_steps=bad_steps,
+            exit=_read_exit(path / rundir.EXIT),
+            manifest=None if newest is None else Manifest.of_run(newest, path),
+            checkpoints=checkpoints,
+        )
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def begin(self) -> int:
+        """The step after which its record begins: above 0 if it continues another run."""
+        sessions = self.manifest.sessions if self.manifest else []
+        earliest = min((step for curve in self.curves.values() for step in curve), default=0)
+        return max((first for first, _ in sessions if first <= earliest), default=0)
+
+    @property
+    def step(self) -> int:
+        """The last step that the record knows."""
+        steps = [step for curve in self.curves.values() for step in curve]
+        return max([0, *steps, *self.ledger])
+
+    @property
+    def best_metric(self) -> str:
+        """Name of the metric that decides which checkpoint is best."""
+        name = self.settings.get("checkpoint.best_metric") or "loss"
+        splits = self.settings["eval.splits"]
+        return name if name.partition("/")[0] in splits else f"{splits[0]}/{name}"
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """Step and value of the best evaluation; None without one."""
+        curve = {s: v for s, v in self.curves.get(self.best_metric, {}).items() if v == v}
+        if not curve:
+            return None
+        choose = max if self.settings.get("checkpoint.best_mode") == "max" else min
+        step = choose(curve, key=lambda s: curve[s])
+        return step, curve[step]
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of training, without evaluations and saves, by the logged speeds."""
+        total = 0.0
+        last = 0
+        for step, speed in sorted(self.curves.get("speed/examples_per_s", {}).items()):
+            total += (step - last) * self.settings["data.global_batch"] / max(speed, 1e-9)
+            last = step
+        return total
+
+    def facts(self) -> dict[str, str]:
+        """Return versions, device, data and code, by name."""
+        if self.manifest is None:
+            return {}
+        facts = {name: str(value) for name, value in self.manifest.machine.items()}
+        for split, values in self.manifest.data.items():
+            facts |= {f"the {split} data's {name}": str(v) for name, v in values.items()}
+        return facts | {f"the code of {n}": str(v) for n, v in self.manifest.code.items()}
+
+    def load_tensors(self, step: int) -> Mapping[str, Any]:
+        """Return the sources of a checkpoint's tensors by kind. Raises CheckpointError."""
+        from trainer.checkpoints.sources import open_content
+
+        return open_content(transaction.load(self.checkpoints[step])).sources
+
+    def weights_digest(self, step: int) -> dict[str, str]:
+        """Return the SHA-256 of a checkpoint's files with tensors, by name."""
+        raw = manifests.read_manifest(self.checkpoints[step])
+        return {n: e["sha256"] for n, e in raw["files"].items() if n.endswith(".safetensors")}
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(read_file(path, MOST_BYTES)[1])
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: does not describe a run")
+    return flatten(found)
+
+
+def _read_exit(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_file(path, MOST_BYTES)[1])
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def mesh_of(manifest: Manifest) -> Mesh:
+    """Return the mesh of a run's last layout, as its rank 0 saw it, as if on one machine."""
+    saved = {**ONCE, **manifest.config}
+    sizes = Sizes(**{axis: saved[f"strategy.mesh.{axis}"] for axis in AXES})
+    size = manifest.world_size
+    return Mesh.of(sizes, World(world_size=size, local_world_size=size))
+
+
+def read_runs(places: list[str]) -> list[RunFiles]:
+    """Read several runs. Raises ConfigError or CheckpointError, naming the directory."""
+    runs = []
+    for place in places:
+        try:
+            runs.append(RunFiles.read(place))
+        except CheckpointError as error:
+            raise CheckpointError(f"{place}: {error}") from None
+    return runs

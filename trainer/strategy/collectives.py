@@ -1,0 +1,135 @@
+"""Differentiable collectives between the ranks that divide a model (Megatron-LM, arXiv:1909.08053
+and 2205.05198).
+
+They come in pairs that are each other's backward: `copy` and `add`, `gather` and `split`,
+`gather_parts` and `add_split`. On the meta device they only compute shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainer.distributed.world import RankGroup
+
+
+def sizes_of(length: int, axis: RankGroup) -> list[int]:
+    """Return the lengths of the ranks' parts, which differ by at most one."""
+    each, larger = divmod(length, axis.size)
+    return [each + (rank < larger) for rank in range(axis.size)]
+
+
+def own_part(tensor: torch.Tensor, dim: int, axis: RankGroup) -> torch.Tensor:
+    """Return this rank's part of a tensor, a view."""
+    return tensor.split(sizes_of(tensor.shape[dim], axis), dim)[axis.rank]
+
+
+def summed(tensor: torch.Tensor, axis: RankGroup) -> torch.Tensor:
+    """Return the sum over the ranks, in 32 bits or more; the tensor itself may be overwritten."""
+    if tensor.is_meta:
+        return tensor
+    wide = tensor.float() if tensor.itemsize < 4 else tensor
+    wide = wide.contiguous()
+    axis.all_reduce(wide)
+    return wide.to(tensor.dtype)
+
+
+def joined(part: torch.Tensor, dim: int, length: int, axis: RankGroup) -> torch.Tensor:
+    """Return the whole tensor, whose length along `dim` is `length`, from the ranks' parts."""
+    sizes = sizes_of(length, axis)
+    if part.is_meta:
+        return part.new_empty([*part.shape[:dim], length, *part.shape[dim + 1 :]])
+    moved = part.movedim(dim, 0)
+    sent = moved.new_zeros(max(sizes), *moved.shape[1:])  # as gloo gathers equal parts only
+    sent[: len(moved)] = moved
+    parts = zip(axis.all_gather(sent), sizes, strict=True)
+    whole = torch.cat([each[:size] for each, size in parts])
+    return whole.movedim(0, dim)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: RankGroup) -> torch.Tensor:
+        ctx.axis = axis
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return summed(gradient.clone(), ctx.axis), None
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: RankGroup) -> torch.Tensor:
+        return summed(tensor.clone(), axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, dim: int, length: int, axis: RankGroup) -> Any:
+        ctx.dim, ctx.axis = dim, axis
+        return joined(part, dim, length, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return own_part(gradient, ctx.dim, ctx.axis), None, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, dim: int, axis: RankGroup) -> torch.Tensor:
+        ctx.dim, ctx.axis, ctx.length = dim, axis, whole.shape[dim]
+        return own_part(whole, dim, axis).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return joined(gradient, ctx.dim, ctx.length, ctx.axis), None, None
+
+
+class _GatherParts(_Gather):
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        total = summed(gradient.clone(), ctx.axis)
+        return own_part(total, ctx.dim, ctx.axis).contiguous(), None, None, None
+
+
+class _AddSplit(_Split):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, dim: int, axis: RankGroup) -> torch.Tensor:
+        ctx.dim, ctx.axis, ctx.length = dim, axis, whole.shape[dim]
+        return own_part(summed(whole.clone(), axis), dim, axis).contiguous()
+
+
+def copy(tensor: torch.Tensor, axis: RankGroup) -> Any:
+    """Pass on a tensor that all ranks have; its gradient is the sum over the ranks."""
+    return _Copy.apply(tensor, axis)
+
+
+def add(tensor: torch.Tensor, axis: RankGroup) -> Any:
+    """Return the sum over the ranks, which all ranks go on with alike."""
+    return _Add.apply(tensor, axis)
+
+
+def gather(part: torch.Tensor, dim: int, length: int, axis: RankGroup) -> Any:
+    """Return the whole of divided tensors, which all ranks go on with alike."""
+    return _Gather.apply(part, dim, length, axis)
+
+
+def split(whole: torch.Tensor, dim: int, axis: RankGroup) -> Any:
+    """Return this rank's part of a tensor that all ranks have."""
+    return _Split.apply(whole, dim, axis)
+
+
+def gather_parts(part: torch.Tensor, dim: int, length: int, axis: RankGroup) -> Any:
+    """Return the whole of divided tensors; each rank goes on with other work on it."""
+    return _GatherParts.apply(part, dim, length, axis)
+
+
+def add_split(whole: torch.Tensor, dim: int, axis: RankGroup) -> Any:
+    """Return this rank's part of the sum over the ranks."""
+    return _AddSplit.apply(whole, dim, axis)

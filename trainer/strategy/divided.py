@@ -1,0 +1,172 @@
+"""The parts of a model that a rank of a mesh has, for optimizers, checkpoints and digests.
+
+They are plain tensors that share memory with the model's: on 69 parameters they are 3 to 16 times
+as fast as DTensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from trainer.distributed.group import Group
+from trainer.errors import ConfigError
+from trainer.strategy.base import Strategy, tensors_of
+from trainer.strategy.context import Context
+from trainer.strategy.division import Division
+from trainer.strategy.gathered import Gathered
+from trainer.strategy.mesh import open_group
+from trainer.strategy.reunion import reunite
+from trainer.strategy.shards import Shard, Source, check_model, read_into
+from trainer.strategy.sums import Sums
+
+# These update each element by itself, so a shard can be updated without the rest of its tensor.
+ELEMENTWISE = {
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
+    *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
+}
+
+
+class DividedModel(Strategy):
+    """A model of which each rank has parts: `parameters` are these, as plain parameters."""
+
+    def _place(self, model: nn.Module) -> nn.Module:
+        """Divide the model. On rank 0 it has its values, on other ranks only its structure."""
+        self._reduce_begun: Callable[[Any], Any] = id
+        self._has_owners = False
+        context = self.world.groups["context"]
+        self._context = Context(context) if context.size > 1 else None
+        self._divided = Division(self.blueprint, self.mesh, self._context, self._is_compiled)
+        self.structure = self._divided.structure
+        self._root = self._divided.root
+        self._copies = self._divided.copies
+        return model
+
+    def _list_parameters(self) -> None:
+        """Make plain parameters of the local parts; they share memory with the model's."""
+        holdings = self._divided.holdings
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        self._wrapped = {name: p for name, p in named.items() if not p.is_meta}
+        self._shards: dict[str, Shard] = {}
+        self._local: dict[torch.Tensor, nn.Parameter] = {}
+        self._shard_of: dict[torch.Tensor, Shard] = {}
+        self.parameters = {}
+        for name, parameter in self._wrapped.items():
+            if parameter not in self._local:
+                shard = holdings.shard(name, parameter)
+                needs_grad = parameter.requires_grad
+                is_whole = not holdings.is_sharded(parameter)
+                local = parameter if is_whole else nn.Parameter(shard.tensor, needs_grad)
+                self._local[parameter] = self.parameters[name] = local
+                self._shard_of[local] = shard
+            self._shards[name] = self._shard_of[self._local[parameter]]
+        self._sort_parameters()
+        self._name_parameters()
+        self._sums = Sums(self.config.bucket_mb)
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad:
+                for turn, group in self._divided.sums_of(name, self._wrapped[name]):
+                    self._sums.add(turn, group, parameter)
+
+    def _name_parameters(self) -> None:
+        every = [self.structure.named_parameters(), self.module.named_parameters()]
+        self._names: dict[torch.Tensor, str] = {}
+        for named in (*every, self.parameters.items()):
+            self._names |= {parameter: name for name, parameter in named}
+        for parameter, name in self._names.items():
+            if name in self.parameters:
+                self._local.setdefault(parameter, self.parameters[name])
+
+    def adopt(self, optimizer: optim.Optimizer) -> list[nn.Parameter]:
+        """Make an optimizer step local parts, or whole parameters if it needs them.
+
+        Raises ConfigError for an optimizer that made its state before the first step.
+        """
+        if optimizer.state:
+            why = "has state before its first step"
+            raise ConfigError(f"build_optimizer: {type(optimizer).__name__} {why}; use ddp")
+        groups = optimizer.param_groups
+        locals_ = [[self._local[p] for p in g["params"] if p in self._local] for g in groups]
+        every = [p for group in locals_ for p in group]
+        if type(optimizer) in ELEMENTWISE:
+            for group, own in zip(groups, locals_, strict=True):
+                group["params"] = own
+            self._has_owners |= self.mesh.pipeline > 1
+            return every
+        divided = [(p, self._shard_of[p]) for p in every if self._is_divided(p)]
+        model = open_group(self.mesh, self.world.groups, "", "shard", "context", "tensor")
+        gathered = Gathered(optimizer, divided, model)
+        self._has_owners = True
+        whole = {part: parameter for parameter, part in gathered.owned.items()}
+        for group, own in zip(groups, locals_, strict=True):
+            group["params"] = [
+                whole.get(p, p) for p in own if p in whole or not self._is_divided(p)
+            ]
+        for parameter, part in gathered.owned.items():
+            name = self._names[parameter] = self._names[part]
+            is_written = self._divided.holdings.is_first_copy(name)
+            self._shard_of[parameter] = Shard.whole(parameter.detach(), is_written)
+        return every
+
+    def _is_divided(self, parameter: nn.Parameter) -> bool:
+        name = self._names[parameter]
+        return name in self._divided.holdings.cuts or parameter is not self._wrapped[name]
+
+    def names(self) -> dict[torch.Tensor, str]:
+        return self._names
+
+    def collect_plain(self, states: list[dict[str, Any]], group: Group) -> list[dict[str, Any]]:
+        """Join the values that only some ranks have. A collective."""
+        (has_owners,) = group.max(float(self._has_owners))
+        if has_owners:
+            for text in group.collect_text(json.dumps([state["state"] for state in states])):
+                for state, others in zip(states, json.loads(text), strict=True):
+                    state["state"] |= others
+        return states
+
+    def refresh(self) -> None:
+        if self._divided.sharding is not None:
+            self._divided.sharding.refresh()
+
+    @contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        """Gather the model on each rank, so that no forward or backward pass communicates."""
+        if self.mesh.divides_model:
+            with self._divided.undivided_draws():
+                yield self._reunited()
+        elif self._divided.sharding is None:
+            yield self.module
+        else:
+            with self._divided.sharding.whole():
+                yield self.module
+
+    def _reunited(self) -> nn.Module:
+        self.refresh()
+        find = self._divided.holdings.shard
+        buffers = {name: b for name, b in self.module.named_buffers() if not b.is_meta}
+        parts = {name: find(name, buffer) for name, buffer in buffers.items()} | self._shards
+        return reunite(self.structure, parts, self.world)
+
+    def shard_of(self, tensor: torch.Tensor) -> Shard:
+        return self._shard_of[tensor]
+
+    def shards(self) -> dict[str, Shard]:
+        self.refresh()
+        named = {name: t for name, t in tensors_of(self.module).items() if not t.is_meta}
+        find = self._divided.holdings.shard
+        return {name: self._shards.get(name) or find(name, t) for name, t in named.items()}
+
+    def writers(self) -> list[int]:
+        return self._divided.holdings.writers()
+
+    def load(self, source: Source, extra: Mapping[str, Any]) -> None:
+        check_model(tensors_of(self.structure), source.shapes())
+        read_into(self.shards(), source)
+        if extra:
+            self.module.load_state_dict(extra, strict=False)
+        self.refresh()

@@ -1,0 +1,337 @@
+"""A model over a mesh of ranks: sharded, tensor, context and pipeline parallel, and their mixes.
+
+The order of application: what a stage of the pipeline has, the tensor plan, recomputation,
+compilation of each block, and sharding. Each rank works on plain tensors, its parts of the model's:
+optimizers, norm, moving average, digests and checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import get_total_norm
+
+from trainer.config.schema import Config
+from trainer.data.batches import MicroBatch, count_rows
+from trainer.distributed.group import choose_backend
+from trainer.distributed.world import World
+from trainer.draws.mode import take_rows
+from trainer.errors import ConfigError, RunError
+from trainer.strategy.base import (
+    Blueprint,
+    MicroBatches,
+    Objective,
+    Strategy,
+    call,
+)
+from trainer.strategy.divided import DividedModel
+from trainer.strategy.mesh import Mesh
+from trainer.strategy.rehearsal import FlopCounter, untouched
+from trainer.strategy.reunion import PROVED_BYTES, TOLERANCES, distance
+from trainer.strategy.schedule import order
+from trainer.strategy.single import SingleDevice
+from trainer.strategy.vocabulary import gathered
+
+COPIED = 1e-2  # a smaller relative difference of the gradients of copies is rounding
+Passed = tuple[torch.Tensor | None, Any]  # a micro-batch's loss, and what its stage sent
+
+
+class MeshParallel(DividedModel):
+    """A model over `strategy.mesh`. Gradients are sums over the ranks, not means."""
+
+    takes_mesh = True
+    builds_on_rank_0 = True
+    averages = False
+
+    @classmethod
+    def check(cls, config: Config, world: World) -> None:
+        block = config.strategy
+        super().check(config, world)
+        mesh = Mesh.of(block.mesh, world)
+        if block.devices_per_rank > 1:
+            given = f"strategy.devices_per_rank={block.devices_per_rank}"
+            raise ConfigError(f"{given}: must be 1 with a mesh that divides the model; use ddp")
+        if world.world_size > 1 and choose_backend(config.dist, world) == "mpi":
+            raise ConfigError("dist.backend=mpi: cannot divide a model; use gloo or nccl")
+        if mesh.divides_model and config.run.dropout == "torch":
+            why = f"{mesh} cannot share the draws of torch's generator; use example"
+            raise ConfigError(f"run.dropout=torch: {why}")
+        if block.sequence and mesh.tensor == 1:
+            raise ConfigError("strategy.sequence=true: needs strategy.mesh.tensor above 1")
+        if block.sequence and mesh.context > 1:
+            raise ConfigError("strategy.sequence=true: must be false with strategy.mesh.context")
+
+    @classmethod
+    def build(cls, blueprint: Blueprint) -> Strategy:
+        """Build the strategy; on one rank SingleDevice gives the same numbers."""
+        return (SingleDevice if blueprint.world.world_size == 1 else cls)(blueprint)
+
+    # Training -----------------------------------------------------------------------------------
+
+    def prepare(self, batch: MicroBatch, objective: Objective) -> None:
+        with untouched(self.module) as before:
+            with FlopCounter() as counter:
+                self._forward_backward([batch], objective)
+            inputs, targets = batch
+            self.flops = counter.total / count_rows(targets, inputs)
+            if self._divided.flops:
+                self.flops = self._divided.flops
+            self.statistics.find(self.module, before, self._any_rank)
+            self._check_reached()
+            self._check_copies()
+        self.drop_gradients()
+        if self._context is not None and not self._context.calls:
+            why = "the model never calls scaled_dot_product_attention"
+            raise ConfigError(f"strategy.mesh.context={self.mesh.context}: {why}; set 1")
+        self._prove(batch[0])
+        self._compile(self._divided.compiled)
+
+    @torch.no_grad()
+    def _check_copies(self) -> None:
+        """Raise ConfigError for a whole parameter of which tensor ranks have parts of the gradient.
+
+        It is between a layer of columns and one of rows: each rank uses it on its own outputs.
+        """
+        axis = self.world.groups["tensor"]
+        if axis.size == 1:
+            return
+        names = [name for name, p in self.structure.named_parameters() if p.requires_grad]
+        ends = torch.zeros(4, len(names), dtype=torch.float64, device=self.world.device)
+        for number, name in enumerate(names):
+            part = self.parameters.get(name)
+            if part is not None and part.grad is not None and self._divided.is_copied(name):
+                gradient = part.grad.double()
+                each = torch.stack([gradient.norm(), gradient.sum()])
+                ends[:, number] = torch.cat([each, -each])
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=axis.group)
+        most, spread = ends[0], (ends[:2] + ends[2:]).amax(0)
+        partial = (spread > COPIED * most.clamp_min(COPIED * most.max())).byte()
+        dist.all_reduce(partial, dist.ReduceOp.MAX)
+        for name in (names[number] for number in partial.nonzero().flatten().tolist()):
+            why = f"each rank would find a part of the gradient of {name}"
+            advice = "use it outside of the divided layers, or leave these out of tensor_plan"
+            raise ConfigError(f"strategy.mesh.tensor={axis.size}: {why}; {advice}")
+
+    @property
+    def _is_unproved(self) -> bool:
+        size = sum(p.nbytes for p in self.structure.parameters())
+        return self.mesh.divides_model and size > PROVED_BYTES
+
+    @torch.no_grad()
+    def _prove(self, inputs: Any) -> None:
+        """Raise ConfigError if the divided model has other outputs than the whole one.
+
+        A plan can be wrong without an error: columns instead of columns/3, or no positions.
+        """
+        if not self.mesh.divides_model or self._is_unproved:
+            return
+        few = take_rows(inputs, 2 * (self.blueprint.config.norm_rows or 1))
+        self.module.eval()
+        whole = self._reunited().eval()
+        outputs = self.forward(few)
+        found = 0.0
+        if self.mesh.is_counted:
+            with self.precision.autocast():
+                found = distance(outputs, call(whole, few))
+        self.module.train()
+        worst = torch.tensor([found], dtype=torch.float64, device=self.world.device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        is_narrow = self.precision.dtype.itemsize < 4 or "amp" in self.config.precision
+        limit = 0.1 if is_narrow else TOLERANCES[self.precision.dtype]
+        if not float(worst) <= limit:
+            why = f"the outputs of the divided model are {float(worst):.1e} from those of the whole"
+            advice = "check tensor_plan, and take positions as an input"
+            raise ConfigError(f"strategy.mesh: {self.mesh}: {why}; {advice}")
+
+    def compute(self, inputs: Any, targets: Any, loss: Callable[[Any, Any], Any]) -> None:
+        inputs, targets = self._cut(inputs, targets)
+        with self._modes(), self.precision.autocast():
+            outputs = self._run(inputs)
+            if self.mesh.has_loss:
+                loss(outputs, targets)
+        self._settle()
+
+    def forward(self, inputs: Any) -> Any:
+        inputs, _ = self._cut(inputs, ())
+        with self._modes(), self.precision.autocast():
+            outputs = self._run(inputs)
+        self._settle()
+        if not self.mesh.has_loss:
+            return None
+        outputs = gathered(outputs)
+        return outputs if self._context is None else self._context.join(outputs)
+
+    def _run(self, inputs: Any) -> Any:
+        return self._root(inputs) if self._divided.stage is not None else call(self._root, inputs)
+
+    def _cut(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        return (inputs, targets) if self._context is None else self._context.cut(inputs, targets)
+
+    def _modes(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._context is None else self._context
+
+    def _settle(self) -> None:
+        if self._divided.stage is not None:
+            self._divided.stage.wire.settle()
+
+    def forward_backward(self, batch: MicroBatches, objective: Objective) -> torch.Tensor:
+        self.statistics.begin()
+        totals = self._forward_backward(batch, objective).to(torch.float64, copy=True)
+        self._reduce_begun(None)
+        reached = self._reached()
+        statistics = [part.detach().double().flatten() for part in self.statistics.read()]
+        others = torch.cat([*reached, *statistics]) if reached or statistics else totals[:0]
+        if self._copies.size == self.mesh.size:
+            summed = torch.cat([totals, others])
+            dist.all_reduce(summed)
+            totals, others = summed[: len(totals)], summed[len(totals) :]
+        else:
+            dist.all_reduce(totals)
+            if len(others) and self._copies.size > 1:
+                dist.all_reduce(others, group=self._copies.group)
+        self._check_same(others, reached)
+        self._check_reached()
+        self._sums.reduce()
+        self._write_statistics(others[sum(map(len, reached)) :])
+        return totals.to(self.precision.wide)
+
+    def _forward_backward(self, batch: Any, objective: Objective) -> torch.Tensor:
+        """Compute this rank's part of the gradients, in the parameters; return what is carried."""
+        totals: torch.Tensor | None = None
+        passed: dict[int, Passed] = {}
+        batches = iter(batch)
+        mesh = self.mesh
+        with self._modes():
+            for is_forward, number in order(
+                self.config.schedule, mesh.pipeline, mesh["pipeline"], len(batch)
+            ):
+                if is_forward:
+                    passed[number], carried = self._pass(next(batches), objective)
+                    totals = carried if totals is None else totals + carried
+                    continue
+                if mesh.pipeline > 1 and len(batch) > 1:
+                    batch.again(number)  # a recomputation repeats its draws
+                self._return(*passed.pop(number), number == len(batch) - 1, objective.scale)
+        self._settle()
+        assert totals is not None
+        for parameter in self._wrapped.values():
+            local = self._local[parameter]
+            if parameter is not local and parameter.grad is not None:
+                local.grad = parameter.grad.to_local().detach()  # type: ignore[attr-defined]
+                parameter.grad = None
+        return totals
+
+    def _pass(self, batch: MicroBatch, objective: Objective) -> tuple[Passed, torch.Tensor]:
+        """Run a micro-batch forward; return the loss and its passage, and what is carried."""
+        self.statistics.rewind()
+        inputs, targets = self._cut(*batch)
+        total: torch.Tensor | None = None
+        with self.precision.autocast():
+            outputs = self._run(inputs)
+            if self.mesh.has_loss:
+                total, carried = objective(outputs, targets)
+            else:
+                carried = objective.absent()
+        self.statistics.note(targets, inputs)
+        stage = self._divided.stage
+        return (total, stage.passage if stage else None), carried
+
+    def _return(
+        self, total: torch.Tensor | None, passage: Any, is_last: bool, scale: float
+    ) -> None:
+        """Run a micro-batch backward."""
+        if self._divided.sharding is not None:
+            self._divided.sharding.begin_backward(is_last)
+        stage = self._divided.stage
+        if total is not None:
+            torch.autograd.backward(total, self.precision.root(total, scale))
+        else:
+            assert stage
+            gradients = stage.wire.receive_gradients(passage.sent)
+            roots = [tensor for tensor in passage.sent if tensor.requires_grad]
+            if roots:
+                torch.autograd.backward(roots, gradients)
+        if stage:
+            stage.wire.send_gradients(passage.received)
+
+    @torch.no_grad()
+    def _write_statistics(self, summed: torch.Tensor) -> None:
+        buffers = self.statistics.buffers
+        if self.statistics.rows is None:  # torch's own: the mean over the ranks
+            summed = summed / self.mesh.data_size
+        summed = summed / self.mesh.context
+        parts = summed.split([buffer.numel() for buffer in buffers]) if buffers else []
+        pairs = zip(parts, buffers, strict=True)
+        self.statistics.write([part.view_as(buffer).to(buffer.dtype) for part, buffer in pairs])
+
+    def _reached(self) -> list[torch.Tensor]:
+        """Return a fingerprint of the parameters that have a gradient, and its square."""
+        if not self.config.find_unused_parameters:
+            return []
+        number = hash(tuple(p.grad is not None for p in self._parameters)) % 2**24
+        return [torch.tensor([number, number**2], dtype=torch.float64, device=self.world.device)]
+
+    def _check_same(self, summed: torch.Tensor, own: Sequence[torch.Tensor]) -> None:
+        """Raise RunError if the ranks reached different parameters: their sums are then wrong."""
+        if own and not torch.equal(summed[:2], own[0] * self._copies.size):
+            why = "the ranks used different parameters in a step"
+            given = f"strategy={self.config.name}"
+            raise RunError(f"{given}: {why}; use the same ones on all ranks, or use ddp")
+
+    def reduce(
+        self, found_inf: torch.Tensor, wants_norm: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        values = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        values[0] = found_inf
+        if wants_norm:
+            values[1] = self._square()
+        dist.all_reduce(values)
+        found = (values[0] > 0).to(found_inf.dtype)
+        return found, values[1].sqrt().to(self.precision.wide)
+
+    def _square(self) -> torch.Tensor:
+        """Return this rank's part of the square of the gradients' norm."""
+        copies: dict[int, list[torch.Tensor]] = {}
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad and parameter.grad is not None:
+                number = self._divided.holdings.num_copies(name, self._wrapped[name])
+                copies.setdefault(number, []).append(parameter.grad)
+        norms = {
+            n: get_total_norm([g.float() if g.dtype.itemsize < 4 else g for g in gradients])
+            for n, gradients in copies.items()
+        }
+        return sum((norm.double() ** 2 / n for n, norm in norms.items()), torch.zeros(()))
+
+    def on_gradients(self, hook: Callable[[Any], None]) -> None:
+        self._reduce_begun = hook
+
+    def close(self) -> nn.Module | None:
+        """Let go of the process groups, which at exit could end the process with SIGABRT.
+
+        FSDP2's modules keep them.
+        """
+        if self._divided.sharding is not None:
+            self._divided.sharding.end()
+        return None
+
+    def list_remarks(self, is_resumed: bool) -> list[str]:
+        shards = [self._shard_of[p] for p in self.parameters.values()]
+        total = sum(p.numel() for p in self.structure.parameters())
+        own = sum(shard.tensor.numel() for shard in shards)
+        size = sum(shard.tensor.nbytes for shard in shards)
+        has = f"rank {self.world.rank} has {own:,} of {total:,} parameters, {size:,} bytes"
+        batch = self.blueprint.config.data
+        rows = -(-batch.global_batch // self.mesh.data_size)
+        count = -(-rows // (batch.most_rows or rows))
+        lines = [f"mesh: {self.mesh}; {has}", *self._divided.list_remarks(count)]
+        if self._is_unproved:
+            lines.append("the outputs were not compared with the whole model's: it is too large")
+        return lines
+
+
+STRATEGY = MeshParallel
