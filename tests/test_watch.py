@@ -9,10 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from harness import CONF, PATHS, TORCHRUN, children_of, ended, free_port, launch, wait_for
 
+from trainer.distributed.watch import watcher
+
+WATCHED = watcher.Rank
 STICKS = ["--config-dir", CONF, "task=sticks", "run.name=a"]
 
 CASES = {
@@ -292,3 +296,82 @@ def test_node_whose_ranks_all_wait_for_a_lost_node_ends_them(command, tmp_path):
     )
     reason = json.loads((tmp_path / "runs/sticks/a/exit.json").read_text())["reason"]
     assert reason.endswith("or of this one; rank 0 waits in gradient all-reduce of step 8"), reason
+
+
+WAITING = """import faulthandler, mmap, os, signal, struct, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+from trainer.distributed.watch import watcher
+memory = os.memfd_create("heartbeat")
+os.ftruncate(memory, mmap.PAGESIZE)
+os.lseek(memory, mmap.PAGESIZE, os.SEEK_SET)
+faulthandler.register(watcher.DUMP, file=memory, all_threads=False)
+fields = [0.0] * watcher.FIELDS
+fields[watcher.PHASE] = watcher.Phase.COMPUTE
+fields[watcher.STEPS] = 8
+fields[watcher.SINCE] = time.monotonic() - 60
+os.pwrite(memory, struct.pack(f"{len(fields)}d", *fields), 0)
+for _ in range(4):
+    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+print(memory, flush=True)
+"""
+ENDS = {
+    "stuck": "time.sleep(1000)\n",
+    "moving": "while True:\n" + "    time.sleep(0.02)\n" * 200,
+    "stopping": "while True:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    "    end = time.monotonic() + 0.02\n    while time.monotonic() < end: sum(range(10))\n",
+}
+
+
+@pytest.fixture
+def waiting_ranks(tmp_path):
+    """Start processes that look like ranks in a collective; return their facts for a watcher."""
+    place = tmp_path / "torch" / "distributed"
+    place.mkdir(parents=True)
+    ranks = []
+
+    def start(*kinds):
+        for kind in kinds:
+            path = place / f"{kind}.py"
+            path.write_text(WAITING + ENDS[kind])
+            root = str(Path(watcher.__file__).parents[3])
+            words = [sys.executable, "-S", "-E", str(path), root]
+            ranks.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
+        return [
+            {
+                "rank": number,
+                "pid": rank.pid,
+                "launcher": None,
+                "memory": int(rank.stdout.readline()),
+            }
+            for number, rank in enumerate(ranks)
+        ]
+
+    yield start
+    for rank in ranks:
+        rank.kill()
+        rank.communicate()
+
+
+@pytest.mark.parametrize("other, is_hang", [("stuck", True), ("moving", False)])
+def test_ranks_that_pass_from_one_collective_to_the_next_do_not_hang(
+    other, is_hang, waiting_ranks, monkeypatch, capfd
+):
+    """Their stacks are read one after another, so all of them may be seen in a collective."""
+    facts = waiting_ranks("stuck", other)
+    # the watcher has inherited the first rank's file; here it is another process's
+    monkeypatch.setattr(watcher, "Rank", lambda facts, _: WATCHED(facts, False))
+    settings = {"ranks": facts, "is_only_node": True, "timeout_s": 1.0}
+    node = watcher.Watcher(settings)
+    time.sleep(1.2)  # the seconds in a phase count from the start of the watcher
+    looks = [node.look() for _ in range(1 if is_hang else 5)]
+    assert any(looks) == is_hang
+    assert (watcher.ALL_WAIT in capfd.readouterr().err) == is_hang
+
+
+def test_stack_of_a_stopped_rank_is_read_without_a_crash(waiting_ranks):
+    """With a signal to the process, not to its main thread, 2 of 100 crashed."""
+    (facts,) = waiting_ranks("stopping")
+    rank = watcher.Rank(facts, False)
+    for _ in range(20):
+        wait_for(lambda: watcher._kernel_state(rank.pid)[0] == "T")
+        assert "stopping.py" in " ".join(rank.stack())

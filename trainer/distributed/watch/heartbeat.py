@@ -87,7 +87,7 @@ def watched(timeout_s: float | None, group: Group) -> Iterator[Heartbeat]:
     heartbeat = Heartbeat(memoryview(mmap.mmap(memory, mmap.PAGESIZE)))
     heartbeat.enter(Phase.START)
     os.lseek(memory, mmap.PAGESIZE, os.SEEK_SET)
-    faulthandler.register(watcher.DUMP, file=memory)
+    faulthandler.register(watcher.DUMP, file=memory, all_threads=False)  # others may be running
     facts = {
         "rank": group.world.rank,
         "pid": os.getpid(),
