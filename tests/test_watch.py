@@ -373,5 +373,5 @@ def test_stack_of_a_stopped_rank_is_read_without_a_crash(waiting_ranks):
     (facts,) = waiting_ranks("stopping")
     rank = watcher.Rank(facts, False)
     for _ in range(20):
-        wait_for(lambda: watcher._kernel_state(rank.pid)[0] == "T")
+        wait_for(lambda: watcher._kernel_state(rank.pid) == "T")
         assert "stopping.py" in " ".join(rank.stack())

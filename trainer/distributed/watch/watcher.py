@@ -7,6 +7,7 @@ different nodes do not communicate: each judges and kills the ranks of its own n
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -25,7 +26,7 @@ from typing import Any
 # The signal that dumps a stack (Linux only): SIGUSR1 asks to stop, SIGUSR2 is left to the task.
 DUMP = getattr(signal, "SIGRTMIN", 0) + 7
 # The system call tgkill, which the C library of older Linux distributions does not offer.
-TGKILL = {"x86_64": 234, "aarch64": 131}
+TGKILL = {"x86_64": 234, "aarch64": 131}.get(os.uname().machine)
 # Signals that torchrun, SLURM, systemd or a terminal sends to all processes of a job.
 OF_A_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # The page: float64 fields, then a path of at most MAX_PATH bytes, then the rank's place.
@@ -48,6 +49,8 @@ PHASES = (
 
 ALL_WAIT = "every rank waits for another"
 ALL_WAIT_HERE = "every rank of this node waits for a rank of another node or of this one"
+
+KILLED = "it was killed (by a launcher, a second signal, the kernel) or called os._exit"
 
 HOST = os.uname().nodename
 PATIENCE = 5  # times the limit, before the first step and while saving
@@ -77,7 +80,6 @@ class State:
     rank: int
     place: str
     pid: int
-    is_orphan: bool
     step: int
     phase: int
     seconds: float
@@ -130,7 +132,7 @@ class Rank:
 
     def read(self, woke: float) -> State | None:
         """Return the rank's state, its seconds counted since the node woke; None if it exited."""
-        kernel, parent = _kernel_state(self.pid)
+        kernel = _kernel_state(self.pid)
         if kernel in ("", "Z", "X"):
             return None
         fields = self.fields()
@@ -141,7 +143,6 @@ class Rank:
             rank=self.rank,
             place=self.text(FIELDS * 8 + MAX_PATH),
             pid=self.pid,
-            is_orphan=self._launcher not in (None, parent),
             step=int(fields[STEP]),
             phase=int(fields[PHASE]),
             seconds=seconds,
@@ -149,7 +150,7 @@ class Rank:
             steps=int(fields[STEPS]),
             group=GROUPS[int(fields[GROUP])],
             is_stopped=kernel in STOPPED,
-            stopped_children=[pid for pid in children if _kernel_state(pid)[0] in STOPPED],
+            stopped_children=[pid for pid in children if _kernel_state(pid) in STOPPED],
         )
 
     def _last_work(self) -> float:
@@ -182,6 +183,12 @@ class Rank:
             return [line.strip() for line in dump.splitlines() if line.startswith("  File ")]
         return []
 
+    def stop_if_orphan(self) -> None:
+        """Ask it once to stop if its torchrun exited: SIGUSR1 kills that before it can ask."""
+        if self._launcher not in (None, int(_stat(self.pid)[1])):
+            self._launcher = None
+            _send(self.pid, signal.SIGTERM)
+
     def kill(self) -> None:
         """Kill the process and its children: a stopped data worker would keep its output open."""
         for pid in (*_children(self.pid), self.pid):
@@ -196,8 +203,8 @@ class Stragglers:
         self._before: Sequence[State] = ()
         self._named: set[int] = set()
 
-    def find(self, states: Sequence[State]) -> Iterator[str]:
-        """Yield a line for each new straggler among the ranks of this node."""
+    def report(self, states: Sequence[State]) -> None:
+        """Print a line for each new straggler among the ranks of this node."""
         before = self._before or states
         pairs = list(zip(states, before, strict=True))
         steps = min(s.steps - past.steps for s, past in pairs)
@@ -211,7 +218,7 @@ class Stragglers:
                 self._named.add(rank)
                 times = f"{mean * 1e3:.1f} ms a step over the last {steps} steps"
                 who = f"rank {rank} on {HOST} is a straggler"
-                yield f"warning: {who}: {times}, the median is {median * 1e3:.1f}"
+                _say(f"warning: {who}: {times}, the median is {median * 1e3:.1f}")
 
 
 class Watcher:
@@ -220,10 +227,8 @@ class Watcher:
     def __init__(self, settings: Mapping[str, Any]):
         self._timeout_s: float = settings["timeout_s"]
         self._is_only_node: bool = settings["is_only_node"]
-        starter, *others = settings["ranks"]
-        self._ranks = [Rank(starter, True), *(Rank(facts, False) for facts in others)]
+        self._ranks = [Rank(facts, number == 0) for number, facts in enumerate(settings["ranks"])]
         self._stragglers = Stragglers()
-        self._orphans: set[int] = set()
         self._looked = time.monotonic()
         self._woke = self._looked
         self._next_report = 0.0
@@ -238,14 +243,14 @@ class Watcher:
         if len(states) < len(self._ranks):
             self.tell_ends()
             return True
-        self._end_orphans(states)
+        for rank in self._ranks:
+            rank.stop_if_orphan()
         states = [state for state in states if state.phase != Phase.LEFT]
         overdue = max((s.seconds / s.patience for s in states), default=0.0) / self._timeout_s
         if overdue > 1 and now > self._next_report:
             return self._judge(states, overdue)
         if len(states) == len(self._ranks):
-            for line in self._stragglers.find(states):
-                _say(line)
+            self._stragglers.report(states)
         return False
 
     def tell_ends(self) -> None:
@@ -255,18 +260,8 @@ class Watcher:
             phase = int(fields[PHASE])
             if phase != Phase.LEFT and rank.read(self._woke) is None:
                 where = f"in {PHASES[phase]}, at step {int(fields[STEP])}"
-                why = (
-                    "it was killed (by a launcher, a second signal, the kernel) or called os._exit"
-                )
                 who = f"rank {rank.rank} (process {rank.pid} on {HOST})"
-                _say(f"error: {who} ended without an error message {where}: {why}")
-
-    def _end_orphans(self, states: Sequence[State]) -> None:
-        """Ask ranks to stop whose torchrun exited: SIGUSR1 kills it before it can ask them."""
-        for s in states:
-            if s.is_orphan and s.rank not in self._orphans:
-                self._orphans.add(s.rank)
-                _send(s.pid, signal.SIGTERM)
+                _say(f"error: {who} ended without an error message {where}: {KILLED}")
 
     def _judge(self, states: Sequence[State], overdue: float) -> bool:
         """Report a hang and kill the ranks; later if the hung rank may be on another node."""
@@ -275,14 +270,17 @@ class Watcher:
         waiting = [s for s in states if s.is_waiting(stacks[s.rank])]
         hung = [s for s in states if s not in waiting and s.seconds > self._timeout_s / 2]
         at_work = [s for s in states if s not in (*waiting, *hung) and s.phase == Phase.BUILD]
-        if at_work:
-            self._next_report = time.monotonic() + self._timeout_s
+        may_be_elsewhere = not self._is_only_node and overdue < OTHER_NODES_FIRST
+        if at_work or (not hung and may_be_elsewhere):
+            pause = 1 if at_work else OTHER_NODES_FIRST - 1
+            self._next_report = time.monotonic() + self._timeout_s * pause
             return False
-        if not hung and not self._is_only_node and overdue < OTHER_NODES_FIRST:
-            self._next_report = time.monotonic() + self._timeout_s * (OTHER_NODES_FIRST - 1)
-            return False
-        if not hung and not self._is_stuck(stacks):
-            return False
+        if not hung:
+            # the ranks are read one after another, and a collective may end in between: the first
+            # rank is then seen in it, the last one in the next collective
+            time.sleep(POLL_S)
+            if self._read_stacks(numbers) != stacks:
+                return False
         parts = [s.describe() for s in hung] or [ALL_WAIT if self._is_only_node else ALL_WAIT_HERE]
         parts += _describe_waiting([s for s in states if s not in hung], waiting)
         line = f"hang detected: {'; '.join(parts)}"
@@ -300,15 +298,6 @@ class Watcher:
 
     def _read_stacks(self, numbers: Iterable[int]) -> dict[int, list[str]]:
         return {rank.rank: rank.stack() for rank in self._ranks if rank.rank in numbers}
-
-    def _is_stuck(self, stacks: Mapping[int, list[str]]) -> bool:
-        """Return True if no rank has left the collective that `stacks` show it in.
-
-        The ranks are read one after another. A collective may end in between: then the first
-        rank is seen in it, and the last one in the collective that follows.
-        """
-        time.sleep(POLL_S)
-        return self._read_stacks(stacks) == stacks
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -336,20 +325,21 @@ def _describe_waiting(states: Sequence[State], waiting: Sequence[State]) -> Iter
         yield f"{name_ranks(ranks)} wait{'s' * (len(ranks) == 1)} in {place}"
 
 
-def _kernel_state(pid: int) -> tuple[str, int]:
-    """Return the kernel's state (R, S, D, Z, T: stopped, t: traced) and the parent, or ("", 0)."""
-    with suppress(OSError):
-        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-        return state, int(parent)
-    return "", 0
+def _kernel_state(pid: int) -> str:
+    """Return the kernel's state: R, S, D, Z, T (stopped), t (traced); empty if it is gone."""
+    return _stat(pid)[0]
 
 
 def _seconds_of_work(pid: int) -> float:
     """Return the CPU time of a process in seconds."""
+    return sum(map(int, _stat(pid)[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/<pid>/stat from the state on: "" and zeros if it is gone."""
     with suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return 0.0
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return ["", *["0"] * 20]
 
 
 def _bytes_moved(pid: int) -> int:
@@ -377,10 +367,7 @@ def _signal_main_thread(pid: int, number: int) -> None:
     A stopped process gives a signal of its own to any of its threads when it continues. 2 of 100
     such processes crashed: that thread read the stack of the main thread, which ran meanwhile.
     """
-    import ctypes  # needed for a hang only
-
-    call = TGKILL.get(os.uname().machine)
-    if call is None or ctypes.CDLL(None).syscall(call, pid, pid, int(number)):
+    if TGKILL is None or ctypes.CDLL(None).syscall(TGKILL, pid, pid, int(number)):
         _send(pid, number)
 
 
