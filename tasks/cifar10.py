@@ -23,7 +23,12 @@ SHA256 = {  # of the files in the archive, so that another archive of them is ac
 
 @cache
 def load(split: str, data: str, root: str) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Return uint8 images (N, 3, 32, 32), int64 labels (N,), and their source as a string."""
+    """Return uint8 images (N, 3, 32, 32), int64 labels (N,), and their source as a string.
+
+    The eval split, also named test, is CIFAR-10's test set.
+    """
+    if split not in ("train", "eval", "test"):
+        raise ValueError("there are train, eval and test")
     files = [Path(root) / name for name in SHA256]
     missing = [file.name for file in files if not file.is_file()]
     if missing and data == "download":

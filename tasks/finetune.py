@@ -72,6 +72,8 @@ class Finetune(Trainer):
             )
 
     def build_dataset(self, split):
+        if split not in ("train", "eval"):
+            raise ValueError("there are train and eval")
         texts, labels = read_packages(split, self.options.texts)
         tokens = self.tokenizer(texts, truncation=True, max_length=self.options.context)
         return Dataset.from_dict({**tokens, "labels": labels})

@@ -42,6 +42,8 @@ class Text(Trainer):
     Options = Options
 
     def build_dataset(self, split):
+        if split not in ("train", "eval"):
+            raise ValueError("there are train and eval")
         texts, digest = read_library(self.options.files)
         chosen = [
             text for i, text in enumerate(texts) if (i % EVAL_EVERY == 0) == (split == "eval")

@@ -46,15 +46,15 @@ TOP_LEVEL = {
 # Code lines: without blanks, comments and docstrings. Reasons for each number that is not the
 # design's are in docs/decisions.md.
 BUDGETS = {
-    "config": 880,
-    "distributed": 1_750,
+    "config": 890,
+    "distributed": 1_760,
     "data": 830,
     "draws": 490,
     "strategy": 3_360,
     "engine": 1_180,
     "checkpoints": 1_230,
     "record": 1_320,
-    "top level": 1_370,
+    "top level": 1_380,
 }
 MOST_OF_A_FUNCTION = 40
 MOST_OF_A_FILE = 300

@@ -137,8 +137,9 @@ def test_step_that_is_bad_again_after_a_rollback_ends_the_run(tmp_path):
     assert "it failed again after a rollback; inspect it with python -m trainer.replay" in said
 
 
-def test_replay_shows_the_example_on_one_process(tmp_path, capfd, monkeypatch):
-    words = [f"task.trainer={__name__}.BadExample"]
+@pytest.mark.parametrize("weights", ["false", "true"])
+def test_replay_shows_the_example_on_one_process(weights, tmp_path, capfd, monkeypatch):
+    words = [f"task.trainer={__name__}.BadExample", f"task.options.weights={weights}"]
     run = fit_on(2, tmp_path, *RECIPE, *words, *EVERY_2)
     step, _ = place_of_the_bad(2)
     capfd.readouterr()
@@ -155,9 +156,7 @@ def test_replay_shows_the_example_on_one_process(tmp_path, capfd, monkeypatch):
     )
     assert on_ranks(1, body, step + 1) == [0]
     said = capfd.readouterr().out
-    mean, logged = re.search(
-        r"mean loss (\S+); metrics.jsonl has (\S+) up to this step", said
-    ).groups()
+    mean, logged = re.search(r"mean loss (\S+); metrics.jsonl has (\S+)\n", said).groups()
     assert mean == logged
 
 

@@ -199,3 +199,27 @@ def test_ctrl_c_stops_all_ranks_saves_and_says_how_to_go_on(kind, ranks, number,
     more = [*again.split("-m trainer ")[1].split(), f"run.steps={told['step'] + 5}"]
     resumed = command(*more, ranks=ranks)
     assert f"resumed at step {told['step']:,}" in resumed.stdout, resumed
+
+
+MISSPELT = {
+    "trainer.verify --bit task=tiny": "--bit is not a flag: allowed are --config-dir, --help, "
+    "--bits, --resume and key=value; did you mean --bits?",
+    "trainer.verify layout=ranks-2 task=tiny": "layout is not a setting; did you mean layouts?",
+    "trainer.doctor --jsn": "--jsn is not a flag: allowed are --config-dir, --help, --json and "
+    "key=value; did you mean --json?",
+    "trainer.evaluate runs splt=test": "splt is not a setting; did you mean split?",
+    "trainer.export runs fmt=onnx": "fmt is not a setting; did you mean format?",
+    "trainer.export runs": "format: is missing: must be one of onnx, safetensors, tensorrt: "
+    "python -m trainer.export DIR format=onnx",
+    "trainer.replay runs stp=3": "stp is not a setting; did you mean step?",
+    "trainer.plan rank=4 task=tiny": "rank is not a setting; did you mean ranks?",
+    "trainer.checkpoints runs --exprt x": "--exprt is not a flag here; give one run directory: "
+    "python -m trainer.checkpoints DIR [--export FILE.safetensors]",
+}
+
+
+@pytest.mark.parametrize("line", MISSPELT)
+def test_a_verb_names_its_own_words_and_flags(line, command):
+    verb, *words = line.split()
+    done = command(*words, verb=verb)
+    assert done.returncode == 2 and done.stderr == f"error: {MISSPELT[line]}\n"

@@ -9,7 +9,9 @@ import pytest
 from harness.launch import environment_of_a_command
 
 import trainer
+from trainer import load_config
 
+WIDTH = "task.options.width=9"
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -68,6 +70,16 @@ def test_its_config_group(project, command):
     assert "width: 128" in saved and "layers: 4" in saved
     resumed = command("run.resume=runs/my-spiral/m-large", "run.epochs=2", folder=project)
     assert resumed.returncode == 0 and "model: Sequential, 50,307 parameters" in resumed.stdout
+
+
+def test_a_choice_on_the_command_line_wins_over_the_tasks_own_values(project):
+    text = (project / "conf/task/my-spiral.yaml").read_text()
+    assert "  options: {}\n" in text
+    fixed = text.replace("  options: {}\n", "  options: {width: 7, layers: 3}\n")
+    (project / "conf/task/fixed.yaml").write_text(fixed)
+    for words, width in ([], 7), (["model=large"], 128), (["model=large", WIDTH], 9):
+        config = load_config(["task=fixed", *words], [str(project / "conf")])
+        assert config.task.options["width"] == width
 
 
 @pytest.mark.parametrize(

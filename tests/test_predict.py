@@ -1,6 +1,7 @@
 """Splits and predictions: each example once, in order, on any layout and mesh."""
 
 import json
+import re
 
 import numpy
 import pytest
@@ -98,6 +99,7 @@ def test_wrong_arguments_are_one_line(command, tmp_path):
     for word, code, line in (
         ("out=a.csv", 2, "out=a.csv: must end with .npz, .jsonl, .parquet"),
         ("split=", 2, "eval.splits"),
+        ("split=eval,test", 2, "split=eval,test: must be one split; call predict for each"),
         ("splti=test", 2, "splti"),
         (f"out={tmp_path}/file/a.npz", 1, f"{tmp_path}/file/a.npz: cannot be written: "),
     ):
@@ -105,6 +107,31 @@ def test_wrong_arguments_are_one_line(command, tmp_path):
         assert done.returncode == code and done.stderr.startswith(f"error: {line}"), done.stderr
         assert done.stderr.count("\n") == 1
     assert not list(tmp_path.glob(".*"))
+
+
+class Named(Tiny):
+    def build_dataset(self, split):
+        return super().build_dataset({"train": "train", "eval": "eval"}[split])
+
+
+def test_a_split_that_the_task_does_not_know_is_one_line(tmp_path):
+    def refused():
+        task = Named(compose(tmp_path, "task=tiny", "eval.splits=[eval,tset]"))
+        with pytest.raises(ConfigError) as caught:
+            task.evaluate()
+        return str(caught.value)
+
+    line = r"split 'tset': build_dataset raised KeyError: 'tset' \(.*test_predict.py:\d+\); "
+    for said in on_ranks(2, refused):
+        assert re.fullmatch(line + "name a split that it knows", said), said
+
+
+@pytest.mark.parametrize("task", ["text", "cifar"])
+def test_built_in_tasks_refuse_an_unknown_split(task, command):
+    words = [f"task={task}", "eval.splits=[tset]", "run.steps=1"]
+    done = command(*words)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: split 'tset': build_dataset raised ValueError: there are")
 
 
 class WithoutData(Tiny):

@@ -320,6 +320,11 @@ def test_start_prints_what_the_strategy_does(tmp_path, capfd):
 def test_checks_need_no_group():
     config = load_config(["task=tiny", "strategy=ddp_syncbn_amp"], [CONF])
     check_layout(config, World())
-    assert (
-        config.strategy.name == "ddp" and config.strategy.sync_batchnorm
-    )  # the task sets the precision
+    assert config.strategy.name == "ddp" and config.strategy.sync_batchnorm
+
+
+def test_preset_that_is_asked_for_wins_over_the_task():
+    given = ["task=tiny", "strategy=ddp_syncbn_amp"]
+    assert load_config(["task=tiny"], [CONF]).strategy.precision == "fp64"
+    assert load_config(given, [CONF]).strategy.precision == "amp_bf16"
+    assert load_config([*given, "strategy.precision=fp32"], [CONF]).strategy.precision == "fp32"

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
 
         return answer_or_sweep(arguments)
     catch_early()
-    overrides, config_dirs = split_arguments(arguments)
+    overrides, config_dirs = split_arguments(arguments, own=("-m", "--cfg", "--info"))
     config = load_config(overrides, config_dirs)
     if config.launch.name == "inline" or MARK in os.environ:
         return train(config)

@@ -192,7 +192,8 @@ def _name_examples(manifest: dict[str, Any], comparison: Comparison, num_later: 
     replaced = manifest["replaced"]
     run = (config["run.seed"], length, config["data.global_batch"])
     fewest, most = count_taken(*run, manifest["step"], replaced)
-    lines = [f"each of the {length:,} examples was used {fewest} to {most} times"]
+    times = counted(most, "time") if fewest == most else f"{fewest} to {most} times"
+    lines = [f"each of the {length:,} examples was used {times}"]
     for key, other in replaced.items():
         epoch, index = key.split("/")
         why = f"could not be read in epoch {epoch}"

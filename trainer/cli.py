@@ -119,11 +119,12 @@ def _exit(code: int) -> None:
 
 
 def split_arguments(
-    arguments: Sequence[str], others: Sequence[str] = ()
+    arguments: Sequence[str], others: Sequence[str] = (), own: Sequence[str] = ()
 ) -> tuple[list[str], list[str]]:
     """Return (overrides, config dirs), from `--config-dir` or the settings of the folder.
 
-    `others` are more flags that are allowed. Raises ConfigError for an unknown flag.
+    `others` are more flags that are allowed, `own` those that the error for an unknown flag names:
+    the caller has taken them. Raises ConfigError for an unknown flag.
     """
     overrides = []
     folders = []
@@ -140,9 +141,11 @@ def split_arguments(
         elif word.startswith(("--local-rank=", "--local_rank=")):
             continue  # torch.distributed.launch passes it, and sets LOCAL_RANK too
         elif word.startswith("-") and flag not in others:
-            known = "--config-dir, --help, -m, --cfg, --info and key=value"
-            near = suggest(flag.lstrip("-"), ("config-dir", "help", "multirun"), "--")
-            raise ConfigError(f"{flag} is not a flag: allowed are {known}{near}")
+            known = ["--config-dir", "--help", *own]
+            names = [name.lstrip("-") for name in known if name.startswith("--")]
+            near = suggest(flag.lstrip("-"), names, "--")
+            allowed = f"{', '.join(known)} and key=value"
+            raise ConfigError(f"{flag} is not a flag: allowed are {allowed}{near}")
         else:
             overrides.append(word)
     return overrides, folders or read_config_dirs(Path())
@@ -150,7 +153,10 @@ def split_arguments(
 
 def single(words: Sequence[str], advice: str) -> str:
     """Return the only word. Raises ConfigError(advice) for no word, several words or a flag."""
-    if len(words) != 1 or words[0].startswith("-"):
+    flags = [word for word in words if word.startswith("-")]
+    if flags:
+        raise ConfigError(f"{flags[0]} is not a flag here; {advice}")
+    if len(words) != 1:
         raise ConfigError(advice)
     return words[0]
 
@@ -163,17 +169,25 @@ def run_directory(arguments: Sequence[str], advice: str) -> tuple[str, list[str]
 
 
 def take_words(
-    arguments: Sequence[str], names: Collection[str]
+    arguments: Sequence[str], names: Collection[str], config_dirs: Sequence[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
-    """Return (the words of a verb's own by name, the other arguments)."""
+    """Return (the words of a verb's own by name, the other arguments).
+
+    Raises ConfigError for a name that is nearly one of `names`, and no group of settings.
+    """
+    from trainer.config.compose import find_options
+
     own = {}
     rest = []
     for word in arguments:
         name, equals, value = word.partition("=")
         if equals and name in names:
             own[name] = value
-        else:
-            rest.append(word)
+            continue
+        near = suggest(name, names) if equals and name.isidentifier() else ""
+        if near and name not in find_options(config_dirs):
+            raise ConfigError(f"{name} is not a setting{near}")
+        rest.append(word)
     return own, rest
 
 

@@ -38,6 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     own, rest = take_words(arguments, ("split", "out"))
     advice = "give one run directory: python -m trainer.predict DIR [split=test] [out=FILE]"
     place, overrides, config_dirs = run_directory(rest, advice)
+    if "," in own.get("split", ""):
+        raise ConfigError(f"split={own['split']}: must be one split; call predict for each")
     if "split" in own:
         overrides.append(f"eval.splits=[{own['split']}]")
     config = load_run_config(place, overrides, config_dirs)

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.checkpoints import transaction
 from trainer.checkpoints.manifest import MANIFEST, Manifest
-from trainer.cli import load_task, run, run_directory
+from trainer.cli import load_task, run, run_directory, take_words
 from trainer.config.compose import load_run_config
 from trainer.config.schema import Config, Mesh
 from trainer.data.order import BatchPlan
@@ -46,15 +46,15 @@ class Replayed(Exception):
 
 
 def main(arguments: Sequence[str]) -> int:
-    path, words, config_dirs = run_directory(arguments, ADVICE)
-    wanted = [word.removeprefix("step=") for word in words if word.startswith("step=")]
-    if len(wanted) != 1 or not wanted[0].isdecimal() or int(wanted[0]) < 1:
+    own, rest = take_words(arguments, ("step",))
+    path, overrides, config_dirs = run_directory(rest, ADVICE)
+    wanted = own.get("step", "")
+    if not wanted.isdecimal() or int(wanted) < 1:
         raise ConfigError(ADVICE)
     directory = Path(path)
-    step = int(wanted[0])
+    step = int(wanted)
     if (directory / MANIFEST).is_file():
         raise ConfigError(f"{directory}: is one checkpoint; {ADVICE}")
-    overrides = [word for word in words if not word.startswith("step=")]
     config = load_run_config(str(directory), overrides, config_dirs)
     _check_fixed(config, load_run_config(str(directory), [], config_dirs))
     with tempfile.TemporaryDirectory() as scratch:
@@ -146,7 +146,8 @@ def _stopping_at(base: type, step: int) -> Any:
 
 def _show(examples: Sequence[Example], step: int, directory: Path) -> int:
     bad = [e for e in examples if e.is_bad]
-    mean = sum(e.loss for e in examples) / len(examples)
+    weight = sum(e.weight for e in examples)
+    mean = sum(e.loss * e.weight for e in examples) / weight if weight else math.nan
     count = f"{len(examples):,} examples, mean loss {mean:.6g}"
     print(f"step {step:,}: {count}{_recorded_loss(directory, step)}")
     for e in bad:
@@ -160,9 +161,14 @@ def _show(examples: Sequence[Example], step: int, directory: Path) -> int:
 
 def _recorded_loss(directory: Path, step: int) -> str:
     """Return the loss in metrics.jsonl; with log.every_steps above 1 a mean over several steps."""
+    before = 0
     for _, entry in read_entries(directory / METRICS):
-        if entry["step"] == step and entry.get("train/loss") is not None:
-            return f"; metrics.jsonl has {entry['train/loss']:.6g} up to this step"
+        if "train/loss" not in entry:
+            continue
+        if entry["step"] == step and entry["train/loss"] is not None:
+            over = f"the mean of steps {before + 1:,} to {step:,}, "
+            return f"; metrics.jsonl has {over * (step - before > 1)}{entry['train/loss']:.6g}"
+        before = entry["step"]
     return ""
 
 

@@ -36,7 +36,7 @@ from trainer.engine.ema import Ema
 from trainer.engine.evaluation import EvalSplit, Evaluator
 from trainer.engine.parts import Parts
 from trainer.engine.precision import Precision, choose_precision, is_bf16_native
-from trainer.errors import ConfigError, RunError, place_of
+from trainer.errors import ConfigError, RunError, one_line, place_of
 from trainer.loading import uncollected
 from trainer.record import fingerprint, resume, weights
 from trainer.record.gate import check_soon
@@ -230,7 +230,7 @@ class Setup:
         return take_rows(inputs, 2 * (self.config.norm_rows or 1))
 
     def _open_data(self, task: Task, split: str) -> None:
-        data: Any = task.build_dataset(split)
+        data = _build_dataset(task, split)
         if data is None and split == "eval":
             return
         check_dataset(data, split, self.config.data.path)
@@ -266,6 +266,18 @@ class Setup:
             batches = EvalBatches(data, self.config, self._cut, *numbers, self._prepare, split)
             found.append(EvalSplit(split, batches, metrics))
         return found
+
+
+def _build_dataset(task: Task, split: str) -> Any:
+    """Return the task's data set. Raise ConfigError if it does not know a split of the user's."""
+    try:
+        return task.build_dataset(split)
+    except (ValueError, KeyError) as error:
+        if split in ("train", "eval"):
+            raise
+        why = f"build_dataset raised {type(error).__name__}: {one_line(error)}"
+        advice = "name a split that it knows"
+        raise ConfigError(f"split {split!r}: {why} ({place_of(error)}); {advice}") from error
 
 
 def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:

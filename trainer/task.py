@@ -86,7 +86,7 @@ class Task:
         """Return a map-style dataset (`__len__`, `__getitem__`) for "train" or for another split.
 
         Called before `build_model`, once for "train" and for each one of `eval.splits`. Return None
-        for "eval" to train without evaluation, and raise ValueError for a split that you have not.
+        for "eval" to train without evaluation, and raise ValueError for an unknown split.
         The framework shuffles, shards and batches: return all examples on every rank, in the same
         order. A `ResidentDataset` or `TensorDataset` is kept on the device. Any other dataset is
         read through `DataLoader` with `data.workers` processes; `random`, `numpy` and `torch` are
@@ -171,7 +171,7 @@ class Task:
         """Download or convert what `build_dataset` and `build_model` read.
 
         Called before them, on one rank of each node, while the others wait: `fit`, `evaluate` and
-        the verbs call it at each start, so leave at once if the files are there. A rank that fails
+        the verbs call it at each start, so return at once if the files exist. A rank that fails
         ends all of them.
         """
 

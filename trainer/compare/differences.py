@@ -12,7 +12,7 @@ import torch
 from trainer.report.reading import SPEED, Curve, RunFiles
 
 PLACE = ("run.dir", "run.name", "run.resume")  # name a run, and change nothing
-ROUNDING = 1e-6  # relative distance up to which a difference may be rounding
+ROUNDING = 1e-5  # relative distance up to which a difference may be rounding, of fp32 norms too
 MOST_BYTES = 2**26  # of a tensor that is read at once
 
 

@@ -52,7 +52,16 @@ def load_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Co
     if "task" not in given and place not in ("auto", "null", ""):
         return load_run_config(place, overrides, config_dirs, prefix="run.resume=")
     parsed = parse(overrides)
-    return _override(_compose("config", parsed, config_dirs), parsed, find_options(config_dirs))
+    options = find_options(config_dirs)
+    config = _compose("config", parsed, config_dirs)
+    for group, choice in _choose(parsed, options).items():  # they win over the task's own values
+        if group == "strategy":
+            preset: Any = OmegaConf.load(options[group][choice][0])
+            preset.pop("defaults", None)
+            config[group].merge_with(preset)
+        elif not (CONF / group).is_dir():  # a group of the user's own
+            config.merge_with(_compose(None, [], config_dirs, [f"+{group}={choice}"]))
+    return _override(config, parsed, options)
 
 
 def load_run_config(

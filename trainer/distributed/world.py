@@ -136,6 +136,15 @@ class World:
             return sum(torch.cuda.max_memory_allocated(device) for device in self.devices)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in kB on Linux
 
+    @property
+    def started(self) -> str:
+        """The end of a sentence, such as "2 ranks were started"."""
+        return (
+            "1 rank was started"
+            if self.world_size == 1
+            else f"{self.world_size} ranks were started"
+        )
+
     def with_groups(self, groups: Mapping[str, RankGroup]) -> World:
         """Return a copy with the groups of the mesh."""
         return replace(self, groups=groups)

@@ -31,7 +31,7 @@ _DEFAULTS = {"task": "task=text", "dist.timeout_s": "dist.timeout_s=30"}
 
 def main(arguments: Sequence[str]) -> int:
     words = [word for word in arguments if word != "--json"]
-    task = load(*split_arguments(words))
+    task = load(*split_arguments(words, own=("--json",)))
     block = task.config.dist
     path = Path(block.path or "").absolute()
     is_ours = block.init == "file" and not any(

@@ -35,10 +35,11 @@ _SPREAD = 0x1E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class Example:
-    """A recomputed row of a step; its loss is the mean over its values."""
+    """A recomputed row of a step; its loss is the weighted mean of its values."""
 
     index: int
     loss: float
+    weight: float
     is_finite: bool
     has_finite_gradient: bool
 
@@ -98,31 +99,34 @@ def _examine(engine: Engine, hooks: Hooks, module: nn.Module, batch: LocalBatch)
     compute = partial(_losses, engine, hooks, module)
     parameters = [p for p in module.parameters() if p.requires_grad]
     for indices, (inputs, targets) in zip(batch.indices, batch, strict=True):
-        losses = compute(inputs, targets).detach()
-        finite = losses.isfinite()
+        totals, weights = (each.detach() for each in compute(inputs, targets))
+        finite = totals.isfinite()
         bad: list[int] = []
         if finite.all():  # otherwise no gradient of the micro-batch is finite
-            bad = _find_bad_gradients(engine, compute, parameters, inputs, targets, len(losses))
-        rows = zip(indices.tolist(), losses.tolist(), finite.tolist(), strict=True)
-        examples += [Example(*row, number not in bad) for number, row in enumerate(rows)]
+            bad = _find_bad_gradients(engine, compute, parameters, inputs, targets, len(totals))
+        losses = torch.where(weights > 0, totals / weights, totals)
+        columns = [each.tolist() for each in (indices, losses, weights, finite)]
+        for number, (index, loss, weight, is_finite) in enumerate(zip(*columns, strict=True)):
+            examples.append(Example(index, loss, weight, is_finite, number not in bad))
     return examples
 
 
 def _losses(
     engine: Engine, hooks: Hooks, module: nn.Module, inputs: Any, targets: Any
-) -> torch.Tensor:
-    """Return (rows,), the mean over the loss values of each example."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (rows,) sums of the weighted loss values of each example, and (rows,) weights."""
     with engine.precision.autocast():
         outputs = call(module, inputs)
         rows = count_rows(targets, outputs)
         values, weights = weigh("loss", hooks.loss(outputs, targets), rows)
-    values = values if weights is None else values * weights
-    return values.reshape(len(values), -1).mean(1)
+    weights = torch.ones_like(values) if weights is None else weights
+    rows_of = [each.reshape(len(values), -1).sum(1) for each in (values * weights, weights)]
+    return rows_of[0], rows_of[1]
 
 
 def _find_bad_gradients(
     engine: Engine,
-    compute: Callable[[Any, Any], torch.Tensor],
+    compute: Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor]],
     parameters: Sequence[nn.Parameter],
     inputs: Any,
     targets: Any,
@@ -138,7 +142,7 @@ def _find_bad_gradients(
         first, last = pending.pop()
         part = partial(tree_map_only, torch.Tensor, lambda t, rows=slice(first, last): t[rows])
         engine.draws.begin_again(first, last)
-        total = compute(part(inputs), part(targets)).sum()
+        total = compute(part(inputs), part(targets))[0].sum()
         gradients: Any = ()
         if total.requires_grad:
             gradients = torch.autograd.grad(total, parameters, allow_unused=True)

@@ -41,7 +41,8 @@ def main(arguments: Sequence[str]) -> int:
     own, rest = take_words(arguments, ("format", "out", "split"))
     form = own.get("format", "")
     if form not in SUFFIXES:
-        raise ConfigError(f"format={form}: must be one of {', '.join(SUFFIXES)}: {USAGE}")
+        given = f"format={form}" if form else "format: is missing"
+        raise ConfigError(f"{given}: must be one of {', '.join(SUFFIXES)}: {USAGE}")
     place, overrides, config_dirs = run_directory(rest, f"give one run directory: {USAGE}")
     if "out" in own and Path(own["out"]).suffix != SUFFIXES[form]:
         raise ConfigError(f"out={own['out']}: must end with {SUFFIXES[form]}")

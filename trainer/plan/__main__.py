@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from trainer.cli import check_alone, run, split_arguments
-from trainer.config.compose import find_options, load_config
-from trainer.config.hints import suggest
+from trainer.cli import check_alone, run, split_arguments, take_words
+from trainer.config.compose import load_config
 from trainer.errors import ConfigError
 
 HELP = """usage: python -m trainer.plan task=<name> [ranks=1024] [local_ranks=8] [device=h100]
@@ -32,8 +30,9 @@ PER_NODE = 8
 
 def main(arguments: Sequence[str]) -> int:
     check_alone("trainer.plan", "it plans all ranks in one process; run it with python")
-    words, config_dirs = split_arguments([word for word in arguments if word != FLAG])
-    own, overrides = _divide(words, config_dirs)
+    rest = [word for word in arguments if word != FLAG]
+    words, config_dirs = split_arguments(rest, own=(FLAG,))
+    own, overrides = take_words(words, WORDS, config_dirs)
     ranks = _read_integer(own, "ranks", 1)
     local_ranks = _read_integer(own, "local_ranks", min(ranks, PER_NODE))
     if ranks % local_ranks:
@@ -65,23 +64,6 @@ def main(arguments: Sequence[str]) -> int:
         advice = Advice(shlex.join(words), found[1]) if found else Advice()
     show(plan, disk_gb_s, advice, FLAG in arguments)
     return int(plan.fits is False)
-
-
-def _divide(words: Sequence[str], config_dirs: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return (the arguments of this verb by name, the overrides of the configuration)."""
-    own: dict[str, str] = {}
-    overrides = []
-    groups: Mapping[str, Any] = find_options(config_dirs)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name in WORDS and equals:
-            own[name] = value
-            continue
-        near = suggest(name, WORDS) if name.isidentifier() and name not in groups else ""
-        if near and equals:
-            raise ConfigError(f"{name} is not a setting{near}")
-        overrides.append(word)
-    return own, overrides
 
 
 def _read_integer(words: Mapping[str, str], name: str, default: int) -> int:

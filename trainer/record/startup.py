@@ -20,6 +20,7 @@ from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World, explain_unseen_gpu, usable_cores
 from trainer.engine.precision import is_bf16_emulated
 from trainer.record import fingerprint
+from trainer.strategy.base import find_strategy
 from trainer.strategy.batchnorm import GROUPED
 from trainer.strategy.mesh import Mesh
 
@@ -104,7 +105,8 @@ def layout(config: Config, world: World, threads: int) -> str:
     if block.comm_hook != "none":
         learned += f", comm hook {block.comm_hook}"
     each = f"{counted(threads, 'thread')} per rank"
-    return f"strategy {block.name} over {backend}, {ranks}, {learned}, {each}"
+    name = find_strategy(block).__module__.rpartition(".")[2]  # with a mesh not always block.name
+    return f"strategy {name} over {backend}, {ranks}, {learned}, {each}"
 
 
 def slow_reasons(config: Config, world: World, threads: int, is_streamed: bool) -> str:
@@ -118,7 +120,7 @@ def slow_reasons(config: Config, world: World, threads: int, is_streamed: bool) 
         reasons.append(f"{world.local_world_size} ranks share {counted(usable_cores(), 'core')}")
     elif world.device.type == "cpu" and threads < cores:
         part = f"a rank uses {threads} of its {cores} cores"
-        reasons.append(f"{part} (OMP_NUM_THREADS or strategy=exact)")
+        reasons.append(f"{part} (limited by OMP_NUM_THREADS or strategy=exact)")
     if is_streamed and not config.data.workers:
         reasons.append("examples are read between the steps (data.workers=0)")
     return "\n".join(filter(None, reasons))
@@ -138,7 +140,7 @@ def arithmetic(config: Config, plan: BatchPlan, num_steps: int) -> list[str]:
     dropped = others if left else "no example is left out"
     total = counted(num_steps, "step")
     if config.run.steps is not None:
-        epochs = f"{num_steps / per_epoch:.4g} epochs"
+        epochs = f"{num_steps / per_epoch:.4g} epoch{'s' * (num_steps != per_epoch)}"
         run = f"run: {total} = {epochs} (run.steps overrides run.epochs)"
     else:
         run = f"run: {counted(config.run.epochs, 'epoch')} x {per_epoch:,} = {total}"

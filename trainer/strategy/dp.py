@@ -31,7 +31,7 @@ class DataParallel(SingleDevice):
             why = "torch's DataParallel splits micro-batches anywhere; set null, or use ddp"
             raise ConfigError(f"run.norm_rows={config.norm_rows}: {why}")
         if world.world_size > 1:
-            started = f"must be one process, and {world.world_size} ranks were started"
+            started = f"must be one process, and {world.started}"
             raise ConfigError(f"strategy=dp: {started}; use ddp")
         super(SingleDevice, cls).check(config, world)
 

@@ -55,14 +55,14 @@ class Mesh:
         for name in free:
             axes[name] = max(1, world.world_size // fixed)
         if math.prod(axes.values()) != world.world_size:
-            ranks = f"{world.world_size} ranks were started"
             must = "must be the number of ranks" if not free else "must divide the number of ranks"
-            advice = (
-                f"start {fixed} or set strategy.mesh.<axis>=auto"
-                if not free
-                else (f"start a multiple of {fixed}, or set another size")
-            )
-            raise ConfigError(f"strategy.mesh: {given}: the product {must}, and {ranks}; {advice}")
+            advice = f"start {fixed} or set strategy.mesh.<axis>=auto"
+            if free:
+                advice = f"start a multiple of {fixed}, or set another size"
+            if world.launcher.name == "python":
+                advice = f"start them with torchrun --nproc_per_node={fixed}, or set another size"
+            why = f"the product {must}, and {world.started}"
+            raise ConfigError(f"strategy.mesh: {given}: {why}; {advice}")
         return cls(world.rank, **axes)
 
     @property

@@ -23,7 +23,7 @@ class SingleDevice(Strategy):
     @classmethod
     def check(cls, config: Config, world: World) -> None:
         if world.world_size > 1:
-            started = f"must run on 1 rank, and {world.world_size} ranks were started"
+            started = f"must run on 1 rank, and {world.started}"
             raise ConfigError(f"strategy=single: {started}; use strategy=ddp")
         super().check(config, world)
 

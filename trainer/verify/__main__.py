@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer.cli import load_task, run, split_arguments
+from trainer.cli import load_task, run, split_arguments, take_words
 from trainer.config.compose import load_config
 from trainer.engine.precision import choose_precision, is_bf16_native
 from trainer.errors import ConfigError
@@ -53,8 +53,9 @@ def main(arguments: Sequence[str]) -> int:
     if is_resume and is_bits:
         raise ConfigError(f"{BITS}: must not be combined with {RESUME}; leave one out")
     plain = [word for word in arguments if word not in (RESUME, BITS)]
-    words, config_dirs = split_arguments([*plain, "strategy.name=exact"] if is_bits else plain)
-    own, overrides = _divide(words, is_resume)
+    plain += ["strategy.name=exact"] * is_bits
+    words, config_dirs = split_arguments(plain, own=(BITS, RESUME))
+    own, overrides = _divide(words, is_resume, config_dirs)
     config = load_config(overrides, config_dirs)
     task = load_task(config)(config)
     device = task.world.device
@@ -97,20 +98,16 @@ def _find_barred(task: Task) -> dict[str, str]:
     return barred
 
 
-def _divide(words: Sequence[str], is_resume: bool) -> tuple[dict[str, str], list[str]]:
+def _divide(
+    words: Sequence[str], is_resume: bool, config_dirs: Sequence[str]
+) -> tuple[dict[str, str], list[str]]:
     """Return (the arguments of this verb by name, the overrides of the configuration)."""
-    known = WORDS[is_resume]
-    own: dict[str, str] = {}
-    overrides = []
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name in known and equals:
-            own[name] = value
-        elif name in WORDS[not is_resume] - known:
+    own, overrides = take_words(words, WORDS[True] | WORDS[False], config_dirs)
+    for name in own:
+        if name not in WORDS[is_resume]:
             how = "without" if is_resume else "with"
+            word = f"{name}={own[name]}"
             raise ConfigError(f"{word}: is only valid {how} --resume; leave it out")
-        else:
-            overrides.append(word)
     return own, overrides
 
 

@@ -117,10 +117,13 @@ def prove_layouts(
     layout that divides the model or the batch is left out where that cannot work for this task.
     """
     precisions = list(stage.precisions)[-1:] if is_bits else list(stage.precisions)
+    print("training on one rank, the reference ...", file=sys.stderr, flush=True)
     reference = stage.train("one-rank", 1, ONCE, precisions)
     findings = [judge_reference("one rank", p, evidence) for p, evidence in reference.items()]
-    for layout in layouts:
-        print(f"training in layout {layout.name} ...", file=sys.stderr, flush=True)
+    every = list(layouts)
+    for number, layout in enumerate(every, 1):
+        where = f"layout {layout.name} ({number} of {len(every)})"
+        print(f"training in {where} ...", file=sys.stderr, flush=True)
         overrides = [*ONCE, *layout.overrides]
         try:
             evidence = stage.train(layout.name, layout.ranks, overrides, precisions)
