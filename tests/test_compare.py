@@ -238,3 +238,78 @@ def test_verb_is_listed(command):
     done = command("--help", verb="trainer.compare")
     assert done.returncode == 0 and done.stdout.startswith("usage: python -m trainer.compare A B")
     assert CONF
+
+
+def test_a_run_that_was_continued_equals_one_that_was_not(first, tmp_path, capfd):
+    """The log at step 5, where it stopped, makes the next one a mean over other steps."""
+    words = [*WORDS, "run.name=same", "log.every_steps=10"]
+    whole = fit_on(1, tmp_path / "whole", *words)["directory"]
+    half = fit_on(1, tmp_path / "half", *words, "run.steps=5")["directory"]
+    again = fit_on(1, tmp_path / "half", *words, f"run.resume={half}")["directory"]
+    assert again == half and list(RunFiles.read(str(half)).curves["train/loss"]) == [5, 10, 20]
+    assert differences(whole, half) == (set(), [])
+    assert compare([str(whole), str(half)]) == 0
+    assert "nowhere: curves, examples and weights are equal" in capfd.readouterr().out
+
+
+def test_a_save_before_the_first_log_belongs_to_the_record(first, tmp_path):
+    """Without its first log, the run looks as if it continued another one."""
+    words = [*WORDS, "log.every_steps=10", "checkpoint.every_steps=3", "run.seed=4"]
+    place = fit_on(1, tmp_path, *words, "run.steps=6")["directory"]
+    lines = (place / "metrics.jsonl").read_text().splitlines()
+    kept = [line for line in lines if '"ledger"' in line]
+    (place / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    other = fit_on(1, tmp_path, *words, f"run.resume={place}")["directory"]
+    assert RunFiles.read(str(other)).begin == 0
+    one = fit_on(1, tmp_path, *words, "run.seed=5", "run.name=one")["directory"]
+    _, found = differences(one, other)
+    examples = next(each for each in found if each.name == "the examples")
+    assert (examples.first_step, examples.step) == (1, 3)
+
+
+def test_runs_with_nothing_in_common_are_not_called_equal(first, tmp_path, capfd):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        shutil.copy(first / "config.yaml", tmp_path / name)
+    assert compare([str(tmp_path / "one"), str(tmp_path / "two")]) == 1
+    shown = capfd.readouterr().out
+    assert "equal" not in shown and "none was found" in shown
+    for kind in ("curves", "examples", "weights"):
+        assert f"unknown: {kind}, as no step has them in both runs" in shown
+    assert "unknown: data, code and versions, as a run has no checkpoint" in shown
+
+
+def test_a_shorter_run_is_equal_as_far_as_it_goes(first, tmp_path, capfd):
+    short = fit_on(1, tmp_path, *WORDS, "run.steps=10")["directory"]
+    assert compare([str(first), str(short)]) == 1
+    steps = f"{first} has 20 steps, {short} 10"
+    assert f"unknown: anything after step 10; {steps}" in capfd.readouterr().out
+
+
+def test_damaged_weights_are_not_called_equal(first, tmp_path):
+    place = shutil.copytree(first, tmp_path / "damaged")
+    (path,) = (place / "checkpoints/step-00000015").glob("model-*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    _, found = differences(first, place)
+    assert [each.step for each in found] == [15]
+    assert found[0].name.startswith("a checkpoint cannot be compared: ")
+
+
+def test_an_infinite_value_is_a_large_difference(first, tmp_path):
+    place = shutil.copytree(first, tmp_path / "infinite")
+    text = (place / "metrics.jsonl").read_text().splitlines()
+    row = next(n for n, line in enumerate(text) if '"step": 8,' in line and "train/loss" in line)
+    entry = json.loads(text[row])
+    text[row] = json.dumps({**entry, "train/loss": float("inf")})
+    (place / "metrics.jsonl").write_text("\n".join(text) + "\n")
+    _, found = differences(first, place)
+    assert "train/loss" in str(found[0]) and "nan" not in str(found[0]), str(found[0])
+
+
+@pytest.mark.parametrize("text", ["defaults: [a]\nlr: 0.1\n", "[1, 2]", ""])
+def test_a_config_of_another_program_is_one_line(text, first, tmp_path):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.yaml: was not written by a run: it has no "):
+        compare([str(first), str(tmp_path)])

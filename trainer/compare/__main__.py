@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.cli import run
-from trainer.compare.differences import Change, find_first, list_changes
+from trainer.compare.differences import Change, find_first, list_changes, list_compared
 from trainer.data.order import counted
 from trainer.errors import ConfigError, visible
 from trainer.record.directory import replace_file
@@ -26,7 +26,8 @@ runs were logged (log.every_steps) and saved.
 
 out: also write a page with the curves (.html, extra report) or the table (.csv)
 
-Exit codes: 0 nothing differs but speed, 1 the runs differ, 2 they cannot be compared."""
+Exit codes: 0 nothing differs but speed, 1 the runs differ, or have too little in common to tell, 2
+they cannot be compared."""
 
 USAGE = "python -m trainer.compare A B [out=FILE.html]"
 SUFFIXES = (".html", ".csv")
@@ -36,17 +37,23 @@ Rows = list[list[str]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs and how they differ from the first one. `firsts` are lines for each of the others."""
+    """Runs and how they differ from the first one.
+
+    `firsts` are lines for each of the others, `unknown` what it has too little in common to tell.
+    """
 
     runs: Sequence[RunFiles]
     settings: list[Change]
     facts: list[Change]
     firsts: list[list[str]]
+    unknown: list[list[str]]
 
     @classmethod
     def of(cls, runs: list[RunFiles]) -> Comparison:
         firsts = [[str(each) for each in find_first(runs[0], other)] for other in runs[1:]]
-        return cls(runs, list_changes(runs, "settings"), list_changes(runs, "facts"), firsts)
+        unknown = [list_unknown(runs[0], other) for other in runs[1:]]
+        changes = [list_changes(runs, kind) for kind in ("settings", "facts")]
+        return cls(runs, changes[0], changes[1], firsts, unknown)
 
     @property
     def names(self) -> list[str]:
@@ -54,7 +61,15 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        return not (self.settings or self.facts or any(self.firsts))
+        return not (self.settings or self.facts or any(self.firsts) or any(self.unknown))
+
+    def lines(self, number: int) -> list[str]:
+        """Return what is found of a run beside the first one."""
+        nothing = "nowhere: curves, examples and weights are equal, bit for bit"
+        unknown = self.unknown[number]
+        if unknown:
+            nothing = "none was found"
+        return (self.firsts[number] or [nothing]) + unknown
 
     def results(self) -> Rows:
         """Return a row of RESULTS for each run."""
@@ -69,6 +84,21 @@ class Comparison:
             seconds = f"{each.seconds:,.1f}"
             rows.append([each.name, f"{each.step:,}", best, seconds, strategy, ranks, end])
         return rows
+
+
+def list_unknown(one: RunFiles, other: RunFiles) -> list[str]:
+    """Return a line for each thing that the runs have too little in common to compare."""
+    compared = list_compared(one, other)
+    lines = [
+        f"unknown: {k}, as no step has them in both runs" for k, s in compared.items() if not s
+    ]
+    if one.manifest is None or other.manifest is None:
+        lines.append("unknown: data, code and versions, as a run has no checkpoint")
+    if one.step != other.step:
+        last = max((step for steps in compared.values() for step in steps), default=0)
+        steps = f"{one.name} has {counted(one.step, 'step')}, {other.name} {other.step:,}"
+        lines.append(f"unknown: anything after step {last:,}; {steps}")
+    return lines
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -113,12 +143,10 @@ def _print(found: Comparison) -> None:
         else:
             print(f"{title}: no difference")
     first, *others = map(visible, found.names)
-    for name, lines in zip(others, found.firsts, strict=True):
+    for number, name in enumerate(others):
         print(f"first differences between {first} and {name}:")
-        for line in lines:
+        for line in found.lines(number):
             print(f"  {visible(line)}")
-        if not lines:
-            print("  nowhere: curves, examples and weights are equal, bit for bit")
     show(RESULTS, found.results())
 
 
@@ -128,9 +156,10 @@ def _write_table(out: Path, found: Comparison) -> None:
     writer.writerow(["kind", "name", *found.names])
     for kind, changes in {"settings": found.settings, "facts": found.facts}.items():
         writer.writerows([kind, change.name, *change.values] for change in changes)
-    for number in range(max(map(len, found.firsts))):
-        cells = [lines[number] if number < len(lines) else "" for lines in found.firsts]
-        writer.writerow(["first difference", number + 1, "", *cells])
+    for kind, columns in {"first difference": found.firsts, "unknown": found.unknown}.items():
+        for number in range(max(map(len, columns))):
+            cells = [lines[number] if number < len(lines) else "" for lines in columns]
+            writer.writerow([kind, number + 1, "", *cells])
     results = found.results()
     for place, name in enumerate(RESULTS[1:], 1):
         writer.writerow(["result", name, *(row[place] for row in results)])
@@ -144,9 +173,8 @@ def _write_page(out: Path, found: Comparison) -> None:
     runs = found.runs
     names = found.names
     page = Page(f"{counted(len(runs), 'run')} of {runs[0].settings['task.name']}", names)
-    for name, lines in zip(names[1:], found.firsts, strict=True):
-        nothing = ["Nothing: curves, examples and weights are equal, bit for bit."]
-        page.add(Section(f"First difference of {name}", lines or nothing))
+    for number, name in enumerate(names[1:]):
+        page.add(Section(f"First differences of {name}", found.lines(number)))
     page.add(Section("Results", columns=RESULTS, rows=found.results()))
     shown = runs[:MOST_LINES]
     curves = dict.fromkeys(name for each in shown for name in each.curves)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from trainer.errors import CheckpointError
 from trainer.report.reading import SPEED, Curve, RunFiles
 
 PLACE = ("run.dir", "run.name", "run.resume")  # name a run, and change nothing
@@ -48,7 +49,7 @@ class Difference:
     def __str__(self) -> str:
         values = f" {self.one}, and {self.other}" if self.one else ""
         text = f"{self.steps}: {self.name}{values}"
-        if self.distance is None:
+        if self.distance is None or not math.isfinite(self.distance):
             return text
         kind = " (may be rounding)" if self.distance <= ROUNDING else ""
         return f"{text}: {self.distance:.1e} apart{kind}"
@@ -57,7 +58,7 @@ class Difference:
 def list_changes(runs: list[RunFiles], kind: str) -> list[Change]:
     """Return the settings or the facts that are not the same in all runs."""
     tables: list[Mapping[str, Any]]
-    tables = [r.settings for r in runs] if kind == "settings" else [r.facts() for r in runs]
+    tables = [r.settings if kind == "settings" else {**r.facts(), **r.logged} for r in runs]
     found = []
     for name in dict.fromkeys(name for table in tables for name in table):
         values = tuple(str(table[name]) if name in table else "-" for table in tables)
@@ -74,6 +75,18 @@ def find_first(one: RunFiles, other: RunFiles) -> list[Difference]:
     """
     found = [*_of_curves(one, other), *_of_examples(one, other), *_of_weights(one, other)]
     return sorted(found, key=lambda each: (each.step, each.first_step))
+
+
+def list_compared(one: RunFiles, other: RunFiles) -> dict[str, list[int]]:
+    """Return the steps at which each kind was compared; none where the runs have none in common."""
+    begin = max(one.begin, other.begin)
+    both = [name for name in one.curves if name in other.curves and not name.startswith(SPEED)]
+    pairs = [p for name in both for p in _pairs(name, one.curves[name], other.curves[name], begin)]
+    return {
+        "curves": sorted({pair.step for pair in pairs}),
+        "examples": sorted(step for step in {*one.ledger} & {*other.ledger} if step > begin),
+        "weights": sorted({*one.checkpoints} & {*other.checkpoints}),
+    }
 
 
 def _of_curves(one: RunFiles, other: RunFiles) -> Iterator[Difference]:
@@ -103,7 +116,7 @@ def _pairs(name: str, mine: Curve, theirs: Curve, begin: int) -> Iterator[Differ
 
 
 def _relative(a: float, b: float) -> float | None:
-    if math.isnan(a) or math.isnan(b):
+    if not (math.isfinite(a) and math.isfinite(b)):
         return None
     return abs(a - b) / max(abs(a), abs(b), 1e-300)
 
@@ -121,20 +134,25 @@ def _of_examples(one: RunFiles, other: RunFiles) -> Iterator[Difference]:
 def _of_weights(one: RunFiles, other: RunFiles) -> Iterator[Difference]:
     before = max(one.begin, other.begin)
     for step in sorted({*one.checkpoints} & {*other.checkpoints}):
-        if one.weights_digest(step) != other.weights_digest(step):
-            worst = _compare_tensors(one, other, step)
-            if worst is not None:
-                name, distance, num_different, num_all = worst
-                what = f"the weights, {num_different} of {num_all} tensors, most {name}"
-                first = min(before + 1, step)
-                yield Difference(what, first, step, distance=distance)
-                return
+        try:
+            is_same = one.weights_digest(step) == other.weights_digest(step)
+            worst = None if is_same else _compare_tensors(one, other, step)
+        except CheckpointError as error:
+            yield Difference(f"a checkpoint cannot be compared: {error}", step, step)
+            return
+        if worst is not None:
+            name, distance, num_different, num_all = worst
+            what = f"the weights, {num_different} of {num_all} tensors, most {name}"
+            if not math.isfinite(distance):
+                what += ", which is not there or has another shape"
+            yield Difference(what, min(before + 1, step), step, distance=distance)
+            return
         before = step
 
 
 def _compare_tensors(
     one: RunFiles, other: RunFiles, step: int
-) -> tuple[str, float | None, int, int] | None:
+) -> tuple[str, float, int, int] | None:
     """Return the tensor of the model that differs most, and how many do; None if none does."""
     mine, theirs = one.load_tensors(step)["model"], other.load_tensors(step)["model"]
     shapes = mine.shapes()

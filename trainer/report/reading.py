@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 
-from trainer.checkpoints import manifest as manifests
 from trainer.checkpoints import transaction
 from trainer.checkpoints.files import read_file
 from trainer.checkpoints.manifest import Manifest
@@ -25,6 +24,7 @@ from trainer.strategy.mesh import AXES, Mesh
 MOST_BYTES = 2**24
 SPEED = "speed/"  # curves that differ between any two runs
 LEDGER = "ledger"
+NEEDED = ("task.name", "data.global_batch", "strategy.name", "run.seed")  # of any config.yaml
 Curve = dict[int, float]  # values by step
 
 
@@ -81,14 +81,18 @@ class RunFiles:
     def begin(self) -> int:
         """The step after which its record begins: above 0 if it continues another run."""
         sessions = self.manifest.sessions if self.manifest else []
-        earliest = min((step for curve in self.curves.values() for step in curve), default=0)
-        return max((first for first, _ in sessions if first <= earliest), default=0)
+        logs = [
+            step for name in self.curves if name.startswith("train/") for step in self.curves[name]
+        ]
+        earliest = min([*logs, *self.ledger], default=0)  # what came before is in other files
+        return max((first for first, _ in sessions if first < earliest), default=0)
 
     @property
     def step(self) -> int:
         """The last step that the record knows."""
         steps = [step for curve in self.curves.values() for step in curve]
-        return max([0, *steps, *self.ledger])
+        ended = self.exit.get("step")
+        return max([0, *steps, *self.ledger, ended if isinstance(ended, int) else 0])
 
     @property
     def best_metric(self) -> str:
@@ -117,6 +121,11 @@ class RunFiles:
             last = step
         return total
 
+    @property
+    def logged(self) -> dict[str, str]:
+        """The names of the curves, as facts."""
+        return {f"the curve {name}": "logged" for name in self.curves}
+
     def facts(self) -> dict[str, str]:
         """Return versions, device, data and code, by name."""
         if self.manifest is None:
@@ -133,9 +142,12 @@ class RunFiles:
         return open_content(transaction.load(self.checkpoints[step])).sources
 
     def weights_digest(self, step: int) -> dict[str, str]:
-        """Return the SHA-256 of a checkpoint's files with tensors, by name."""
-        raw = manifests.read_manifest(self.checkpoints[step])
-        return {n: e["sha256"] for n, e in raw["files"].items() if n.endswith(".safetensors")}
+        """Return the SHA-256 of a checkpoint's files with tensors, by name.
+
+        Raises CheckpointError if a file has another one.
+        """
+        files = transaction.load(self.checkpoints[step]).manifest["files"]
+        return {n: e["sha256"] for n, e in files.items() if n.endswith(".safetensors")}
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
@@ -143,9 +155,10 @@ def _read_settings(path: Path) -> dict[str, Any]:
         found = yaml.safe_load(read_file(path, MOST_BYTES)[1])
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: does not describe a run")
-    return flatten(found)
+    settings = flatten(found) if isinstance(found, dict) else {}
+    if missing := [name for name in NEEDED if name not in settings]:
+        raise ConfigError(f"{path}: was not written by a run: it has no {missing[0]}")
+    return settings
 
 
 def _read_exit(path: Path) -> dict[str, Any]:
