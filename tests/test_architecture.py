@@ -46,12 +46,12 @@ TOP_LEVEL = {
 # Code lines: without blanks, comments and docstrings. Reasons for each number that is not the
 # design's are in docs/decisions.md.
 BUDGETS = {
-    "config": 890,
+    "config": 900,
     "distributed": 1_760,
     "data": 830,
     "draws": 490,
-    "strategy": 3_360,
-    "engine": 1_180,
+    "strategy": 3_470,
+    "engine": 1_200,
     "checkpoints": 1_230,
     "record": 1_320,
     "top level": 1_380,

@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 from tiny import Tiny
 from torch import nn
 
+import trainer.tasks.cifar
+from trainer import load_config
 from trainer.errors import ConfigError, RunError
-from trainer.export import graph
+from trainer.export import graph, notes
 from trainer.export.model import Flat
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -42,7 +44,7 @@ BUILT_IN = {
 def differences(text):
     """Return the differences that the command printed, by batch size."""
     line = next(line for line in text.splitlines() if line.startswith("largest difference"))
-    words = line.partition(": ")[2].split(", ")
+    words = line.partition(": ")[2].partition(" (")[0].split(", ")
     return {int(word.split()[-1]): float(word.split()[0]) for word in words}
 
 
@@ -163,6 +165,54 @@ class Values(Tiny):
         return Net(4, 3)
 
 
+class Odd(Tiny):
+    """Outputs of an input's name, of no batch, of -inf, and a first one that is a scalar."""
+
+    def build_model(self):
+        class Net(nn.Linear):
+            def forward(self, input):
+                logits = super().forward(input)
+                masked = logits.masked_fill(logits < 0, -float("inf"))
+                whole = {"scale": logits.new_ones(()) * 2, "input": input, "weight": self.weight}
+                return {**whole, "masked": masked, "logits": logits}
+
+        return Net(4, 3)
+
+    def loss(self, outputs, targets):
+        return super().loss(outputs["logits"], targets)
+
+    def metrics(self, outputs, targets):
+        return {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["onnx", "safetensors"])
+def test_outputs_of_any_kind(form, tmp_path, command):
+    run = fit_on(1, tmp_path, *TINY, task=Odd)["directory"]
+    text = (run / "config.yaml").read_text().replace("tiny.Tiny", "test_export.Odd")
+    (run / "config.yaml").write_text(text)
+    out = tmp_path / f"model.{form}"
+    done = export(command, run, f"format={form}", f"out={out}")
+    assert done.returncode == 0, done.stderr
+    page = Path(f"{out}.md").read_text()
+    for line in ("`scale` | float32 | ()", "`weight` | float32 | (3, 4)"):
+        assert f"| {line} |" in page
+    for line in ("`outputs.input` | float32 | (batch, 4)", "`masked` | float32 | (batch, 3)"):
+        assert f"| {line} |" in page
+
+
+def test_page_has_what_the_preprocessing_uses():
+    task = trainer.tasks.cifar.Cifar(load_config(["task=cifar"]))
+    page = "\n".join([*notes._used(task), notes._example(task)])
+    for line in (
+        "def normalize(images",
+        "def statistics(device",
+        "MEAN = (0.4914, 0.4822, 0.4465)",
+    ):
+        assert line in page
+    assert "- `0`: uint8 (3, 32, 32), from " in page
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "task, line",
@@ -198,7 +248,7 @@ def test_inputs_have_the_names_of_forward():
 @pytest.mark.parametrize(
     "words, line",
     [
-        (["{run}"], "format=: must be one of onnx, safetensors, tensorrt"),
+        (["{run}"], "format: is missing: must be one of onnx, safetensors, tensorrt"),
         (["{run}", "format=pickle"], "format=pickle: must be one of onnx, safetensors, tensorrt"),
         (["format=onnx"], "give one run directory: python -m trainer.export DIR format=onnx"),
         (["{run}", "format=onnx", "out=m.pt"], "out=m.pt: must end with .onnx"),
@@ -230,4 +280,7 @@ def test_limit_is_relative_to_large_outputs():
     assert graph._largest(ours, ours + 1e-4) == pytest.approx(1e-6, rel=0.1)
     assert graph._largest(ours / 1000, ours / 1000 + 1e-6) == pytest.approx(1e-6, rel=0.01)
     assert graph._largest(ours, ours[:1]) == float("inf")
+    masked = torch.tensor([1.0, -float("inf"), float("nan")])
+    assert graph._largest(masked, masked.clone()) == 0.0
+    assert not graph._largest(masked, torch.tensor([1.0, float("inf"), 2.0])) <= 1e-5
     assert issubclass(RunError, RuntimeError) and json

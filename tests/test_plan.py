@@ -93,7 +93,8 @@ def run_watched(folder, *words):
 
             def keep_passage(*arguments):
                 (total, passage), carried = passed(*arguments)
-                for tensor in [*passage.received, *passage.sent] if passage else ():
+                received = [each.tensor for each in passage.received] if passage else []
+                for tensor in [*received, *passage.sent] if passage else ():
                     pack(tensor)
                 return (total, passage), carried
 

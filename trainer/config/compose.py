@@ -26,7 +26,7 @@ from trainer.config import CONF
 from trainer.config.guard import check_override
 from trainer.config.hints import suggest, translate
 from trainer.config.rules import check
-from trainer.config.schema import ONCE, Config, flatten
+from trainer.config.schema import LAYOUT, ONCE, Config, flatten
 from trainer.config.typed import show
 from trainer.errors import ConfigError, one_line
 
@@ -56,9 +56,7 @@ def load_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Co
     config = _compose("config", parsed, config_dirs)
     for group, choice in _choose(parsed, options).items():  # they win over the task's own values
         if group == "strategy":
-            preset: Any = OmegaConf.load(options[group][choice][0])
-            preset.pop("defaults", None)
-            config[group].merge_with(preset)
+            config[group].merge_with(_preset(options[group][choice][0]))
         elif not (CONF / group).is_dir():  # a group of the user's own
             config.merge_with(_compose(None, [], config_dirs, [f"+{group}={choice}"]))
     return _override(config, parsed, options)
@@ -81,12 +79,23 @@ def load_run_config(
             why = "the run directory already has a task; override single settings"
             raise ConfigError(f"{group}={choice}: {why}")
         composed = _compose(None, [], config_dirs, [f"+{group}={choice}"])
+        if group == "strategy":  # precision and SyncBN belong to the run
+            kept = [key for key in saved[group] if not f"strategy.{key}.".startswith(LAYOUT)]
+            composed[group].merge_with({key: saved[group][key] for key in kept})
+            composed[group].merge_with(_preset(options[group][choice][0]))
         if (CONF / group).is_dir():
             saved[group] = composed[group]
         else:  # a group of the user's own
             with _explained(f"{group}={choice}: "), open_dict(saved):
                 saved.merge_with(composed)
     return _override(saved, parsed, options, prefix=f"{place}/config.yaml: ")
+
+
+def _preset(path: Path) -> Any:
+    """Return what a file of a group sets itself, without its defaults."""
+    preset: Any = OmegaConf.load(path)
+    preset.pop("defaults", None)
+    return preset
 
 
 def _override(config: Any, parsed: Sequence[Any], options: Options, prefix: str = "") -> Config:

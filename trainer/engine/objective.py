@@ -95,6 +95,15 @@ class Objective:
         stop = self._carry(total, 0)[1]
         return total, torch.stack([weight.to(total.dtype), stop])
 
+    def sums(self, outputs: Any, targets: Any) -> torch.Tensor:
+        """Return the sums of values x weights, of their sizes and of the weights; count nothing."""
+        assert self._loss is not None
+        returned = self._loss(outputs, targets)
+        values, weights = weigh(self._name, returned, count_rows(targets, outputs))
+        weights = torch.ones_like(values) if weights is None else weights
+        weighted = values.detach().double() * weights
+        return torch.stack([weighted.sum(), weighted.abs().sum(), weights.sum().double()])
+
     def absent(self) -> torch.Tensor:
         """Return the carried values of a micro-batch that another rank counts."""
         if self.is_weighted is None:

@@ -89,13 +89,15 @@ def _write(form: str, trained: Trained, path: Path) -> list[str]:
 
         lines = write_weights(trained, path, facts)
     else:
-        from trainer.export.graph import compare, write_graph
+        from trainer.export.graph import compare, scale_of, write_graph
 
         graph = path.with_suffix(".onnx")
         flat = write_graph(trained, graph, facts)
         found = compare(trained, flat, graph)
         each = ", ".join(f"{value:.1e} at batch {rows}" for rows, value in found.items())
-        lines = [f"largest difference to PyTorch on examples of the data: {each}"]
+        scale = max(map(scale_of, flat(*tensors_in(trained.inputs))))
+        relative = f" (relative to the largest output, {scale:.3g})" if scale > 1 else ""
+        lines = [f"largest difference to PyTorch on examples of the data: {each}{relative}"]
         if form == "tensorrt":
             lines += build_engine(trained, flat, graph, path)
             graph.unlink()
@@ -104,10 +106,13 @@ def _write(form: str, trained: Trained, path: Path) -> list[str]:
     outputs = dict(zip(flat.outputs, flat(*tensors), strict=True))
     plain: dict[str, Any] = {f"inputs.{name}": t.numpy() for name, t in arrays.items()}
     plain |= {f"outputs.{name}": t.detach().numpy() for name, t in outputs.items()}
-    if all(len(t) < 2 or torch.equal(t, t[:1].expand_as(t)) for t in outputs.values()):
+    batched = trained.names_with_batch(flat)
+    if trained.rows > 1 and all(
+        name not in batched or torch.equal(t, t[:1].expand_as(t)) for name, t in outputs.items()
+    ):
         lines.append("warning: the outputs are equal for all examples, so this shows little")
     numpy.savez(f"{path}.npz", **plain)
-    Path(f"{path}.md").write_text(describe(trained, path.name, arrays, outputs, lines))
+    Path(f"{path}.md").write_text(describe(trained, path.name, arrays, outputs, batched, lines))
     return lines
 
 

@@ -56,7 +56,11 @@ def write_graph(trained: Trained, path: Path, facts: dict[str, str]) -> Flat:
         made.metadata_props.add(key=name, value=value)
     is_large = sum(t.nbytes for t in flat.state_dict().values()) > MOST_BYTES
     onnx.save(made, path, save_as_external_data=is_large, location=f"{path.name}.data")
-    onnx.checker.check_model(str(path))
+    try:
+        onnx.checker.check_model(str(path))
+    except onnx.checker.ValidationError as error:
+        why = one_line(error)[:300]
+        raise ConfigError(f"format=onnx: torch made a wrong graph of this model: {why}") from error
     return flat
 
 
@@ -129,4 +133,12 @@ def _largest(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     if not ours.numel():
         return 0.0
     ours, theirs = ours.double(), theirs.double()
-    return float((ours - theirs).abs().max() / max(1.0, float(ours.abs().max())))
+    is_same = (ours == theirs) | (ours.isnan() & theirs.isnan())  # also where both are infinite
+    differences = torch.where(is_same, 0.0, (ours - theirs).abs())
+    return float(differences.max()) / max(1.0, scale_of(ours))
+
+
+def scale_of(values: torch.Tensor) -> float:
+    """Return the largest absolute value of a tensor, leaving out what is not finite."""
+    finite = values[values.isfinite()] if values.is_floating_point() else values
+    return float(finite.abs().max()) if finite.numel() else 0.0

@@ -42,7 +42,8 @@ class Flat(nn.Module):
         with torch.no_grad():
             paths, _ = tree_flatten_with_path(call(model, example))
         tensors = [(path, leaf) for path, leaf in paths if isinstance(leaf, torch.Tensor)]
-        self.outputs = [_name(path) or "outputs" for path, _ in tensors]
+        names = [_name(path) or "outputs" for path, _ in tensors]
+        self.outputs = [f"outputs.{name}" if name in self.inputs else name for name in names]
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rest = iter(tensors)
@@ -94,6 +95,19 @@ class Trained:
     @property
     def flat(self) -> Flat:
         return Flat(self.model, self.inputs)
+
+    @torch.no_grad()
+    def names_with_batch(self, flat: Flat) -> set[str]:
+        """Return the inputs and outputs whose first axis is the batch."""
+        found = set()
+        few = max(1, self.rows - 1)
+        pairs = [(flat.inputs, lambda inputs: inputs), (flat.outputs, lambda inputs: flat(*inputs))]
+        for names, make in pairs:
+            one, other = (make(tensors_in(rows_of(self.inputs, n))) for n in (self.rows, few))
+            for name, a, b in zip(names, one, other, strict=True):
+                if a.dim() and b.dim() and (len(a), len(b)) == (self.rows, few):
+                    found.add(name)
+        return found
 
 
 def load_trained(task: Trainer) -> Trained:

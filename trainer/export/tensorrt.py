@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ def check_tensorrt(place: str) -> None:
     except ImportError:
         missing = missing or "pip install tensorrt"
     if missing:
-        export = f"python -m trainer.export {place} format=onnx out=model.onnx"
-        build = "trtexec --onnx=model.onnx --saveEngine=model.engine"
+        export = f"python -m trainer.export {shlex.quote(place)} format=onnx out=model.onnx"
+        shapes = " ".join(f"--{end}Shapes=<input>:<shape>" for end in ("min", "opt", "max"))
+        build = f"trtexec --onnx=model.onnx --saveEngine=model.engine {shapes}"
         there = f"here: {export}; on a machine with a GPU: {build}"
         raise ConfigError(f"format=tensorrt: needs {missing}; {there} (docs/export.md)")
 

@@ -85,7 +85,8 @@ def _layout(found: RunFiles) -> Section:
 
 def _resumes(found: RunFiles) -> Section:
     if found.manifest is None:
-        return Section("Sessions", ["There is no checkpoint yet."])
+        line = "No checkpoint can be read." if found.checkpoints else "There is no checkpoint yet."
+        return Section("Sessions", [line])
     sessions = found.manifest.sessions
     ends = [first for first, _ in sessions[1:]] + [found.manifest.step]
     rows = [

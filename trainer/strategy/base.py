@@ -53,13 +53,15 @@ class Objective(Protocol):
     """A loss as strategies use it: (outputs, targets) -> (sum to differentiate, carried values).
 
     The gradient of the sum is multiplied by `scale`. Carried values are summed over the ranks
-    together with the gradients. `absent` returns those of a rank without outputs.
+    together with the gradients. `absent` returns those of a rank without outputs. `sums` returns
+    the sums of the values, of their sizes and of their weights, to compare.
     """
 
     @property
     def scale(self) -> float: ...
     def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]: ...
     def absent(self) -> torch.Tensor: ...
+    def sums(self, outputs: Any, targets: Any) -> torch.Tensor: ...
 
 
 class MicroBatches(Protocol):

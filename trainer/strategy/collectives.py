@@ -44,8 +44,8 @@ def joined(part: torch.Tensor, dim: int, length: int, axis: RankGroup) -> torch.
     sent = moved.new_zeros(max(sizes), *moved.shape[1:])  # as gloo gathers equal parts only
     sent[: len(moved)] = moved
     parts = zip(axis.all_gather(sent), sizes, strict=True)
-    whole = torch.cat([each[:size] for each, size in parts])
-    return whole.movedim(0, dim)
+    # no view, so that a model may change it in place
+    return torch.cat([each[:size].movedim(0, dim) for each, size in parts], dim)
 
 
 class _Copy(torch.autograd.Function):

@@ -63,7 +63,7 @@ class Division:
             self.sharding = Sharding(divided, groups["replicate"], device, reshard)
         self.copies = open_group(mesh, blueprint.world.groups, "data", *COPIES)
         self._tied = self._open_tied(partition.stages.values())
-        self.holdings = Holdings(mesh, self.sharding, cuts, partition.stages)
+        self.holdings = Holdings(mesh, self.sharding, cuts, partition.stages, partition.owners)
         self._fill(values)
 
     @property

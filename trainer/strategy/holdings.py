@@ -17,7 +17,8 @@ class Holdings:
     """The parts of a model's tensors, by their names in the model.
 
     `cuts` are those of tensor parallel. `stages` are the stages of the pipeline that use a tensor,
-    where it is not the first one alone.
+    where it is not the first one alone, `owners` the stages that write one, where that is not the
+    first of these.
     """
 
     def __init__(
@@ -26,11 +27,13 @@ class Holdings:
         sharding: Sharding | None,
         cuts: Mapping[str, Cut],
         stages: Mapping[str, tuple[int, ...]],
+        owners: Mapping[str, int],
     ):
         self.cuts = cuts
         self._mesh = mesh
         self._sharding = sharding
         self._stages = stages
+        self._owners = owners
 
     def stages(self, name: str) -> tuple[int, ...]:
         return self._stages.get(name, (0,))
@@ -68,9 +71,10 @@ class Holdings:
         return Shard(local, part.shape, offset, is_written, bands if len(bands) > 1 else ())
 
     def is_first_copy(self, name: str) -> bool:
-        """Return True on the first replica and stage that have a tensor."""
+        """Return True on the first replica of the stage that writes a tensor."""
         place = self._mesh.coordinates()
-        return place["pipeline"] == self.stages(name)[0] and not place["replicate"]
+        owner = self._owners.get(name, self.stages(name)[0])
+        return place["pipeline"] == owner and not place["replicate"]
 
     def _is_writer(self, name: str, is_cut: bool, is_sharded: bool) -> bool:
         place = self._mesh.coordinates()

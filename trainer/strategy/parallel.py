@@ -7,8 +7,8 @@ optimizers, norm, moving average, digests and checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from trainer.strategy.base import (
 from trainer.strategy.divided import DividedModel
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.rehearsal import FlopCounter, untouched
-from trainer.strategy.reunion import PROVED_BYTES, TOLERANCES, distance
+from trainer.strategy.reunion import PROVED_BYTES, TOLERANCES, check_proof, distance
 from trainer.strategy.schedule import order
 from trainer.strategy.single import SingleDevice
 from trainer.strategy.vocabulary import gathered
@@ -88,7 +88,7 @@ class MeshParallel(DividedModel):
         if self._context is not None and not self._context.calls:
             why = "the model never calls scaled_dot_product_attention"
             raise ConfigError(f"strategy.mesh.context={self.mesh.context}: {why}; set 1")
-        self._prove(batch[0])
+        self._prove(batch, objective)
         self._compile(self._divided.compiled)
 
     @torch.no_grad()
@@ -123,30 +123,55 @@ class MeshParallel(DividedModel):
         return self.mesh.divides_model and size > PROVED_BYTES
 
     @torch.no_grad()
-    def _prove(self, inputs: Any) -> None:
-        """Raise ConfigError if the divided model has other outputs than the whole one.
+    def _prove(self, batch: MicroBatch, objective: Objective) -> None:
+        """Raise ConfigError if the divided model has other outputs, or another loss.
 
-        A plan can be wrong without an error: columns instead of columns/3, or no positions.
+        A plan can be wrong without an error: columns instead of columns/3, or no positions. So can
+        a loss that compares positions, or that reads the parameters of the model.
         """
         if not self.mesh.divides_model or self._is_unproved:
             return
-        few = take_rows(inputs, 2 * (self.blueprint.config.norm_rows or 1))
-        self.module.eval()
+        inputs, targets = take_rows(batch, 2 * (self.blueprint.config.norm_rows or 1))
+        divided = self.module.eval()
         whole = self._reunited().eval()
-        outputs = self.forward(few)
-        found = 0.0
-        if self.mesh.is_counted:
-            with self.precision.autocast():
-                found = distance(outputs, call(whole, few))
-        self.module.train()
-        worst = torch.tensor([found], dtype=torch.float64, device=self.world.device)
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        outputs = self.forward(inputs)
+        own = self._loss_sums(inputs, targets, objective)
+        found = torch.zeros(3, dtype=torch.float64, device=self.world.device)
+        if self.mesh.has_loss:  # all ranks that call the loss, as it may have collectives
+            self.module = whole  # a loss may read the task's model
+            with self._seeded():
+                expected = call(whole, inputs)
+                sums = objective.sums(expected, targets)
+            if self.mesh.is_counted:
+                found[0] = distance(outputs, expected)
+                found[1:] = (own - sums)[[0, 2]].abs() / sums[1:].abs().clamp_min(1e-30)
+        self.module = divided.train()
+        dist.all_reduce(found, dist.ReduceOp.MAX)
         is_narrow = self.precision.dtype.itemsize < 4 or "amp" in self.config.precision
         limit = 0.1 if is_narrow else TOLERANCES[self.precision.dtype]
-        if not float(worst) <= limit:
-            why = f"the outputs of the divided model are {float(worst):.1e} from those of the whole"
-            advice = "check tensor_plan, and take positions as an input"
-            raise ConfigError(f"strategy.mesh: {self.mesh}: {why}; {advice}")
+        check_proof(str(self.mesh), found.tolist(), limit)
+
+    def _loss_sums(self, inputs: Any, targets: Any, objective: Objective) -> torch.Tensor:
+        """Return `objective.sums` over the ranks that divide the rows' positions."""
+        sums = torch.zeros(3, dtype=torch.float64, device=self.world.device)
+        inputs, targets = self._cut(inputs, targets)
+        with self._modes(), self.precision.autocast():
+            outputs = self._run(inputs)
+            if self.mesh.has_loss:
+                with self._seeded():
+                    sums = objective.sums(outputs, targets)
+        self._settle()
+        if self.mesh.context > 1:
+            self.world.groups["context"].all_reduce(sums)
+        return sums
+
+    @contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """Give a loss that draws the same random numbers in each of these blocks."""
+        devices = [self.world.device] if self.world.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), self.precision.autocast():
+            torch.manual_seed(0)
+            yield
 
     def compute(self, inputs: Any, targets: Any, loss: Callable[[Any, Any], Any]) -> None:
         inputs, targets = self._cut(inputs, targets)

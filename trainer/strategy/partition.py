@@ -28,8 +28,9 @@ Sizes = Sequence[tuple[str, Any]]  # of random draws
 class Partition:
     """The parts of a model whose tensors are on the meta device.
 
-    `blocks_of` are the numbers of the blocks of each stage. `stages` are the stages that use a
-    parameter or buffer, by its name, where it is not the first one alone. `cuts` are the parameters
+    `blocks_of` are the numbers of the blocks of each stage. `stages` are the stages that have a
+    parameter or buffer, by its name, where it is not the first one alone. `owners` are the stages
+    that write one, where that is not the first of these. `cuts` are the parameters
     that the tensor plan divides, as they are after the cut. `draws` are this rank's part of each
     random draw of a row. `flops` are those of a row, forward and backward; 0 where each rank has
     whole rows, so that its own pass finds them.
@@ -47,6 +48,7 @@ class Partition:
         self._blocks = list(blueprint.blocks)
         self.blocks_of = [range(len(self._blocks))]
         self.stages: dict[str, tuple[int, ...]] = {}
+        self.owners: dict[str, int] = {}
         self.cuts: dict[torch.Tensor, Cut] = {}
         self.draws: list[tuple[tuple[int, int, int], ...]] = []
         self.flops = 0.0
@@ -157,29 +159,33 @@ class Partition:
     def _name_stages(
         self, stages: dict[torch.Tensor, tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]]:
-        """Return the stages of parameters and buffers by name.
+        """Return the stages of parameters and buffers by name, and note the owners of buffers.
 
-        Buffers are on the stage of their block, or of the parameters beside them, else on all.
+        Buffers are on the stages of their blocks, or of the parameters beside them, else on all.
+        The last stage that uses a buffer owns it: what runs after the blocks runs only there.
         """
         model = self._blueprint.model
         found: dict[str, tuple[int, ...]] = {}
         every = tuple(range(self._mesh.pipeline))
-        inside = {
-            module: (stage,)
-            for stage, numbers in enumerate(self.blocks_of)
-            for number in numbers
-            for module in self._blocks[number].modules()
-        }
+        inside: dict[nn.Module, tuple[int, ...]] = {}
+        for stage, numbers in enumerate(self.blocks_of):
+            for module in {m for number in numbers for m in self._blocks[number].modules()}:
+                inside[module] = (*inside.get(module, ()), stage)
         for prefix, module in model.named_modules():
             own = list(module.parameters(recurse=False))
             beside = stages[own[0]] if own else every
             is_leaf = not any(True for _ in module.children())
+            place = inside.get(module, beside if is_leaf else every)
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is None:
                     continue
-                place = inside.get(module, beside if is_leaf else every)
                 full = f"{prefix}.{name}" if prefix else name
-                found[full] = stages.get(tensor, place)
+                if isinstance(tensor, nn.Parameter):
+                    found[full] = stages[tensor]
+                    continue
+                found[full] = place
+                if used := [stage for stage in stages[tensor] if stage in place]:
+                    self.owners[full] = used[-1]
         return found
 
 

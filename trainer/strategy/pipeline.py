@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from trainer.errors import ConfigError
 from trainer.strategy.rehearsal import FlopCounter
-from trainer.strategy.wire import Wire
+from trainer.strategy.wire import Arrived, Wire
 
 Call = Callable[[nn.Module, Any], Any]
 
@@ -62,7 +62,7 @@ class Passage:
     """The tensors that a stage received and sent in a forward pass."""
 
     def __init__(self) -> None:
-        self.received: list[torch.Tensor] = []
+        self.received: list[Arrived] = []
         self.sent: list[torch.Tensor] = []
 
 
@@ -98,12 +98,16 @@ class Stage(nn.Module):
         self._key: tuple[Any, ...] = ()
         self._round = 0
         self._rounds: dict[bool, int] = {}
+        self._given: list[tuple[torch.Tensor, torch.Tensor]] = []  # without and with values
         for number, block in enumerate(blocks):
             if number not in own:
                 block.forward = _Structure(block, draws)
         if not self._is_first:
             first = blocks[own.start]
             first.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+            for number in own[1:]:
+                hook = self._fill
+                blocks[number].register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         if not self._is_last:
             after = blocks[own.stop]
             after.register_forward_pre_hook(self._leave, prepend=True, with_kwargs=True)
@@ -165,16 +169,33 @@ class Stage(nn.Module):
         self._round += 1
         self._draws.advance(draws)
         self.passage.received.extend(received)
-        for number, tensor in zip(wanted, received, strict=True):
-            leaves[number] = tensor
+        self._given = []
+        for number, each in zip(wanted, received, strict=True):
+            self._given.append((leaves[number], each.tensor))
+            leaves[number] = each.tensor
         return tree_unflatten(leaves, tree)
+
+    def _fill(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Replace arguments that this stage has received for its first block."""
+        leaves, tree = tree_flatten((args, kwargs))
+        return tree_unflatten([self._with_value(leaf) for leaf in leaves], tree)
+
+    def _with_value(self, leaf: Any) -> Any:
+        """Return the received tensor for an argument on the meta device."""
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_meta:
+            return leaf
+        for form, tensor in self._given:
+            if form is leaf:
+                return tensor
+        why = "a block gets an argument that is computed anew for it, from another stage's tensors"
+        raise ConfigError(f"strategy.mesh.pipeline: {why}; compute it once, before the blocks")
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Send the arguments of the next stage's first block, and go on with their shapes."""
         self._check_forward()
         self._round += self._is_first
         leaves = tree_leaves((args, kwargs))
-        sent = [leaves[number] for number in self.wire.asked(self.model.training)]
+        sent = [self._with_value(leaves[n]) for n in self.wire.asked(self.model.training)]
         self.wire.send((*self._key, self._round - 1), sent, self._draws.position())
         self.passage.sent.extend(sent)
         if self._round == self._rounds.get(self.model.training):

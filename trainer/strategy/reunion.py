@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,27 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from trainer.distributed.world import RankGroup, World
+from trainer.errors import ConfigError
 from trainer.strategy.gathered import gather_json
 from trainer.strategy.handover import copy_structure
 from trainer.strategy.shards import Shard, slices
 
 PROVED_BYTES = 2**30  # of a model whose outputs are compared at each start
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative; narrower types: 0.1
+
+LEAST_OF_WEIGHTS = 1e-4  # relative: sums of 32 bits
+ALONE = (
+    "compute each value from its own row and position (shift targets in split_batch), and read no"
+    " parameters in loss"
+)
+PROVED = (  # the outputs, the loss, and its weight, of the divided model beside the whole one
+    (
+        "the outputs of the divided model are {} from those of the whole",
+        "check tensor_plan, and take positions as an input",
+    ),
+    ("the loss of the divided model is {} from that of the whole", ALONE),
+    ("the weight of the loss of the divided model is {} from that of the whole", ALONE),
+)
 
 
 @torch.no_grad()
@@ -84,3 +99,14 @@ def distance(outputs: Any, expected: Any) -> float:
                 scale = other.abs().max().clamp_min(1e-30)
                 most = max(most, float((one - other).abs().max() / scale))
     return most
+
+
+def check_proof(mesh: str, found: Sequence[float], limit: float) -> None:
+    """Raise ConfigError if a divided model is not the whole one.
+
+    `found` are the relative differences of its outputs, its loss, and the weight of its loss.
+    """
+    limits = (limit, limit, LEAST_OF_WEIGHTS)
+    for worst, most, (what, advice) in zip(found, limits, PROVED, strict=True):
+        if not worst <= most:
+            raise ConfigError(f"strategy.mesh: {mesh}: {what.format(f'{worst:.1e}')}; {advice}")

@@ -5,7 +5,9 @@ It runs the forward pass on torch's meta device, with shapes only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -33,12 +35,14 @@ DIVIDED = (
 class Trace(TorchFunctionMode):
     """A forward pass in segments: segment 0 is before the first block, n begins with block n - 1.
 
-    `used` maps each parameter to the segments that use it, `order` has the blocks as they ran, and
-    `flops` has the floating-point operations of each segment.
+    `used` maps each parameter and buffer to the segments that use it, `order` has the blocks as
+    they ran, and `flops` has the floating-point operations of each segment.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]):
-        self.used: dict[torch.Tensor, set[int]] = {p: set() for p in model.parameters()}
+        tensors = [*model.parameters(), *model.buffers()]
+        self.used: dict[torch.Tensor, set[int]] = {tensor: set() for tensor in tensors}
+        self._model = model
         self.order: list[int] = []
         self.flops = [0.0] * (len(blocks) + 1)
         self._blocks = blocks
@@ -50,7 +54,7 @@ class Trace(TorchFunctionMode):
         """Follow a computation. Raises ConfigError, with the reason and advice, if it fails."""
         hooks = [self._hook(number) for number in range(len(self._blocks))]
         try:
-            with torch.no_grad(), OnMeta(), self._counter, self:
+            with _kept(self._model), torch.no_grad(), OnMeta(), self._counter, self:
                 compute()
         except ConfigError:
             raise
@@ -81,17 +85,21 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in ABOUT:
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, nn.Parameter) and leaf in self.used:
+                if isinstance(leaf, torch.Tensor) and leaf in self.used:
                     self.used[leaf].add(self._segment)
         return func(*args, **kwargs)
 
     def check_chain(self) -> None:
-        """Raise ConfigError unless the blocks ran in their order, once or more often."""
+        """Raise ConfigError unless the blocks ran once, in their order."""
         count = len(self._blocks)
         if not self.order or self.order != list(range(count)) * (len(self.order) // count):
             ran = " ".join(map(str, self.order[:12])) or "not at all"
             must = f"must run in the order of the list, 0 to {count - 1}; they ran {ran}"
             raise ConfigError(f"strategy.mesh.pipeline: blocks(model) {must}")
+        if len(self.order) > count:
+            times = f"the model runs its blocks {len(self.order) // count} times in training"
+            advice = "choose another axis, or run them once"
+            raise ConfigError(f"strategy.mesh.pipeline: {times}, and a stage runs once; {advice}")
 
     def divide(self, num_stages: int) -> list[range]:
         """Return the blocks of each stage: the largest number of operations is the least."""
@@ -114,9 +122,27 @@ class Trace(TorchFunctionMode):
         return [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
 
     def stages_of(self, parts: Sequence[range]) -> dict[torch.Tensor, tuple[int, ...]]:
-        """Return the stages that use each parameter; the first one if none does."""
+        """Return the stages that use each tensor; for a parameter that none uses, the first one."""
         stage_of = [0, *(stage for stage, blocks in enumerate(parts) for _ in blocks)]
         found = {}
-        for parameter, segments in self.used.items():
-            found[parameter] = tuple(sorted({stage_of[segment] for segment in segments})) or (0,)
+        for tensor, segments in self.used.items():
+            stages = tuple(sorted({stage_of[segment] for segment in segments}))
+            found[tensor] = stages or (0,) * isinstance(tensor, nn.Parameter)
         return found
+
+
+@contextmanager
+def _kept(model: nn.Module) -> Iterator[None]:
+    """Undo what the block stores in the modules, such as a cache of tensors without values."""
+    before = {
+        module: {
+            name: copy(v) if type(v) in (dict, list) else v for name, v in vars(module).items()
+        }
+        for module in model.modules()
+    }
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            vars(module).clear()
+            vars(module).update(attributes)

@@ -39,6 +39,39 @@ class Header:
         return cls(tuple((getattr(torch, d), tuple(shape), g) for d, shape, g in forms), draws)
 
 
+class Arrived:
+    """A received tensor, and its gradient after backward.
+
+    The tensor is the result of an operation, not a leaf, so that a block may change it in place.
+    """
+
+    def __init__(self, tensor: torch.Tensor, needs_grad: bool):
+        self.needs_grad = needs_grad
+        self._raw = tensor.detach()
+        self._gradients: list[torch.Tensor] = []
+        self.tensor = tensor
+        if needs_grad:
+            root = torch.empty((), device=tensor.device, requires_grad=True)
+            self.tensor = _Arrival.apply(tensor, root, self._gradients)
+
+    def gradient(self) -> torch.Tensor:
+        """Return the gradient; zeros if nothing depends on the tensor."""
+        return self._gradients[0] if self._gradients else torch.zeros_like(self._raw)
+
+
+class _Arrival(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, root: torch.Tensor, kept: list[Any]) -> Any:
+        ctx.kept = kept
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.kept.append(gradient)
+        return None, None, None
+
+
 class Wire:
     """Messages of this stage to the next and the previous one.
 
@@ -81,24 +114,23 @@ class Wire:
         for tensor in tensors:
             self._post(tensor.detach(), self._rank + 1, self._down)
 
-    def receive(self, key: Hashable) -> tuple[list[torch.Tensor], int]:
-        """Return the tensors, which are leaves, and the number of random draws so far."""
+    def receive(self, key: Hashable) -> tuple[list[Arrived], int]:
+        """Return the tensors, and the number of random draws so far."""
         if key not in self._known:
             self._known[key] = Header.decode(self._receive_json(self._rank - 1))
         header = self._known[key]
-        tensors = []
+        arrived = []
         for dtype, shape, needs_grad in header.forms:
             tensor = torch.empty(shape, dtype=dtype, device=self._device)
             self._receive(tensor, self._rank - 1, self._down)
-            tensors.append(tensor.requires_grad_(needs_grad))
-        return tensors, header.draws
+            arrived.append(Arrived(tensor, needs_grad))
+        return arrived, header.draws
 
-    def send_gradients(self, received: Sequence[torch.Tensor]) -> None:
+    def send_gradients(self, received: Sequence[Arrived]) -> None:
         """Send the gradients of received tensors to the stage that they came from."""
-        for tensor in received:
-            if tensor.requires_grad:
-                gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                self._post(gradient, self._rank - 1, self._up)
+        for each in received:
+            if each.needs_grad:
+                self._post(each.gradient(), self._rank - 1, self._up)
 
     def receive_gradients(self, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients of the sent tensors that need one."""
