@@ -50,7 +50,7 @@ BUDGETS = {
     "distributed": 1_760,
     "data": 830,
     "draws": 490,
-    "strategy": 3_470,
+    "strategy": 3_490,
     "engine": 1_200,
     "checkpoints": 1_230,
     "record": 1_320,

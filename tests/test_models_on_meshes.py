@@ -4,7 +4,8 @@ gradients or outputs would be wrong."""
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import check_parity, fit_on
+from harness import check_parity, fit_on, newest
+from harness.stored import tensors_of
 from meshed import WORDS, Meshed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -144,3 +145,197 @@ def test_outputs_are_compared_beside_infinities():
     assert distance(other, expected) > 0.1
     assert distance(torch.full_like(expected, torch.nan), expected) == float("inf")
     assert distance(expected.nan_to_num(), expected) == float("inf")
+
+
+# Losses that a divided model would compute otherwise ---------------------------------------------
+
+
+class Shifted(Meshed):
+    """The loss compares each position with the next target, as in nanoGPT."""
+
+    def loss(self, outputs, targets):
+        tokens, _ = targets
+        return F.cross_entropy(outputs[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
+
+
+class Neighbours(Meshed):
+    def loss(self, outputs, targets):
+        values, weights = super().loss(outputs, targets)
+        return values + F.pad((outputs[:, 1:] - outputs[:, :-1]).square().sum(2), (1, 0)), weights
+
+
+class PerRow(Meshed):
+    def loss(self, outputs, targets):
+        values, weights = super().loss(outputs, targets)
+        return values, weights / weights.sum(1, keepdim=True)
+
+
+class Decayed(Meshed):
+    def loss(self, outputs, targets):
+        values, weights = super().loss(outputs, targets)
+        return values + sum(p.square().sum() for p in self.model.parameters()) / 1000, weights
+
+
+@pytest.mark.parametrize(
+    "task, mesh, line",
+    [
+        (Shifted, "cp", "loss of the divided model is .*shift targets in"),
+        (Neighbours, "cp", "the loss of the divided model is .*from its own row and position"),
+        (PerRow, "cp", "loss of the divided model is "),
+        (Decayed, "tp", "the loss of the divided model is .* and read no parameters in loss"),
+    ],
+)
+def test_a_loss_that_a_division_changes_is_refused(task, mesh, line, tmp_path):
+    with pytest.raises(AssertionError, match=line):
+        fit_on(2, tmp_path, *PRECISE, f"strategy={mesh}", task=task)
+
+
+# What belongs to several stages ------------------------------------------------------------------
+
+
+class Counting(Recurrent):
+    """Buffers that change before, between and after the blocks; a rotation that blocks share."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = nn.BatchNorm1d(12, affine=False)
+        self.ends = nn.BatchNorm1d(12, affine=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("center", torch.zeros(12, dtype=torch.float64))
+        self.turn = Rotation()
+        self.layers = nn.ModuleList(Mixed(self.turn) for _ in range(4))
+        self.condition = nn.Linear(12, 12)
+
+    def forward(self, tokens, positions):
+        x = self.embed(tokens)
+        x = self.seen(x.transpose(1, 2)).transpose(1, 2)
+        conditions = torch.tanh(self.condition(x.mean(1)))
+        for layer in self.layers:
+            x = layer(x, conditions)
+        if self.training:
+            self.calls += 1
+            with torch.no_grad():
+                self.center = 0.9 * self.center + 0.1 * torch.ones_like(self.center)
+        return self.head(self.ends(x.transpose(1, 2)).transpose(1, 2) + 0 * self.center)
+
+
+class Rotation(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("angles", torch.arange(12, dtype=torch.float64) / 7)
+
+    def forward(self, x):
+        return x * self.angles.cos()
+
+
+class Mixed(nn.Module):
+    """A block that begins in place, keeps a tensor, and gets an argument made of parameters."""
+
+    def __init__(self, turn):
+        super().__init__()
+        self.turn = turn
+        self.linear = nn.Linear(12, 12)
+        self.norm = nn.LayerNorm(12)
+        self.kept = None
+
+    def forward(self, x, conditions):
+        x = F.leaky_relu(x, 0.3, inplace=True)
+        if self.kept is None:
+            self.kept = torch.linspace(0.5, 1.5, 12, device=x.device, dtype=x.dtype)
+        return self.norm(x + self.turn(self.linear(x)) * self.kept + conditions[:, None])
+
+
+class CountingTask(Recurring):
+    def build_model(self):
+        return Counting()
+
+    def loss(self, outputs, targets):
+        outputs /= 1.3
+        return super().loss(outputs, targets)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_buffers_arguments_and_caches_over_a_pipeline(ranks, tmp_path):
+    words = [*PRECISE, "data.micro_batch=11", "run.norm_rows=11", "run.steps=20"]
+    words.append("checkpoint.every_steps=20")
+    one = fit_on(1, tmp_path / "one", *words, "strategy=single", task=CountingTask)
+    mesh = f"strategy.mesh.pipeline={ranks}"
+    other = fit_on(ranks, tmp_path / "many", *words, mesh, task=CountingTask)
+    check_parity(one, other, falls=False)
+    kept = [tensors_of(newest(run["directory"])) for run in (one, other)]
+    assert kept[0].keys() == kept[1].keys()
+    for name, value in kept[0].items():
+        torch.testing.assert_close(kept[1][name], value, rtol=1e-10, atol=1e-12, msg=name)
+    assert kept[0]["calls"] > 20 and kept[0]["ends.running_mean"].abs().max() > 1e-3
+
+
+class InPlace(Meshed):
+    def loss(self, outputs, targets):
+        outputs /= 1.3
+        return super().loss(outputs, targets)
+
+    def tensor_plan(self):
+        return {**super().tensor_plan(), "embed": "vocabulary"}
+
+
+def test_gathered_outputs_may_be_changed_in_place(tmp_path):
+    one = fit_on(1, tmp_path / "one", *PRECISE, "strategy=single", task=InPlace)
+    check_parity(one, fit_on(2, tmp_path / "two", *PRECISE, "strategy=tp", task=InPlace))
+
+
+class Anew(Counting):
+    def forward(self, tokens, positions):
+        x = self.embed(tokens)
+        conditions = self.condition(x.mean(1))
+        for layer in self.layers:
+            x = layer(x, conditions * 2)
+        return self.head(x)
+
+
+class AnewTask(CountingTask):
+    def build_model(self):
+        return Anew()
+
+
+class Spread(Counting):
+    """A buffer that is read before the blocks and changes after them."""
+
+    def forward(self, tokens, positions):
+        x = self.embed(tokens) - self.center
+        conditions = self.condition(x[:, 0])
+        for layer in self.layers:
+            x = layer(x, conditions)
+        if self.training:
+            self.center.mul_(0.9).add_(0.1)
+        return self.head(x)
+
+
+class SpreadTask(CountingTask):
+    def build_model(self):
+        return Spread()
+
+
+class Again(Recurrent):
+    def forward(self, tokens, positions):
+        x = self.embed(tokens)
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x)[0]
+        return self.head(x)
+
+
+class AgainTask(Recurring):
+    def build_model(self):
+        return Again()
+
+
+@pytest.mark.parametrize(
+    "task, line",
+    [
+        (AnewTask, "a block gets an argument that is computed anew for it, .*compute it once"),
+        (SpreadTask, "center changes, and several stages use it; use it in one place"),
+        (AgainTask, "the model runs its blocks 2 times in training, and a stage runs once; choose"),
+    ],
+)
+def test_what_a_pipeline_cannot_run_is_refused(task, line, tmp_path):
+    with pytest.raises(AssertionError, match=line):
+        fit_on(2, tmp_path, *PRECISE, "strategy=pp", task=task)

@@ -114,7 +114,12 @@ def _recorded_state(found: dict[str, Any]) -> Iterator[None]:
 
     def finish_and_record(run: Run) -> Summary:
         summary = finish(run)
-        shards = run.engine.strategy.shards()
+        strategy = run.engine.strategy
+        shards = strategy.shards()
+        if hasattr(strategy, "_divided"):  # stages that do not own a buffer may have an old one
+            owners = strategy._divided.holdings._owners
+            own = strategy.mesh["pipeline"]
+            shards = {name: s for name, s in shards.items() if owners.get(name, own) == own}
         found["parts"] = {name: s.tensor.detach().clone() for name, s in shards.items()}
         found["is_first"] = run.engine.strategy.mesh.is_first
         found["boxes"] = {

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 
 from trainer.distributed.group import Group
@@ -21,6 +22,7 @@ from trainer.strategy.context import Context
 from trainer.strategy.division import Division
 from trainer.strategy.gathered import Gathered
 from trainer.strategy.mesh import open_group
+from trainer.strategy.rehearsal import changed_buffers
 from trainer.strategy.reunion import reunite
 from trainer.strategy.shards import Shard, Source, check_model, read_into
 from trainer.strategy.sums import Sums
@@ -116,6 +118,18 @@ class DividedModel(Strategy):
     def _is_divided(self, parameter: nn.Parameter) -> bool:
         name = self._names[parameter]
         return name in self._divided.holdings.cuts or parameter is not self._wrapped[name]
+
+    def _check_shared(self, before: Mapping[str, torch.Tensor]) -> None:
+        """Raise ConfigError for a buffer that several stages use, and one of them changes."""
+        changed = set(changed_buffers(self.module, before))
+        named = {name: b in changed for name, b in self.module.named_buffers()}
+        flags = torch.tensor([named.get(name, False) for name in self._divided.shared])
+        if len(flags):
+            every = flags.byte().to(self.world.device)
+            dist.all_reduce(every, dist.ReduceOp.MAX)
+            for number in every.nonzero().flatten().tolist():
+                why = f"{self._divided.shared[number]} changes, and several stages use it"
+                raise ConfigError(f"strategy.mesh.pipeline: {why}; use it in one place")
 
     def names(self) -> dict[torch.Tensor, str]:
         return self._names

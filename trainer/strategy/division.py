@@ -29,8 +29,8 @@ class Division:
     """A model divided over a mesh.
 
     `structure` has the shapes of the whole model. `root` is the module to call: the model, or its
-    stage. `flops` is 0 where a pass over this rank's part finds them. `compiled` are the modules
-    that torch.compile may take.
+    stage. `shared` are the buffers that several stages use. `flops` is 0 where a pass over this
+    rank's part finds them. `compiled` are the modules that torch.compile may take.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Division:
         self._partition = partition = Partition(blueprint, mesh, context, is_compiled)
         self.flops = partition.flops
         self._partial = partition.partial
+        self.shared = partition.shared
         if blueprint.config.strategy.sequence:
             divide_sequence(self._own, blueprint.world.groups["tensor"])
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]

@@ -84,6 +84,7 @@ class MeshParallel(DividedModel):
             self.statistics.find(self.module, before, self._any_rank)
             self._check_reached()
             self._check_copies()
+            self._check_shared(before)
         self.drop_gradients()
         if self._context is not None and not self._context.calls:
             why = "the model never calls scaled_dot_product_attention"
@@ -141,9 +142,10 @@ class MeshParallel(DividedModel):
             self.module = whole  # a loss may read the task's model
             with self._seeded():
                 expected = call(whole, inputs)
+                if self.mesh.is_counted:
+                    found[0] = distance(outputs, expected)
                 sums = objective.sums(expected, targets)
             if self.mesh.is_counted:
-                found[0] = distance(outputs, expected)
                 found[1:] = (own - sums)[[0, 2]].abs() / sums[1:].abs().clamp_min(1e-30)
         self.module = divided.train()
         dist.all_reduce(found, dist.ReduceOp.MAX)

@@ -20,7 +20,7 @@ from trainer.strategy.mesh import Mesh
 from trainer.strategy.pipeline import OnMeta
 from trainer.strategy.rehearsal import FlopCounter
 from trainer.strategy.tensor_plan import Cut, TensorPlan, divide_sequence
-from trainer.strategy.trace import DIVIDED, Trace
+from trainer.strategy.trace import DIVIDED, Trace, kept
 
 Sizes = Sequence[tuple[str, Any]]  # of random draws
 
@@ -30,7 +30,8 @@ class Partition:
 
     `blocks_of` are the numbers of the blocks of each stage. `stages` are the stages that have a
     parameter or buffer, by its name, where it is not the first one alone. `owners` are the stages
-    that write one, where that is not the first of these. `cuts` are the parameters
+    that write one, where that is not the first of these. `shared` are the buffers that several
+    stages use. `cuts` are the parameters
     that the tensor plan divides, as they are after the cut. `draws` are this rank's part of each
     random draw of a row. `flops` are those of a row, forward and backward; 0 where each rank has
     whole rows, so that its own pass finds them.
@@ -49,6 +50,7 @@ class Partition:
         self.blocks_of = [range(len(self._blocks))]
         self.stages: dict[str, tuple[int, ...]] = {}
         self.owners: dict[str, int] = {}
+        self.shared: list[str] = []
         self.cuts: dict[torch.Tensor, Cut] = {}
         self.draws: list[tuple[tuple[int, int, int], ...]] = []
         self.flops = 0.0
@@ -186,12 +188,13 @@ class Partition:
                 found[full] = place
                 if used := [stage for stage in stages[tensor] if stage in place]:
                     self.owners[full] = used[-1]
+                    self.shared += [full] * (len(used) > 1)
         return found
 
 
 def _count(model: nn.Module, sample: Any) -> float:
     """Return the floating-point operations of a forward and backward pass."""
-    with OnMeta(), FlopCounter() as counter:
+    with kept(model), OnMeta(), FlopCounter() as counter:
         leaves = [t for t in tree_leaves(call(model, sample)) if isinstance(t, torch.Tensor)]
         torch.autograd.backward([t.sum() for t in leaves if t.requires_grad])
     model.zero_grad(set_to_none=True)

@@ -54,7 +54,7 @@ class Trace(TorchFunctionMode):
         """Follow a computation. Raises ConfigError, with the reason and advice, if it fails."""
         hooks = [self._hook(number) for number in range(len(self._blocks))]
         try:
-            with _kept(self._model), torch.no_grad(), OnMeta(), self._counter, self:
+            with kept(self._model), torch.no_grad(), OnMeta(), self._counter, self:
                 compute()
         except ConfigError:
             raise
@@ -132,7 +132,7 @@ class Trace(TorchFunctionMode):
 
 
 @contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
+def kept(model: nn.Module) -> Iterator[None]:
     """Undo what the block stores in the modules, such as a cache of tensors without values."""
     before = {
         module: {
