@@ -302,7 +302,7 @@ class Spread(Counting):
 
     def forward(self, tokens, positions):
         x = self.embed(tokens) - self.center
-        conditions = self.condition(x[:, 0])
+        conditions = self.condition(x.mean(1))
         for layer in self.layers:
             x = layer(x, conditions)
         if self.training:
