@@ -26,6 +26,10 @@ def main(arguments: Sequence[str]) -> int:
     if "split" in own:
         overrides.append(f"eval.splits=[{own['split']}]")
     config = load_run_config(place, overrides, config_dirs)
+    if not any(word.startswith("strategy") for word in overrides):
+        from trainer.setup import for_these_ranks
+
+        config = for_these_ranks(config)
     task = load_task(config)(config)
     metrics = task.evaluate()
     if not metrics:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -43,6 +45,10 @@ def main(arguments: Sequence[str]) -> int:
     if "split" in own:
         overrides.append(f"eval.splits=[{own['split']}]")
     config = load_run_config(place, overrides, config_dirs)
+    if not any(word.startswith("strategy") for word in overrides):
+        from trainer.setup import for_these_ranks
+
+        config = for_these_ranks(config)
     task = load_task(config)(config)
     out = Path(own["out"]) if "out" in own else None
     _find_writer(out)
@@ -79,6 +85,10 @@ def _find_writer(out: Path | None) -> Callable[[Any, Tensors], None]:
 def _write(out: Path, found: Tensors) -> None:
     """Write a file as a whole, or not at all."""
     writer = _find_writer(out)
+    for name, tensor in found.items():
+        if out.suffix != ".npz" and (name == "index" or tensor.is_complex()):
+            why = "is the number of the row here" if name == "index" else "is complex"
+            raise ConfigError(f"predict(outputs) returned {name}, which {why}; use out=FILE.npz")
     plain = {name: t.float() if t.dtype is torch.bfloat16 else t for name, t in found.items()}
     part = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
     try:
@@ -98,14 +108,24 @@ def _write(out: Path, found: Tensors) -> None:
 def _write_arrays(file: Any, found: Tensors) -> None:
     import numpy
 
-    arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in found.items()}
-    numpy.savez(file, **arrays)
+    with zipfile.ZipFile(file, "w") as archive:  # as numpy.savez, which cannot take any name
+        for name, tensor in found.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                numpy.lib.format.write_array(entry, tensor.numpy(), allow_pickle=False)
 
 
 def _write_lines(file: Any, found: Tensors) -> None:
-    for index, values in enumerate(zip(*(t.tolist() for t in found.values()), strict=True)):
+    columns = [_finite(t.tolist()) if t.is_floating_point() else t.tolist() for t in found.values()]
+    for index, values in enumerate(zip(*columns, strict=True)):
         line = {"index": index, **dict(zip(found, values, strict=True))}
-        file.write(json.dumps(line).encode() + b"\n")
+        file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+
+
+def _finite(values: Any) -> Any:
+    """Return nested lists with None for NaN and infinity, which JSON does not have."""
+    if isinstance(values, list):
+        return [_finite(value) for value in values]
+    return values if math.isfinite(values) else None
 
 
 def _write_table(file: Any, found: Tensors) -> None:

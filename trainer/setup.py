@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.utils.data import default_collate
 from trainer.capacity import memory_named
 from trainer.config.hints import suggest
 from trainer.config.schema import Config
+from trainer.config.schema import Mesh as Sizes
 from trainer.config.targets import call_target, check_target
 from trainer.data.batches import Batches, EvalBatches, Preparation
 from trainer.data.order import check_batch
@@ -46,6 +48,9 @@ from trainer.strategy.handover import Values, build_structure
 from trainer.strategy.mesh import Mesh, open_groups
 from trainer.task import FUSED, Task
 
+COPIES = Sizes("auto", 1, 1, 1, 1)  # of the model, on any number of ranks
+PREPARATION = timedelta(days=7)  # for downloads, while dist.timeout_s is for collectives
+
 # Early checks: of config, environment and manifests, before any socket or directory is opened
 
 
@@ -58,6 +63,18 @@ def check_layout(config: Config, world: World) -> None:
     check_init(config.dist, world)
     ranks = Mesh.of(config.strategy.mesh, world).data_size
     check_batch(config.data.global_batch, kind.cut(config), ranks)
+
+
+def for_these_ranks(config: Config) -> Config:
+    """Return the settings of a run to evaluate: its strategy, or ddp if that needs other ranks."""
+    world = World.from_environment()
+    block = config.strategy
+    try:
+        check_layout(config, world.with_devices(find_strategy(block).find_devices(block, world)))
+    except ConfigError:
+        block = replace(block, name="ddp", mesh=COPIES, sequence=False, devices_per_rank=1)
+        config = replace(config, strategy=replace(block, comm_hook="none", device_ids=None))
+    return config
 
 
 def check_training(config: Config, world: World) -> resume.Origin:
@@ -231,7 +248,7 @@ class Setup:
 
     def _open_data(self, task: Task, split: str) -> None:
         data = _build_dataset(task, split)
-        if data is None and split == "eval":
+        if data is None and split != "train":
             return
         check_dataset(data, split, self.config.data.path)
         self.datasets[split] = data
@@ -355,7 +372,7 @@ def check_step(task: Task, mesh: Mesh) -> None:
 def _prepare_data(task: Task, group: Group) -> None:
     """Call the task's own `prepare` on one rank of each node. A collective."""
     if type(task).prepare is not Task.prepare:
-        with group.agreed("preparing the data"):
+        with group.agreed("preparing the data", PREPARATION):
             if task.world.local_rank == 0:
                 task.prepare()
 

@@ -80,6 +80,10 @@ class Preparation:
             for tree in (inputs, targets):
                 _check_not_text(tree, split, int(indices[0]))
             self.checked.add(split)
+        if (rows := count_rows(targets, inputs)) != len(indices):
+            became = f"{len(indices)} examples of {split} became {rows} rows"
+            must = "collate, split_batch and augment must keep a row for each; give it weight 0"
+            raise ConfigError(f"{became}: {must}")
         prepared = self.convert(inputs, targets)
         self.draws.begin(step, number, indices)
         return prepared

@@ -87,12 +87,12 @@ class Group:
         dist.all_reduce(both, dist.ReduceOp.MAX)
         return (both[0] != ~both[1]).cpu()  # the maximum differs from the minimum
 
-    def max(self, *values: float) -> list[float]:
-        """Return the maximum of each value over all ranks."""
+    def max(self, *values: float, group: Any = None) -> list[float]:
+        """Return the maximum of each value over all ranks, by another group of them if given."""
         if self.world.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self._wire_device())
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
         return tensor.tolist()
 
     def share_bytes(self, data: bytes | None, source: int = 0) -> bytes:
@@ -194,20 +194,24 @@ class Group:
         return json.loads(self.store.get(key))
 
     @contextmanager
-    def agreed(self, doing: str) -> Iterator[None]:
+    def agreed(self, doing: str, limit: timedelta | None = None) -> Iterator[None]:
         """Run a block that may fail on some ranks only; if it does, raise on all ranks.
+
+        With a `limit`, ranks wait so long for the others, instead of dist.timeout_s.
 
         A rank that failed raises its own error. The other ranks raise a ConfigError or RunError
         with the message of the lowest rank that failed. For any other type of error they raise
         a RuntimeError that names this rank.
         """
         problem: Exception | None = None
+        size = self.world.world_size
+        has_limit = limit is not None and size > 1 and dist.get_backend() in ("gloo", "nccl")
+        patient = dist.new_group(timeout=limit) if has_limit else None
         try:
             yield
         except Exception as error:
             problem = error
-        size = self.world.world_size
-        (first,) = self.max(size - self.world.rank if problem is not None else 0)
+        (first,) = self.max(size - self.world.rank if problem is not None else 0, group=patient)
         if first:
             rank = size - int(first)
             kind, line = self.share_text(_describe(problem), rank).split(" ", 1)

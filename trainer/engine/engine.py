@@ -207,8 +207,10 @@ class Engine:
             self.ema.update()
 
     def norms(self) -> dict[str, float]:
-        """Return the norm of the last gradients of each update before clipping, by name."""
-        return {name: float(norm) for name, norm in self._norms.items()}
+        """Return the norm of each update's last gradients before clipping, by name, once."""
+        norms = {name: float(norm) for name, norm in self._norms.items()}
+        self._norms.clear()
+        return norms
 
     def gather_rows(self, tensor: torch.Tensor, num_batches: int) -> tuple[torch.Tensor, int]:
         """Return the rows of all ranks, and the number of this rank's first one among them."""

@@ -29,6 +29,8 @@ ASK_EVERY_S = 0.5  # how often the ranks agree on whether to stop
 def _named(returned: Any, rows: int) -> dict[str, torch.Tensor]:
     """Return predictions by name. Raises ConfigError unless they are tensors with these rows."""
     named = returned if isinstance(returned, Mapping) else {"prediction": returned}
+    if not named:
+        raise ConfigError("predict(outputs) returned nothing: must be a tensor, or tensors by name")
     for name, values in named.items():
         if not isinstance(values, torch.Tensor) or not values.dim() or len(values) != rows:
             given = f"{name} is a {type(values).__name__}"
@@ -36,7 +38,16 @@ def _named(returned: Any, rows: int) -> dict[str, torch.Tensor]:
                 given = f"{name} has shape {tuple(values.shape)}"
             must = f"must be a tensor, or tensors by name, with a row for each of {rows} examples"
             raise ConfigError(f"predict(outputs) returned: {given}: {must}")
-    return dict(named)
+    return {str(name): values for name, values in named.items()}
+
+
+def _joined(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the rows of several micro-batches. Raises ConfigError if their shapes differ."""
+    shapes = sorted({tuple(part.shape[1:]) for part in parts})
+    if len(shapes) > 1:
+        given = f"predict(outputs) returned {name} with rows of shape {shapes[0]} and {shapes[-1]}"
+        raise ConfigError(f"{given}: must be one shape; pad in collate, or return a value per row")
+    return torch.cat(list(parts))
 
 
 @dataclass(frozen=True)
@@ -109,11 +120,22 @@ class Evaluator:
 
         if not self._splits:
             return {}
-        if not self._run(self._splits[0], keep):
+        split = self._splits[0]
+        for inputs, targets, _ in islice(
+            split.batches, 1
+        ):  # without a loss: it may have no targets
+            with self._averaged():
+                self._rehearse_draws(
+                    lambda inputs, _: self._strategy.forward(inputs), inputs, targets
+                )
+        if not self._run(split, keep):
             return None
         self._strategy.module.train()
         self._strategy.refresh()
-        return self._collect({name: torch.cat(each) for name, each in parts.items()})
+        own: dict[str, torch.Tensor] = {}
+        with self._group.agreed("joining predictions"):
+            own = {name: _joined(name, each) for name, each in parts.items()}
+        return self._collect(own)
 
     def _collect(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the rows of all ranks on rank 0, in the order of the ranks. A collective."""
@@ -121,8 +143,12 @@ class Evaluator:
             name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.items()
         }
         parts: dict[str, list[torch.Tensor]] = {}
-        for source, text in enumerate(self._group.gather_text(json.dumps(forms))):
-            for name, (dtype, shape) in json.loads(text).items():
+        every = list(map(json.loads, self._group.gather_text(json.dumps(forms))))
+        for name in dict.fromkeys(name for each in every for name in each):
+            shapes = [each[name][1] for each in every if name in each]
+            _joined(name, [torch.empty(0, *shape[1:], device="meta") for shape in shapes])
+        for source, each in enumerate(every):
+            for name, (dtype, shape) in each.items():
                 if self._group.world.rank not in (0, source):
                     continue
                 is_own = self._group.world.rank == source
@@ -163,10 +189,7 @@ class Evaluator:
             means = Means(None)
             with self._averaged(), self._group.agreed("computing metrics"):
                 for inputs, targets, rows in islice(split.batches, 1):
-                    self._heartbeat.enter(Phase.EVALUATE)
-                    self._draws.rehearse("eval", self._compute, (inputs, targets))
-                    if self._mesh.divides_model:
-                        self._draws.agree("eval", self._group.max)
+                    self._rehearse_draws(self._compute, inputs, targets)
                     self._count(split, means, self._strategy.forward(inputs), targets, rows)
             names = ", ".join(means.names())
             if self._mesh.divides_model:  # some ranks have no outputs
@@ -175,6 +198,14 @@ class Evaluator:
             self._group.check_equal({f"the list of {split.name} metrics": names})
             found += self._finish(split, means)
         return found
+
+    def _rehearse_draws(
+        self, compute: Callable[[Any, Any], Any], inputs: Any, targets: Any
+    ) -> None:
+        self._heartbeat.enter(Phase.EVALUATE)
+        self._draws.rehearse("eval", compute, (inputs, targets))
+        if self._mesh.divides_model:
+            self._draws.agree("eval", self._group.max)
 
     @contextmanager
     def first_batch(self) -> Iterator[tuple[nn.Module, Any, int]]:

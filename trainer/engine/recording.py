@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ class Recorder:
         self._hooks = hooks
         self._is_open = False
         self._rows: int | None = None
+        self._names: set[str] = set()  # that the task itself records
 
     def begin_step(self) -> None:
         self._is_open = True
@@ -61,8 +62,15 @@ class Recorder:
         if not self._is_open:
             return
         given = f"record({name!r})"
+        if not isinstance(name, str):
+            raise ConfigError(f"{given}: the name must be a string")
         if name in self._taken:
             raise ConfigError(f"{given}: is the name of an update's loss; choose another name")
+        self._names.add(name)
+        self._add(name, returned)
+
+    def _add(self, name: str, returned: Values) -> None:
+        given = f"record({name!r})"
         values = returned[0] if isinstance(returned, tuple) and returned else returned
         rows = self._rows
         if rows is None and isinstance(values, torch.Tensor) and values.dim():
@@ -70,6 +78,16 @@ class Recorder:
         values, weights = weigh(given, returned, rows or 0, "got")
         if self._is_counted:
             self._means.add(name, values, weights)
+
+    def _add_metrics(self, metrics: Mapping[str, Values]) -> None:
+        if not self._is_open:
+            return
+        for name, returned in metrics.items():
+            if name in self._names or name in self._taken:
+                other = "record has this name too" if name in self._names else "is an update's loss"
+                given = f"log.train_metrics=true: metrics returned {name!r}"
+                raise ConfigError(f"{given}, and {other}; rename one")
+            self._add(name, returned)
 
     def watched(self, loss: Loss) -> Loss:
         """Return the loss of an update, for which values are recorded."""
@@ -81,8 +99,7 @@ class Recorder:
                 values = loss(outputs, targets)
                 if hooks is not None:
                     with torch.no_grad():
-                        for name, returned in hooks.metrics(outputs, targets).items():
-                            self.record(name, returned)
+                        self._add_metrics(hooks.metrics(outputs, targets))
             finally:
                 self._rows = None
             return values

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import queue
+import re
 import secrets
 import threading
 import time
@@ -27,6 +28,7 @@ from trainer.record.record import Sink
 PATIENCE_S = 30.0  # at the end, for what was not sent yet
 KNOWN = "trackers.json"  # in the run directory: its runs in the services
 MOST_OF_A_BATCH = 100  # MLflow's limit on parameters in one request
+FOREIGN = re.compile(r"[^\w\-./: ]")  # characters that MLflow refuses in names
 Say = Callable[[str], None]
 
 
@@ -179,11 +181,12 @@ class MLflow(Service):
 
         self._client = MlflowClient()
         self._run, is_known = self.known(self._create)
-        self._last = -1
+        self._last: dict[str, int] = {}  # the last step that it has, by metric
         if is_known:
             self._client.update_run(self._run, status="RUNNING")
-            history = self._client.get_metric_history(self._run, "train/loss")
-            self._last = max((point.step for point in history), default=-1)
+            for name in self._client.get_run(self._run).data.metrics:
+                history = self._client.get_metric_history(self._run, name)
+                self._last[name] = max(point.step for point in history)
             return
         params = [Param(k, str(v)[:500]) for k, v in self._config.flat().items()]
         for first in range(0, len(params), MOST_OF_A_BATCH):
@@ -199,11 +202,15 @@ class MLflow(Service):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
-        if step > self._last:  # after a restart it has the others
-            now = int(1000 * time.time())
-            finite = {name: value for name, value in values.items() if math.isfinite(value)}
-            metrics = [Metric(name, value, now, step) for name, value in finite.items()]
-            self._client.log_batch(self._run, metrics=metrics)
+        now = int(1000 * time.time())
+        metrics = []
+        for name, value in values.items():
+            allowed = FOREIGN.sub("_", name)
+            if math.isfinite(value) and step > self._last.get(
+                allowed, -1
+            ):  # a restart repeats some
+                metrics.append(Metric(allowed, value, now, step))
+        self._client.log_batch(self._run, metrics=metrics)
 
     def finish(self, code: int) -> None:
         status = {0: "FINISHED", 75: "KILLED"}.get(code, "FAILED")

@@ -21,9 +21,11 @@ from trainer.strategy.base import tensors_of
 from trainer.strategy.shards import Source
 
 KEY = "run.init_from"
-FILES = (".safetensors", ".pt", ".pth", ".bin")
+FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 WITHIN = ("model", "state_dict", "model_state_dict", "module")  # of files of other trainers
-PREFIXES = ("module.", "_orig_mod.")  # of DDP, of torch.compile
+# of DDP, of torch.compile, of both, of Lightning
+PREFIXES = ("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model.")
+ONLY = "it holds more than tensors and plain values; save model.state_dict() alone"
 MOST_NAMED = 4
 
 
@@ -147,6 +149,11 @@ def _open(config: Config, group: Group) -> list[Any]:
     return [sources["model"], sources["ema"]]  # evaluation used the averages
 
 
+def _has_values(value: Any) -> bool:
+    is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return is_plain and not value.is_meta
+
+
 def _read(path: Path, given: str | None) -> dict[str, torch.Tensor]:
     """Read a file of tensors by name. Raises ConfigError for any other content."""
     try:
@@ -156,13 +163,15 @@ def _read(path: Path, given: str | None) -> dict[str, torch.Tensor]:
             return load_file(path)
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of an untrusted file
-        raise ConfigError(f"{KEY}={given}: cannot be read: {one_line(error)[:200]}") from None
+        why = one_line(error)[:200] or f"{type(error).__name__}, as of an empty or damaged file"
+        why = ONLY if "weights_only" in str(error) else why  # torch's text advises to load it all
+        raise ConfigError(f"{KEY}={given}: cannot be read: {why}") from None
     for name in WITHIN:
         if isinstance(loaded, Mapping) and isinstance(loaded.get(name), Mapping):
             loaded = loaded[name]
             break
     tensors = loaded if isinstance(loaded, Mapping) else {}
-    found = {str(name): t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+    found = {str(name): t for name, t in tensors.items() if _has_values(t)}
     if not found:
         must = "must be tensors by name, such as torch.save(model.state_dict(), path) writes"
         raise ConfigError(f"{KEY}={given}: {must}")
