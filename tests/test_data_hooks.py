@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 from collections import UserDict
 from pathlib import Path
 
@@ -229,6 +230,31 @@ def fails(folder):
 def test_a_preparation_that_fails_ends_all_ranks(tmp_path):
     for told in on_ranks(2, fails, tmp_path):
         assert "no space left for the download" in told or "rank 0" in told
+
+
+class Slow(Prepared):
+    def prepare(self):
+        time.sleep(4)
+        super().prepare()
+
+
+def test_a_preparation_may_take_longer_than_a_collective(tmp_path):
+    words = [*WORDS, "strategy=ddp", "dist.timeout_s=2", "run.steps=2"]
+    assert fit_on(2, tmp_path, *words, task=Slow)["step"] == 2
+
+
+class Dropping(Padded):
+    """Leaves out rows that it does not like."""
+
+    def collate(self, rows):
+        return super().collate([row for row in rows if len(row["tokens"]) != 5])
+
+
+@pytest.mark.parametrize("words", [["strategy=single"], ["strategy=single", "data.workers=1"]])
+def test_a_collate_that_drops_rows_is_refused(words, tmp_path):
+    line = r"22 examples of train became \d+ rows: collate, split_batch and augment must keep a row"
+    with pytest.raises(AssertionError, match=line):
+        fit_on(1, tmp_path, *WORDS, *words, task=Dropping)
 
 
 class Stream(IterableDataset):

@@ -1,5 +1,6 @@
 """Splits and predictions: each example once, in order, on any layout and mesh."""
 
+import itertools
 import json
 import re
 
@@ -13,6 +14,7 @@ from tiny import Tiny
 
 from trainer import ConfigError
 from trainer.engine.evaluation import Evaluator
+from trainer.predict import _write
 from trainer.trainer import examine
 
 WORDS = ["task=meshed", "run.steps=3", "strategy.precision=fp64", "task.options.dropout=0.1"]
@@ -165,6 +167,93 @@ def test_predictions_of_other_rows_are_refused(tmp_path):
 
 
 # Splits -------------------------------------------------------------------------------------------
+
+
+class Unlabelled(Tiny):
+    """A test split without labels, and predictions of any names."""
+
+    def split_batch(self, batch):
+        return batch[0], batch[1] if (batch[1] >= 0).all() else None
+
+    def build_dataset(self, split):
+        data = super().build_dataset("eval")
+        if split == "test":
+            data.tensors[1].fill_(-1)
+        return data
+
+    def metrics(self, outputs, targets):
+        return {"accuracy": (outputs.argmax(1) == targets).double()}
+
+    def predict(self, outputs):
+        return {"file": outputs.argmax(1), 0: outputs[:, 0] / (outputs[:, 1] > 0)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_split_without_labels_is_predicted(ranks, tmp_path):
+    run = fit_on(1, tmp_path, "task=tiny", "run.steps=3", "strategy=single", task=Unlabelled)
+
+    def predicted():
+        words = ["task=tiny", f"run.resume={run['directory']}", "eval.splits=[test]"]
+        found = examine(Unlabelled(compose(tmp_path / "p", *words)), Evaluator.predict)
+        for name in ("out.npz", "out.jsonl") if found else ():
+            _write(tmp_path / name, found)
+        return found
+
+    found, *_ = on_ranks(ranks, predicted)
+    assert {name: len(values) for name, values in found.items()} == {"file": 203, "0": 203}
+    stored = numpy.load(tmp_path / "out.npz")
+    assert (stored["file"] == found["file"].numpy()).all() and stored["0"].shape == (203,)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    infinite = ~found["0"].isfinite()
+    assert infinite.any() and [line["0"] is None for line in lines] == infinite.tolist()
+
+
+class Ragged(Tiny):
+    def predict(self, outputs):
+        return torch.zeros(len(outputs), 1 + len(outputs) % 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_predictions_of_several_shapes_are_refused(ranks, tmp_path):
+    def refused():
+        task = Ragged(compose(tmp_path, "task=tiny", "eval.micro_batch=20"))
+        with pytest.raises(ConfigError) as caught:
+            found = examine(task, Evaluator.predict)
+            raise AssertionError(found["prediction"].shape if found else found)
+        return str(caught.value)
+
+    if ranks == 1:
+        Ragged.predict = lambda self, outputs: torch.zeros(len(outputs), 1 + (next(COUNT) > 3))
+    line = "predict(outputs) returned prediction with rows of shape (1,) and (2,): must be one"
+    if ranks == 2:
+        Ragged.predict = lambda self, outputs: torch.zeros(len(outputs), 1 + self.world.rank)
+    for said in on_ranks(ranks, refused):
+        assert said.startswith(line), said
+
+
+COUNT = itertools.count()
+
+
+def test_a_name_that_a_table_has_is_refused(tmp_path):
+    for name, values in {"index": torch.zeros(2), "z": torch.zeros(2, dtype=torch.cfloat)}.items():
+        with pytest.raises(ConfigError, match=f"returned {name}, which .*; use out=FILE.npz"):
+            _write(tmp_path / "a.jsonl", {name: values})
+        _write(tmp_path / "a.npz", {name: values})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["trainer.evaluate", "trainer.predict"])
+def test_a_run_of_any_layout_is_read_on_any_number_of_ranks(verb, command, tmp_path):
+    words = ["task=meshed", "run.steps=2", "run.name=run"]
+    assert command(*words, f"--config-dir={CONF}", "strategy=fsdp_tp", ranks=4).returncode == 0
+    given = ["runs/meshed/run", f"--config-dir={CONF}"]
+    told = set()
+    for ranks in (None, 2, 3):
+        more = [f"out={tmp_path}/{ranks}.jsonl"] if verb.endswith("predict") else []
+        done = command(*given, *more, verb=verb, **({"ranks": ranks} if ranks else {}))
+        assert done.returncode == 0, done.stderr
+        told.add(re.sub(r"(\d\.\d{9})\d+", r"\1", done.stdout) if not more else "")
+    assert len(told) == 1, told
 
 
 class Split(Meshed):

@@ -127,6 +127,7 @@ WRONG = {
     "record('a') got a scalar: must be a value per example": lambda out: ("a", out.mean()),
     "record('a') got values of shape (2,": lambda out: ("a", out[:2]),
     "record('a') got a float: must be a value per example": lambda out: ("a", 0.5),
+    "record(3): the name must be a string": lambda out: (3, out),
     "record('loss'): is the name of an update's loss": lambda out: ("loss", out),
     "record('a') got weights with shape (1,)": lambda out: ("a", out, torch.ones(1)),
 }
@@ -136,6 +137,35 @@ WRONG = {
 def test_wrong_values_are_refused_in_one_line(line, tmp_path):
     (told,) = on_ranks(1, refusal, tmp_path, WRONG[line])
     assert told.startswith(line) and "\n" not in told
+
+
+class Colliding(Recorded):
+    def loss(self, outputs, targets):
+        self.record("twice", outputs.detach().amax(1))
+        return super().loss(outputs, targets)
+
+    def metrics(self, outputs, targets):
+        return {"twice": outputs.amin(1)}
+
+
+def test_a_recorded_value_and_a_metric_of_one_name_are_refused(tmp_path):
+    with pytest.raises(AssertionError, match=r"metrics returned 'twice', and record has this name"):
+        fit_on(1, tmp_path, *WORDS, "log.train_metrics=true", task=Colliding)
+
+
+class Ending(Recorded):
+    def train_step(self, batch):
+        if self.step == 5:
+            self.stop("enough")
+        return super().train_step(batch)
+
+
+def test_the_norm_of_an_earlier_step_is_not_logged_again(tmp_path):
+    words = [*WORDS, "log.every_steps=4", "run.steps=20", "run.clip_norm=null"]
+    run = fit_on(1, tmp_path, *words, "strategy=single", task=Ending)
+    entries = {r["step"]: r for r in run["record"] if "train/loss" in r}
+    assert "optim/grad_norm" in entries[4] and max(entries) in (6, 7)
+    assert "optim/grad_norm" not in entries[max(entries)]
 
 
 def test_nothing_is_recorded_in_an_evaluation_or_after_the_run(tmp_path):

@@ -121,10 +121,16 @@ def test_refusals_are_one_line(tmp_path):
     torch.save([1, 2], tmp_path / "list.pt")
     torch.save({"other": torch.zeros(2)}, tmp_path / "other.pt")
     (tmp_path / "broken.safetensors").write_bytes(b"no tensors")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "model.pt")
+    torch.save({"a": torch.zeros(2, device="meta")}, tmp_path / "meta.pt")
     (tmp_path / "weights.csv").write_text("1,2")
     cases = {
         "run.init_from=nowhere": "run.init_from=nowhere: is not there; give a run, a checkpoint or",
         f"run.init_from={tmp_path}/list.pt": "must be tensors by name",
+        f"run.init_from={tmp_path}/empty.pt": "cannot be read: ",
+        f"run.init_from={tmp_path}/model.pt": "it holds more than tensors and plain values; save",
+        f"run.init_from={tmp_path}/meta.pt": "must be tensors by name",
         f"run.init_from={tmp_path}/other.pt": "none of its tensors fits the model: it has other",
         f"run.init_from={tmp_path}/broken.safetensors": "cannot be read: ",
         f"run.init_from={tmp_path}/weights.csv": "is no file of tensors; give a run, a checkpoint",

@@ -66,8 +66,7 @@ class Run:
         self.evaluator = setup.open_evaluator(self.engine.ema, self.wants_stop)
         manifest, skipped = self._restore(origin)
         self._check_metrics()
-        strategy = setup.parts.strategy
-        opened = open_directory(self.config, self._ranks, origin, self.step, strategy)
+        opened = open_directory(self.config, self._ranks, origin, self.step, setup.parts.strategy)
         self.directory = opened.directory
         self._shown = self.config.shown(opened.directory)
         self.record = opened.record
@@ -117,7 +116,6 @@ class Run:
         """
         config = self.config
         setup = self._setup
-        manifest = self._manifest
         strategy = setup.parts.strategy
         mesh = strategy.mesh
         ranks = self._ranks.group.collect_text(startup.describe_rank(self.world, mesh))
@@ -129,8 +127,8 @@ class Run:
         lines += [f"run directory: {self._shown}", *self._warnings]
         facts = (config, self.world, setup.threads, self.batches.is_streamed)
         lines += startup.slowness(self._ranks.group.collect_text(startup.slow_reasons(*facts)))
-        lines += startup.resumed(config, manifest, self.world, self.num_steps, self._code)
-        lines += strategy.list_remarks(manifest is not None)
+        lines += startup.resumed(config, self._manifest, self.world, self.num_steps, self._code)
+        lines += strategy.list_remarks(self._manifest is not None)
         lines += [*startup.picture(mesh), *self.engine.draws.list_remarks()]
         for line in lines:
             self.record.say(line)
@@ -180,9 +178,14 @@ class Run:
         return self.saver.path_of(self.state.step + 1)
 
     def react(self, outcome: Outcome) -> None:
-        """Decide on the previous step's outcome: on a GPU, this one is still being computed."""
+        """Decide on the previous step's outcome: on a GPU, this one is still being computed.
+
+        Before an evaluation or a save also on this one, which may end the run.
+        """
         self._ranks.heartbeat.end_step()
         self.decisions.push(outcome)
+        if self.wants_save or any(map(self.is_due, (self.config.eval, self.config.checkpoint))):
+            self.decisions.flush()
 
     # Record -------------------------------------------------------------------------------------
 
