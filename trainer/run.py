@@ -184,7 +184,8 @@ class Run:
         """
         self._ranks.heartbeat.end_step()
         self.decisions.push(outcome)
-        if self.wants_save or any(map(self.is_due, (self.config.eval, self.config.checkpoint))):
+        config = self.config
+        if self.wants_save or self.is_due(config.eval) or self.is_due(config.checkpoint):
             self.decisions.flush()
 
     # Record -------------------------------------------------------------------------------------
