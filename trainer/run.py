@@ -332,13 +332,12 @@ class Run:
     def finish(self) -> Summary:
         """Publish the last state, record how the run ended, and return a summary. A collective."""
         self._ranks.heartbeat.enter(Phase.END)
-        group = self._ranks.group
         state = self.state
         self.decisions.flush()
         if self.is_stopped:
             self.record.progress(state.step, self.num_steps, True)
         self._save()  # the last step may have no checkpoint yet, for example after a stop
-        with group.agreed("saving a checkpoint"):
+        with self._ranks.group.agreed("saving a checkpoint"):
             self.saver.settle(state.step)
         summary = self._sum_up()
         steps = state.step - self._first_step
@@ -352,7 +351,7 @@ class Run:
         facts = {"step": state.step, "metrics": state.metrics, "best": state.best}
         self.record.exit(summary.exit_code, reason, facts)
         # not at SIGTERM: scancel sends it too, and SLURM requeues a preempted job itself
-        is_asked = self.is_stopped and group.max(self._ranks.stop.name in REQUEUE)[0]
+        is_asked = self.is_stopped and self._ranks.group.max(self._ranks.stop.name in REQUEUE)[0]
         if is_asked and self.world.rank == 0:
             requeue(self.record.say)
         return summary
