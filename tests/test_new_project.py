@@ -20,7 +20,7 @@ def project(command):
     done = command("my-spiral", verb="trainer.new")
     assert done.returncode == 0, done.stderr
     assert done.stdout == (
-        "written: my-spiral/, 11 files; its README.md says what each is for\n"
+        "written: my-spiral/, 12 files; its README.md says what each is for\n"
         "begin with: cd my-spiral && python -m trainer task=my-spiral\n"
     )
     return command.folder / "my-spiral"
@@ -40,7 +40,22 @@ def test_nothing_of_the_template_is_left(project):
         text = (project / name).read_text()
         assert not re.search(r"__(NAME|MODULE|CLASS|VERSION)__", text), name
     required = (project / "requirements.txt").read_text().splitlines()
-    assert f"lockstep-trainer=={trainer.__version__}" in required
+    assert f"lockstep-trainer[export,report]=={trainer.__version__}" in required
+
+
+@pytest.mark.parametrize("name", ["resident-dataset", "trainer-task"])
+def test_a_name_that_the_template_uses_is_a_task_too(name, command):
+    assert command(name, verb="trainer.new").returncode == 0
+    done = command(f"task={name}", "run.steps=1", folder=command.folder / name)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_nearby_is_no_module(command, monkeypatch):
+    (command.folder / "other").mkdir()
+    done = command("place/other", verb="trainer.new")
+    assert done.returncode == 0, done.stderr
+    done = command("other", verb="trainer.new")
+    assert done.stderr == "error: other: already exists; choose another name\n"
 
 
 def test_a_path_and_capitals_are_names_too(command):
@@ -132,9 +147,11 @@ def test_code_and_files_pass_the_linters(project):
     "name, line",
     [
         ("torch", "torch: Python has a module torch already; choose another name"),
-        ("class", "class: Python has a module class already; choose another name"),
-        ("A b", "A b: must be letters, digits, - and _, at most 40, as in my-task"),
-        ("..", "..: must be letters, digits, - and _, at most 40, as in my-task"),
+        ("class", "class: means something else to Python or YAML; choose another name"),
+        ("no", "no: means something else to Python or YAML; choose another name"),
+        ("nan", "nan: means something else to Python or YAML; choose another name"),
+        ("A b", "'A b': must be letters, digits, - and _, at most 40, as in my-task"),
+        ("..", "'..': must be letters, digits, - and _, at most 40, as in my-task"),
         ("text", "text: is a built-in task; choose another name"),
         ("my-spiral", "my-spiral: already exists; choose another name"),
     ],

@@ -32,10 +32,13 @@ FILES = {
     "readme.md": "README.md",
     "requirements.txt": "requirements.txt",
     "gitignore": ".gitignore",
+    "dockerignore": ".dockerignore",
     "dockerfile": "Dockerfile",
     "train.sbatch": "train.sbatch",
 }
 VALID = re.compile(r"[A-Za-z][A-Za-z0-9]*([_-][A-Za-z0-9]+)*")
+NO_NAMES = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf")  # values
+IMPORTED = ("ResidentDataset", "Trainer", "Options")  # by the template
 MOST = 40
 
 
@@ -47,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     words = {
         "__NAME__": name,
         "__MODULE__": module,
-        "__CLASS__": "".join(part[:1].upper() + part[1:] for part in module.split("_")),
+        "__CLASS__": _class_of(module),
         "__VERSION__": trainer.__version__,
     }
     try:
@@ -65,17 +68,25 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _class_of(module: str) -> str:
+    name = "".join(part[:1].upper() + part[1:] for part in module.split("_"))
+    return f"{name}Task" if name in IMPORTED else name
+
+
 def _check(name: str, module: str, folder: Path) -> None:
     """Raise ConfigError for a name that cannot be a folder, a task and a module."""
     if not VALID.fullmatch(name) or len(name) > MOST:
         must = f"must be letters, digits, - and _, at most {MOST}, as in my-task"
-        raise ConfigError(f"{name}: {must}")
-    if keyword.iskeyword(module) or importlib.util.find_spec(module) is not None:
+        raise ConfigError(f"{str(folder)!r}: {must}")
+    if folder.exists():
+        raise ConfigError(f"{folder}: already exists; choose another name")
+    if keyword.iskeyword(module) or name.lower() in NO_NAMES:
+        raise ConfigError(f"{name}: means something else to Python or YAML; choose another name")
+    spec = importlib.util.find_spec(module)
+    if spec is not None and spec.origin is not None:  # else a folder of this name nearby
         raise ConfigError(f"{name}: Python has a module {module} already; choose another name")
     if name in find_options()["task"]:
         raise ConfigError(f"{name}: is a built-in task; choose another name")
-    if folder.exists():
-        raise ConfigError(f"{folder}: already exists; choose another name")
 
 
 if __name__ == "__main__":
