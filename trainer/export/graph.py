@@ -140,5 +140,6 @@ def _largest(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def scale_of(values: torch.Tensor) -> float:
     """Return the largest absolute value of a tensor, leaving out what is not finite."""
+    values = values.detach()
     finite = values[values.isfinite()] if values.is_floating_point() else values
     return float(finite.abs().max()) if finite.numel() else 0.0
