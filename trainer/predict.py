@@ -16,9 +16,9 @@ import torch
 
 from trainer.checkpoints import manifest
 from trainer.cli import load_task, run, run_directory, take_words
-from trainer.config.compose import load_run_config
 from trainer.data.order import counted
 from trainer.errors import ConfigError, RunError
+from trainer.evaluate import load_for_these_ranks
 
 HELP = """usage: python -m trainer.predict DIR [split=test] [out=FILE] [key=value ...]
        [--config-dir DIR]
@@ -42,13 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     place, overrides, config_dirs = run_directory(rest, advice)
     if "," in own.get("split", ""):
         raise ConfigError(f"split={own['split']}: must be one split; call predict for each")
-    if "split" in own:
-        overrides.append(f"eval.splits=[{own['split']}]")
-    config = load_run_config(place, overrides, config_dirs)
-    if not any(word.startswith("strategy") for word in overrides):
-        from trainer.setup import for_these_ranks
-
-        config = for_these_ranks(config)
+    config = load_for_these_ranks(place, own, overrides, config_dirs)
     task = load_task(config)(config)
     out = Path(own["out"]) if "out" in own else None
     _find_writer(out)
