@@ -328,3 +328,14 @@ def test_preset_that_is_asked_for_wins_over_the_task():
     assert load_config(["task=tiny"], [CONF]).strategy.precision == "fp64"
     assert load_config(given, [CONF]).strategy.precision == "amp_bf16"
     assert load_config([*given, "strategy.precision=fp32"], [CONF]).strategy.precision == "fp32"
+
+
+def test_a_resume_with_another_strategy_keeps_what_belongs_to_the_run(tmp_path):
+    words = ["task=tiny", "run.steps=2", "strategy=single", "strategy.sync_batchnorm=false"]
+    run = fit_on(1, tmp_path, *words)["directory"]
+    place = f"run.resume={run}"
+    assert load_config([place, "strategy=fsdp"], [CONF]).strategy.precision == "fp64"
+    assert load_config([place, "strategy=fsdp"], [CONF]).strategy.mesh.shard == "auto"
+    assert load_config([place, "strategy=ddp_syncbn_amp"], [CONF]).strategy.precision == "amp_bf16"
+    fp32 = [place, "strategy=ddp", "strategy.precision=fp32"]
+    assert load_config(fp32, [CONF]).strategy.precision == "fp32"
