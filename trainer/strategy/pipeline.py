@@ -132,6 +132,7 @@ class Stage(nn.Module):
         finally:
             self._mix(False)
             self._is_forward = False
+            self._given = []  # else they are kept until the next micro-batch
         self._rounds[self.model.training] = self._round
         if not self._is_last:
             return self.passage.sent
