@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from torch import nn
 
-from trainer.checkpoints.gathering import gather, whole_parameters
-from trainer.checkpoints.manifest import Manifest
-from trainer.checkpoints.saver import Saver, Snapshot
-from trainer.checkpoints.state import TrainState, read_on_all_ranks
+from trainer.checkpoints.gathering import whole_parameters
+from trainer.checkpoints.saver import Saver
 from trainer.clock import Clock
 from trainer.config.hints import suggest
 from trainer.config.schema import Checkpoint, Eval, Log
@@ -24,10 +21,10 @@ from trainer.engine.diagnosis import check_drift
 from trainer.engine.engine import Engine
 from trainer.engine.outcome import Outcome
 from trainer.errors import ConfigError
-from trainer.record import fingerprint, resume, startup, weights
-from trainer.record.directory import strict
+from trainer.record import fingerprint, resume, startup
 from trainer.record.opening import open_directory
 from trainer.record.startup import STOPPED, Summary
+from trainer.run_checkpoints import Checkpointer, restore
 from trainer.setup import Setup, build_schedule
 from trainer.task import Task
 
@@ -51,7 +48,6 @@ class Run:
         self.world = setup.world
         self.wants_save = False
         self.saver = Saver(Path())
-        self.state = TrainState.begin(self.world.world_size)
         self._setup = setup
         self._ranks = setup.parts.ranks
         self._clock = Clock()
@@ -64,22 +60,23 @@ class Run:
             schedule = build_schedule(task, self.num_steps)
         self.engine = Engine(setup.parts, schedule, self.batches.of_step(0), self.asks)
         self.evaluator = setup.open_evaluator(self.engine.ema, self.wants_stop)
-        manifest, skipped = self._restore(origin)
+        restored = restore(setup, self.engine, self.batches, origin, self.num_steps)
+        self.state, self._manifest, skipped = restored
         self._check_metrics()
         opened = open_directory(self.config, self._ranks, origin, self.step, setup.parts.strategy)
         self.directory = opened.directory
         self._shown = self.config.shown(opened.directory)
         self.record = opened.record
         self.saver = opened.saver
-        self._is_shared = opened.is_shared
         self.state.recall(opened.evaluation, *self._judged_by())
         self.decisions = Decisions(self, setup.parts, rolled_back)
         self._first_step = self.step
         self._began_s = self._clock.read()
         self._logged = (self.step, self._began_s)
         self._origin = origin
-        self._manifest = manifest
         self._code = fingerprint.of_code(type(task))
+        parts = (setup, self.engine, self.batches)
+        self._checkpoints = Checkpointer(*parts, opened, self._code)
         self._warnings = [*opened.warnings, *skipped]
 
     @property
@@ -218,11 +215,6 @@ class Run:
             for name, values in whole_parameters(self.engine.strategy, self._ranks.group):
                 self.record.histogram(step, name, values)
 
-    def _warn_of_unreadable(self) -> None:
-        for index in self.batches.gather_replaced():
-            why = "cannot be read: the next readable one is used instead"
-            self.record.say(f"warning: train example {index} {why}")
-
     def evaluate(self) -> dict[str, float]:
         """Return `{"eval/loss": ...}`; empty after a stop request or without data. A collective."""
         with self._clock.paused():
@@ -265,69 +257,10 @@ class Run:
             self._save()
 
     def _save(self) -> None:
-        self._ranks.heartbeat.enter(Phase.SAVE)
         self.wants_save = False
-        group = self._ranks.group
-        state = self.state
-        training = {**self.engine.state_dict(), "progress": state.progress()}
-        shards = self.engine.shards()
-        if not self._is_shared:
-            shards = gather(shards, group)  # rank 0 writes all of them
-        self.batches.ledger.close(group)
-        self._warn_of_unreadable()
-        facts = self._facts()
-        staging = ""
-        with group.agreed("saving a checkpoint"):
-            self.batches.check_length()
-            self.saver.settle()
-            staging = self.saver.stage(state.step)
-        if staging := group.tell_all(staging):
-            snapshot = Snapshot(state.step, shards, training, facts, state.best_step)
-            with group.agreed("saving a checkpoint"):
-                self.record.note(state.step, {"ledger": facts["ledger"]})
-                is_behind = self.config.checkpoint.background and not self.is_over
-                self.saver.save(staging, snapshot, is_behind)
-
-    def _facts(self) -> dict[str, Any]:
-        """Return the entries of the manifest except files and step."""
-        state = self.state
-        return {
-            "config": self.config.flat(),
-            "data": fingerprint.of_data(self._setup.datasets),
-            "machine": fingerprint.of_machine(self.world),
-            "code": self._code,
-            "run": state.run_id,
-            "run_hash": self.config.run_hash(self.engine.strategy.of_the_run),
-            "strategy": self.config.strategy.name,
-            "world_size": self.world.world_size,
-            "sessions": state.sessions,
-            "ledger": self.batches.ledger.chain,
-            "replaced": self.batches.replaced,
-            "metrics": strict(state.metrics if state.evaluated == state.step else {}),
-        }
-
-    def _restore(self, origin: resume.Origin) -> tuple[Manifest | None, list[str]]:
-        group = self._ranks.group
-        restored, skipped = read_on_all_ranks(group, lambda: resume.find_checkpoints(origin))
-        if restored is None:
-            return None, [*skipped, *weights.start_from(self.config, self.engine, group)]
-        manifest = restored.manifest
-        training = restored.content.training
-        fingerprint.check_data(self._setup.datasets, manifest.data)
-        self.engine.load(restored.content.sources, training)
-        self.batches.restore(manifest.step, manifest.ledger or "", manifest.replaced)
-        progress = training["progress"]
-        size = self.world.world_size
-        is_same_run = group.tell_all(origin.is_resumed)
-        self.state = TrainState.resume(manifest, progress, size, is_same_run)
-        if self.state.step > self.num_steps:
-            run = self.config.run
-            given = f"run.epochs={run.epochs}" if run.steps is None else f"run.steps={run.steps}"
-            reached = f"the run to resume is at step {self.state.step:,} already"
-            raise ConfigError(
-                f"{given}: ends at step {self.num_steps:,}, but {reached}; give a larger number"
-            )
-        return manifest, skipped
+        for index in self._checkpoints.save(self.state, self.is_over):
+            why = "cannot be read: the next readable one is used instead"
+            self.record.say(f"warning: train example {index} {why}")
 
     def finish(self) -> Summary:
         """Publish the last state, record how the run ended, and return a summary. A collective."""

@@ -1,0 +1,120 @@
+"""Checkpoints of a run in training: restoring its state at the start, and saving it later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.checkpoints.gathering import gather
+from trainer.checkpoints.manifest import Manifest
+from trainer.checkpoints.saver import Snapshot
+from trainer.checkpoints.state import TrainState, read_on_all_ranks
+from trainer.data.batches import Batches
+from trainer.distributed.watch.heartbeat import Phase
+from trainer.engine.engine import Engine
+from trainer.errors import ConfigError
+from trainer.record import fingerprint, resume, weights
+from trainer.record.directory import strict
+from trainer.record.opening import Opened
+from trainer.setup import Setup
+
+
+class Checkpointer:
+    """Saves the state of a run. `code` has the digests of its code by module."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        engine: Engine,
+        batches: Batches,
+        opened: Opened,
+        code: dict[str, str],
+    ):
+        self._setup = setup
+        self._ranks = setup.parts.ranks
+        self._engine = engine
+        self._batches = batches
+        self._record = opened.record
+        self._saver = opened.saver
+        self._is_shared = opened.is_shared
+        self._code = code
+
+    def save(self, state: TrainState, is_over: bool) -> Sequence[int]:
+        """Publish a checkpoint of the state, unless this step has one already. A collective.
+
+        Returns the indices of examples that could not be read since the last one, on every rank.
+        """
+        self._ranks.heartbeat.enter(Phase.SAVE)
+        group = self._ranks.group
+        training = {**self._engine.state_dict(), "progress": state.progress()}
+        shards = self._engine.shards()
+        if not self._is_shared:
+            shards = gather(shards, group)  # rank 0 writes all of them
+        self._batches.ledger.close(group)
+        unreadable = self._batches.gather_replaced()
+        facts = self._facts(state)
+        staging = ""
+        with group.agreed("saving a checkpoint"):
+            self._batches.check_length()
+            self._saver.settle()
+            staging = self._saver.stage(state.step)
+        if staging := group.tell_all(staging):
+            snapshot = Snapshot(state.step, shards, training, facts, state.best_step)
+            with group.agreed("saving a checkpoint"):
+                self._record.note(state.step, {"ledger": facts["ledger"]})
+                is_behind = self._setup.config.checkpoint.background and not is_over
+                self._saver.save(staging, snapshot, is_behind)
+        return unreadable
+
+    def _facts(self, state: TrainState) -> dict[str, Any]:
+        """Return the entries of the manifest except files and step."""
+        setup = self._setup
+        config = setup.config
+        ledger = self._batches.ledger
+        return {
+            "config": config.flat(),
+            "data": fingerprint.of_data(setup.datasets),
+            "machine": fingerprint.of_machine(setup.world),
+            "code": self._code,
+            "run": state.run_id,
+            "run_hash": config.run_hash(self._engine.strategy.of_the_run),
+            "strategy": config.strategy.name,
+            "world_size": setup.world.world_size,
+            "sessions": state.sessions,
+            "ledger": ledger.chain,
+            "replaced": self._batches.replaced,
+            "metrics": strict(state.metrics if state.evaluated == state.step else {}),
+        }
+
+
+def restore(
+    setup: Setup, engine: Engine, batches: Batches, origin: resume.Origin, num_steps: int
+) -> tuple[TrainState, Manifest | None, list[str]]:
+    """Restore engine and batches from `origin`, or start from the weights of `run.init_from`.
+
+    Returns the state of the run, the manifest if there is a checkpoint, and lines to print.
+    Raises CheckpointError for a checkpoint of another model, optimizer or data set, ConfigError if
+    the run is beyond `num_steps`. A collective.
+    """
+    group = setup.parts.ranks.group
+    config = setup.config
+    size = setup.world.world_size
+    restored, skipped = read_on_all_ranks(group, lambda: resume.find_checkpoints(origin))
+    if restored is None:
+        lines = [*skipped, *weights.start_from(config, engine, group)]
+        return TrainState.begin(size), None, lines
+    manifest = restored.manifest
+    training = restored.content.training
+    fingerprint.check_data(setup.datasets, manifest.data)
+    engine.load(restored.content.sources, training)
+    batches.restore(manifest.step, manifest.ledger or "", manifest.replaced)
+    is_same_run = group.tell_all(origin.is_resumed)
+    state = TrainState.resume(manifest, training["progress"], size, is_same_run)
+    if state.step > num_steps:
+        run = config.run
+        given = f"run.epochs={run.epochs}" if run.steps is None else f"run.steps={run.steps}"
+        reached = f"the run to resume is at step {state.step:,} already"
+        raise ConfigError(
+            f"{given}: ends at step {num_steps:,}, but {reached}; give a larger number"
+        )
+    return state, manifest, skipped
