@@ -50,8 +50,8 @@ text: $(VENV)/.installed ## train task=text on two ranks
 test: setup ## the default tests, in two processes: some 4 minutes on two cores
 	@$(BIN)/python scripts/run_tests.py $(ARGS)
 
-test-all: setup ## every test: the default ones and the slow ones
-	@$(BIN)/python -m pytest -m '' $(ARGS)
+test-all: setup ## every test, the slow ones too, in two processes
+	@$(BIN)/python scripts/run_tests.py -m '' $(ARGS)
 
 faults: setup ## kills, power losses, damage, disk errors, two writers: every row; ARGS="--quick" for less
 	@$(BIN)/python scripts/faults.py $(ARGS)

@@ -1,7 +1,7 @@
 """Inject faults and check that nothing is lost: kills, power losses, damage, disk errors, signals,
 hangs.
 
-    python scripts/faults.py [--only NAME] [--quick] [--seed N] [--json FILE]
+    python scripts/faults.py [--only NAME] [--quick] [--third] [--seed N] [--json FILE]
 
 Prints one table at the end. Exit code 1 if any case failed. The seed draws the cases; no case is
 retried.
@@ -36,6 +36,7 @@ from faults import (  # noqa: E402
     runs,
 )
 from faults.common import Row  # noqa: E402
+from run_tests import find_third  # noqa: E402
 
 # name -> (what runs, cases in full, cases in --quick)
 ROWS = {
@@ -64,6 +65,10 @@ ROWS = {
     "terminals": (machine.terminals, 20, 2),
     "places": (machine.places, 18, 2),
 }
+
+
+# Rows that take more than half a minute with --quick: of them --third runs a third.
+LONG = ("restarts", "hangs", "mesh_restarts", "mesh_hangs", "groups", "starts", "terminals")
 
 
 def measure(name: str, is_quick: bool, amount: int | None, seed: int) -> Row | None:
@@ -112,12 +117,21 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="run fewer cases: seconds, not minutes"
     )
+    parser.add_argument(
+        "--third", action="store_true", help="of the long rows, run a third, chosen by the commit"
+    )
     parser.add_argument("--cases", type=int, help="number of cases; replaces each row's default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
-    found = [measure(name, given.quick, given.cases, given.seed) for name in given.only or ROWS]
+    names = given.only or list(ROWS)
+    if given.third:
+        third = find_third()
+        chosen = LONG[third::3]
+        print(f"of the long rows: third {third + 1} of 3, {', '.join(chosen)}", flush=True)
+        names = [name for name in names if name not in LONG or name in chosen]
+    found = [measure(name, given.quick, given.cases, given.seed) for name in names]
     rows = [row for row in found if row is not None]
     print(table(rows))
     if given.json:

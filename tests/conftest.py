@@ -8,10 +8,13 @@ import os
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # before torch, which else starts two spinning threads per rank
+# as on a user's machine: else each new process compiles all modules of the package
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import harness  # before any fork
@@ -22,6 +25,7 @@ import torch.distributed as dist
 from harness.launch import SCRIPTS, children_of, kill_with_descendants
 from harness.waiting import QUIET_S, seconds_of_importing_torch
 
+sys.dont_write_bytecode = False
 torch.set_num_threads(1)  # a parent with an OpenMP pool hangs its forked children
 harness.warm_up()
 sys.path.append(str(SCRIPTS))
@@ -105,6 +109,21 @@ def living(pids: set[int]) -> dict[int, str]:
 
 def pytest_addoption(parser):
     parser.addoption("--share", metavar="DIR", help="run the files that are not in DIR, each once")
+    parser.addoption("--third", type=int, help="0, 1 or 2: a third of the tests marked rotated")
+
+
+def pytest_collection_modifyitems(config, items):
+    third = config.getoption("third")
+    if third is None:
+        return
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("rotated") and zlib.crc32(item.nodeid.encode()) % 3 != third
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    names = set(map(id, left_out))
+    items[:] = [item for item in items if id(item) not in names]
 
 
 @functools.cache

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.launcher.api  # binds Popen, before fork_jobs replaces it
 
+from harness.compositions import compose_before_fork, remember_compositions
 from harness.launch import (
     PATHS,
     environment_of_a_command,
@@ -130,6 +131,7 @@ class Command:
         imported again, for modules that inspect the process at import.
         """
         told = environment_of_a_command(**(environment or {}))
+        compose_before_fork(words)
         files = (_open_nameless(), _open_nameless())
         sys.stdout.flush()
         pid = os.fork()
@@ -143,7 +145,8 @@ class Command:
                 _be_agent(ranks, verb, words, before)
             begin_child()
             if is_fresh:
-                _forget()
+                _forget("trainer")
+                remember_compositions()
             before()
             _run(verb, words)
         except BaseException:
@@ -275,16 +278,16 @@ def _be_rank(rank, size, job, entrance, verb, words, before) -> None:
         "MASTER_PORT": os.read(entrance, 16).decode(),
     }
     os.close(entrance)
-    _forget()
+    _forget("trainer")
+    remember_compositions()
     before()
     _run(verb, words)
 
 
-def _forget() -> None:
-    """Have the package and the tests' tasks imported again, because some modules inspect the
-    process at import."""
+def _forget(*packages: str) -> None:
+    """Have the tests' tasks and `packages` imported again: they inspect the process at import."""
     for name in list(sys.modules):
-        if name.partition(".")[0] in ("trainer", "tiny", "meshed", "watched", "faults"):
+        if name.partition(".")[0] in ("tiny", "meshed", "watched", "faults", *packages):
             del sys.modules[name]
 
 

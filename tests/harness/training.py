@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from harness.compositions import remember_compositions
 from harness.internals import checkpoint, load_task
 from harness.ranks import on_ranks
 from trainer import Config, Trainer, load_config
@@ -21,13 +22,26 @@ from trainer.strategy.shards import slices
 
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
 FIFTY = ["experiment=parity"]
+IMPORTED = (  # by runs, not at the import of trainer
+    "rich._emoji_codes",
+    "tensorboard.plugins.hparams.api_pb2",
+    "torch.distributed.fsdp",
+    "torch.distributed._tools",
+    "torch.profiler._cupti_monitor",
+)
 
 
 def warm_up() -> None:
     """Import before any fork what each run imports, and parse once; saves 0.3 s per child."""
-    for name in ("rich._emoji_codes", "tensorboard.plugins.hparams.api_pb2"):
+    for name in (*IMPORTED, *_strategies()):
         importlib.import_module(name)
+    remember_compositions()
     load_config(["task=tiny"], [CONF])
+
+
+def _strategies() -> list[str]:
+    folder = Path(importlib.import_module("trainer.strategy").__path__[0])
+    return [f"trainer.strategy.{path.stem}" for path in folder.glob("[!_]*.py")]
 
 
 def compose(folder: Path, *overrides: str) -> Config:
