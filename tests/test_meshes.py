@@ -342,21 +342,6 @@ def test_a_bad_example_is_found_and_its_step_is_skipped(mesh, tmp_path, capfd):
     assert replay([str(other["directory"]), f"step={step}"]) == 0  # of a task without the example
 
 
-class Changing(Meshed):
-    def train_step(self, batch):
-        outcome = super().train_step(batch)
-        if self.step == 5 and self.world.rank == 3:
-            with torch.no_grad():
-                self._run.engine.strategy.parameters["norm.weight"] += 1e-7
-        return outcome
-
-
-def test_drift_names_the_rank_whose_copy_changed(tmp_path):
-    words = [*TASK, "strategy.mesh.tensor=2", "strategy.mesh.replicate=2"]
-    with pytest.raises(AssertionError, match=r"model.norm.weight on rank 3 differs from the"):
-        fit_on(4, tmp_path, *words, "dist.drift_every_steps=2", task=Changing)
-
-
 def test_process_groups_are_open_to_a_task(tmp_path):
     words = [*TASK, "strategy.mesh.tensor=2", "strategy.mesh.shard=2", "run.steps=1"]
     config = compose(tmp_path, *words)

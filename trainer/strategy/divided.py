@@ -21,7 +21,7 @@ from trainer.strategy.base import Strategy, tensors_of
 from trainer.strategy.context import Context
 from trainer.strategy.division import Division
 from trainer.strategy.gathered import Gathered
-from trainer.strategy.mesh import open_group
+from trainer.strategy.mesh import SHARDED, open_group
 from trainer.strategy.rehearsal import changed_buffers
 from trainer.strategy.reunion import reunite
 from trainer.strategy.shards import Shard, Source, check_model, read_into
@@ -112,7 +112,7 @@ class DividedModel(Strategy):
         for parameter, part in gathered.owned.items():
             name = self._names[parameter] = self._names[part]
             is_written = self._divided.holdings.is_first_copy(name)
-            self._shard_of[parameter] = Shard.whole(parameter.detach(), is_written)
+            self._shard_of[parameter] = Shard.whole(parameter.detach(), is_written, SHARDED)
         return every
 
     def _is_divided(self, parameter: nn.Parameter) -> bool:

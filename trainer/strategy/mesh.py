@@ -16,7 +16,8 @@ from trainer.errors import ConfigError
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")  # the innermost one last
 DATA = ("replicate", "shard")  # these divide the rows of a global batch
 COPIES = (*DATA, "context")  # ranks along these use the same weights
-PARTS = ("pipeline", "shard", "context", "tensor")  # ranks along these may have different parts
+SHARDED = ("pipeline", "shard", "context", "tensor")  # ranks along these have other parts of it
+WHOLE = ("pipeline", "tensor")  # the same for a tensor that FSDP does not divide
 
 
 @dataclass(frozen=True)
