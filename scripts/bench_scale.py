@@ -45,7 +45,7 @@ from trainer.data.order import BatchPlan, ShardSampler
 from trainer.distributed import rendezvous
 from trainer.distributed.group import Group, process_group
 from trainer.distributed.watch.watcher import name_ranks
-from trainer.engine.diagnosis import check_drift
+from trainer.engine.drift import check_drift
 from trainer.engine.means import Means
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.shards import Shard

@@ -1,6 +1,9 @@
 """Tensor, context and pipeline parallel, and their mixes: the numbers of one process."""
 
+import os
 import re
+import signal
+import time
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from harness.training import compose
 from meshed import Meshed, Net
 from torch import nn
 
-from trainer import ResidentDataset, Trainer
+from trainer import ResidentDataset, RunError, Trainer
 from trainer.audit import main as audit
 from trainer.replay import main as replay
 from trainer.strategy.placement import place_blocks
@@ -342,24 +345,9 @@ def test_a_bad_example_is_found_and_its_step_is_skipped(mesh, tmp_path, capfd):
     assert replay([str(other["directory"]), f"step={step}"]) == 0  # of a task without the example
 
 
-class Changing(Meshed):
-    def train_step(self, batch):
-        outcome = super().train_step(batch)
-        if self.step == 5 and self.world.rank == 3:
-            with torch.no_grad():
-                self._run.engine.strategy.parameters["norm.weight"] += 1e-7
-        return outcome
-
-
-def test_drift_names_the_rank_whose_copy_changed(tmp_path):
-    words = [*TASK, "strategy.mesh.tensor=2", "strategy.mesh.replicate=2"]
-    with pytest.raises(AssertionError, match=r"model.norm.weight on rank 3 differs from the"):
-        fit_on(4, tmp_path, *words, "dist.drift_every_steps=2", task=Changing)
-
-
-def test_process_groups_are_open_to_a_task(tmp_path):
+def test_process_groups_are_open_to_a_task_and_wait_as_long_as_is_set(tmp_path):
     words = [*TASK, "strategy.mesh.tensor=2", "strategy.mesh.shard=2", "run.steps=1"]
-    config = compose(tmp_path, *words)
+    config = compose(tmp_path, *words, "dist.timeout_s=77")
 
     def read():
         seen = {}
@@ -370,6 +358,8 @@ def test_process_groups_are_open_to_a_task(tmp_path):
                     total = torch.tensor(float(self.world.rank))
                     torch.distributed.all_reduce(total, group=group.group)
                     seen[name] = (int(total), group.rank, group.size, group.ranks)
+                    options = group.group._get_backend(torch.device("cpu")).options
+                    assert options._timeout.total_seconds() == 77, name
                 return super().loss(outputs, targets)
 
         Task(config).fit()
@@ -384,6 +374,36 @@ def test_process_groups_are_open_to_a_task(tmp_path):
         "tensor": (5, 1, 2, (2, 3)),
         "data": (4, 1, 2, (1, 3)),
     }
+
+
+class Stopping(Meshed):
+    """Task in which the last rank is stopped for a while, in a step."""
+
+    def loss(self, outputs, targets):
+        if self.step == 2 and self.model.training and self.world.rank == 3:
+            pid = os.getpid()
+            if not os.fork():
+                time.sleep(12)
+                os.kill(pid, signal.SIGCONT)
+                os._exit(0)
+            os.kill(pid, signal.SIGSTOP)
+        return super().loss(outputs, targets)
+
+
+@pytest.mark.slow
+def test_rank_that_stops_ends_the_others_after_the_timeout_of_their_mesh(tmp_path):
+    words = [*TASK, "strategy=tp", "dist.timeout_s=4", "dist.hang_timeout_s=null"]
+    compose(tmp_path, *words)
+
+    def body():
+        began = time.monotonic()
+        with pytest.raises(RunError) as told:
+            Stopping(compose(tmp_path, *words)).fit()
+        return time.monotonic() - began, str(told.value)
+
+    for rank, (seconds, line) in enumerate(on_ranks(4, body)):
+        assert line.startswith("another rank has exited or does not answer ("), line
+        assert rank == 3 or seconds < 10, (rank, seconds)
 
 
 # Refusals ---------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from trainer.decisions import Decisions, Requests
 from trainer.distributed.launchers import requeue
 from trainer.distributed.signals import REQUEUE
 from trainer.distributed.watch.heartbeat import Phase
-from trainer.engine.diagnosis import check_drift
+from trainer.engine.drift import check_drift
 from trainer.engine.engine import Engine
 from trainer.engine.outcome import Outcome
 from trainer.errors import ConfigError

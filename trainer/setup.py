@@ -174,7 +174,7 @@ def complete_world(world: World, config: Config, ranks: Ranks) -> World:
     mesh = Mesh.of(config.strategy.mesh, world)
     if mesh.is_divided:
         ranks.heartbeat.set_place(mesh.place(mesh.rank))
-    world = world.with_groups(open_groups(mesh, ranks.heartbeat.wait_in))
+    world = world.with_groups(open_groups(mesh, config.dist.timeout_s, ranks.heartbeat.wait_in))
     lines = group.collect_text(" ".join(world.launcher.starters))
     starters = tuple(dict.fromkeys(" ".join(lines).split()))
     return replace(world, launcher=replace(world.launcher, starters=starters))

@@ -76,7 +76,8 @@ class Group:
     def find_unequal(self, numbers: torch.Tensor, absent: int | None = None) -> torch.Tensor:
         """Return a bool tensor on the CPU: True where an integer differs between ranks.
 
-        Where a rank gives `absent`, the smallest integer, it is not compared.
+        Where a rank gives `absent`, the smallest integer, it is not compared; where all ranks do,
+        nothing differs.
         """
         if self.world.world_size == 1:
             return torch.zeros_like(numbers, dtype=torch.bool)
@@ -85,7 +86,8 @@ class Group:
             both[1][numbers == absent] = absent
         both = both.to(self._wire_device())
         dist.all_reduce(both, dist.ReduceOp.MAX)
-        return (both[0] != ~both[1]).cpu()  # the maximum differs from the minimum
+        unequal = both[0] != ~both[1]  # the maximum differs from the minimum
+        return (unequal if absent is None else unequal & (both[1] != absent)).cpu()
 
     def max(self, *values: float, group: Any = None) -> list[float]:
         """Return the maximum of each value over all ranks, by another group of them if given."""

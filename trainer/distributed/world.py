@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ def unnoticed(group: str) -> None:
 class RankGroup:
     """Ranks that communicate: `ranks` by their numbers in the world, and this rank's number.
 
-    `name` is its axis of the mesh. `notice` is called with the name while this rank waits in it.
+    `name` is its axis of the mesh. `notice` is called with the name while this rank waits in it,
+    for `timeout` at most (None: torch's default).
     """
 
     ranks: tuple[int, ...]
@@ -38,6 +40,7 @@ class RankGroup:
     opened: Any = field(default=None, repr=False, compare=False)
     name: str = ""
     notice: Callable[[str], None] = field(default=unnoticed, repr=False, compare=False)
+    timeout: timedelta | None = None
 
     @contextmanager
     def waiting(self) -> Iterator[Any]:
@@ -60,23 +63,16 @@ class RankGroup:
             dist.all_gather(found, tensor, group=group)
         return found
 
-    @classmethod
-    def open(
-        cls,
-        ranks: tuple[int, ...],
-        rank: int,
-        name: str = "",
-        notice: Callable[[str], None] = unnoticed,
-    ) -> RankGroup:
-        """Open the group of some ranks that include this one.
+    def open(self, ranks: tuple[int, ...], name: str = "") -> RankGroup:
+        """Open the group of other ranks that include this one, with this group's timeout.
 
         Every rank of the world must open equally many groups in the same order: torch 2.13 makes a
         group's name from its ranks and the number of groups before it.
         """
-        group = None
-        if len(ranks) > 1 and len(ranks) < dist.get_world_size():
-            group = _new_group(ranks)
-        return cls(ranks, ranks.index(rank), group, name, notice)
+        number = ranks.index(self.ranks[self.rank])
+        made = replace(self, ranks=ranks, rank=number, opened=None, name=name)
+        is_known = len(ranks) == 1 or len(ranks) == dist.get_world_size()
+        return made if is_known else replace(made, opened=made._new())
 
     @property
     def size(self) -> int:
@@ -92,13 +88,13 @@ class RankGroup:
 
     @cached_property
     def _alone(self) -> dist.ProcessGroup:
-        return _new_group(self.ranks)
+        return self._new()
 
-
-def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    made = dist.new_group(list(ranks), use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    def _new(self) -> dist.ProcessGroup:
+        limit = self.timeout
+        made = dist.new_group(list(self.ranks), timeout=limit, use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)
+        return made
 
 
 @dataclass(frozen=True)

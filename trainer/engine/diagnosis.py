@@ -1,11 +1,7 @@
-"""Diagnosis: find the example that made a step not finite, and the rank whose state drifted.
-
-*Drift* is a difference between the copies of the state that ranks have.
-"""
+"""Diagnosis: find the example that made a step not finite."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,19 +14,14 @@ from torch.utils._pytree import tree_map_only
 from trainer.data.batches import LocalBatch, count_rows
 from trainer.distributed.group import Group
 from trainer.distributed.watch.watcher import name_ranks
-from trainer.engine.engine import Engine, Shards
+from trainer.engine.engine import Engine
 from trainer.engine.means import weigh
 from trainer.engine.parts import Hooks
-from trainer.errors import RunError
 from trainer.strategy.base import call
 from trainer.strategy.batchnorm import has_batchnorm
-from trainer.strategy.mesh import PARTS, Mesh
 from trainer.strategy.rehearsal import untouched
 
 MOST_RANKS_NAMED = 8
-CHUNK = 2**22  # elements digested at once, as each is copied to 64 bits
-NO_DIGEST = -(2**63)
-_SPREAD = 0x1E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
@@ -154,53 +145,3 @@ def _find_bad_gradients(
         half = (first + last) // 2
         pending += [(half, last), (first, half)]
     return bad
-
-
-def check_drift(group: Group, step: int, state: Shards, mesh: Mesh) -> None:
-    """Compare weights, buffers and optimizer state by digest, over the ranks with the same parts.
-
-    Integer tensors are left out: a buffer may count a rank's own rows. Raises the same RunError on
-    every rank, naming the first tensor that differs and the ranks. Collective: every rank must
-    call it.
-    """
-    named = {
-        f"{kind}.{name}".replace("/", "."): shard
-        for kind, shards in state.items()
-        for name, shard in shards.items()
-        if shard.tensor.is_floating_point() and kind != "ema"
-    }
-    digests = torch.tensor([_digest(shard.tensor) for shard in named.values()], dtype=torch.int64)
-    axes = PARTS if mesh.shard > 1 else tuple(axis for axis in PARTS if axis != "context")
-    own = mesh.number_of_part(*axes)
-    most = len(named) if mesh.pipeline == 1 else int(group.max(len(named))[0])
-    slots = torch.full((mesh.num_parts(*axes), most), NO_DIGEST)
-    slots[own, : len(named)] = digests
-    unequal = group.find_unequal(slots, NO_DIGEST).nonzero()
-    if not len(unequal):
-        return
-    slot, first = unequal[0].tolist()
-    names = list(named)
-    mine = f"{own} {int(digests[first])} {names[first]}" if own == slot else f"{own}"
-    column = group.gather_text(mine)
-    usual = Counter(line for line in column if line.startswith(f"{slot} ")).most_common(1)[0][0]
-    alike = [(rank, line) for rank, line in enumerate(column) if line.startswith(f"{slot} ")]
-    drifted = name_ranks(rank for rank, line in alike if line != usual)  # of two, not rank 0
-    why = "a rank changed only its own copy, or memory failed"
-    advice = "resume from an earlier checkpoint with run.resume"
-    name = usual.split(" ", 2)[2]
-    line = f"{name} on {drifted} differs from the other ranks"
-    raise RunError(f"step {step}: {line}; {why}; {advice}")
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    """Return 64 bits of a tensor's bits and positions, by integer arithmetic modulo 2**64."""
-    kinds = {1: torch.uint8, 2: torch.int16}
-    kind = kinds.get(tensor.element_size(), torch.int32)
-    bits = tensor.detach().contiguous().reshape(-1).view(kind)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for first in range(0, len(bits), CHUNK):
-        part = bits[first : first + CHUNK].long()
-        last = first + 1 + len(part)
-        positions = torch.arange(first + 1, last, device=bits.device) * _SPREAD
-        total += (part * (positions | 1)).sum()
-    return int(total)

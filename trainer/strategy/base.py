@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -311,8 +312,11 @@ class Strategy(ABC):
 
     def shards(self) -> dict[str, Shard]:
         """Return this rank's parts of the model's tensors, with names of the unwrapped model."""
-        state = self.module.state_dict().items()
-        return {name: self.shard_of(t) for name, t in state if isinstance(t, torch.Tensor)}
+        return {name: self.shard_of(t) for name, t in tensors_of(self.module).items()}
+
+    def non_persistent(self) -> dict[str, Shard]:
+        """Return this rank's parts of the buffers that are not in the model's state."""
+        return {name: self.shard_of(b) for name, b in non_persistent(self.module).items()}
 
     def shard_of(self, tensor: torch.Tensor) -> Shard:
         """Return the shard that this rank has of a parameter or buffer."""
@@ -323,9 +327,9 @@ class Strategy(ABC):
         return [0]
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the values in the model's state that are no tensors."""
+        """Return the values in the model's state that are neither parameters nor buffers."""
         state = self.module.state_dict().items()
-        return {name: value for name, value in state if not isinstance(value, torch.Tensor)}
+        return {name: value for name, value in state if is_extra(name, value)}
 
     def load(self, source: Source, extra: Mapping[str, Any]) -> None:
         """Load the tensors of a whole model, and what `extra_state` returned.
@@ -418,7 +422,23 @@ def find_strategy(settings: Settings) -> type[Strategy]:
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors of a module's state by name; tied ones are the same object."""
     state = module.state_dict(keep_vars=True).items()
-    return {name: value for name, value in state if isinstance(value, torch.Tensor)}
+    return {name: value for name, value in state if not is_extra(name, value)}
+
+
+def is_extra(name: str, value: Any) -> bool:
+    """Return True for a value of `get_extra_state`, which may be a tensor, in a model's state."""
+    return name.rpartition(".")[2] == "_extra_state" or not isinstance(value, torch.Tensor)
+
+
+def non_persistent(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers with persistent=False by name."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for key in sorted(module._non_persistent_buffers_set):
+            buffer = module._buffers.get(key)
+            if buffer is not None and not is_lazy(buffer):
+                found[f"{prefix}.{key}" if prefix else key] = buffer
+    return found
 
 
 def check_reached(config: Settings, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -17,11 +17,11 @@ from torch import nn, optim
 
 from trainer.distributed.group import Group
 from trainer.errors import ConfigError
-from trainer.strategy.base import Strategy, tensors_of
+from trainer.strategy.base import Strategy, non_persistent, tensors_of
 from trainer.strategy.context import Context
 from trainer.strategy.division import Division
 from trainer.strategy.gathered import Gathered
-from trainer.strategy.mesh import open_group
+from trainer.strategy.mesh import SHARDED, open_group
 from trainer.strategy.rehearsal import changed_buffers
 from trainer.strategy.reunion import reunite
 from trainer.strategy.shards import Shard, Source, check_model, read_into
@@ -112,7 +112,7 @@ class DividedModel(Strategy):
         for parameter, part in gathered.owned.items():
             name = self._names[parameter] = self._names[part]
             is_written = self._divided.holdings.is_first_copy(name)
-            self._shard_of[parameter] = Shard.whole(parameter.detach(), is_written)
+            self._shard_of[parameter] = Shard.whole(parameter.detach(), is_written, SHARDED)
         return every
 
     def _is_divided(self, parameter: nn.Parameter) -> bool:
@@ -174,6 +174,10 @@ class DividedModel(Strategy):
         named = {name: t for name, t in tensors_of(self.module).items() if not t.is_meta}
         find = self._divided.holdings.shard
         return {name: self._shards.get(name) or find(name, t) for name, t in named.items()}
+
+    def non_persistent(self) -> dict[str, Shard]:
+        named = {name: b for name, b in non_persistent(self.module).items() if not b.is_meta}
+        return {name: self._divided.holdings.shard(name, b) for name, b in named.items()}
 
     def writers(self) -> list[int]:
         return self._divided.holdings.writers()

@@ -133,7 +133,7 @@ class Division:
         for stages in sorted({stages for stages in every if len(stages) > 1} - set(found)):
             ranks = tuple(pipeline.ranks[stage] for stage in stages)
             is_in = mesh.rank in ranks
-            group = RankGroup.open(ranks, mesh.rank) if is_in else RankGroup((mesh.rank,), 0)
+            group = pipeline.open(ranks if is_in else (mesh.rank,))
             assert group.group  # the others open one too: all ranks open equally many
             found[stages] = group
         return found

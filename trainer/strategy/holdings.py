@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from trainer.strategy.mesh import Mesh
+from trainer.strategy.mesh import SHARDED, WHOLE, Mesh
 from trainer.strategy.sharding import Sharding
 from trainer.strategy.shards import Shard
 from trainer.strategy.tensor_plan import Cut
@@ -63,12 +63,13 @@ class Holdings:
         if cut is not None:
             part = cut.shard(tensor, is_written)
         if not is_sharded:
-            return part._replace(tensor=local)
+            return part._replace(tensor=local, axes=WHOLE)
         assert self._sharding is not None
         each = -(-len(tensor) // self._sharding.group.size)  # as torch.chunk divides
         bands = part.rows(each * self._sharding.group.rank, len(local))
         offset = (bands[0][0] if bands else part.shape[0], *part.offset[1:])
-        return Shard(local, part.shape, offset, is_written, bands if len(bands) > 1 else ())
+        bands = bands if len(bands) > 1 else ()
+        return Shard(local, part.shape, offset, is_written, bands, SHARDED)
 
     def is_first_copy(self, name: str) -> bool:
         """Return True on the first replica of the stage that writes a tensor."""

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +17,8 @@ from trainer.errors import ConfigError
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")  # the innermost one last
 DATA = ("replicate", "shard")  # these divide the rows of a global batch
 COPIES = (*DATA, "context")  # ranks along these use the same weights
-PARTS = ("pipeline", "shard", "context", "tensor")  # ranks along these may have different parts
+SHARDED = ("pipeline", "shard", "context", "tensor")  # ranks along these have other parts of it
+WHOLE = ("pipeline", "tensor")  # the same for a tensor that FSDP does not divide
 
 
 @dataclass(frozen=True)
@@ -163,13 +165,15 @@ def is_divided(sizes: Sizes) -> bool:
     return any(size != 1 for axis, size in asdict(sizes).items() if axis != "replicate")
 
 
-def open_groups(mesh: Mesh, notice: Callable[[str], None] = unnoticed) -> dict[str, RankGroup]:
+def open_groups(
+    mesh: Mesh, timeout_s: float, notice: Callable[[str], None] = unnoticed
+) -> dict[str, RankGroup]:
     """Return the groups of this rank by axis, and `data` for all ranks with rows of their own.
 
     Collective: every rank must call it. Axes over the same ranks share a group. `notice` is called
-    with a group's name while this rank waits in it.
+    with a group's name while this rank waits in it, for `timeout_s` at most.
     """
-    alone = RankGroup((mesh.rank,), 0, None, "", notice)
+    alone = RankGroup((mesh.rank,), 0, notice=notice, timeout=timedelta(seconds=timeout_s))
     if mesh.is_divided:  # else at its first use: each costs some ms
         alone = replace(alone, opened=alone.group)
     groups: dict[str, RankGroup] = {"known": alone}
@@ -185,4 +189,4 @@ def open_group(mesh: Mesh, known: Mapping[str, RankGroup], name: str, *axes: str
     for group in known.values():
         if group.ranks == ranks:
             return replace(group, name=name)
-    return RankGroup.open(ranks, mesh.rank, name, next(iter(known.values())).notice)
+    return next(iter(known.values())).open(ranks, name)

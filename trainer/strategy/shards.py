@@ -17,7 +17,8 @@ class Shard(NamedTuple):
     """A rank's part of a tensor, `tensor`, which begins at `offset` in the whole of `shape`.
 
     If `bands` are given, its rows lie in several places of the whole, and `offset` tells the other
-    axes. `is_written` is True on the one rank that writes this part into a checkpoint.
+    axes. `is_written` is True on the one rank that writes this part into a checkpoint. Ranks along
+    `axes` of the mesh may have other parts; the others have copies of this one.
     """
 
     tensor: torch.Tensor
@@ -25,11 +26,13 @@ class Shard(NamedTuple):
     offset: tuple[int, ...]
     is_written: bool
     bands: tuple[Band, ...] = ()
+    axes: tuple[str, ...] = ()
 
     @classmethod
-    def whole(cls, tensor: torch.Tensor, is_written: bool) -> Shard:
+    def whole(cls, tensor: torch.Tensor, is_written: bool, axes: tuple[str, ...] = ()) -> Shard:
         """Return the shard of a tensor that this rank has as a whole."""
-        return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim(), is_written)
+        offset = (0,) * tensor.dim()
+        return cls(tensor, tuple(tensor.shape), offset, is_written, axes=axes)
 
     @property
     def is_divided(self) -> bool:
@@ -40,7 +43,7 @@ class Shard(NamedTuple):
         if tensor.dim() and tensor.shape == self.tensor.shape:
             return self._replace(tensor=tensor)
         is_first = not any(self.offset) and (not self.bands or self.bands[0][0] == 0)
-        return Shard.whole(tensor, self.is_written and is_first)
+        return Shard.whole(tensor, self.is_written and is_first, self.axes)
 
     def boxes(self) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
         """Yield the parts that are boxes of the whole tensor, and their offsets in it."""

@@ -81,7 +81,7 @@ class Wire:
 
     def __init__(self, axis: RankGroup, device: torch.device):
         self._down = axis
-        self._up = RankGroup.open(axis.ranks, axis.ranks[axis.rank], axis.name, axis.notice)
+        self._up = axis.open(axis.ranks, axis.name)
         self._rank = axis.rank
         self._device = device
         self._sent: dict[Hashable, Header] = {}
