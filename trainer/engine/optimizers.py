@@ -112,10 +112,25 @@ def load_named_state(
         merged = _merge_options(group, old["options"])
         groups.append(merged | {"params": list(range(first, last))})
         first = last
-    order = [names[p] for group in optimizer.param_groups for p in group["params"]]
-    values = {name: {**saved["state"].get(name, {}), **tensors.get(name, {})} for name in order}
-    state = {number: values[name] for number, name in enumerate(order) if values[name]}
+    state = {}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in enumerate(parameters):
+        name = names[parameter]
+        own = {key: _ordered_like(parameter, value) for key, value in tensors.get(name, {}).items()}
+        if values := {**saved["state"].get(name, {}), **own}:
+            state[number] = values
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _ordered_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the state with the order of axes in memory of its parameter.
+
+    Fused kernels walk both at once: a resumed AdamW on channels_last weights was 6e-3 off after 15
+    steps (torch 2.13).
+    """
+    if value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _merge_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

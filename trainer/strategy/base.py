@@ -35,6 +35,7 @@ from trainer.strategy.recompute import Recomputed, recompute
 from trainer.strategy.rehearsal import FlopCounter
 from trainer.strategy.shards import Shard, Source, check_model, read_whole
 from trainer.strategy.statistics import RunningStatistics
+from trainer.strategy.tensor_memory import convert_dtype
 
 
 class Precision(Protocol):
@@ -210,7 +211,7 @@ class Strategy(ABC):
 
     def _place(self, model: nn.Module) -> nn.Module:
         """Convert a model to the run's dtype and memory format, and move it to the device."""
-        model.to(dtype=self.precision.dtype)
+        convert_dtype(model, self.precision.dtype)
         is_here = all(p.device.type == "cpu" for p in model.parameters())
         if self.config.devices_per_rank == 1:
             model.to(self.world.device)
