@@ -28,7 +28,7 @@ from trainer.data.order import Cut, Leaves, counted
 from trainer.distributed.group import Group
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.strategy.batchnorm import normalize_groups, synchronize
+from trainer.strategy.batchnorm import FunctionalBatchNorm, normalize_groups, synchronize
 from trainer.strategy.mesh import Mesh, is_divided
 from trainer.strategy.placement import place_blocks
 from trainer.strategy.recompute import Recomputed, recompute
@@ -198,8 +198,9 @@ class Strategy(ABC):
         self.parameters: dict[str, nn.Parameter] = {}
         self._parameters: list[nn.Parameter] = []
         self._kinds: list[list[nn.Parameter]] = []
-        if self.config.sync_batchnorm and self.mesh.data_size > 1:
-            model = synchronize(model, world.device, self._data_group)
+        if self.config.sync_batchnorm:
+            is_alone = self.mesh.data_size == 1
+            synchronize(model, world.device, self._data_group, is_alone)
         if config.norm_rows is not None:
             normalize_groups(model, config.norm_rows)
         recompute(model, self.config.recompute, self.blocks)
@@ -380,7 +381,8 @@ class Strategy(ABC):
         Lazy layers create their weights, and the operations are counted.
         """
         inputs, targets = batch
-        with FlopCounter() as counter:
+        watch = FunctionalBatchNorm.watch(self.module, self.blueprint.config)
+        with FlopCounter() as counter, watch:
             with self.precision.autocast():
                 total, _ = objective(call(self.module, inputs), targets)
             total.backward()
