@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer.errors import CheckpointError, ConfigError
+from trainer.strategy.optimizer_trial import check_closure, is_elementwise
 
 _WRONG = "the checkpoint is of another optimizer"
 
@@ -24,7 +25,19 @@ def check_optimizers(built: Any) -> list[Optimizer]:
             given = type(item).__name__
             must = "must be an optimizer, or a list of them"
             raise ConfigError(f"build_optimizer returned a {given}: {must}")
+        _check_step(item)
     return optimizers
+
+
+def _check_step(optimizer: Optimizer) -> None:
+    """Raise ConfigError for an optimizer that `update` cannot step."""
+    kind = type(optimizer)
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        why = f"{kind.__name__} has train() and eval(), which move the weights between steps"
+        advice = "use an optimizer without, such as optim=adamw with run.ema_decay"
+        raise ConfigError(f"build_optimizer: {why}; {advice}")
+    if not is_elementwise(optimizer):
+        check_closure(optimizer)
 
 
 def remember_options(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
