@@ -248,7 +248,7 @@ def test_no_object_sets_the_attributes_of_another():
 
 KNOWN = {
     "BaseContainer._resolvers",  # OmegaConf's registry, restored afterwards
-    *("layer.__class__", "layer.groups", "layer.group"),  # BatchNorm is converted in place
+    *("layer.__class__", "layer.groups", "layer.process_group"),  # BatchNorm is converted in place
     "metric.process_group",  # torchmetrics' own attribute
     *("block.forward", "made._axis", "made._length", "made._dim"),  # of a tensor being made
     *("task._run", "task.config", "task.world"),  # by examine, a function beside Trainer

@@ -285,7 +285,7 @@ def recipes():
     """Return the classes of the page by name."""
     found = {"torch": torch, "json": json, "numpy": numpy, "Path": Path, "Image": Image}
     blocks = re.findall(r"```python\n(class .*?)```", PAGE, re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(block, found)
     return found

@@ -372,7 +372,8 @@ def train(hook, rank, size):
         nn.GELU(),
         nn.Linear(16, 3),
     ]
-    model = synchronize(nn.Sequential(*layers).to(dtype), torch.device("cpu"), None)
+    model = nn.Sequential(*layers).to(dtype)
+    synchronize(model, torch.device("cpu"), None)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=1e-4)
     if hook != "none":
         wrapped.register_comm_hook(*open_hook(hook))

@@ -1,15 +1,17 @@
 """run.norm_rows: BatchNorm over groups of the global batch, equal in any layout (law 12)."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
-from harness import CONF, check_parity, fit_on
+from harness import CONF, check_parity, fit, fit_on, on_ranks
+from tiny import Tiny
 from torch import nn
 
 from trainer.data.order import BatchPlan, Cut, check_batch
 from trainer.errors import ConfigError
-from trainer.strategy.batchnorm import SMALL, normalize_groups
+from trainer.strategy.batchnorm import SMALL, normalize_groups, synchronize
 from trainer.strategy.statistics import RunningStatistics
 
 GROUPS, ROWS = 4, 3
@@ -65,15 +67,105 @@ class WithReLU(nn.BatchNorm2d):
         return super().forward(input).relu()
 
 
-def test_layers_keep_their_class_and_others_are_refused():
-    model = nn.Sequential(nn.BatchNorm1d(5), nn.BatchNorm2d(5), nn.BatchNorm3d(5))
-    normalize_groups(model, 2)
-    for layer, kind in zip(model, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), strict=True):
+class Named(nn.BatchNorm2d):
+    def name(self):
+        return f"{self.num_features} channels"
+
+
+class ByFunction(nn.Module):
+    def __init__(self, function, *sizes):
+        super().__init__()
+        self.function = function
+        self.sizes = sizes
+
+    def forward(self, x):
+        x = x.unflatten(1, self.sizes) if self.sizes else x
+        return self.function(x, None, None).flatten(1)
+
+
+def convert(model, how):
+    if how == "norm_rows":
+        normalize_groups(model, 2)
+    else:
+        synchronize(model, torch.device("cuda" if how == "cuda" else "cpu"), None)
+
+
+@pytest.mark.parametrize("how", ["norm_rows", "sync", "cuda"])
+def test_converted_layers_keep_their_class_methods_and_hooks(how):
+    model = nn.Sequential(nn.BatchNorm1d(5), Named(5), nn.BatchNorm3d(5))
+    hook = model[1].register_forward_hook(lambda *_: None)
+    layers = list(model)
+    convert(model, how)
+    for layer, kind in zip(model, (nn.BatchNorm1d, Named, nn.BatchNorm3d), strict=True):
         assert isinstance(layer, kind)
-    with pytest.raises(
-        ConfigError, match=r"run\.norm_rows=2: 0 is a WithReLU; use nn\.BatchNorm2d"
-    ):
-        normalize_groups(nn.Sequential(WithReLU(5)), 2)
+    assert list(model) == layers
+    assert model[1].name() == "5 channels" and hook.id in model[1]._forward_hooks
+    assert isinstance(model[1], nn.SyncBatchNorm) == (how == "cuda")
+
+
+@pytest.mark.parametrize("how", ["norm_rows", "sync", "cuda"])
+def test_layers_with_a_forward_pass_of_their_own_are_refused(how):
+    given = "run.norm_rows=2" if how == "norm_rows" else "strategy.sync_batchnorm=true"
+    own = "with a forward pass of its own; use nn.BatchNorm2d, and the rest beside it"
+    patched = nn.BatchNorm2d(5)
+    patched.forward = lambda x: x
+    refused = {
+        f"0 is a WithReLU {own}": WithReLU(5),
+        f"0 is a BatchNorm2d {own}": patched,
+        "0 is a LazyBatchNorm2d; use nn.BatchNorm2d": nn.LazyBatchNorm2d(),
+    }
+    if how != "norm_rows":
+        why = "0 is a InstanceNorm2d, whose running statistics are not"
+        refused[f"{why}; set track_running_stats=False"] = nn.InstanceNorm2d(
+            5, track_running_stats=True
+        )
+    for line, layer in refused.items():
+        with pytest.raises(ConfigError) as error:
+            convert(nn.Sequential(layer), how)
+        assert str(error.value) == f"{given}: {line}"
+
+
+BATCH_NORM = partial(nn.functional.batch_norm, training=True)
+FUNCTIONS = {
+    "batch_norm": (ByFunction(BATCH_NORM), True),
+    "frozen": (
+        ByFunction(lambda x, *_: nn.functional.batch_norm(x, torch.zeros(16), torch.ones(16))),
+        False,
+    ),
+    "instance_norm": (ByFunction(nn.functional.instance_norm, 4, 4), False),
+    "InstanceNorm": (
+        nn.Sequential(nn.Unflatten(1, (4, 4)), nn.InstanceNorm1d(4), nn.Flatten()),
+        False,
+    ),
+}
+
+
+class Functional(Tiny):
+    def build_model(self):
+        middle = FUNCTIONS[self.config.run.name][0]
+        return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), middle, nn.Linear(16, 3))
+
+
+def test_batch_norm_by_a_function_is_refused_before_training(tmp_path):
+    """Functions that normalise a row by itself are not."""
+
+    def fits():
+        lines = []
+        for name in FUNCTIONS:
+            for how in ("run.norm_rows=2", "strategy.sync_batchnorm=true"):
+                if how != "run.norm_rows=2" and name != "batch_norm":
+                    continue
+                words = ("task=tiny", "run.steps=1", "data.global_batch=24", how)
+                precision = "strategy.precision=fp32"
+                try:
+                    fit(tmp_path / how, *words, precision, f"run.name={name}", task=Functional)
+                except ConfigError as error:
+                    lines.append(str(error))
+        return lines
+
+    (lines,) = on_ranks(1, fits)
+    why = "2 calls batch_norm, for the rows of a micro-batch; use a layer such as nn.BatchNorm2d"
+    assert lines == [f"run.norm_rows=2: {why}", f"strategy.sync_batchnorm=true: {why}"]
 
 
 def test_layer_that_is_called_twice_counts_twice_and_parts_of_examples_are_theirs():

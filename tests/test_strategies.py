@@ -195,11 +195,9 @@ def normalized(sizes, affine, dims):
             nn.init.normal_(layer.bias)
         start = sum(sizes[:rank])
         part = slice(start, start + sizes[rank]) if synchronised else slice(None)
-        model = (
-            synchronize(nn.Sequential(layer), torch.device("cpu"), None)
-            if synchronised
-            else nn.Sequential(layer)
-        )
+        model = nn.Sequential(layer)
+        if synchronised:
+            synchronize(model, torch.device("cpu"), None)
         assert isinstance(model[0], SyncBatchNorm) == synchronised
         inputs = rows[part].clone().requires_grad_()
         outputs = model(inputs)

@@ -46,6 +46,7 @@ from trainer.schedule import Factor
 from trainer.strategy.base import Blueprint, convert, find_strategy
 from trainer.strategy.handover import Values, build_structure
 from trainer.strategy.mesh import Mesh, open_groups
+from trainer.strategy.tensor_memory import make_dense
 from trainer.task import FUSED, Task
 
 COPIES = Sizes("auto", 1, 1, 1, 1)  # of the model, on any number of ranks
@@ -328,6 +329,7 @@ def make_model(task: Task, is_structure_enough: bool) -> nn.Module | None:
         must = "must be the model without a wrapper; the strategy wraps it"
         raise ConfigError(f"build_model returned a {type(model).__name__}: {must}")
     _freeze(model, task.config.run.freeze)
+    make_dense(model)
     return model
 
 

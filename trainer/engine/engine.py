@@ -210,6 +210,10 @@ class Engine:
         if self.ema is not None:
             self.ema.update()
 
+    def rates(self) -> dict[str, float]:
+        """Return the learning rate of the first parameter group that has one, by name."""
+        return {"optim/lr": float(self._groups[0][0]["lr"])} if self._groups else {}
+
     def norms(self) -> dict[str, float]:
         """Return the norm of each update's last gradients before clipping, by name, once."""
         norms = {name: float(norm) for name, norm in self._norms.items()}
@@ -328,9 +332,10 @@ class Engine:
         return state
 
     def _list_groups(self) -> list[tuple[dict[str, Any], float]]:
-        """Return every parameter group with the learning rate that it was built with."""
+        """Return every parameter group that has a learning rate, with the one that it was built
+        with."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return [(group, group["initial"]["lr"]) for group in groups]
+        return [(group, group["initial"]["lr"]) for group in groups if "lr" in group["initial"]]
 
 
 def open_ema(config: Config, strategy: Strategy) -> Ema | None:

@@ -15,7 +15,7 @@ from trainer.errors import ConfigError
 from trainer.plan.held import Held, Parts
 from trainer.plan.passes import Passes
 from trainer.plan.trial import Trial
-from trainer.strategy.divided import ELEMENTWISE
+from trainer.strategy.optimizer_trial import is_elementwise
 from trainer.strategy.schedule import most_kept
 from trainer.strategy.tree import nodes_of
 
@@ -175,7 +175,7 @@ def _measure(optimizer: Optimizer, trial: Trial, parts: Parts) -> States:
     every = [p for group in groups for p in group["params"] if p in parts]
     stepped = {p: parts[p] for p in every}
     owned: dict[nn.Parameter, nn.Parameter] = {}
-    if type(optimizer) not in ELEMENTWISE:
+    if not is_elementwise(optimizer):
         owned = _own(trial, [p for p in every if parts[p] is not trial.whole[p]])
         stepped = {p: part for p, part in stepped.items() if part is trial.whole[p]} | owned
     for group in groups:

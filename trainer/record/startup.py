@@ -21,7 +21,7 @@ from trainer.distributed.world import World, explain_unseen_gpu, usable_cores
 from trainer.engine.precision import is_bf16_emulated
 from trainer.record import fingerprint
 from trainer.strategy.base import find_strategy
-from trainer.strategy.batchnorm import GROUPED
+from trainer.strategy.batchnorm import has_plain_batchnorm
 from trainer.strategy.mesh import Mesh
 
 RANK_COLUMNS = ("rank", "local_rank", "node", "host", "pid", "device")
@@ -178,8 +178,8 @@ def describe_model(config: Config, model: nn.Module, is_cut_fixed: bool) -> list
     rest = f", {frozen:,} of them frozen" if frozen else ""
     name = type(model).__name__.removeprefix("FSDP")  # which fully_shard adds
     lines = [f"model: {name}, {total:,} parameters{rest}"]
-    has_plain = any(type(m) in GROUPED and m.training for m in model.modules())
-    if has_plain and not is_cut_fixed and not config.strategy.sync_batchnorm:
+    is_chosen = is_cut_fixed or config.strategy.sync_batchnorm
+    if has_plain_batchnorm(model) and not is_chosen:
         why = "normalises the rows of a micro-batch: ranks and data.micro_batch change the result"
         advice = "set run.norm_rows=<rows> or strategy.sync_batchnorm=true"
         lines.append(f"plain BatchNorm {why}; {advice}")

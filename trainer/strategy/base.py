@@ -29,13 +29,14 @@ from trainer.data.order import Cut, Leaves, counted
 from trainer.distributed.group import Group
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.strategy.batchnorm import normalize_groups, synchronize
+from trainer.strategy.batchnorm import FunctionalBatchNorm, normalize_groups, synchronize
 from trainer.strategy.mesh import Mesh, is_divided
 from trainer.strategy.placement import place_blocks
 from trainer.strategy.recompute import Recomputed, recompute
 from trainer.strategy.rehearsal import FlopCounter
 from trainer.strategy.shards import Shard, Source, check_model, read_whole
 from trainer.strategy.statistics import RunningStatistics
+from trainer.strategy.tensor_memory import convert_dtype
 
 
 class Precision(Protocol):
@@ -198,8 +199,9 @@ class Strategy(ABC):
         self.parameters: dict[str, nn.Parameter] = {}
         self._parameters: list[nn.Parameter] = []
         self._kinds: list[list[nn.Parameter]] = []
-        if self.config.sync_batchnorm and self.mesh.data_size > 1:
-            model = synchronize(model, world.device, self._data_group)
+        if self.config.sync_batchnorm:
+            is_alone = self.mesh.data_size == 1
+            synchronize(model, world.device, self._data_group, is_alone)
         if config.norm_rows is not None:
             normalize_groups(model, config.norm_rows)
         recompute(model, self.config.recompute, self.blocks)
@@ -211,7 +213,7 @@ class Strategy(ABC):
 
     def _place(self, model: nn.Module) -> nn.Module:
         """Convert a model to the run's dtype and memory format, and move it to the device."""
-        model.to(dtype=self.precision.dtype)
+        convert_dtype(model, self.precision.dtype)
         is_here = all(p.device.type == "cpu" for p in model.parameters())
         if self.config.devices_per_rank == 1:
             model.to(self.world.device)
@@ -383,7 +385,8 @@ class Strategy(ABC):
         Lazy layers create their weights, and the operations are counted.
         """
         inputs, targets = batch
-        with FlopCounter() as counter:
+        watch = FunctionalBatchNorm.watch(self.module, self.blueprint.config)
+        with FlopCounter() as counter, watch:
             with self.precision.autocast():
                 total, _ = objective(call(self.module, inputs), targets)
             total.backward()

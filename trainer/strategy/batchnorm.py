@@ -3,62 +3,139 @@
 from __future__ import annotations
 
 import math
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.config.schema import Config
 from trainer.data.batches import count_rows
 from trainer.errors import ConfigError
 
 SMALL = 2**15  # elements in a group; above it, copying on a CPU takes longer than a kernel call
-PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+INSTANCES = "instance_norm"  # torch's function, which calls the same kernels for each row by itself
+_ATEN = torch.ops.aten
+KERNELS = {
+    *(_ATEN.native_batch_norm, _ATEN._native_batch_norm_legit, _ATEN._batch_norm_with_update),
+    *(_ATEN.cudnn_batch_norm, _ATEN.miopen_batch_norm),
+}
 
 
 def has_batchnorm(model: nn.Module) -> bool:
     return any(isinstance(layer, _BatchNorm) for layer in model.modules())
 
 
+def has_plain_batchnorm(model: nn.Module) -> bool:
+    """Return True if a BatchNorm layer in training normalises the rows of a micro-batch."""
+    known = (GroupBatchNorm, SyncBatchNorm, nn.SyncBatchNorm)
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    return any(layer.training and not isinstance(layer, known) for layer in layers)
+
+
 def synchronize(
-    model: nn.Module, device: torch.device, group: dist.ProcessGroup | None
-) -> nn.Module:
-    """Make every BatchNorm layer compute its statistics over all ranks; parameter names stay.
+    model: nn.Module, device: torch.device, group: dist.ProcessGroup | None, is_alone: bool = False
+) -> None:
+    """Make every BatchNorm layer compute its statistics over all ranks.
 
-    `group` are the ranks, None for all.
-
-    Uses torch's SyncBatchNorm on CUDA. On other devices torch's raises an error, so the
-    SyncBatchNorm of this module is used. Raises ConfigError for a lazy layer.
+    `group` are the ranks, None for all; with one rank the layers are only checked. Uses torch's
+    SyncBatchNorm on CUDA, elsewhere that of this module, since torch's refuses a CPU. Raises
+    ConfigError for a layer that cannot be converted.
     """
+    given = "strategy.sync_batchnorm=true"
     for name, layer in model.named_modules():
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, (*PLAIN, nn.SyncBatchNorm)):
-            given = f"{name} is a {type(layer).__name__}"
-            raise ConfigError(f"strategy.sync_batchnorm=true: {given}; use nn.BatchNorm2d")
-    if device.type == "cuda":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
-    for layer in model.modules():
-        if isinstance(layer, PLAIN):
-            layer.__class__ = SyncBatchNorm  # type: ignore[assignment]
-            layer.group = group  # type: ignore[assignment]
-    return model
+        if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
+            why = f"{name} is a {type(layer).__name__}, whose running statistics are not"
+            raise ConfigError(f"{given}: {why}; set track_running_stats=False")
+    base = nn.SyncBatchNorm if device.type == "cuda" else SyncBatchNorm
+    layers = _convertible(model, given, nn.SyncBatchNorm.forward)
+    for layer in () if is_alone else layers:
+        _convert(layer, base)
+        layer.process_group = group  # type: ignore[assignment]
 
 
 def normalize_groups(model: nn.Module, rows: int) -> None:
     """Make every BatchNorm layer normalise groups of `rows` rows of a micro-batch.
 
-    Raises ConfigError for a lazy layer.
+    Raises ConfigError for a layer that cannot be converted.
     """
     groups = Groups(rows)
-    for name, layer in model.named_modules():
-        if isinstance(layer, _BatchNorm) and type(layer) not in GROUPED:
-            given = f"{name} is a {type(layer).__name__}"
-            raise ConfigError(f"run.norm_rows={rows}: {given}; use nn.BatchNorm2d")
-        if type(layer) in GROUPED:
-            layer.__class__ = GROUPED[type(layer)]
-            layer.groups = groups
+    for layer in _convertible(model, f"run.norm_rows={rows}"):
+        _convert(layer, GroupBatchNorm)
+        layer.groups = groups  # type: ignore[assignment]
     model.register_forward_pre_hook(groups.count, with_kwargs=True)
+
+
+def _convertible(model: nn.Module, given: str, *others: Any) -> list[_BatchNorm]:
+    """Return the BatchNorm layers, whose forward passes are torch's or one of `others`.
+
+    Raises ConfigError for a layer that computes something else.
+    """
+    layers = []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, _BatchNorm):
+            continue
+        kind = type(layer)
+        is_synced = issubclass(kind, nn.SyncBatchNorm) and not others
+        if issubclass(kind, _LazyNormBase) or is_synced:
+            raise ConfigError(f"{given}: {name} is a {kind.__name__}; use nn.BatchNorm2d")
+        if kind.forward not in (_BatchNorm.forward, *others) or "forward" in vars(layer):
+            why = f"{name} is a {kind.__name__} with a forward pass of its own"
+            raise ConfigError(f"{given}: {why}; use nn.BatchNorm2d, and the rest beside it")
+        layers.append(layer)
+    return layers
+
+
+def _convert(layer: _BatchNorm, base: type) -> None:
+    """Give a layer the forward pass of `base`. Its class, hooks and parameters stay its own."""
+    if not isinstance(layer, base):
+        layer.__class__ = _joined(base, type(layer))  # type: ignore[arg-type]
+
+
+@cache
+def _joined(base: type, kind: type) -> Any:
+    return type(kind.__name__, (base, kind), {})
+
+
+class FunctionalBatchNorm(TorchDispatchMode):
+    """Raises ConfigError where a model normalises over rows by a function instead of a layer."""
+
+    def __init__(self, model: nn.Module, given: str):
+        super().__init__()
+        self._names = {module: name for name, module in model.named_modules()}
+        self._given = given
+
+    @classmethod
+    def watch(cls, model: nn.Module, config: Config) -> AbstractContextManager[Any]:
+        """Return the mode if the run chooses the rows that BatchNorm normalises."""
+        if config.strategy.sync_batchnorm:
+            return cls(model, "strategy.sync_batchnorm=true")
+        rows = config.norm_rows
+        return nullcontext() if rows is None else cls(model, f"run.norm_rows={rows}")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._overloadpacket in KERNELS and next(a for a in args if isinstance(a, bool)):
+            self._check_caller()
+        return func(*args, **(kwargs or {}))
+
+    def _check_caller(self) -> None:
+        frame = sys._getframe(2)
+        while frame is not None:
+            module = frame.f_locals.get("self")
+            if isinstance(module, (_BatchNorm, _InstanceNorm)) or frame.f_code.co_name == INSTANCES:
+                return
+            if isinstance(module, nn.Module):
+                name = self._names.get(module) or f"the {type(module).__name__}"
+                why = f"{name} calls batch_norm, for the rows of a micro-batch"
+                raise ConfigError(f"{self._given}: {why}; use a layer such as nn.BatchNorm2d")
+            frame = frame.f_back  # type: ignore[assignment]
 
 
 class Groups:
@@ -88,10 +165,6 @@ class GroupBatchNorm(_BatchNorm):
     """
 
     groups: Groups
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected (rows, channels, ...), got {tuple(input.shape)}")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         number = self.groups.number
@@ -154,25 +227,6 @@ class GroupBatchNorm(_BatchNorm):
         self.running_var.data.lerp_(variances.mean(0), factor)
 
 
-class GroupBatchNorm1d(GroupBatchNorm, nn.BatchNorm1d):
-    """GroupBatchNorm that passes isinstance checks for nn.BatchNorm1d."""
-
-
-class GroupBatchNorm2d(GroupBatchNorm, nn.BatchNorm2d):
-    """GroupBatchNorm that passes isinstance checks for nn.BatchNorm2d."""
-
-
-class GroupBatchNorm3d(GroupBatchNorm, nn.BatchNorm3d):
-    """GroupBatchNorm that passes isinstance checks for nn.BatchNorm3d."""
-
-
-GROUPED: dict[type, Any] = {
-    nn.BatchNorm1d: GroupBatchNorm1d,
-    nn.BatchNorm2d: GroupBatchNorm2d,
-    nn.BatchNorm3d: GroupBatchNorm3d,
-}
-
-
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm (Ioffe and Szegedy, arXiv:1502.03167) over the rows of all ranks.
 
@@ -180,11 +234,7 @@ class SyncBatchNorm(_BatchNorm):
     The ranks may have different numbers of rows.
     """
 
-    group: dist.ProcessGroup | None
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected (rows, channels, ...), got {tuple(input.shape)}")
+    process_group: dist.ProcessGroup | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:
@@ -193,10 +243,10 @@ class SyncBatchNorm(_BatchNorm):
         dims, shape = [0, *range(2, input.dim())], [-1, *[1] * (input.dim() - 2)]
         values = input if input.dtype == torch.float64 else input.float()
         count = values.new_tensor([values.numel() // values.shape[1]])
-        sums = _Total.apply(torch.cat([values.sum(dims), count]), self.group)
+        sums = _Total.apply(torch.cat([values.sum(dims), count]), self.process_group)
         mean, total = sums[:-1] / sums[-1], sums[-1].detach()
         centred = values - mean.view(shape)
-        variance = _Total.apply(centred.square().sum(dims), self.group) / total
+        variance = _Total.apply(centred.square().sum(dims), self.process_group) / total
         if (
             self.running_mean is not None
             and self.running_var is not None

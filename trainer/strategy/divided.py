@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn, optim
+from torch import nn
+from torch.optim import Optimizer
 
 from trainer.distributed.group import Group
 from trainer.errors import ConfigError
@@ -22,16 +23,11 @@ from trainer.strategy.context import Context
 from trainer.strategy.division import Division
 from trainer.strategy.gathered import Gathered
 from trainer.strategy.mesh import SHARDED, open_group
+from trainer.strategy.optimizer_trial import check_hooks, check_independence, is_elementwise
 from trainer.strategy.rehearsal import changed_buffers
 from trainer.strategy.reunion import reunite
 from trainer.strategy.shards import Shard, Source, check_model, read_into
 from trainer.strategy.sums import Sums
-
-# These update each element by itself, so a shard can be updated without the rest of its tensor.
-ELEMENTWISE = {
-    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
-    *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
-}
 
 
 class DividedModel(Strategy):
@@ -84,10 +80,11 @@ class DividedModel(Strategy):
             if name in self.parameters:
                 self._local.setdefault(parameter, self.parameters[name])
 
-    def adopt(self, optimizer: optim.Optimizer) -> list[nn.Parameter]:
+    def adopt(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Make an optimizer step local parts, or whole parameters if it needs them.
 
-        Raises ConfigError for an optimizer that made its state before the first step.
+        Raises ConfigError for an optimizer that needs more than a parameter at a time, or that made
+        its state before the first step.
         """
         if optimizer.state:
             why = "has state before its first step"
@@ -95,11 +92,13 @@ class DividedModel(Strategy):
         groups = optimizer.param_groups
         locals_ = [[self._local[p] for p in g["params"] if p in self._local] for g in groups]
         every = [p for group in locals_ for p in group]
-        if type(optimizer) in ELEMENTWISE:
+        check_hooks(optimizer)
+        if is_elementwise(optimizer):
             for group, own in zip(groups, locals_, strict=True):
                 group["params"] = own
             self._has_owners |= self.mesh.pipeline > 1
             return every
+        check_independence(optimizer)
         divided = [(p, self._shard_of[p]) for p in every if self._is_divided(p)]
         model = open_group(self.mesh, self.world.groups, "", "shard", "context", "tensor")
         gathered = Gathered(optimizer, divided, model)

@@ -101,8 +101,7 @@ class Exact(Strategy):
             self._rehearse(batch, objective)
             self.statistics.find(self.module, before, self._any_rank)
             self._check_reached()
-        # dense, even if a parameter is a view
-        self._strides = [torch.empty_like(parameter).stride() for parameter in self._parameters]
+        self._strides = [parameter.stride() for parameter in self._parameters]
 
     def forward_backward(self, batch: MicroBatches, objective: Objective) -> torch.Tensor:
         assert self.leaves is not None

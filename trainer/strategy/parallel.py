@@ -29,6 +29,7 @@ from trainer.strategy.base import (
     Strategy,
     call,
 )
+from trainer.strategy.batchnorm import FunctionalBatchNorm
 from trainer.strategy.divided import DividedModel
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.rehearsal import FlopCounter, untouched
@@ -75,7 +76,8 @@ class MeshParallel(DividedModel):
 
     def prepare(self, batch: MicroBatch, objective: Objective) -> None:
         with untouched(self.module) as before:
-            with FlopCounter() as counter:
+            watch = FunctionalBatchNorm.watch(self.structure, self.blueprint.config)
+            with FlopCounter() as counter, watch:
                 self._forward_backward([batch], objective)
             inputs, targets = batch
             self.flops = counter.total / count_rows(targets, inputs)

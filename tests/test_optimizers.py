@@ -1,0 +1,186 @@
+"""Optimizers of users: steps that need a closure, hooks, other parameters, or two gradients."""
+
+import copy
+import re
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from harness import check_parity, fit, fit_on, on_ranks
+from tiny import Tiny
+
+from trainer.errors import ConfigError
+
+PAGE = (Path(__file__).resolve().parents[1] / "docs/tasks.md").read_text()
+WORDS = ("task=tiny", "data.global_batch=24", "eval.every_epochs=null", "run.steps=20")
+
+
+class Plain(Tiny):
+    def augment(self, inputs, targets, random, train):
+        return inputs, targets
+
+
+def recipe():
+    """Return a task with the methods of the page's SAM."""
+    names = {"torch": torch, "Plain": Plain}
+    blocks = re.findall(r"```python\n(.*?)```", PAGE[PAGE.index("SAM takes") :], re.S)
+    body = "".join(f"    {line}\n" for line in blocks[1].splitlines())
+    exec(f"{blocks[0]}\nclass Sam(Plain):\n{body}", names)
+    return names["Sam"]
+
+
+Sam = recipe()
+
+
+class Checked(Sam):
+    """SAM beside the two steps of its paper, written in plain torch."""
+
+    twin = None
+
+    def train_step(self, batch):
+        if self.twin is None:
+            self.twin = copy.deepcopy(self.model)
+            self.plain = torch.optim.SGD(self.twin.parameters(), lr=1.0, momentum=0.9)
+        ((inputs, targets),) = batch
+        weights = list(self.twin.parameters())
+        gradients = torch.autograd.grad(self.loss(self.twin(inputs), targets).mean(), weights)
+        norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+        before = [weight.detach().clone() for weight in weights]
+        with torch.no_grad():
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.add_(0.05 * gradient / norm)
+        self.loss(self.twin(inputs), targets).mean().backward()
+        with torch.no_grad():
+            for weight, value in zip(weights, before, strict=True):
+                weight.copy_(value)
+        outcome = super().train_step(batch)
+        self.plain.param_groups[0]["lr"] = self.optimizers[1].param_groups[0]["lr"]
+        self.plain.step()
+        self.plain.zero_grad()
+        for one, other in zip(self.model.parameters(), weights, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+        return outcome
+
+
+def test_sam_as_two_updates_is_sam_in_any_layout_with_whole_weights(tmp_path):
+    words = (*WORDS, "experiment=parity", "run.clip_norm=null", "optim=sgd", "optim.momentum=0.9")
+    (one,) = on_ranks(1, lambda: fit(tmp_path, *words, "strategy=single", task=Checked))
+    for more in (("data.micro_batch=6",), ("strategy=exact",)):
+        two = fit_on(2, tmp_path / more[0], *words, *more, task=Sam)
+        two["seen"] = one["seen"]  # each rank takes its rows twice, one update after the other
+        check_parity(one, two, falls=False)
+    (record,) = [
+        entry for entry in one["record"] if entry.get("step") == 20 and "optim/lr" in entry
+    ]
+    assert {"train/loss", "train/perturbed"} <= record.keys()
+
+
+# Refused ------------------------------------------------------------------------------------------
+
+
+class Asserting(torch.optim.SGD):
+    def step(self, closure=None):
+        if closure is None:
+            raise AssertionError("SAM requires a closure")
+
+
+class Moded(torch.optim.SGD):
+    def train(self):
+        raise AssertionError
+
+    eval = train
+
+
+class NormOfAll(torch.optim.SGD):
+    def step(self, closure=None):
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in every])
+        for p in every:
+            p.grad /= norm
+        super().step()
+
+
+class Norms(torch.optim.SGD):
+    """Optimizer that needs whole parameters, one at a time."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad /= p.grad.norm()
+        super().step()
+
+
+class Listing(torch.optim.SGD):
+    def __init__(self, parameters, **options):
+        self.listed = list(parameters)
+        super().__init__(self.listed, **options)
+
+    def step(self, closure=None):
+        super().step()
+
+
+class Wrapper(torch.optim.SGD):
+    def __init__(self, parameters, **options):
+        parameters = list(parameters)
+        super().__init__(parameters, **options)
+        self.base = torch.optim.SGD(parameters, **options)
+
+
+def hooked(parameters, **options):
+    optimizer = torch.optim.SGD(parameters, **options)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+NEEDS = "step needs a closure, and `update` has none"
+DIVIDED = "and the model is divided"
+EVERYWHERE = {
+    torch.optim.LBFGS: f"LBFGS.{NEEDS} (LBFGS.step() missing 1 required positional argument:"
+    " 'closure'); see SAM in docs/tasks.md",
+    Asserting: f"Asserting.{NEEDS} (SAM requires a closure); see SAM in docs/tasks.md",
+    Moded: "Moded has train() and eval(), which move the weights between steps; use an optimizer"
+    " without, such as optim=adamw with run.ema_decay",
+}
+ON_A_MESH = {
+    hooked: "SGD has a step hook, which would get parts of parameters; put it into the step of a"
+    " class of your own, or use ddp",
+    NormOfAll: f"NormOfAll steps a parameter by the values of others, {DIVIDED}; use ddp",
+    Listing: f"Listing keeps parameters outside of param_groups, {DIVIDED}; read them from"
+    " param_groups, or use ddp",
+    Wrapper: f"Wrapper wraps an optimizer with param_groups of its own, {DIVIDED}; share them, or"
+    " use ddp",
+}
+
+
+def built(kind):
+    class Built(Plain):
+        def build_optimizer(self, model):
+            return kind(model.parameters(), lr=0.1)
+
+    return Built
+
+
+def refusals(folder, kinds, *words):
+    lines = {}
+    for number, kind in enumerate(kinds):
+        try:
+            fit(folder / str(number), *WORDS[:-1], "run.steps=2", *words, task=built(kind))
+        except ConfigError as error:
+            lines[kind.__name__] = str(error)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    return lines
+
+
+def test_optimizers_that_an_update_cannot_step_are_refused_before_training(tmp_path):
+    (lines,) = on_ranks(1, refusals, tmp_path, EVERYWHERE, "strategy=single")
+    assert lines == {k.__name__: f"build_optimizer: {line}" for k, line in EVERYWHERE.items()}
+
+
+def test_optimizers_that_need_the_whole_model_are_refused_where_it_is_divided(tmp_path):
+    expected = {k.__name__: f"build_optimizer: {line}" for k, line in ON_A_MESH.items()}
+    for lines in on_ranks(2, refusals, tmp_path, [*ON_A_MESH, Norms], "strategy=fsdp"):
+        assert lines == expected
+    (lines,) = on_ranks(1, refusals, tmp_path, ON_A_MESH, "strategy=single")
+    assert lines == {}

@@ -1,0 +1,110 @@
+"""Trials of an optimizer before training, on small stand-ins of its parameters.
+
+They find an optimizer that needs a closure, and one whose step of a parameter depends on the other
+parameters, which a rank of a divided model does not have.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from trainer.errors import ConfigError, one_line
+
+# These update each element by itself, so a shard can be updated without the rest of its tensor.
+ELEMENTWISE = {
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
+    *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
+}
+LONGEST = 4  # axis of a stand-in
+TOLERANCE = 1e-9  # relative, in 64 bits
+
+
+def check_closure(optimizer: Optimizer) -> None:
+    """Raise ConfigError if an optimizer cannot step without a closure."""
+    try:
+        step_stand_ins(optimizer)
+    except Exception as error:  # any other failure may be that of the stand-ins
+        if "closure" in str(error):
+            why = f"build_optimizer: {type(optimizer).__name__}.step needs a closure"
+            advice = "see SAM in docs/tasks.md"
+            raise ConfigError(
+                f"{why}, and `update` has none ({one_line(error)}); {advice}"
+            ) from None
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Return True for torch's own optimizers with their own step."""
+    return type(optimizer) in ELEMENTWISE and "step" not in vars(optimizer)
+
+
+def check_hooks(optimizer: Optimizer) -> None:
+    """Raise ConfigError for step hooks, which would see this rank's parts of the parameters."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        why = f"{type(optimizer).__name__} has a step hook, which would get parts of parameters"
+        advice = "put it into the step of a class of your own, or use ddp"
+        raise ConfigError(f"build_optimizer: {why}; {advice}")
+
+
+def check_independence(optimizer: Optimizer) -> None:
+    """Raise ConfigError if a step needs more than one parameter and its gradient at a time."""
+    given = f"build_optimizer: {type(optimizer).__name__}"
+    others = [value for key, value in vars(optimizer).items() if key not in _KNOWN]
+    if any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves(others)):
+        why = "keeps parameters outside of param_groups, and the model is divided"
+        raise ConfigError(f"{given} {why}; read them from param_groups, or use ddp")
+    for inner in (leaf for leaf in tree_leaves(others) if isinstance(leaf, Optimizer)):
+        if not all(any(g is own for own in optimizer.param_groups) for g in inner.param_groups):
+            why = "wraps an optimizer with param_groups of its own, and the model is divided"
+            raise ConfigError(f"{given} {why}; share them, or use ddp")
+    found: list[torch.Tensor] = []
+    expected: list[torch.Tensor] = []
+    with suppress(Exception):  # a failure may be that of the stand-ins
+        whole = step_stand_ins(optimizer)
+        for first in range(2):
+            found += step_stand_ins(optimizer, first, 2)
+            expected += whole[first::2]
+    for one, other in zip(found, expected, strict=False):
+        if not torch.allclose(one, other, rtol=TOLERANCE, atol=0):
+            why = "steps a parameter by the values of others, and the model is divided"
+            raise ConfigError(f"{given} {why}; use ddp")
+
+
+_KNOWN = ("param_groups", "state", "defaults")
+
+
+@torch.no_grad()
+def step_stand_ins(optimizer: Optimizer, first: int = 0, every: int = 1) -> Sequence[torch.Tensor]:
+    """Return stand-ins of every so many parameters after two steps of a copy of the optimizer.
+
+    It has no other parameters, and no step hooks, which could change the model.
+    """
+    made = object.__new__(type(optimizer))
+    generator = torch.Generator().manual_seed(0)
+    memo: dict[int, Any] = {id(optimizer): made}
+    gradients: dict[nn.Parameter, torch.Tensor] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            sizes = [min(size, LONGEST) for size in parameter.shape]
+            values = torch.randn([2, *sizes], generator=generator, dtype=torch.float64)
+            memo[id(parameter)] = stand_in = nn.Parameter(values[0], parameter.requires_grad)
+            gradients[stand_in] = values[1]
+    vars(made).update(copy.deepcopy(vars(optimizer), memo))
+    kept = list(gradients)[first::every]
+    for group in made.param_groups:
+        group["params"] = [p for p in group["params"] if any(p is each for each in kept)]
+    for hooks in (made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks):
+        hooks.clear()
+    with torch.random.fork_rng([]):
+        for number in range(2):
+            for parameter in kept:
+                parameter.grad = gradients[parameter] * (1 - number / 4)
+            made.step()
+    return kept
