@@ -1,5 +1,6 @@
 """A task that does something odd in its data or at a step."""
 
+import ctypes
 import os
 import sys
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class OddItems(Items):
             if how == "sys.exit":
                 sys.exit(0)
             elif how == "os._exit":
-                os._exit(0)
+                ctypes.CDLL(None)._exit(0)  # Python's own would be noticed
             elif how == "gradient":
                 inputs = inputs * torch.ones(1, requires_grad=True)
             elif how == "None":

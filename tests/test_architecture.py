@@ -35,7 +35,10 @@ ROOMS = [
     "package",  # __init__, tasks
     "verbs",
 ]
-RUN = ("clock", "task", "setup", "capacity", "decisions", "run_checkpoints", "run", "trainer")
+RUN = (
+    *("clock", "task", "setup", "capacity", "decisions", "failures", "run_checkpoints", "run"),
+    "trainer",
+)
 TOP_LEVEL = {
     "errors": "errors",
     "loading": "errors",
@@ -264,7 +267,7 @@ KNOWN = {
     *("local.grad", "whole.grad"),  # of a shard of FSDP, and of the whole that its owner steps
     "worker.terminate",  # of a process of Lockstep's own context
     "context.Process",
-    "sys.excepthook",
+    *("sys.excepthook", "os._exit"),  # replaced while they are watched
     "sys.argv",
     "parser.exit_on_error",
 }

@@ -74,22 +74,108 @@ def test_data_workers_that_outlive_their_parent_do_not_hold_the_run(tmp_path):
     os.kill(int((tmp_path / "worker").read_text()), signal.SIGKILL)
 
 
+TAKEN = r"another process \(process \d+ on \S+\) has taken over this run; nothing was published$"
+
+
 def test_process_that_was_taken_over_does_not_publish(tmp_path):
     old = Lease(tmp_path)
     old.check()
     (tmp_path / ".writer").unlink()  # as the message advises after a machine is lost
-    with pytest.raises(
-        CheckpointError, match=r"another process has taken over this run; nothing was published$"
-    ):
-        old.check()
+    with another_process(lambda: Lease(tmp_path)):
+        with pytest.raises(CheckpointError, match=TAKEN):
+            old.check()
+        with pytest.raises(CheckpointError, match="has taken over this run"):
+            save(tmp_path / "checkpoints", 1, [{}], {}, {}, old.check)
+        assert checkpoint.steps(tmp_path / "checkpoints") == {}
+    with pytest.raises(CheckpointError, match=TAKEN):
+        old.check()  # the other one has ended
+    old.release()
     new = Lease(tmp_path)
-    with pytest.raises(CheckpointError, match="another process has taken over this run"):
-        save(tmp_path / "checkpoints", 1, [{}], {}, {}, old.check)
-    assert checkpoint.steps(tmp_path / "checkpoints") == {}
     save(tmp_path / "checkpoints", 1, [{}], {}, {}, new.check)
     assert list(checkpoint.steps(tmp_path / "checkpoints")) == [1]
-    old.release()
     new.release()
+
+
+def test_a_successor_whose_file_is_removed_too_is_noticed(tmp_path):
+    old = Lease(tmp_path)
+    old.write_beside(tmp_path / "config.yaml", "same: settings")
+    (tmp_path / ".writer").unlink()
+    with another_process(
+        lambda: Lease(tmp_path).write_beside(tmp_path / "config.yaml", "same: settings")
+    ):
+        pass
+    (tmp_path / ".writer").unlink()
+    with pytest.raises(CheckpointError, match="another process has taken over this run"):
+        old.check()
+    old.release()
+
+
+def test_a_writer_without_its_lock_file_refuses_a_second_one(tmp_path):
+    """Both orders: the second one begins after the removal, and before it has locked its file."""
+    old = Lease(tmp_path)
+    (tmp_path / ".writer").unlink()
+    (tmp_path / ".writer").touch()
+    old.check()
+    with pytest.raises(AssertionError, match=r"ConfigError: .* writes there; wait until"):
+        on_ranks(1, lambda: Lease(tmp_path).release())
+    old.release()
+
+
+CHANGES = {
+    "was removed": lambda path: path.unlink(),
+    "was replaced by a copy": lambda path: (
+        shutil.copy2(path, path.with_name("copy")),
+        path.with_name("copy").replace(path),
+    ),
+    "was changed, and is written again": lambda path: path.write_text("x"),
+    "was removed or moved with its directory": lambda path: shutil.rmtree(path.parent),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_changed_lock_file_is_put_right_if_nobody_else_writes(what, tmp_path):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    lease = Lease(directory)
+    lease.write_beside(directory / "config.yaml", "a: 1")
+    for _ in range(2):  # also a second time
+        CHANGES[what](lease.path)
+        lease.check()
+        (line,) = lease.take_repairs()
+        assert line.startswith(f"{lease.path} {what}")
+        assert (directory / "config.yaml").read_text() == "a: 1"
+        lease.check()
+        assert lease.take_repairs() == []
+        with pytest.raises(AssertionError, match=f"ConfigError: .* process {os.getpid()} on "):
+            on_ranks(1, lambda: Lease(directory).release())
+    lease.release()
+
+
+@pytest.mark.parametrize("is_ofd", [True, False])
+def test_a_lock_survives_a_reader_of_the_directory(is_ofd, tmp_path, monkeypatch):
+    """Closing any descriptor of a file drops the POSIX locks of a process."""
+    if not is_ofd:
+        monkeypatch.setattr("trainer.record.lease._OFD", None)
+    directory = tmp_path / "run"
+    directory.mkdir()
+    lease = Lease(directory)
+    shutil.copytree(directory, tmp_path / "copy")
+    if not is_ofd:
+        lease.check()
+    with pytest.raises(AssertionError, match=f"ConfigError: .* process {os.getpid()} on "):
+        on_ranks(1, lambda: Lease(directory).release())
+    lease.release()
+    on_ranks(1, lambda: Lease(directory).release())
+
+
+def test_a_restored_lock_file_of_an_earlier_session_is_no_successor(tmp_path):
+    Lease(tmp_path).release()
+    shutil.copy(tmp_path / ".writer", tmp_path / "backup")
+    lease = Lease(tmp_path)
+    (tmp_path / "backup").replace(tmp_path / ".writer")
+    lease.check()
+    assert len(lease.take_repairs()) == 1
+    lease.release()
 
 
 def test_writer_frozen_before_its_rename_finds_nothing_to_rename(tmp_path):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 import time
-import traceback
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,14 @@ from trainer.config.targets import resolve
 from trainer.distributed import entry
 from trainer.distributed.launchers import CODES, find_launcher
 from trainer.distributed.signals import leave_pid_1, let_go
-from trainer.errors import ConfigError, RunError, visible
+from trainer.errors import (
+    ConfigError,
+    RunError,
+    format_traceback,
+    place_of,
+    shortened,
+    visible,
+)
 from trainer.loading import uncollected
 from trainer.terminal import outlive_terminal
 
@@ -43,6 +51,7 @@ def run(verb: Verb, usage: str | Callable[[Sequence[str]], str] = "") -> None:
     """
     leave_pid_1()
     outlive_terminal()
+    _print_safely()
     arguments = sys.argv[1:]
     words = [word for word in arguments if word not in HELP_FLAGS]
     try:
@@ -54,17 +63,41 @@ def run(verb: Verb, usage: str | Callable[[Sequence[str]], str] = "") -> None:
             code = 0
         else:
             code = verb(arguments)
-    except (ConfigError, RunError) as error:
-        _print_error(error)
-        code = 2 if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        if _find_rank() == 0:
-            print("interrupted; nothing was saved", file=sys.stderr, flush=True)
-        code = 1
-    except Exception:
-        traceback.print_exc()
-        code = 1
+    except BaseException as error:
+        outlive_terminal()  # again: the task may have replaced the streams
+        code = _report(error)
     _exit(code)
+
+
+def _report(error: BaseException) -> int:
+    """Print an error and return the exit code."""
+    if isinstance(error, (ConfigError, RunError)):
+        _print_error(error)
+        return 2 if isinstance(error, ConfigError) else 1
+    if isinstance(error, SystemExit):  # of a task's module: code 0 would look like success
+        what = f"sys.exit({error.code!r}) was called at {place_of(error)}"
+        _print_error(RunError(f"{what}; raise an error instead"))
+    elif not isinstance(error, KeyboardInterrupt):
+        print(format_traceback(error), file=sys.stderr, flush=True)
+    elif _find_rank() == 0:
+        print("interrupted; nothing was saved", file=sys.stderr, flush=True)
+    return 1
+
+
+def _print_safely() -> None:
+    """Escape control characters in warnings and in the errors of threads."""
+    plain = warnings.formatwarning
+
+    def format_warning(*arguments: Any, **options: Any) -> str:
+        lines = plain(*arguments, **options).splitlines()
+        return "".join(f"{visible(line.expandtabs(4))}\n" for line in lines)
+
+    def print_error(failure: threading.ExceptHookArgs) -> None:
+        if failure.exc_value is not None and failure.exc_type is not SystemExit:
+            print(format_traceback(failure.exc_value), file=sys.stderr, flush=True)
+
+    warnings.formatwarning = format_warning
+    threading.excepthook = print_error
 
 
 def _find_rank() -> int:
@@ -88,7 +121,8 @@ def _print_error(error: Exception) -> None:
     if rank:
         time.sleep(_patience())
     who = f"rank {rank}: " if rank else ""
-    print(visible(entry.as_started(f"error: {who}{error}")), file=sys.stderr, flush=True)
+    line = shortened(entry.as_started(f"error: {who}{error}"))
+    print(visible(line), file=sys.stderr, flush=True)
 
 
 def _patience() -> float:
@@ -105,6 +139,7 @@ def _patience() -> float:
 
 def _exit(code: int) -> None:
     """Exit, and report the code to the parent of `launch=elastic` or `launch=spawn`."""
+    outlive_terminal()
     sys.stdout.flush()
     sys.stderr.flush()
     if path := os.environ.get(CODES):

@@ -16,14 +16,49 @@ class RunError(RuntimeError):
     """Failure that ends a run: a full disk, a step that is not finite. Commands exit with 1."""
 
 
+MOST = 2000  # characters of a message that are shown: the first and the last half of them
+MOST_LINES = 200  # of a traceback
+
+
 def visible(text: str) -> str:
     """Return `text` with control and bidirectional characters escaped, safe for a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def shortened(text: str) -> str:
+    """Return `text` without its middle if it has more than MOST characters."""
+    left_out = len(text) - MOST
+    if left_out <= 0:
+        return text
+    half = MOST // 2
+    return f"{text[:half]} [... {left_out:,} more characters ...] {text[-half:]}"
+
+
 def one_line(error: BaseException) -> str:
-    """Return the message of an exception without line breaks."""
-    return " ".join(str(error).split())
+    """Return the message of an exception without line breaks, and of each one in a group."""
+    try:
+        text = str(error)
+    except BaseException as problem:
+        text = f"its message cannot be shown, __str__ raised {type(problem).__name__}"
+    parts = getattr(error, "exceptions", ())
+    if isinstance(parts, tuple):  # of an ExceptionGroup, which Python 3.10 does not have
+        text = ": ".join([text, *["; ".join(map(describe, parts))] * bool(parts)])
+    return shortened(" ".join(text.split()))
+
+
+def describe(error: BaseException) -> str:
+    """Return `ValueError: message`, in one line."""
+    return f"{type(error).__name__}: {one_line(error)}".removesuffix(": ")
+
+
+def format_traceback(error: BaseException) -> str:
+    """Return the traceback of an exception, safe for a terminal; long messages are shortened."""
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    if len(lines) > MOST_LINES:
+        half = MOST_LINES // 2
+        left_out = f"[... {len(lines) - MOST_LINES:,} more lines ...]"
+        lines = [*lines[:half], left_out, *lines[-half:]]
+    return "\n".join(shortened(visible(line.expandtabs(4))) for line in lines)
 
 
 def place_of(error: BaseException) -> str:
@@ -35,5 +70,7 @@ def place_of(error: BaseException) -> str:
         for frame in frames
         if "site-packages" in frame.filename or not frame.filename.startswith((library, "<"))
     ]
+    if not frames:
+        return "an unknown place"
     frame = (own or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"

@@ -20,7 +20,7 @@ from trainer.distributed.watch.heartbeat import Phase
 from trainer.engine.drift import check_drift
 from trainer.engine.engine import Engine
 from trainer.engine.outcome import Outcome
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, describe
 from trainer.record import fingerprint, resume, startup
 from trainer.record.opening import open_directory
 from trainer.record.startup import STOPPED, Summary
@@ -100,8 +100,7 @@ class Run:
         self._ranks.end_child(error)
         if error is not None:
             code = 2 if isinstance(error, ConfigError) else 1
-            reason = f"{type(error).__name__}: {error}"
-            self.record.exit(code, reason, {"step": self.state.step})
+            self.record.exit(code, describe(error), {"step": self.state.step})
         self.saver.close()
         self.record.close()
         self.batches.close()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -19,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from trainer.capacity import memory_named
 from trainer.config.hints import suggest
 from trainer.config.schema import Config
 from trainer.config.schema import Mesh as Sizes
@@ -27,7 +25,6 @@ from trainer.config.targets import call_target, check_target
 from trainer.data.batches import Batches, EvalBatches, Preparation
 from trainer.data.order import check_batch
 from trainer.data.sources import Collate, check_dataset
-from trainer.data.workers import workers_named
 from trainer.distributed.group import Group, choose_backend
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.rendezvous import check_init
@@ -38,7 +35,7 @@ from trainer.engine.ema import Ema
 from trainer.engine.evaluation import EvalSplit, Evaluator
 from trainer.engine.parts import Parts
 from trainer.engine.precision import Precision, choose_precision, is_bf16_native
-from trainer.errors import ConfigError, RunError, one_line, place_of
+from trainer.errors import ConfigError, one_line, place_of
 from trainer.loading import uncollected
 from trainer.record import fingerprint, resume, weights
 from trainer.record.gate import check_soon
@@ -48,6 +45,7 @@ from trainer.strategy.handover import Values, build_structure
 from trainer.strategy.mesh import Mesh, open_groups
 from trainer.strategy.tensor_memory import make_dense
 from trainer.task import FUSED, Task
+from trainer.terminal import outlive_terminal
 
 COPIES = Sizes("auto", 1, 1, 1, 1)  # of the model, on any number of ranks
 PREPARATION = timedelta(days=7)  # for downloads, while dist.timeout_s is for collectives
@@ -108,20 +106,6 @@ def check_evaluation(config: Config, world: World, fitted: Path | None) -> resum
     if world.rank:
         return resume.Origin()
     return resume.find_checkpoint(config, config.run.resume or (str(fitted) if fitted else None))
-
-
-@contextmanager
-def failures_named(group: Group, config: Config) -> Iterator[None]:
-    """Raise RunError, one line, if a peer or data worker exits or hangs, or memory is not enough.
-
-    On sys.exit too: a run that ends before its last step is not done, even with exit code 0.
-    """
-    with group.peers_named(), workers_named(), memory_named(config, group.world):
-        try:
-            yield
-        except SystemExit as error:
-            what = f"sys.exit({error.code!r}) was called at {place_of(error)}"
-            raise RunError(f"{what}; raise an error, or set run.steps to end earlier") from None
 
 
 def agree_on_origin(
@@ -216,6 +200,7 @@ class Setup:
                 self._open_data(task, split)
             model = make_model(task, kind.builds_on_rank_0 and world.rank > 0)
             ranks.end_child()
+        outlive_terminal()  # the task may have replaced the streams
         if kind.builds_on_rank_0:
             model = _build_in_turns(task, ranks.group, model)
         with ranks.group.agreed("dividing the model"):

@@ -1,34 +1,127 @@
-"""Standard streams that survive a closed terminal, so that a background run continues."""
+"""Standard streams that outlive their terminal: output that cannot be written is dropped."""
+
+from __future__ import annotations
 
 import io
 import os
 import select
+import signal
+import stat
 import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-WAIT_S = 5.0  # for the slow reader of a full pipe
+WAIT_S = 5.0  # for a reader that does not read; the watcher would take a longer wait for a hang
+NAMES = ("stdin", "stdout", "stderr")
+_limits: list[float] = []  # how long to wait for a reader; empty: without limit
 
 
-class _Lasting(io.FileIO):
-    """Stream that drops output it cannot write: its reader has exited, or its disk is full."""
+class _Descriptor(io.RawIOBase):
+    """Output of a descriptor; what has no reader or no room is dropped, and counted.
+
+    A pipe or terminal is opened again for this process, so that its writes do not block: a frozen
+    reader, or Ctrl-S, would stop the run. The original is shared with other processes.
+    """
+
+    def __init__(self, number: int):
+        super().__init__()
+        self._number = number
+        self._own = _reopen(number)
+        self._is_read = True
+        self._lost = 0
 
     def write(self, data: Any) -> int:
-        try:
-            written = super().write(data)
-            if written is None:  # a non-blocking pipe that is full
-                select.select([], [self], [], WAIT_S)
-                written = super().write(data)
-        except OSError:
-            written = None
-        return len(data) if written is None else written
+        size = len(data)
+        if self._lost and self._send(f"\n[{self._lost:,} bytes of output were lost]\n".encode()):
+            self._lost = 0
+        if self._lost or not self._send(bytes(data)):
+            self._lost += size
+        return size
+
+    def _send(self, data: bytes) -> bool:
+        """Write, and return False if that fails; after a first wait in vain do not wait again."""
+        end = time.monotonic() + _limits[-1] * self._is_read if _limits else None
+        while data:
+            try:
+                data = data[os.write(self._own, data) :]
+            except BlockingIOError:
+                self._is_read = self._wait(end)
+                if not self._is_read:
+                    return False
+            except OSError:
+                return False
+        self._is_read = True
+        return True
+
+    def _wait(self, end: float | None) -> bool:
+        poll = select.poll()
+        poll.register(self._own, select.POLLOUT)
+        return bool(poll.poll(None if end is None else max(0.0, end - time.monotonic()) * 1000))
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._number  # child processes get the one that blocks
+
+    def isatty(self) -> bool:
+        return os.isatty(self._number)
+
+    def close(self) -> None:
+        if not self.closed and self._own != self._number:
+            os.close(self._own)
+        super().close()
+
+
+def _reopen(number: int) -> int:
+    """Open the pipe or terminal of a descriptor again, non-blocking; else return the descriptor."""
+    with suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(number).st_mode) or os.isatty(number):
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            return os.open(f"/proc/self/fd/{number}", flags)
+    return number
+
+
+class LastingStream:
+    """Text stream in place of another one; a write never fails, and it cannot be closed."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):  # ValueError: it is closed, or cannot encode the text
+            self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def close(self) -> None:
+        self.flush()
+
+    def isatty(self) -> bool:
+        with suppress(OSError, ValueError):
+            return bool(self._stream.isatty())
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def outlive_terminal() -> None:
-    """Ignore write errors of standard output and error, and open closed streams on /dev/null.
+    """Have standard output and error never fail, and open closed streams on /dev/null.
 
-    Otherwise the next files to be opened would get the descriptors of the closed streams.
+    Otherwise the next files to be opened would get the descriptors of the closed streams. It may
+    be called again, for streams that the program has replaced since.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    for number, name in enumerate(NAMES):
         try:
             os.fstat(number)
         except OSError:
@@ -37,11 +130,26 @@ def outlive_terminal() -> None:
             mode = "r" if number == 0 else "w"
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
         stream = getattr(sys, name)
-        if number and _is_on(stream, number):
-            raw = io.BufferedWriter(_Lasting(number, "w", closefd=False))
-            is_quick = stream.line_buffering or stream.write_through or number == 2
-            text = io.TextIOWrapper(raw, stream.encoding, stream.errors, None, is_quick)
-            setattr(sys, name, text)
+        if number and not isinstance(stream, LastingStream) and _is_replaceable(stream):
+            own = _open_text(number, stream) if _is_on(stream, number) else stream
+            setattr(sys, name, LastingStream(own))
+    if hasattr(signal, "SIGTTOU") and signal.getsignal(signal.SIGTTOU) == signal.SIG_DFL:
+        with suppress(ValueError):  # in another thread
+            signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # stops a background process that writes
+
+
+def _is_replaceable(stream: Any) -> bool:
+    """Return False for the stream of a progress bar, which writes to ours."""
+    return stream is not None and not hasattr(stream, "rich_proxied_file")
+
+
+def _open_text(number: int, stream: Any) -> io.TextIOWrapper:
+    """Return a text stream like Python's own, which escapes characters that it cannot encode."""
+    with suppress(OSError, ValueError):
+        stream.flush()
+    raw = io.BufferedWriter(_Descriptor(number))
+    is_quick = stream.line_buffering or stream.write_through or number == 2
+    return io.TextIOWrapper(raw, stream.encoding, "backslashreplace", None, is_quick)
 
 
 def _is_on(stream: Any, number: int) -> bool:
@@ -50,3 +158,31 @@ def _is_on(stream: Any, number: int) -> bool:
         return isinstance(stream, io.TextIOWrapper) and stream.fileno() == number
     except (OSError, ValueError):
         return False
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Have the output neither fail nor stop this process during the block."""
+    before = (sys.stdout, sys.stderr)
+    outlive_terminal()
+    ours = (sys.stdout, sys.stderr)
+    _limits.append(WAIT_S)
+    try:
+        yield
+    finally:
+        _limits.pop()
+        for name, old, new in zip(NAMES[1:], before, ours, strict=True):
+            if getattr(sys, name) is new and old is not None:
+                new.flush()
+                setattr(sys, name, old)
+
+
+class CurrentOutput:
+    """Standard output as it is at each write, which never fails.
+
+    rich ends the process at a broken pipe, and its progress bar replaces sys.stdout.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        stream = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+        return getattr(LastingStream(stream), name)

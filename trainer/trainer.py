@@ -24,6 +24,7 @@ from trainer.engine.evaluation import Evaluator
 from trainer.engine.means import Values
 from trainer.engine.outcome import Outcome
 from trainer.errors import visible
+from trainer.failures import failures_named
 from trainer.record import fingerprint, resume
 from trainer.record.startup import Summary
 from trainer.run import Run
@@ -33,7 +34,6 @@ from trainer.setup import (
     check_evaluation,
     check_training,
     complete_world,
-    failures_named,
     resolve_precision,
     try_optimizer,
 )
@@ -192,7 +192,11 @@ class Trainer(Task):
                     with failures_named(ranks.group, self.config):
                         self._run = Setup(self, ranks, ("train", *self.config.eval.splits), notes)
                         opened = Run(self, self._run, origin, rolled_back)
-                        with opened as self._run, failures_named(ranks.group, self.config):
+                        place = opened.directory
+                        with (
+                            opened as self._run,
+                            failures_named(ranks.group, self.config, place),
+                        ):
                             del opened  # a reference to DDP's wrapper must not outlive its group
                             summary = loop(self, self._run)
                         strategy = self._run.engine.strategy

@@ -23,7 +23,7 @@ class Disk:
     """The disk of a run directory. `failure`, if set, ends the run at the next step."""
 
     def __init__(self, directory: Path, config: Checkpoint, say: Callable[[str], None]):
-        self.failure: RunError | None = None
+        self.failure: Exception | None = None
         self._directory = directory
         self._stops = config.on_error == "stop"
         self._say = say
@@ -40,6 +40,10 @@ class Disk:
             self.failure = RunError(f"{line}; {advice}")
         else:
             self._warn(kind, f"{line}; the run continues (checkpoint.on_error=continue)")
+
+    def fail(self, error: Exception) -> None:
+        """End the run at the next step with this error."""
+        self.failure = self.failure or error
 
     def _explain(self, error: OSError, need: int) -> tuple[str, str]:
         """Return (the limit that was reached, the remedy)."""
@@ -58,6 +62,10 @@ class Disk:
         place = error.filename or self._directory
         line = f"{place}: {error.strerror or error} while {doing}; the run continues without it"
         self._warn((doing, error.errno), line)
+
+    def tell(self, line: str) -> None:
+        """Warn about something that is repaired."""
+        self._say(f"warning: {line}")
 
     def _warn(self, kind: tuple[str, int | None], line: str) -> None:
         if kind not in self._warned:

@@ -38,6 +38,14 @@ def write_file(path: Path, data: Buffer, mode: int = 0o600) -> None:
         write(data)
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file as a whole, or not at all. Links with its name are not followed."""
+    staged = path.with_name(f".{path.name}.new")
+    staged.unlink(missing_ok=True)
+    write_file(staged, text.encode(), 0o666)
+    os.replace(staged, path)
+
+
 def read_file(path: Path, most: int) -> tuple[int, bytes]:
     """Return a regular file's size, and its bytes up to a size of `most`. A pipe does not block."""
     with open(path, "rb", opener=open_plain) as file:

@@ -181,7 +181,10 @@ class DiskSaver(PartSaver):
         flush_record: Callable[[], None],
         mail: Mail,
     ):
-        """`check_owner` raises if another process has taken over the directory."""
+        """`check_owner` raises if another process has taken over the directory.
+
+        It repairs the directory if nobody has.
+        """
         super().__init__(directory, keep, mail)
         self._disk = disk
         self._check_owner = check_owner
@@ -190,6 +193,7 @@ class DiskSaver(PartSaver):
     def stage(self, step: int) -> str:
         if self.path_of(step).exists():
             return ""
+        self._check_owner()
         try:
             return str(transaction.stage(self.root, step))
         except OSError as error:

@@ -20,6 +20,7 @@ import torch.multiprocessing
 
 from trainer.distributed.watch.watcher import OF_A_JOB
 from trainer.errors import ConfigError, RunError, one_line
+from trainer.terminal import outlive_terminal
 
 FILES = 64  # files that a rank opens, besides those open at the start
 FILES_OF_A_WORKER = 10  # its pipes, and the tensors of two batches in flight
@@ -99,6 +100,7 @@ def prepare_worker(number: int) -> None:
     )
     for each in OF_A_JOB:
         signal.signal(each, signal.SIG_IGN)
+    outlive_terminal()
     _end_with_rank()
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -25,7 +24,7 @@ from trainer.distributed import mpi
 from trainer.distributed.rendezvous import meet, part, read_keys
 from trainer.distributed.watch.watcher import name_ranks
 from trainer.distributed.world import World
-from trainer.errors import ConfigError, RunError
+from trainer.errors import ConfigError, RunError, describe, one_line
 
 _LOST = re.compile(
     r"Connection (?:closed|reset|refused)(?: by peer)?(?: \[[^]]+\]:\d+)?|Broken pipe"
@@ -243,8 +242,8 @@ def _describe(problem: Exception | None) -> str:
     """Return `<kind> <line>` for an error; an empty string for None."""
     for kind, error in _KINDS.items():
         if isinstance(problem, error):
-            return f"{kind} {problem}"
-    return f"other {''.join(traceback.format_exception_only(problem)).strip()}" if problem else ""
+            return f"{kind} {one_line(problem)}"
+    return f"other {describe(problem)}" if problem else ""
 
 
 def _hashed(text: str) -> str:

@@ -14,7 +14,8 @@ from trainer.distributed.group import Group, process_group
 from trainer.distributed.signals import StopRequest, stop_requests
 from trainer.distributed.watch.heartbeat import Heartbeat, watched
 from trainer.distributed.world import World
-from trainer.errors import one_line, place_of
+from trainer.errors import describe, place_of, visible
+from trainer.terminal import lasting_output
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ class Ranks:
         if os.getpid() != self.pid:
             what = f"process {os.getpid()}, which the task forked, continued as if it were the run"
             if error is not None:
-                kind = type(error).__name__
-                what = f"{what} and failed ({kind}: {one_line(error)}, {place_of(error)})"
-            print(f"error: {what}; end it with os._exit", file=sys.stderr, flush=True)
+                what = f"{what} and failed ({describe(error)}, {place_of(error)})"
+            line = visible(f"error: {what}; end it with os._exit")
+            print(line, file=sys.stderr, flush=True)
             os._exit(1)
 
 
@@ -48,6 +49,7 @@ def open_ranks(config: Dist, world: World, facts: Mapping[str, Any]) -> Iterator
     fails, or if a fact differs between ranks.
     """
     with (
+        lasting_output(),
         stop_requests() as stop,
         process_group(config, world, facts) as group,
         watched(config.hang_timeout_s, group) as heartbeat,

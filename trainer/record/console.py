@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from trainer.errors import visible
 from trainer.record.record import Sink
+from trainer.terminal import CurrentOutput
 
 SHOWN = {  # once they are logged
     "train/loss": "loss {:,.4f}",
@@ -27,7 +26,9 @@ class Console(Sink):
         """`step` is the step at which this process starts."""
         from rich.console import Console as Terminal
 
-        self._terminal = Terminal(width=None if sys.stdout.isatty() else 120, highlight=False)
+        file: Any = CurrentOutput()
+        width = None if file.isatty() else 120
+        self._terminal = Terminal(file=file, width=width, highlight=False)
         self._every_s = BAR_EVERY_S if self._terminal.is_terminal else LINE_EVERY_S
         self._bar: Any = None
         self._values: dict[str, float] = {}
@@ -36,8 +37,7 @@ class Console(Sink):
         self._last = self._began
 
     def say(self, text: str) -> None:
-        with suppress(OSError):  # the terminal was closed; the run continues
-            self._terminal.print(visible(text), markup=False, soft_wrap=True)
+        self._terminal.print(visible(text), markup=False, soft_wrap=True)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         from rich.table import Table
@@ -46,8 +46,7 @@ class Console(Sink):
         table = Table(*columns, box=None, header_style="bold")
         for row in rows:
             table.add_row(*(Text(visible(cell)) for cell in row))  # Text shows brackets as they are
-        with suppress(OSError):
-            self._terminal.print(table)
+        self._terminal.print(table)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._values |= values
@@ -68,9 +67,8 @@ class Console(Sink):
             return
         if self._bar is None:
             self._open_bar(num_steps)
-        with suppress(OSError):
-            self._bar.update(0, completed=step, shown=shown)
-            self._bar.refresh()
+        self._bar.update(0, completed=step, shown=shown)
+        self._bar.refresh()
         if is_last:
             self.close()
 

@@ -7,12 +7,12 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoints.files import write_file
+from trainer.checkpoints.files import replace_file
 from trainer.errors import ConfigError
 from trainer.record import lease
 
@@ -74,7 +74,12 @@ def read_evaluation(directory: Path, step: int) -> dict[str, float]:
 
 def read_entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (line, its values) of a metrics.jsonl, if it exists; skip a truncated line."""
-    for line in _read_text(path).splitlines():
+    yield from parse_entries(_read_text(path).splitlines())
+
+
+def parse_entries(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (line, its values) of lines of a metrics.jsonl; skip what is no entry."""
+    for line in lines:
         try:
             entry = json.loads(line)
         except ValueError:
@@ -105,11 +110,3 @@ def write_exit(directory: Path, code: int, reason: str, **facts: Any) -> None:
     """Write exit.json, since torchrun turns every exit code other than 0 into 1."""
     content = strict({"code": code, "reason": reason, **facts})
     replace_file(directory / EXIT, json.dumps(content, indent=1) + "\n")
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Replace a file as a whole, or not at all. Links with its name are not followed."""
-    staged = path.with_name(f".{path.name}.new")
-    staged.unlink(missing_ok=True)
-    write_file(staged, text.encode(), 0o666)
-    os.replace(staged, path)

@@ -8,28 +8,43 @@ import json
 import os
 import secrets
 import socket
+import struct
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoints.files import read_file
+from trainer.checkpoints.files import read_file, replace_file
 from trainer.errors import CheckpointError, ConfigError
 
 NAME = ".writer"
 _MOST = 2**16  # bytes of the file that are read
 # Some cluster file systems have no locks; there only the token protects.
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
-# Closing any descriptor of a file drops the process's own lock on it, so do not open it twice.
-_held: set[tuple[int, int]] = set()
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+_LOCKED = (errno.EACCES, errno.EAGAIN)  # by another process
+_OFD = getattr(fcntl, "F_OFD_SETLK", None)  # Linux
+_WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+# The descriptors of this process by file. Where only POSIX locks exist, closing any descriptor of a
+# file drops the process's lock on it, so do not open it twice.
+_held: dict[tuple[int, int], int] = {}
+
+
+def _leave_to_parent() -> None:
+    """Close the descriptors in a forked child: data workers outlive a killed parent by seconds."""
+    for descriptor in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Lease:
-    """Rank 0's right to write: a POSIX record lock, and a token in the locked file.
+    """Rank 0's right to write: a lock of the open file, and a token in it.
 
-    The kernel drops the lock when the process dies. Unlike flock's, it is not inherited by data
-    workers, which outlive a killed parent by seconds. A process may be frozen while its lock file
-    is removed. It finds another token when it wakes, and `check` before a rename then keeps it
-    from publishing.
+    The kernel drops the lock when the process dies. Unlike a POSIX lock, it remains when the task
+    reads or copies the directory. A process may be frozen while its lock file is removed. It finds
+    another token when it wakes, and `check` before a rename then keeps it from publishing.
     """
 
     def __init__(self, directory: Path, facts: Mapping[str, Any] | None = None):
@@ -38,40 +53,119 @@ class Lease:
         Raises ConfigError, naming host and pid, if another process is the writer.
         """
         self.path = directory / NAME
+        self._repairs: list[str] = []
+        self._turn = threading.Lock()  # checkpoints are saved in a thread
+        self._beside: tuple[Path, str] | None = None
+        self._beside_identity: tuple[int, int] | None = None
         self._descriptor = _lock(self.path)
-        who = {"token": secrets.token_hex(8), "host": socket.gethostname(), "pid": os.getpid()}
-        self._held = json.dumps({**who, **(facts or {})})
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, self._held.encode(), 0)
-        os.fsync(self._descriptor)
-        _held.add(_identity(os.fstat(self._descriptor)))
+        self._identity = _identity(os.fstat(self._descriptor))
+        token = secrets.token_hex(8)
+        self._known = (token, self._read().get("token"), None)  # a backup has the one before
+        who = {"token": token, "host": socket.gethostname(), "pid": os.getpid()}
+        self._text = json.dumps({**who, **(facts or {})})
+        self._write()
+        _held[self._identity] = self._descriptor
+
+    def write_beside(self, path: Path, text: str) -> None:
+        """Write a file of the directory that every writer replaces when it begins."""
+        replace_file(path, text)
+        self._beside = (path, text)
+        self._beside_identity = _identity_of(path)
 
     def check(self) -> None:
-        """Raise CheckpointError if another process has taken over the directory."""
-        try:
-            is_same = _identity(self.path.lstat()) == _identity(os.fstat(self._descriptor))
-            if is_same and self._read() == self._held:
-                return
-        except FileNotFoundError:
-            pass
-        why = "another process has taken over this run"
+        """Repair the lock and its file, if they were changed and nobody else writes.
+
+        Raises CheckpointError if another process has taken over the directory, or if it is gone.
+        """
+        with self._turn:
+            try:
+                if _identity_of(self.path) == self._identity:
+                    self._keep()
+                else:
+                    self._renew()
+            except OSError as error:
+                why = f"{self.path.name}: {error.strerror}"
+                if not self.path.parent.is_dir():
+                    why = "the run directory was removed or moved"
+                raise CheckpointError(self._line(why)) from None
+
+    def _keep(self) -> None:
+        """Lock the file again, which is still the same: a server may have lost the lock."""
+        facts = self._read()
+        if facts.get("token") not in self._known or not _try_lock(self._descriptor):
+            raise CheckpointError(self._line(_describe_successor(facts)))
+        if facts.get("token") != self._known[0]:
+            self._write()
+            self._repairs.append(f"{self.path} was changed, and is written again")
+
+    def _renew(self) -> None:
+        """Lock the file that has the name now: a copy, or a new one."""
+        what = "was removed" if _identity_of(self.path) is None else "was replaced by a copy"
+        beside = self._beside
+        if what == "was removed" and self._is_beside_replaced():
+            raise CheckpointError(self._line(_describe_successor({})))
         if not self.path.parent.is_dir():
-            why = "the run directory was removed or moved"
-        raise CheckpointError(f"{self.path.parent}: {why}; nothing was published")
+            what = "was removed or moved with its directory"
+            self.path.parent.mkdir()
+        try:
+            descriptor = _lock(self.path)
+        except ConfigError:
+            facts = _parse(read_file(self.path, _MOST)[1])
+            raise CheckpointError(self._line(_describe_successor(facts))) from None
+        facts = _parse(os.pread(descriptor, _MOST, 0))
+        if facts.get("token") not in self._known:
+            os.close(descriptor)
+            raise CheckpointError(self._line(_describe_successor(facts)))
+        self.release()
+        self._descriptor = descriptor
+        self._identity = _identity(os.fstat(descriptor))
+        _held[self._identity] = descriptor
+        self._write()
+        if beside is not None:
+            if _identity_of(beside[0]) is None:
+                replace_file(*beside)
+            self._beside_identity = _identity_of(beside[0])
+        self._repairs.append(f"{self.path} {what}; nobody else writes there, so the run continues")
+
+    def _is_beside_replaced(self) -> bool:
+        """Return True if a successor has begun, though its token is gone too."""
+        beside = self._beside
+        if beside is None or not beside[0].is_file():
+            return False
+        return _identity_of(beside[0]) != self._beside_identity
+
+    def take_repairs(self) -> list[str]:
+        """Return a line for each repair since the last call."""
+        repairs = self._repairs
+        self._repairs = []
+        return repairs
 
     def release(self) -> None:
-        _held.discard(_identity(os.fstat(self._descriptor)))
-        os.close(self._descriptor)
+        if _held.pop(self._identity, None) is not None:  # None in a forked child
+            os.close(self._descriptor)
 
-    def _read(self) -> str:
-        return os.pread(self._descriptor, _MOST, 0).decode(errors="replace")
+    def _line(self, why: str) -> str:
+        return f"{self.path.parent}: {why}; nothing was published"
+
+    def _read(self) -> dict[str, Any]:
+        return _parse(os.pread(self._descriptor, _MOST, 0))
+
+    def _write(self) -> None:
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, self._text.encode(), 0)
+        os.fsync(self._descriptor)
+
+
+def _describe_successor(facts: Mapping[str, Any]) -> str:
+    who = f" (process {facts['pid']} on {facts.get('host')})" if "pid" in facts else ""
+    return f"another process{who} has taken over this run"
 
 
 def read_facts(directory: Path) -> dict[str, Any]:
     """Return the facts of a run directory's last writer; empty if this process is the writer."""
     path = directory / NAME
     try:
-        return {} if _identity(path.lstat()) in _held else _parse(read_file(path, _MOST)[1])
+        return {} if _identity_of(path) in _held else _parse(read_file(path, _MOST)[1])
     except OSError:
         return {}
 
@@ -94,24 +188,53 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
+def _identity_of(path: Path) -> tuple[int, int] | None:
+    try:
+        return _identity(path.lstat())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def _lock(path: Path) -> int:
-    if path.exists() and _identity(path.lstat()) in _held:
+    if _identity_of(path) in _held:
         why = "this process already writes there; give run.name=<new>"
         raise ConfigError(f"run directory {path.parent}: {why}")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            return descriptor
+        is_locked = _try_lock(descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
+    if not is_locked:
         holder = _parse(os.pread(descriptor, _MOST, 0))
         os.close(descriptor)
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            raise
         who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')} writes there"
         advice = f"wait until it exits or give run.name=<new>; if its host is lost, remove {path}"
-        raise ConfigError(f"run directory {path.parent}: {who}; {advice}") from None
+        raise ConfigError(f"run directory {path.parent}: {who}; {advice}")
     return descriptor
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Lock a file, or keep the lock; return False if another process has it.
+
+    A lock of the open file where there is one, else a POSIX lock, else none.
+    """
+    for is_ofd in (True, False):
+        try:
+            if not is_ofd:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            elif _OFD is not None:
+                fcntl.fcntl(descriptor, _OFD, _WHOLE_FILE)
+            else:
+                continue
+        except OSError as error:
+            if error.errno in _LOCKED:
+                return False
+            if error.errno not in _NO_LOCKS:
+                raise
+        else:
+            return True
+    return True
 
 
 def _parse(data: bytes) -> dict[str, Any]:

@@ -260,7 +260,7 @@ def take(config: Config, origin: Origin, step: int, launcher: Launcher) -> tuple
             lease.release()
             raise ConfigError(_is_taken(config, directory))  # since the check before the start
         (directory / files.EXIT).unlink(missing_ok=True)
-        files.replace_file(directory / files.CONFIG, to_yaml(config) + "\n")
+        lease.write_beside(directory / files.CONFIG, to_yaml(config) + "\n")
         root = directory / "checkpoints"
         for number, path in transaction.steps(root).items():
             if number > step:

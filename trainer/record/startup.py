@@ -232,7 +232,7 @@ def next_command(
     config: Config, world: World, directory: Path, is_stopped: bool, ended_by: str
 ) -> str:
     """Return the line with the command to resume a stopped run or train a finished one longer."""
-    command = _resume_command(world, directory)
+    command = resume_command(world, directory)
     if is_stopped:
         return f"resume with: {command}"
     steps = config.run.steps
@@ -242,7 +242,7 @@ def next_command(
     return f"train longer with: {command} {more}"
 
 
-def _resume_command(world: World, directory: Path) -> str:
+def resume_command(world: World, directory: Path) -> str:
     """Return the command that resumes the run with the same launcher and number of ranks."""
     name = world.launcher.name
     launcher = ["python"]

@@ -1,4 +1,4 @@
-"""Trackers: destinations of curves. TensorBoard is always on."""
+"""Trackers: destinations of curves."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 
 from trainer.checkpoints.disk import Disk
 from trainer.config.schema import Log
+from trainer.record.directory import METRICS, read_entries
 from trainer.record.record import Sink
 
 REOPEN_S = 5.0  # after a failed write of TensorBoard's files
@@ -25,19 +26,26 @@ class TensorBoard(Sink):
     def __init__(self, directory: Path, step: int, is_resumed: bool, config: Log, disk: Disk):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._folder = str(directory / "tensorboard")
+        self._folder = directory / "tensorboard"
+        self._metrics = directory / METRICS
+        self._step = step
         self._disk = disk
         self._num_images = config.images
         self._profiled = config.profile_steps or [0, 0]
         self._profiler: Any = None
-        self._open = partial(SummaryWriter, self._folder)
+        self._open = partial(SummaryWriter, str(self._folder))
         self._board: Any = None
+        self._file = self._folder
         self._reopen_at = 0.0
         self._try_to_open(step + 1 if is_resumed else None)
         self._on_thread_error = threading.excepthook
         threading.excepthook = self._hide_thread_error
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        if not self._replace_removed():
+            self._draw_scalars(step, values)
+
+    def _draw_scalars(self, step: int, values: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
@@ -68,7 +76,7 @@ class TensorBoard(Sink):
 
     def observe(self, step: int) -> None:
         if step == self._profiled[0]:
-            trace = torch.profiler.tensorboard_trace_handler(self._folder)
+            trace = torch.profiler.tensorboard_trace_handler(str(self._folder))
             self._profiler = torch.profiler.profile(on_trace_ready=trace)
             self._profiler.start()
         elif step == self._profiled[1]:
@@ -91,6 +99,7 @@ class TensorBoard(Sink):
 
     def _draw(self, draw: Callable[[Any], None]) -> None:
         """Write to the board. Its thread ends at an error; a new board is opened seconds later."""
+        self._replace_removed()
         if self._board is None and time.monotonic() > self._reopen_at:
             self._try_to_open()
         try:
@@ -99,12 +108,37 @@ class TensorBoard(Sink):
         except OSError as error:
             self._board = None
             self._reopen_at = time.monotonic() + REOPEN_S
-            self._disk.report(error, "writing TensorBoard's events")
+            is_gone = isinstance(error, (FileNotFoundError, NotADirectoryError))
+            tell = self._disk.bear if is_gone else self._disk.report
+            tell(error, "writing TensorBoard's events")
+
+    def _replace_removed(self) -> bool:
+        """Open a new board if the file or the folder was removed, with the curves so far.
+
+        Returns True if it did; the curves are those of metrics.jsonl, including the last entry.
+        """
+        if self._board is None or self._file.exists():
+            return False
+        with contextlib.suppress(OSError):
+            self._board.close()
+        with contextlib.suppress(OSError):
+            self._file.unlink(missing_ok=True)  # it would have the last events only
+        has_earlier = any(self._folder.glob("events.out.tfevents.*"))
+        self._disk.tell(f"{self._file}: was removed; the curves are written again")
+        self._board = None
+        self._try_to_open()
+        for _, entry in read_entries(self._metrics):
+            step = entry.pop("step")
+            values = {name: v for name, v in entry.items() if isinstance(v, (int, float))}
+            if values and (step > self._step or not has_earlier):
+                self._draw_scalars(step, values)
+        return True
 
     def _try_to_open(self, purge_step: int | None = None) -> None:
         """Open a board or warn: a run works without, and metrics.jsonl reports disk errors too."""
         try:
             self._board = self._open(purge_step=purge_step)
+            self._file = Path(self._board.file_writer.event_writer._file_name)
         except OSError as error:
             self._reopen_at = time.monotonic() + REOPEN_S
             self._disk.bear(error, "opening TensorBoard's events")

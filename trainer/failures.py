@@ -1,0 +1,88 @@
+"""Failures of a run, each reported in one line that names its place in the task."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from trainer.capacity import memory_named
+from trainer.checkpoints import transaction
+from trainer.config.schema import Config
+from trainer.data.workers import workers_named
+from trainer.distributed.group import Group
+from trainer.errors import RunError, place_of
+from trainer.record.startup import resume_command
+
+
+class EarlyExit(SystemExit):
+    """os._exit(0), called by the task in the process of the run."""
+
+
+@contextmanager
+def failures_named(group: Group, config: Config, place: Path | None = None) -> Iterator[None]:
+    """Raise RunError, one line, if a peer or data worker exits or hangs, or memory is not enough.
+
+    On sys.exit and os._exit too: a run that ends before its last step is not done, even with exit
+    code 0. And on a KeyboardInterrupt of the task, since Ctrl-C is a stop request. `place` is the
+    run directory, whose newest checkpoint these lines name.
+    """
+    advice = "raise an error, or set run.steps to end earlier"
+    with (
+        group.peers_named(),
+        workers_named(),
+        memory_named(config, group.world),
+        exits_raised(),
+    ):
+        try:
+            yield
+        except EarlyExit as error:
+            raise RunError(f"{error}; {advice}{_newest(group, config, place)}") from None
+        except SystemExit as error:
+            what = f"sys.exit({error.code!r}) was called at {place_of(error)}"
+            raise RunError(f"{what}; {advice}{_newest(group, config, place)}") from None
+        except KeyboardInterrupt as error:
+            what = f"KeyboardInterrupt was raised at {place_of(error)}"
+            raise RunError(f"{what}{_newest(group, config, place)}") from None
+
+
+def _newest(group: Group, config: Config, place: Path | None) -> str:
+    """Return the end of an error line: the newest checkpoint, and how to resume from it."""
+    if place is None:
+        return ""
+    steps = transaction.steps(place / "checkpoints")
+    if not steps:
+        return "; no checkpoint was saved yet"
+    command = resume_command(group.world, config.shown(place))
+    return f"; the newest checkpoint is that of step {max(steps):,}, resume with: {command}"
+
+
+@contextmanager
+def exits_raised() -> Iterator[None]:
+    """Raise EarlyExit if this thread calls os._exit(0), which launchers take for success.
+
+    Another thread of this process exits with 1, and a process that the task forked as it asks.
+    """
+    leave = os._exit
+    pid = os.getpid()
+    thread = threading.get_ident()
+
+    def leave_as_failure(status: int) -> NoReturn:
+        if status or os.getpid() != pid:
+            leave(status)
+        frame = sys._getframe(1)
+        what = f"os._exit(0) was called at {frame.f_code.co_filename}:{frame.f_lineno}"
+        if threading.get_ident() == thread:
+            raise EarlyExit(what)
+        print(f"error: {what}, in another thread", file=sys.stderr, flush=True)
+        leave(1)
+
+    os._exit = leave_as_failure
+    try:
+        yield
+    finally:
+        os._exit = leave
