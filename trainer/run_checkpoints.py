@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainer.checkpoints.gathering import gather
@@ -17,6 +17,8 @@ from trainer.record import fingerprint, resume, weights
 from trainer.record.directory import strict
 from trainer.record.opening import Opened
 from trainer.setup import Setup
+
+ARRIVE_S = 3.0  # between the ranks, after an error that each of them has
 
 
 class Checkpointer:
@@ -65,6 +67,25 @@ class Checkpointer:
                 is_behind = self._setup.config.checkpoint.background and not is_over
                 self._saver.save(staging, snapshot, is_behind)
         return unreadable
+
+    def save_after_error(self, state: TrainState, flush: Callable[[], None]) -> bool:
+        """Publish the state after an error between two steps; return True if it is saved then.
+
+        `flush` raises an error for a step that must not be published. A collective that does
+        nothing unless all ranks have come within seconds: an error of one rank alone leaves the
+        others in a collective of their own.
+        """
+        group = self._ranks.group
+        if not group.all_arrive(f"after an error at step {state.step}", ARRIVE_S):
+            return False
+        try:
+            flush()
+            self.save(state, True)
+            with group.agreed("saving a checkpoint"):
+                self._saver.settle(state.step)
+        except Exception:  # the first error is the one to report
+            return False
+        return True
 
     def _facts(self, state: TrainState) -> dict[str, Any]:
         """Return the entries of the manifest except files and step."""
