@@ -62,7 +62,9 @@ class Run:
             schedule = build_schedule(task, self.num_steps)
         self.engine = Engine(setup.parts, schedule, self.batches.of_step(0), self.asks)
         self.evaluator = setup.open_evaluator(self.engine.ema, self.wants_stop)
-        restored = restore(setup, self.engine, self.batches, origin, self.num_steps)
+        data = fingerprint.of_data(setup.datasets, self.world.rank == 0)
+        own = (setup, self.engine, self.batches)
+        restored = restore(*own, data, origin, self.num_steps)
         self.state, self._manifest, skipped = restored
         self._check_metrics()
         opened = open_directory(self.config, self._ranks, origin, self.step, setup.parts.strategy)
@@ -78,9 +80,8 @@ class Run:
         self._is_sound = True  # False while a step is judged, and while it is saved
         self._origin = origin
         self._code = fingerprint.of_code(type(task))
-        parts = (setup, self.engine, self.batches)
-        self._checkpoints = Checkpointer(*parts, opened, self._code)
-        self._warnings = [*opened.warnings, *skipped]
+        self._checkpoints = Checkpointer(*own, opened, data, self._code)
+        self._warnings = [*opened.warnings, *skipped, *fingerprint.list_unsteady(data)]
 
     @property
     def model(self) -> nn.Module:

@@ -22,7 +22,7 @@ ARRIVE_S = 3.0  # between the ranks, after an error that each of them has
 
 
 class Checkpointer:
-    """Saves the state of a run. `code` has the digests of its code by module."""
+    """Saves the state of a run. `data` has the facts of its data, `code` digests by module."""
 
     def __init__(
         self,
@@ -30,6 +30,7 @@ class Checkpointer:
         engine: Engine,
         batches: Batches,
         opened: Opened,
+        data: dict[str, dict[str, Any]],
         code: dict[str, str],
     ):
         self._setup = setup
@@ -39,6 +40,7 @@ class Checkpointer:
         self._record = opened.record
         self._saver = opened.saver
         self._is_shared = opened.is_shared
+        self._data = data
         self._code = code
 
     def save(self, state: TrainState, is_over: bool) -> Sequence[int]:
@@ -94,7 +96,7 @@ class Checkpointer:
         ledger = self._batches.ledger
         return {
             "config": config.flat(),
-            "data": fingerprint.of_data(setup.datasets),
+            "data": self._data,
             "machine": fingerprint.of_machine(setup.world),
             "code": self._code,
             "run": state.run_id,
@@ -109,7 +111,12 @@ class Checkpointer:
 
 
 def restore(
-    setup: Setup, engine: Engine, batches: Batches, origin: resume.Origin, num_steps: int
+    setup: Setup,
+    engine: Engine,
+    batches: Batches,
+    data: dict[str, dict[str, Any]],
+    origin: resume.Origin,
+    num_steps: int,
 ) -> tuple[TrainState, Manifest | None, list[str]]:
     """Restore engine and batches from `origin`, or start from the weights of `run.init_from`.
 
@@ -126,7 +133,8 @@ def restore(
         return TrainState.begin(size), None, lines
     manifest = restored.manifest
     training = restored.content.training
-    fingerprint.check_data(setup.datasets, manifest.data)
+    with group.agreed("comparing the data"):
+        fingerprint.check_data(data, manifest.data)
     engine.load(restored.content.sources, training)
     batches.restore(manifest.step, manifest.ledger or "", manifest.replaced)
     is_same_run = group.tell_all(origin.is_resumed)
