@@ -7,6 +7,7 @@ import json
 import math
 import random
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -95,8 +96,7 @@ def _of_example(dataset: Any, index: int) -> dict[str, Any]:
     for leaf in tree_leaves(dataset[index]):
         tensor = _as_tensor(leaf)
         if tensor is None:
-            is_plain = isinstance(leaf, (str, bytes, bool, int, type(None)))
-            parts.append((repr(leaf) if is_plain else type(leaf).__name__).encode())
+            parts.append(_plain_bytes(leaf))
             continue
         parts.append(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         some = tensor.detach().reshape(-1)[:MOST_ELEMENTS].cpu()
@@ -108,19 +108,26 @@ def _of_example(dataset: Any, index: int) -> dict[str, Any]:
 
 
 def _as_tensor(leaf: Any) -> torch.Tensor | None:
-    """Return a number, an array or an image as a tensor; None for anything else."""
+    """Return a float or an array as a tensor; None for anything else."""
     if isinstance(leaf, torch.Tensor):
         return leaf if leaf.layout is torch.strided and not leaf.is_meta else None
-    if isinstance(leaf, float):
-        return torch.tensor(leaf, dtype=torch.float64)
-    if not hasattr(leaf, "__array__") and not hasattr(leaf, "__array_interface__"):
+    if not isinstance(leaf, float) and not hasattr(leaf, "__array__"):
         return None
-    import numpy
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an array that is read-only
+        try:
+            return torch.as_tensor(leaf)
+        except (TypeError, ValueError, RuntimeError):  # an array of objects or texts
+            return None
 
-    try:
-        return torch.from_numpy(numpy.array(leaf))
-    except (TypeError, ValueError):  # an array of objects or texts
-        return None
+
+def _plain_bytes(leaf: Any) -> bytes:
+    """Return the bytes of a text, an integer or an image; of anything else its type."""
+    if isinstance(leaf, (str, bytes)):
+        return leaf.encode(errors="replace") if isinstance(leaf, str) else leaf
+    if hasattr(leaf, "tobytes") and not hasattr(leaf, "dtype"):  # objects in arrays are addresses
+        return bytes(leaf.tobytes())
+    return (repr(leaf) if isinstance(leaf, (int, type(None))) else type(leaf).__name__).encode()
 
 
 def _project(floats: torch.Tensor) -> float:
