@@ -180,10 +180,23 @@ def _name_sessions(manifest: dict[str, Any]) -> list[str]:
     sessions = [
         f"from step {first:,} on {counted(ranks, 'rank')}" for first, ranks in manifest["sessions"]
     ]
-    return [
+    lines = [
         f"run {visible(manifest['run'])}: {length}",
         f"{counted(len(sessions), 'session')}: {', '.join(sessions)}",
     ]
+    return lines + _name_data(manifest["data"]) * (len(sessions) > 1)
+
+
+def _name_data(data: dict[str, Any]) -> list[str]:
+    """Return a line about what each resume compared of the data."""
+    facts = data["train"]
+    places = facts.get("content")
+    compared = "its content was not compared"
+    if facts.get("digest"):
+        compared = f"and its digest {visible(str(facts['digest']))}"
+    elif isinstance(places, dict) and places:
+        compared = f"and its content in {visible(', '.join(places))}"
+    return [f"at each resume the train data had this length, {compared}"]
 
 
 def _name_examples(manifest: dict[str, Any], comparison: Comparison, num_later: int) -> list[str]:

@@ -85,7 +85,7 @@ class Decisions:
         if end := next(filter(None, ends), ""):
             self._run.state.end(end, self._run.num_steps)
         elif not self.stopped_by:
-            self.stopped_by = "a checkpoint that could not be saved"
+            self.stopped_by = "a failed checkpoint or record"  # the end raises its error
 
     def evaluated(self) -> None:
         """End the run if a rank asked for that in an evaluation. A collective."""

@@ -20,9 +20,10 @@ from trainer.distributed.watch.heartbeat import Phase
 from trainer.engine.drift import check_drift
 from trainer.engine.engine import Engine
 from trainer.engine.outcome import Outcome
-from trainer.errors import ConfigError, describe
+from trainer.errors import ConfigError, RunError, describe
 from trainer.record import fingerprint, resume, startup
 from trainer.record.opening import open_directory
+from trainer.record.record import Record
 from trainer.record.startup import STOPPED, Summary
 from trainer.run_checkpoints import Checkpointer, restore
 from trainer.setup import Setup, build_schedule
@@ -48,6 +49,7 @@ class Run:
         self.world = setup.world
         self.wants_save = False
         self.saver = Saver(Path())
+        self.record = Record()
         self._setup = setup
         self._ranks = setup.parts.ranks
         self._clock = Clock()
@@ -60,7 +62,9 @@ class Run:
             schedule = build_schedule(task, self.num_steps)
         self.engine = Engine(setup.parts, schedule, self.batches.of_step(0), self.asks)
         self.evaluator = setup.open_evaluator(self.engine.ema, self.wants_stop)
-        restored = restore(setup, self.engine, self.batches, origin, self.num_steps)
+        data = fingerprint.of_data(setup.datasets, self.world.rank == 0)
+        own = (setup, self.engine, self.batches)
+        restored = restore(*own, data, origin, self.num_steps)
         self.state, self._manifest, skipped = restored
         self._check_metrics()
         opened = open_directory(self.config, self._ranks, origin, self.step, setup.parts.strategy)
@@ -73,11 +77,11 @@ class Run:
         self._first_step = self.step
         self._began_s = self._clock.read()
         self._logged = (self.step, self._began_s)
+        self._is_sound = True  # False while a step is judged, and while it is saved
         self._origin = origin
         self._code = fingerprint.of_code(type(task))
-        parts = (setup, self.engine, self.batches)
-        self._checkpoints = Checkpointer(*parts, opened, self._code)
-        self._warnings = [*opened.warnings, *skipped]
+        self._checkpoints = Checkpointer(*own, opened, data, self._code)
+        self._warnings = [*opened.warnings, *skipped, *fingerprint.list_unsteady(data)]
 
     @property
     def model(self) -> nn.Module:
@@ -96,14 +100,35 @@ class Run:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Record the error, if there is one, and close everything."""
+        """Record the error, if there is one, and close everything.
+
+        A RunError or ConfigError is raised anew if it can say that the state was saved.
+        """
         self._ranks.end_child(error)
+        saved = ""
         if error is not None:
+            saved = self._save_after_error(error)
             code = 2 if isinstance(error, ConfigError) else 1
-            self.record.exit(code, describe(error), {"step": self.state.step})
+            self.record.exit(code, describe(error) + saved, {"step": self.state.step})
         self.saver.close()
         self.record.close()
         self.batches.close()
+        if saved and isinstance(error, (ConfigError, RunError)):
+            raise type(error)(f"{error}{saved}") from error
+
+    def _save_after_error(self, error: BaseException) -> str:
+        """Save what was trained, if an error has left it complete; return words about that."""
+        step = self.state.step
+        is_complete = self._is_sound and not self.engine.is_in_step and step > self._first_step
+        if not is_complete or not isinstance(error, Exception):
+            return ""
+        if not self._checkpoints.save_after_error(self.state, self.decisions.flush):
+            return ""
+        command = startup.next_command(self.config, self.world, self._shown, True, "")
+        saved = f"the state after step {step:,} is saved; {command}"
+        if not isinstance(error, (ConfigError, RunError)):  # whose line ends with it
+            self.record.say(saved)
+        return f"; {saved}"
 
     def announce(self) -> None:
         """Print what is about to run: ranks, layout, batch arithmetic, data, model, changes.
@@ -162,7 +187,7 @@ class Run:
 
     def wants_stop(self) -> bool:
         """Return True if this rank asks all ranks to stop."""
-        return bool(self.requests.stop) or self.saver.has_failed
+        return bool(self.requests.stop) or self.saver.has_failed or self.record.has_failed
 
     def asks(self) -> bool:
         """Return True if this rank asks all ranks to stop, or to end the run."""
@@ -179,10 +204,12 @@ class Run:
         Before an evaluation or a save also on this one, which may end the run.
         """
         self._ranks.heartbeat.end_step()
+        self._is_sound = False
         self.decisions.push(outcome)
         config = self.config
         if self.wants_save or self.is_due(config.eval) or self.is_due(config.checkpoint):
             self.decisions.flush()
+        self._is_sound = True
 
     # Record -------------------------------------------------------------------------------------
 
@@ -206,7 +233,9 @@ class Run:
         """Compare the state of the ranks if that is due, and show progress."""
         step = self.state.step
         if self._drift_every and step % self._drift_every == 0 and self.world.world_size > 1:
+            self._is_sound = False
             check_drift(self._ranks.group, step, self.engine.shards(), self.engine.strategy.mesh)
+            self._is_sound = True
         self.record.progress(step, self.num_steps, step == self.num_steps)
         self.record.observe(step)
         every = self.config.log.histograms_every_steps
@@ -257,9 +286,11 @@ class Run:
 
     def _save(self) -> None:
         self.wants_save = False
+        self._is_sound = False
         for index in self._checkpoints.save(self.state, self.is_over):
             why = "cannot be read: the next readable one is used instead"
             self.record.say(f"warning: train example {index} {why}")
+        self._is_sound = True
 
     def finish(self) -> Summary:
         """Publish the last state, record how the run ended, and return a summary. A collective."""
@@ -270,7 +301,11 @@ class Run:
             self.record.progress(state.step, self.num_steps, True)
         self._save()  # the last step may have no checkpoint yet, for example after a stop
         with self._ranks.group.agreed("saving a checkpoint"):
+            self._is_sound = False
             self.saver.settle(state.step)
+        self._is_sound = True
+        with self._ranks.group.agreed("recording"):
+            self.record.settle()
         summary = self._sum_up()
         steps = state.step - self._first_step
         shown = self._shown

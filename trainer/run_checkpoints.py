@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainer.checkpoints.gathering import gather
@@ -24,10 +24,11 @@ MOST_NAMED = 4
 AGAIN = "so a resume starts from its first value"
 CHANGED = f"training changes it, {AGAIN}; use self.step, or register_buffer in the model"
 RESHAPED = f"its shape changed in training, {AGAIN}; build it with its final shape"
+ARRIVE_S = 3.0  # between the ranks, after an error that each of them has
 
 
 class Checkpointer:
-    """Saves the state of a run. `code` has the digests of its code by module."""
+    """Saves the state of a run. `data` has the facts of its data, `code` digests by module."""
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class Checkpointer:
         engine: Engine,
         batches: Batches,
         opened: Opened,
+        data: dict[str, dict[str, Any]],
         code: dict[str, str],
     ):
         self._setup = setup
@@ -44,6 +46,7 @@ class Checkpointer:
         self._record = opened.record
         self._saver = opened.saver
         self._is_shared = opened.is_shared
+        self._data = data
         self._code = code
         task: Any = setup.parts.hooks
         packages = setup.config.packages
@@ -94,6 +97,25 @@ class Checkpointer:
                 named = ", ".join(new[:MOST_NAMED]) + more
                 self._record.say(f"warning: a checkpoint does not hold {named}: {why}")
 
+    def save_after_error(self, state: TrainState, flush: Callable[[], None]) -> bool:
+        """Publish the state after an error between two steps; return True if it is saved then.
+
+        `flush` raises an error for a step that must not be published. A collective that does
+        nothing unless all ranks have come within seconds: an error of one rank alone leaves the
+        others in a collective of their own.
+        """
+        group = self._ranks.group
+        if not group.all_arrive(f"after an error at step {state.step}", ARRIVE_S):
+            return False
+        try:
+            flush()
+            self.save(state, True)
+            with group.agreed("saving a checkpoint"):
+                self._saver.settle(state.step)
+        except Exception:  # the first error is the one to report
+            return False
+        return True
+
     def _facts(self, state: TrainState) -> dict[str, Any]:
         """Return the entries of the manifest except files and step."""
         setup = self._setup
@@ -101,7 +123,7 @@ class Checkpointer:
         ledger = self._batches.ledger
         return {
             "config": config.flat(),
-            "data": fingerprint.of_data(setup.datasets),
+            "data": self._data,
             "machine": fingerprint.of_machine(setup.world),
             "code": self._code,
             "run": state.run_id,
@@ -116,7 +138,12 @@ class Checkpointer:
 
 
 def restore(
-    setup: Setup, engine: Engine, batches: Batches, origin: resume.Origin, num_steps: int
+    setup: Setup,
+    engine: Engine,
+    batches: Batches,
+    data: dict[str, dict[str, Any]],
+    origin: resume.Origin,
+    num_steps: int,
 ) -> tuple[TrainState, Manifest | None, list[str]]:
     """Restore engine and batches from `origin`, or start from the weights of `run.init_from`.
 
@@ -133,7 +160,8 @@ def restore(
         return TrainState.begin(size), None, lines
     manifest = restored.manifest
     training = restored.content.training
-    fingerprint.check_data(setup.datasets, manifest.data)
+    with group.agreed("comparing the data"):
+        fingerprint.check_data(data, manifest.data)
     engine.load(restored.content.sources, training)
     batches.restore(manifest.step, manifest.ledger or "", manifest.replaced)
     is_same_run = group.tell_all(origin.is_resumed)

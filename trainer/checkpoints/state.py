@@ -82,6 +82,7 @@ class TrainState:
 
         `stale` counts the evaluations since one that was better by more than `least`.
         """
+        value = metrics[metric]
         self.metrics = metrics
         self.evaluated = self.step
         best_of = f"{mode} {metric}"
@@ -90,7 +91,6 @@ class TrainState:
             self.best_step = None
             self.best_of = best_of
             self.improved = None
-        value = metrics[metric]
         sign = 1 if mode == "max" else -1
         is_first = self.improved is None and not math.isnan(value)
         self.stale += 1

@@ -281,6 +281,11 @@ class EvalBatches:
         return self._shard.leaves
 
     @property
+    def num_micro_batches(self) -> int:
+        """The number of micro-batches, the same on every rank."""
+        return len(self._shard)
+
+    @property
     def is_padding(self) -> bool:
         """Return True if this shard is padding only."""
         return self._shard.is_padding

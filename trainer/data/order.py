@@ -247,6 +247,9 @@ class ShardSampler(IndexSampler):
         self._end = self._start + length
         self._device = device
 
+    def __len__(self) -> int:
+        return -(-(self._end - self._start) // self._micro_batch)
+
     @property
     def is_padding(self) -> bool:
         """Return True if this shard is padding only."""

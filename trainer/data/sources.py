@@ -41,7 +41,7 @@ class ResidentDataset(TensorDataset):
     """Tensors with equal first axes, on any device, with a note on their origin.
 
     `source` is printed at the start. `digest`, if set, is saved in the checkpoint: a resume
-    refuses data with another digest.
+    refuses data with another digest. Without one it compares the content at fixed places.
     """
 
     def __init__(self, *tensors: torch.Tensor, source: str = "", digest: str = ""):

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -221,6 +222,24 @@ class Group:
             if kind in _KINDS:
                 raise _KINDS[kind](line)
             raise RuntimeError(f"rank {rank} failed {doing}: {line}")
+
+    def all_arrive(self, place: str, limit_s: float) -> bool:
+        """Return True if all ranks call this with the same `place` within the limit.
+
+        Unlike a collective it may be called by some ranks only, while others wait in a collective.
+        """
+        size = self.world.world_size
+        if size == 1:
+            return True
+        end = time.monotonic() + limit_s
+        with suppress(RuntimeError):  # the store has gone, with its rank
+            if self.store.add(f"arrived/{place}", 1) == size:
+                self.store.set(f"arrived/{place}/all", "")
+            while time.monotonic() < end:
+                if self.store.check([f"arrived/{place}/all"]):
+                    return True
+                time.sleep(0.02)
+        return False
 
     @contextmanager
     def peers_named(self) -> Iterator[None]:

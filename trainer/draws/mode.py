@@ -117,14 +117,18 @@ class Draws(TorchFunctionMode):
         if not self._is_by_example:
             return
         self._update = name
-        try:
-            sizes = (2 * unit, 3 * unit)
-            two, three = (self._watch(compute, take_rows(batch, rows), rows) for rows in sizes)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:
-            self._used[name] = True
+        sizes = (2 * unit, 3 * unit)
+        seen = []
+        for rows in sizes:  # both, if the first one fails too: another rank may take part in them
+            try:
+                seen.append(self._watch(compute, take_rows(batch, rows), rows))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:
+                self._used[name] = True
+        if len(seen) < len(sizes):
             return
+        two, three = seen
         self._places.clear()  # found before this rehearsal
         self._used[name] = bool(two)
         self._fixed |= {(name, *each) for each in set(two) & set(three)}

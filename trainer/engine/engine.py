@@ -108,6 +108,11 @@ class Engine:
         """The user's model, without any wrapper."""
         return self.strategy.module
 
+    @property
+    def is_in_step(self) -> bool:
+        """True from `set_rate` to `end_step`: the state may be half updated."""
+        return self.recorder.is_open
+
     def update(
         self,
         batch: MicroBatches,
@@ -205,10 +210,10 @@ class Engine:
     def end_step(self) -> None:
         """Close the step's row of means, and advance the moving average of the weights."""
         self._end_child()
-        self.recorder.end_step()
         self.means.end_row()
         if self.ema is not None:
             self.ema.update()
+        self.recorder.end_step()
 
     def rates(self) -> dict[str, float]:
         """Return the learning rate of the first parameter group that has one, by name."""

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -22,7 +23,7 @@ from trainer.engine.means import Means, Values, weigh
 from trainer.engine.parts import Parts
 from trainer.errors import ConfigError
 
-Batch = tuple[Any, Any, int]  # inputs, targets, and the number of rows that are no padding
+Use = Callable[[Any, Any, int], None]  # of outputs, targets, and the number of real rows
 ASK_EVERY_S = 0.5  # how often the ranks agree on whether to stop
 
 
@@ -48,6 +49,42 @@ def _joined(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         given = f"predict(outputs) returned {name} with rows of shape {shapes[0]} and {shapes[-1]}"
         raise ConfigError(f"{given}: must be one shape; pad in collate, or return a value per row")
     return torch.cat(list(parts))
+
+
+class _Passes:
+    """The forward passes over a split. `error` is the first error in one of them, if any.
+
+    After an error, passes that communicate go on, with the last inputs if no others can be read:
+    other ranks would wait for this one.
+    """
+
+    def __init__(self, batches: Iterator[Any], forward: Callable[[Any], Any], is_shared: bool):
+        """`is_shared` is True if a forward pass communicates; its own errors are raised."""
+        self.error: Exception | None = None
+        self._batches = batches
+        self._forward = forward
+        self._is_shared = is_shared
+        self._is_readable = True
+        self._batch: Any = (None, None, 0)
+
+    def read(self) -> None:
+        if not self._is_readable or (self.error is not None and not self._is_shared):
+            return
+        try:
+            self._batch = next(self._batches)
+        except Exception as error:  # of the data set or of the task's code
+            self._is_readable = False
+            self.error = self.error or error
+
+    def compute(self, use: Use) -> None:
+        inputs, targets, rows = self._batch
+        outputs = self._forward(inputs) if self._is_shared else None
+        if self.error is not None:
+            return
+        try:
+            use(outputs if self._is_shared else self._forward(inputs), targets, rows)
+        except Exception as error:  # of the task's code
+            self.error = error
 
 
 @dataclass(frozen=True)
@@ -91,11 +128,7 @@ class Evaluator:
         for split in self._splits:
             means = Means(split.batches.leaves)
 
-            def count(batch: Batch, split: EvalSplit = split, means: Means = means) -> None:
-                inputs, targets, rows = batch
-                self._count(split, means, self._strategy.forward(inputs), targets, rows)
-
-            if not self._run(split, count):
+            if not self._run(split, partial(self._count, split, means)):
                 return None
             found |= self._finish(split, means)
         return found
@@ -109,9 +142,7 @@ class Evaluator:
         """
         parts: dict[str, list[torch.Tensor]] = {}
 
-        def keep(batch: Batch) -> None:
-            inputs, targets, rows = batch
-            outputs = self._strategy.forward(inputs)
+        def keep(outputs: Any, targets: Any, rows: int) -> None:
             if self._mesh.is_counted:
                 with self._precision.autocast():
                     returned = self._hooks.predict(outputs)
@@ -124,14 +155,12 @@ class Evaluator:
         for inputs, targets, _ in islice(
             split.batches, 1
         ):  # without a loss: it may have no targets
-            with self._averaged():
+            with self._evaluating():
                 self._rehearse_draws(
                     lambda inputs, _: self._strategy.forward(inputs), inputs, targets
                 )
         if not self._run(split, keep):
             return None
-        self._strategy.module.train()
-        self._strategy.refresh()
         own: dict[str, torch.Tensor] = {}
         with self._group.agreed("joining predictions"):
             own = {name: _joined(name, each) for name, each in parts.items()}
@@ -158,24 +187,39 @@ class Evaluator:
             return {}
         return {name: torch.cat(each) for name, each in parts.items()}
 
-    def _run(self, split: EvalSplit, compute: Callable[[Batch], None]) -> bool:
-        """Compute each micro-batch of a split; return False after a stop request. A collective."""
+    def _run(self, split: EvalSplit, use: Use) -> bool:
+        """Compute each micro-batch of a split; return False after a stop request. A collective.
+
+        An error on one rank is raised on all ranks, except in a forward pass that communicates.
+        """
         if not self._draws.is_known("eval"):
             self.rehearse()
         every = 1
         begun = time.monotonic()
-        self._heartbeat.enter(Phase.EVALUATE)
-        with self._averaged(), self._draws.update("eval"):
-            for number, batch in enumerate(split.batches, 1):
+        batches = _Passes(iter(split.batches), self._strategy.forward, self._mesh.is_divided)
+        last = split.batches.num_micro_batches
+        with self._evaluating(), self._draws.update("eval"):
+            for number in range(1, last + 1):
                 self._heartbeat.enter(Phase.EVALUATE)
-                compute(batch)
-                if number % every == 0:
-                    asked, seconds = self._agree(begun)
+                batches.read()
+                if number == 1 and self._mesh.is_divided:
+                    self._raise_alike(split, batches.error)
+                batches.compute(use)
+                if number % every == 0 or number == last:
+                    state = (float(self._wants_stop()), float(batches.error is not None))
+                    asked, failed, seconds = self._group.max(*state, time.monotonic() - begun)
+                    if failed:
+                        self._raise_alike(split, batches.error)
                     if asked:
-                        self._strategy.module.train()
                         return False
                     every = max(1, int(number * ASK_EVERY_S / max(seconds, 1e-9)))
         return True
+
+    def _raise_alike(self, split: EvalSplit, error: Exception | None) -> None:
+        """Raise on all ranks if a rank has an error. A collective."""
+        with self._group.agreed(f"evaluating {split.name}"):
+            if error is not None:
+                raise error
 
     @torch.no_grad()
     def rehearse(self) -> list[str]:
@@ -187,7 +231,7 @@ class Evaluator:
         found: list[str] = []
         for split in self._splits:
             means = Means(None)
-            with self._averaged(), self._group.agreed("computing metrics"):
+            with self._evaluating(), self._group.agreed("computing metrics"):
                 for inputs, targets, rows in islice(split.batches, 1):
                     self._rehearse_draws(self._compute, inputs, targets)
                     self._count(split, means, self._strategy.forward(inputs), targets, rows)
@@ -213,41 +257,44 @@ class Evaluator:
 
         The third value is the number of their rows that are no padding; 0 without a split.
         """
-        with self._averaged(), torch.no_grad():
+        with self._evaluating(), torch.no_grad():
             batches = self._splits[0].batches if self._splits else ()
             inputs, _, rows = next(iter(batches), (None, None, 0))
             yield self._strategy.module, inputs, rows
-        self._strategy.module.train()
 
-    def _averaged(self) -> Any:
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Switch the model to evaluation, with its averaged weights, and back, after errors too."""
         self._strategy.module.eval()
-        return self._ema.swapped() if self._ema else nullcontext()
-
-    def _agree(self, begun: float) -> tuple[float, float]:
-        asked, seconds = self._group.max(float(self._wants_stop()), time.monotonic() - begun)
-        return asked, seconds
+        try:
+            with self._ema.swapped() if self._ema else nullcontext():
+                yield
+        finally:
+            self._strategy.module.train()
+            self._strategy.refresh()
 
     def _finish(self, split: EvalSplit, means: Means) -> dict[str, float]:
-        self._strategy.module.train()
-        self._strategy.refresh()
         values = means.read(self._group)
-        scores = self._scores(split) if self._mesh.is_counted else {}
+        scores = self._scores(split)
         if split.metrics and self._mesh.divides_model:
             texts = self._group.gather_text(json.dumps(scores))
             scores = next(filter(None, map(json.loads, texts)))
         values |= scores
-        values |= self._hooks.summarize(dict(values))
-        return {f"{split.name}/{name}": float(value) for name, value in values.items()}
+        with self._group.agreed(f"summarizing {split.name}"):
+            values |= self._hooks.summarize(dict(values))
+            values = {f"{split.name}/{name}": float(value) for name, value in values.items()}
+        return values
 
     def _scores(self, split: EvalSplit) -> dict[str, float]:
-        """Return the torchmetrics over the ranks that count rows."""
+        """Return the torchmetrics over the ranks that count rows. A collective."""
         scores = {}
         for name, metric in split.metrics.items():
-            if self._mesh.divides_model:
-                metric.process_group = self._strategy.world.groups["data"].group
-            with warnings.catch_warnings():
+            with self._group.agreed(f"computing {split.name}/{name}"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a rank without rows never updated it
-                scores[name] = metric.compute().item()
+                if self._mesh.divides_model:
+                    metric.process_group = self._strategy.world.groups["data"].group
+                if self._mesh.is_counted:
+                    scores[name] = metric.compute().item()
             metric.reset()
         return scores
 

@@ -167,15 +167,7 @@ def load_named_state(
         merged = _merge_options(group, old["options"])
         groups.append(merged | {"params": list(range(first, last))})
         first = last
-<<<<<<< HEAD
-    order = [names[p] for group in optimizer.param_groups for p in group["params"]]
-    values = {name: {**saved["state"].get(name, {}), **tensors.get(name, {})} for name in order}
-    state: dict[Any, Any] = {n: values[name] for n, name in enumerate(order) if values[name]}
-    optimizer.load_state_dict(
-        {"state": {**saved.get("shared", {}), **state}, "param_groups": groups}
-    )
-=======
-    state = {}
+    state: dict[Any, Any] = dict(saved.get("shared", {}))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in enumerate(parameters):
         name = names[parameter]
@@ -183,7 +175,6 @@ def load_named_state(
         if values := {**saved["state"].get(name, {}), **own}:
             state[number] = values
     optimizer.load_state_dict({"state": state, "param_groups": groups})
->>>>>>> models
 
 
 def _ordered_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

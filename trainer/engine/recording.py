@@ -29,37 +29,37 @@ class Recorder:
         self._taken = taken
         self._is_counted = is_counted
         self._hooks = hooks
-        self._is_open = False
+        self.is_open = False  # during a step
         self._rows: int | None = None
         self._names: set[str] = set()  # that the task itself records
 
     def begin_step(self) -> None:
-        self._is_open = True
+        self.is_open = True
 
     def end_step(self) -> None:
-        self._is_open = False
+        self.is_open = False
 
     @property
     def rows(self) -> int | None:
         """Number of rows of the micro-batch whose loss is computed; None outside of an update."""
-        return self._rows if self._is_open else None
+        return self._rows if self.is_open else None
 
     @contextmanager
     def closed(self) -> Iterator[None]:
         """Ignore values during the block."""
-        was = self._is_open
-        self._is_open = False
+        was = self.is_open
+        self.is_open = False
         try:
             yield
         finally:
-            self._is_open = was
+            self.is_open = was
 
     def record(self, name: str, returned: Values) -> None:
         """Add values, or (values, weights), of the examples of a micro-batch.
 
         Raises ConfigError for a name of an update, and for values that are not one per example.
         """
-        if not self._is_open:
+        if not self.is_open:
             return
         given = f"record({name!r})"
         if not isinstance(name, str):
@@ -80,7 +80,7 @@ class Recorder:
             self._means.add(name, values, weights)
 
     def _add_metrics(self, metrics: Mapping[str, Values]) -> None:
-        if not self._is_open:
+        if not self.is_open:
             return
         for name, returned in metrics.items():
             if name in self._names or name in self._taken:

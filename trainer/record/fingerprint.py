@@ -17,6 +17,8 @@ from torch.nn.parameter import is_lazy
 import trainer
 from trainer.config import PACKAGE
 from trainer.config.schema import Config
+from trainer.data import content
+from trainer.data.order import counted
 from trainer.distributed.world import World
 from trainer.errors import CheckpointError
 
@@ -56,11 +58,14 @@ def of_machine(world: World) -> dict[str, str]:
     }
 
 
-def of_data(datasets: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    return {
-        split: {"length": len(d), "digest": getattr(d, "digest", "")}
-        for split, d in datasets.items()
-    }
+def of_data(datasets: Mapping[str, Any], reads: bool = False) -> dict[str, dict[str, Any]]:
+    """Return length, digest and, if it `reads` them, content of the data, by split."""
+    facts: dict[str, dict[str, Any]] = {}
+    for split, data in datasets.items():
+        facts[split] = {"length": len(data), "digest": getattr(data, "digest", "")}
+        if reads:
+            facts[split]["content"] = content.describe(data)
+    return facts
 
 
 def of_built(datasets: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -73,15 +78,29 @@ def of_built(datasets: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     return facts
 
 
-def check_data(datasets: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]]) -> None:
+def check_data(
+    current: Mapping[str, Mapping[str, Any]], saved: Mapping[str, Mapping[str, Any]]
+) -> None:
     """Raise CheckpointError if the data differs from that of the run to resume."""
-    current = of_data(datasets)
+    advice = "resume with the same data, or start a new run"
     for split in [split for split in saved if split in current]:
-        for name, value in saved[split].items():
+        for name in ("length", "digest"):
             own = current[split].get(name)
-            if own != value:
+            if name in saved[split] and own != (value := saved[split][name]):
                 had = f"the {split} data has {name} {own}, the run to resume had {value}"
-                raise CheckpointError(f"{had}: resume with the same data, or start a new run")
+                raise CheckpointError(f"{had}: {advice}")
+        before = saved[split].get("content")
+        if changed := content.find_changes(before, current[split].get("content")):
+            places = f"{', '.join(changed[:4])} of {counted(len(before or ()), 'place')} compared"
+            had = f"the {split} data has other content than the run to resume had ({places})"
+            raise CheckpointError(f"{had}: {advice}")
+
+
+def list_unsteady(current: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a line for each split whose content cannot be compared at a resume."""
+    why = "an example differs when it is read twice, so a resume cannot notice other data"
+    unsteady = [split for split, facts in current.items() if facts.get("content", {}) is None]
+    return [f"{split}: {why}" for split in unsteady]
 
 
 @cache

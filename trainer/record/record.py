@@ -58,6 +58,20 @@ def _in_every_sink(method: Method) -> Method:
     return cast(Method, call)
 
 
+def _or_fail(method: Method) -> Method:
+    """Make a method of Record as above, after whose errors the run stops when it is saved."""
+    name = method.__name__
+
+    def call(record: Record, *arguments: Any) -> None:
+        for receive in record.receivers[name]:
+            try:
+                receive(*arguments)
+            except Exception as error:  # other ranks have no sinks, and do not know of it
+                record.fail(error)
+
+    return cast(Method, call)
+
+
 class Record(Sink):
     """All sinks of a run; none on ranks other than 0, so that callers never ask for the rank.
 
@@ -65,20 +79,34 @@ class Record(Sink):
     """
 
     def __init__(self, sinks: Sequence[Sink] = ()):
+        self._failure: Exception | None = None
         self.receivers: dict[str, list[Callable[..., None]]] = {}
         for name in vars(Sink):
             own = [s for s in sinks if getattr(type(s), name) is not getattr(Sink, name)]
             self.receivers[name] = [getattr(sink, name) for sink in own]
 
-    say = _in_every_sink(Sink.say)
-    table = _in_every_sink(Sink.table)
-    progress = _in_every_sink(Sink.progress)
-    scalars = _in_every_sink(Sink.scalars)
-    note = _in_every_sink(Sink.note)
-    hyper_parameters = _in_every_sink(Sink.hyper_parameters)
-    images = _in_every_sink(Sink.images)
-    histogram = _in_every_sink(Sink.histogram)
-    observe = _in_every_sink(Sink.observe)
+    def fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
+
+    @property
+    def has_failed(self) -> bool:
+        """True if a sink has raised an error. Read after every step."""
+        return self._failure is not None
+
+    def settle(self) -> None:
+        """Raise the first error of a sink."""
+        if self._failure is not None:
+            raise self._failure
+
+    say = _or_fail(Sink.say)
+    table = _or_fail(Sink.table)
+    progress = _or_fail(Sink.progress)
+    scalars = _or_fail(Sink.scalars)
+    note = _or_fail(Sink.note)
+    hyper_parameters = _or_fail(Sink.hyper_parameters)
+    images = _or_fail(Sink.images)
+    histogram = _or_fail(Sink.histogram)
+    observe = _or_fail(Sink.observe)
     flush = _in_every_sink(Sink.flush)
     exit = _in_every_sink(Sink.exit)
     close = _in_every_sink(Sink.close)

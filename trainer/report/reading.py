@@ -16,6 +16,7 @@ from trainer.checkpoints.files import read_file
 from trainer.checkpoints.manifest import Manifest
 from trainer.config.schema import ONCE, flatten
 from trainer.config.schema import Mesh as Sizes
+from trainer.data import content
 from trainer.distributed.world import World
 from trainer.errors import CheckpointError, ConfigError
 from trainer.record import directory as rundir
@@ -132,7 +133,8 @@ class RunFiles:
             return {}
         facts = {name: str(value) for name, value in self.manifest.machine.items()}
         for split, values in self.manifest.data.items():
-            facts |= {f"the {split} data's {name}": str(v) for name, v in values.items()}
+            shown = {**values, "content": content.short(values.get("content"))}
+            facts |= {f"the {split} data's {name}": str(v) for name, v in shown.items()}
         return facts | {f"the code of {n}": str(v) for n, v in self.manifest.code.items()}
 
     def load_tensors(self, step: int) -> Mapping[str, Any]:

@@ -1,0 +1,162 @@
+"""The content of a data set at fixed places, by which a resume notices other data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import TensorDataset
+
+from trainer.data.randomness import seed_example
+
+ROWS = 64  # of a tensor of floats, at equal distances
+MOST_BYTES = 2**22  # of another tensor, hashed as a whole or else in rows: 10 ms
+MOST_ELEMENTS = 2**20  # of a tensor in an example
+CLOSE = 1e-3  # relative distance of floats: data that is normalised may be rounded otherwise
+
+# By tensor or example: {"digest": of integers and texts, "values": one number for some floats}
+Content = dict[str, dict[str, Any]]
+
+
+def describe(dataset: Any) -> Content | None:
+    """Return the content of a data set at fixed places; None if it reads differently each time.
+
+    Tensors are read as they are. Of another data set the first, middle and last example are read,
+    with seeded generators; one that cannot be read is left out.
+    """
+    if getattr(dataset, "digest", ""):
+        return {}
+    if isinstance(dataset, TensorDataset):
+        return {f"tensor {n}": _of_rows(t) for n, t in enumerate(dataset.tensors)}
+    found: Content = {}
+    size = len(dataset)
+    with _generators_kept():
+        for index in sorted({0, size // 2, size - 1}):
+            # one that cannot be read is reported when the run takes it
+            with suppress(Exception, SystemExit):
+                first, second = (_of_example(dataset, index) for _ in range(2))
+                if first != second:
+                    return None
+                found[f"example {index}"] = first
+    return found
+
+
+def find_changes(content: Any, other: Any) -> list[str]:
+    """Return the names of the places that both have, and whose content differs."""
+    if not isinstance(content, Mapping) or not isinstance(other, Mapping):
+        return []
+    return [name for name in content if name in other and not _is_same(content[name], other[name])]
+
+
+def short(content: Any) -> str:
+    """Return a digest of a content, to show; empty without one."""
+    if not isinstance(content, Mapping) or not content:
+        return ""
+    plain = json.loads(json.dumps(content), parse_float=lambda text: f"{float(text):.3g}")
+    return _hash(json.dumps(plain).encode())
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    try:
+        scale = max((abs(value) for value in one["values"]), default=0.0)
+        pairs = zip(one["values"], other["values"], strict=True)
+        is_close = all(abs(a - b) <= CLOSE * scale for a, b in pairs)
+        return is_close and one["digest"] == other["digest"]
+    except (TypeError, ValueError, KeyError):  # other numbers of values, or a damaged file
+        return False
+
+
+def _of_rows(tensor: torch.Tensor) -> dict[str, Any]:
+    form = f"{tensor.dtype} {tuple(tensor.shape[1:])}"
+    if tensor.layout is not torch.strided:
+        return {"digest": form, "values": []}
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    each = max(1, tensor[:1].nbytes)
+    count = min(len(tensor), ROWS if is_float else max(ROWS, MOST_BYTES // each))
+    rows = torch.linspace(0, len(tensor) - 1, count, dtype=torch.float64).round().long()
+    taken = tensor.detach()[rows.to(tensor.device)].cpu()
+    if is_float:
+        return {"digest": form, "values": [_project(row) for row in taken]}
+    return {"digest": _hash(form.encode() + _bytes_of(taken)), "values": []}
+
+
+def _of_example(dataset: Any, index: int) -> dict[str, Any]:
+    seed_example(0, 0, index)
+    parts: list[bytes] = []
+    values: list[float] = []
+    for leaf in tree_leaves(dataset[index]):
+        tensor = _as_tensor(leaf)
+        if tensor is None:
+            parts.append(_plain_bytes(leaf))
+            continue
+        parts.append(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        some = tensor.detach().reshape(-1)[:MOST_ELEMENTS].cpu()
+        if some.is_floating_point() or some.is_complex():
+            values.append(_project(some))
+        else:
+            parts.append(_bytes_of(some))
+    return {"digest": _hash(b"/".join(parts)), "values": values}
+
+
+def _as_tensor(leaf: Any) -> torch.Tensor | None:
+    """Return a float or an array as a tensor; None for anything else."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf if leaf.layout is torch.strided and not leaf.is_meta else None
+    if not isinstance(leaf, float) and not hasattr(leaf, "__array__"):
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an array that is read-only
+        try:
+            return torch.as_tensor(leaf)
+        except (TypeError, ValueError, RuntimeError):  # an array of objects or texts
+            return None
+
+
+def _plain_bytes(leaf: Any) -> bytes:
+    """Return the bytes of a text, an integer or an image; of anything else its type."""
+    if isinstance(leaf, (str, bytes)):
+        return leaf.encode(errors="replace") if isinstance(leaf, str) else leaf
+    if hasattr(leaf, "tobytes") and not hasattr(leaf, "dtype"):  # objects in arrays are addresses
+        return bytes(leaf.tobytes())
+    return (repr(leaf) if isinstance(leaf, (int, type(None))) else type(leaf).__name__).encode()
+
+
+def _project(floats: torch.Tensor) -> float:
+    """Return one number for a tensor, which rounding hardly changes."""
+    flat = floats.reshape(-1)
+    flat = (torch.view_as_real(flat) if flat.is_complex() else flat).double().reshape(-1)
+    flat = flat.nan_to_num(0.125, 1e30, -1e30)
+    weights = (torch.arange(flat.numel(), dtype=torch.float64) * 0.6180339887 + 0.3) % 1 - 0.5
+    return float(flat @ weights) / math.sqrt(max(1, flat.numel()))
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Restore the generators that `seed_example` seeds after the block."""
+    numpy = sys.modules.get("numpy")
+    states: Sequence[Any] = (random.getstate(), torch.default_generator.get_state())
+    drawn = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        torch.default_generator.set_state(states[1])
+        if numpy is not None:
+            numpy.random.set_state(drawn)
