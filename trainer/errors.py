@@ -23,7 +23,16 @@ def visible(text: str) -> str:
 
 def one_line(error: BaseException) -> str:
     """Return the message of an exception without line breaks."""
-    return " ".join(str(error).split())
+    try:
+        return " ".join(str(error).split())
+    except Exception as other:  # of its own __str__
+        return f"its message raises {type(other).__name__}"
+
+
+def described(error: BaseException) -> str:
+    """Return `ValueError: message (file.py:12)`."""
+    message = one_line(error)
+    return f"{type(error).__name__}{f': {message}' * bool(message)} ({place_of(error)})"
 
 
 def place_of(error: BaseException) -> str:
