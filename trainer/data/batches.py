@@ -50,7 +50,9 @@ def count_rows(*trees: Any) -> int:
 class Draws(Protocol):
     """Source of the random draws in forward and loss; `begin` sets the rows to draw for."""
 
-    def begin(self, step: int, number: int, indices: torch.Tensor) -> None: ...
+    def begin(
+        self, step: int, number: int, indices: torch.Tensor, split: str = "train"
+    ) -> None: ...
     def end(self) -> None: ...
 
 
@@ -89,7 +91,7 @@ class Preparation:
             must = "collate, split_batch and augment must keep a row for each; give it weight 0"
             raise ConfigError(f"{became}: {must}")
         prepared = self.convert(inputs, targets)
-        self.draws.begin(step, number, indices)
+        self.draws.begin(step, number, indices, split)
         return prepared
 
 

@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from trainer.data.batches import LocalBatch, count_rows
+from trainer.data.hook_errors import call
 from trainer.distributed.group import Group
 from trainer.distributed.watch.watcher import name_ranks
 from trainer.engine.engine import Engine, Shards
 from trainer.engine.means import weigh
 from trainer.engine.parts import Hooks
 from trainer.errors import RunError
-from trainer.strategy.base import call
 from trainer.strategy.batchnorm import has_batchnorm
 from trainer.strategy.mesh import PARTS, Mesh
 from trainer.strategy.rehearsal import untouched

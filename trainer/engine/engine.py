@@ -184,6 +184,7 @@ class Engine:
             lambda number: int(self._group.max(number)[0]),
             self._wants_stop,
             self._share,
+            self.draws.rows,
         )
         return self._objectives[name]
 

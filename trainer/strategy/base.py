@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from trainer.config.schema import Config
 from trainer.config.schema import Strategy as Settings
 from trainer.data.batches import MicroBatch, count_rows
+from trainer.data.hook_errors import Rows, call
 from trainer.data.order import Cut, Leaves, counted
 from trainer.distributed.group import Group
 from trainer.distributed.world import World
@@ -73,6 +74,8 @@ class MicroBatches(Protocol):
 
 class Draws(Protocol):
     """Random draws by example, which the ranks with the same rows share (trainer/draws/mode.py)."""
+
+    rows: Rows
 
     @property
     def is_on(self) -> bool: ...
@@ -187,6 +190,7 @@ class Strategy(ABC):
         self.config = config.strategy
         self.world = world
         self.precision = blueprint.precision
+        self.rows = blueprint.draws.rows
         self.mesh = Mesh.of(config.strategy.mesh, world)
         self.flops = 0.0
         self._places: list[torch.device] = []
@@ -210,7 +214,9 @@ class Strategy(ABC):
 
     def _place(self, model: nn.Module) -> nn.Module:
         """Convert a model to the run's dtype and memory format, and move it to the device."""
-        model.to(dtype=self.precision.dtype)
+        dtype = self.precision.dtype
+        # Module.to would drop the imaginary part of complex buffers
+        model._apply(lambda t: t.to(dtype if t.is_floating_point() else t.dtype))
         is_here = all(p.device.type == "cpu" for p in model.parameters())
         if self.config.devices_per_rank == 1:
             model.to(self.world.device)
@@ -237,7 +243,7 @@ class Strategy(ABC):
         They are those of the whole rows on the ranks where `mesh.is_counted`.
         """
         with self.precision.autocast():
-            return call(self.module, inputs)
+            return call(self.module, inputs, self.rows)
 
     def compute(self, inputs: Any, targets: Any, loss: Callable[[Any, Any], Any]) -> None:
         """Compute a loss as in training, without gradients or any other effect than random draws.
@@ -381,8 +387,12 @@ class Strategy(ABC):
         inputs, targets = batch
         with FlopCounter() as counter:
             with self.precision.autocast():
-                total, _ = objective(call(self.module, inputs), targets)
+                total, _ = objective(call(self.module, inputs, self.rows), targets)
             total.backward()
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                must = "must be dense; give its layer sparse=False"
+                raise ConfigError(f"the gradient of the parameter {name} is sparse: {must}")
         self.flops = counter.total / count_rows(targets, inputs)
         self._list_parameters()
         is_whole = self.config.recompute == "none"
@@ -447,10 +457,3 @@ def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() != 4:
         return tensor
     return tensor.contiguous(memory_format=torch.channels_last)
-
-
-def call(model: nn.Module, inputs: Any) -> Any:
-    """Call `model` with a tensor, with the items of a tuple, or with a dict as keywords."""
-    if isinstance(inputs, (tuple, list)):
-        return model(*inputs)
-    return model(**inputs) if isinstance(inputs, dict) else model(inputs)

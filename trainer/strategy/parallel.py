@@ -18,6 +18,7 @@ from torch.nn.utils import get_total_norm
 
 from trainer.config.schema import Config
 from trainer.data.batches import MicroBatch, count_rows
+from trainer.data.hook_errors import call
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World
 from trainer.draws.mode import take_rows
@@ -27,7 +28,6 @@ from trainer.strategy.base import (
     MicroBatches,
     Objective,
     Strategy,
-    call,
 )
 from trainer.strategy.divided import DividedModel
 from trainer.strategy.mesh import Mesh
