@@ -68,7 +68,7 @@ class Learned(Odd):
     (tmp_path / "learned.py").write_text(task)
     code, _, err = command(*ODD, "task.trainer=learned.Learned")
     assert code == 2
-    given = "build_dataset('train') returned tensors that require a gradient"
+    given = "build_dataset('train') returned a tensor that requires a gradient"
     assert the_error(err) == f"error: {given}; return tensor.detach()"
 
 

@@ -51,6 +51,11 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {one_line(error)}".removesuffix(": ")
 
 
+def describe_with_place(error: BaseException) -> str:
+    """Return `ValueError: message (file.py:12)`, in one line."""
+    return f"{describe(error)} ({place_of(error)})"
+
+
 def format_traceback(error: BaseException) -> str:
     """Return the traceback of an exception, safe for a terminal; long messages are shortened."""
     lines = "".join(traceback.format_exception(error)).splitlines()

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from trainer.checkpoints.tensors import check_tensors
 from trainer.config.hints import suggest
 from trainer.config.schema import Config
 from trainer.config.schema import Mesh as Sizes
@@ -32,7 +33,7 @@ from trainer.distributed.watch.heartbeat import Phase
 from trainer.distributed.world import World
 from trainer.draws.mode import Draws, take_rows
 from trainer.engine.ema import Ema
-from trainer.engine.evaluation import EvalSplit, Evaluator
+from trainer.engine.evaluation import EvalSplit, Evaluator, check_torchmetrics
 from trainer.engine.parts import Parts
 from trainer.engine.precision import Precision, choose_precision, is_bf16_native
 from trainer.errors import ConfigError, one_line, place_of
@@ -239,7 +240,7 @@ class Setup:
         check_dataset(data, split, self.config.data.path)
         self.datasets[split] = data
         if split in self.config.eval.splits:
-            metrics = task.build_metrics(split)
+            metrics = check_torchmetrics(task.build_metrics(split))
             device = self.world.device
             self._metrics[split] = {name: metric.to(device) for name, metric in metrics.items()}
 
@@ -313,6 +314,7 @@ def make_model(task: Task, is_structure_enough: bool) -> nn.Module | None:
     if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
         must = "must be the model without a wrapper; the strategy wraps it"
         raise ConfigError(f"build_model returned a {type(model).__name__}: {must}")
+    check_tensors(model, is_structure_enough)
     _freeze(model, task.config.run.freeze)
     make_dense(model)
     return model
@@ -339,8 +341,8 @@ def _build_in_turns(task: Task, group: Group, model: nn.Module | None) -> nn.Mod
 def list_blocks(task: Task, model: nn.Module) -> list[nn.Module]:
     """Return the task's blocks. Raise ConfigError unless they are different parts of the model."""
     blocks = task.blocks(model)
-    parts = set(model.modules())
-    if not isinstance(blocks, list) or any(block not in parts for block in blocks):
+    parts = set(map(id, model.modules()))
+    if not isinstance(blocks, list) or any(id(block) not in parts for block in blocks):
         raise ConfigError("blocks(model): must return a list of modules of the model")
     if len(set(blocks)) < len(blocks) or model in blocks:
         raise ConfigError("blocks(model): must not name a module twice, or the model itself")

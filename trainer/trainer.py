@@ -21,9 +21,10 @@ from trainer.distributed.ranks import open_ranks
 from trainer.distributed.world import World
 from trainer.engine.engine import open_ema
 from trainer.engine.evaluation import Evaluator
-from trainer.engine.means import Values
+from trainer.engine.means import Values, check_name
+from trainer.engine.optimizers import check_optimizers
 from trainer.engine.outcome import Outcome
-from trainer.errors import visible
+from trainer.errors import ConfigError, visible
 from trainer.failures import failures_named
 from trainer.record import fingerprint, resume
 from trainer.record.startup import Summary
@@ -110,6 +111,12 @@ class Trainer(Task):
         `optimizers` step, by default all of them. A second update may use the same `batch`: return
         the sum of both outcomes.
         """
+        if not isinstance(batch, (LocalBatch, list)):
+            given = f"update got a {type(batch).__name__} as its batch"
+            raise ConfigError(f"{given}: must be the batch that train_step got")
+        check_name("update got", name)
+        if optimizers is not None:
+            optimizers = check_optimizers(optimizers, "update got")
         return _running(self._run).engine.update(batch, loss or self.loss, optimizers, name)
 
     def record(self, name: str, values: torch.Tensor, weights: torch.Tensor | None = None) -> None:
@@ -137,7 +144,7 @@ class Trainer(Task):
             if means["accuracy"] > 0.94: self.stop("accuracy above 0.94")
         """
         if isinstance(self._run, Run):
-            self._run.requests.ask_for_end(reason or "the task asked for it")
+            self._run.requests.ask_for_end(visible(str(reason or "the task asked for it")))
 
     def gather_rows(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Return the rows (global batch, ...) of all ranks, and the number of this rank's first.

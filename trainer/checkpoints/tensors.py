@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainer.checkpoints.files import Buffer, open_new
-from trainer.errors import CheckpointError
+from trainer.data.examples import find_flaw
+from trainer.errors import CheckpointError, ConfigError
 from trainer.strategy.shards import Shard
 
 INDEX = "tensors.json"
@@ -33,6 +35,7 @@ DTYPES = {
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SPARSE = (nn.Embedding, nn.EmbeddingBag)  # may have sparse gradients
 Box = tuple[Sequence[int], Sequence[int]]  # offset and size
 Index = dict[str, dict[str, dict[str, Any]]]
 
@@ -136,6 +139,28 @@ def write_tensors(
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     dense = tensor.detach().cpu().contiguous().reshape(-1)
     return dense.view(torch.uint8).numpy().data
+
+
+def check_tensors(model: nn.Module, is_structure: bool = False) -> None:
+    """Raise ConfigError, by name, for a parameter or buffer that no run can train or save.
+
+    A structure has no values.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, SPARSE):
+            must = "must have sparse=False, because gradients are summed as dense tensors"
+            raise ConfigError(f"the model's {name} ({type(module).__name__}): {must}")
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        flaw = None if is_structure else find_flaw(tensor, allows_gradient=True)
+        if flaw:
+            raise ConfigError(f"the model's {name} is {flaw[0]}; {flaw[1]}")
+        if tensor.is_complex() and name in trained:
+            must = "must be real; store torch.view_as_real(tensor), and use torch.view_as_complex"
+            raise ConfigError(f"the model's {name} has dtype {tensor.dtype}: {must}")
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            _name_of(value.dtype, f"the model's {name}")
 
 
 def private_copy(shards: Mapping[str, Mapping[str, Shard]]) -> dict[str, dict[str, Shard]]:

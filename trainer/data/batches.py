@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
 from trainer.config.schema import Config
+from trainer.data.examples import find_flaw, length_of
 from trainer.data.ledger import Ledger
 from trainer.data.order import (
     BatchPlan,
@@ -49,7 +50,9 @@ def count_rows(*trees: Any) -> int:
 class Draws(Protocol):
     """Source of the random draws in forward and loss; `begin` sets the rows to draw for."""
 
-    def begin(self, step: int, number: int, indices: torch.Tensor) -> None: ...
+    def begin(
+        self, step: int, number: int, indices: torch.Tensor, split: str = "train"
+    ) -> None: ...
     def end(self) -> None: ...
 
 
@@ -73,20 +76,33 @@ class Preparation:
         """Return the `number`-th micro-batch of `step`, and begin the random draws of its rows."""
         self.draws.end()  # augment draws from its own Random
         batch, indices = piece
-        inputs, targets = self.split_batch(batch)
+        inputs, targets = _pair("split_batch", self.split_batch(batch))
         random = Random(self.seed, split, epoch, indices)
-        inputs, targets = self.augment(inputs, targets, random, split == "train")
+        augmented = self.augment(inputs, targets, random, split == "train")
+        inputs, targets = _pair("augment", augmented)
         if split not in self.checked:
             for tree in (inputs, targets):
                 _check_not_text(tree, split, int(indices[0]))
+            if flaw := find_flaw((inputs, targets), allows_gradient=True):
+                raise ConfigError(f"the {split} batches contain {flaw[0]}; {flaw[1]}")
             self.checked.add(split)
         if (rows := count_rows(targets, inputs)) != len(indices):
             became = f"{len(indices)} examples of {split} became {rows} rows"
             must = "collate, split_batch and augment must keep a row for each; give it weight 0"
             raise ConfigError(f"{became}: {must}")
         prepared = self.convert(inputs, targets)
-        self.draws.begin(step, number, indices)
+        self.draws.begin(step, number, indices, split)
         return prepared
+
+
+def _pair(hook: str, returned: Any) -> MicroBatch:
+    """Return what a hook returned. Raise ConfigError unless it is (inputs, targets)."""
+    if isinstance(returned, (tuple, list)) and len(returned) == 2:
+        return returned[0], returned[1]
+    given = f"a {type(returned).__name__}"
+    if isinstance(returned, (tuple, list)):
+        given += f" of {len(returned)}"
+    raise ConfigError(f"{hook} returned {given}: must return (inputs, targets)")
 
 
 def _check_not_text(tree: Any, split: str, index: int) -> None:
@@ -208,7 +224,7 @@ class Batches:
 
     def check_length(self) -> None:
         """Raise RunError if the number of training examples has changed since the start."""
-        length, original = len(self.dataset), self.plan.num_examples
+        length, original = length_of(self.dataset, "the train data"), self.plan.num_examples
         if length != original:
             why = "must not change, because the sample order depends on it"
             advice = "fix the length of the dataset, or start a new run"

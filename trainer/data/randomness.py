@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from trainer.errors import ConfigError
+
 Per = Literal["epoch", "run"]
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -68,6 +70,10 @@ class Random:
     def bits(self, name: str, *shape: int, per: Per = "epoch") -> torch.Tensor:
         """Return (rows, *shape) int64, with 32 random bits in each."""
         rows = len(self.indices)
+        for size in shape:
+            if not isinstance(size, int) or size < 0:
+                given = f"{name!r} was drawn with the size {size!r}"
+                raise ConfigError(f"random: {given}: must be an integer of at least 0")
         width = math.prod(shape)
         blocks = -(-width // 4)
         key = key_of(self._seed, self._split, name)

@@ -15,10 +15,11 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from trainer.config.schema import Data
+from trainer.data.examples import find_flaw, find_odd, form_of, is_complex, length_of
 from trainer.data.order import IndexSampler
 from trainer.data.randomness import key_of, random_state, seed_example
 from trainer.data.workers import (
@@ -29,7 +30,7 @@ from trainer.data.workers import (
     prepare_worker,
     workers_named,
 )
-from trainer.errors import ConfigError, RunError, one_line, place_of
+from trainer.errors import ConfigError, RunError, describe_with_place, one_line
 
 AHEAD_BYTES = 2**18  # most bytes gathered at once, unless one micro-batch is larger
 MOST_IN_A_ROW = 10  # examples tried for one row: the wanted one and those after it
@@ -45,15 +46,30 @@ class ResidentDataset(TensorDataset):
     """
 
     def __init__(self, *tensors: torch.Tensor, source: str = "", digest: str = ""):
+        _check_tensors(tensors)
         super().__init__(*tensors)
         self.source = source
         self.digest = digest
 
 
+def _check_tensors(tensors: tuple[Any, ...]) -> None:
+    for number, tensor in enumerate(tensors, 1):
+        must = f"argument {number} must be a tensor with a row for each example"
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"ResidentDataset: {must}, and is a {type(tensor).__name__}")
+        if not tensor.dim():
+            raise ConfigError(f"ResidentDataset: {must}, and is a scalar")
+        if tensor.size(0) != tensors[0].size(0):
+            rows = f"{tensors[0].size(0)} and {tensor.size(0)} rows"
+            raise ConfigError(f"ResidentDataset: {must}, and arguments 1 and {number} have {rows}")
+    if not tensors:
+        raise ConfigError("ResidentDataset: needs at least one tensor")
+
+
 def check_dataset(dataset: Any, split: str, path: str) -> None:
     """Raise ConfigError if a dataset is empty, cannot be read by index or does not fit `path`.
 
-    Tensors that require a gradient are refused too.
+    So are tensors that require a gradient, or that have no rows to take.
     """
     kind = type(dataset).__name__
     returned = f"build_dataset({split!r}) returned"
@@ -65,10 +81,10 @@ def check_dataset(dataset: Any, split: str, path: str) -> None:
     if path == "resident" and not isinstance(dataset, TensorDataset):
         why = f"the {split} data is a {kind}, not a TensorDataset"
         raise ConfigError(f"data.path=resident: {why}; use data.path=auto or streamed")
-    if len(dataset) == 0:
+    if length_of(dataset, f"{returned} {kind}") == 0:
         raise ConfigError(f"{returned} 0 examples: must be at least 1")
-    if isinstance(dataset, TensorDataset) and requires_grad(dataset.tensors):
-        raise ConfigError(f"{returned} tensors that require a gradient; return tensor.detach()")
+    if isinstance(dataset, TensorDataset) and (flaw := find_flaw(dataset.tensors)):
+        raise ConfigError(f"{returned} {flaw[0]}; {flaw[1]}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,9 +162,10 @@ class Source(Dataset):
             seed_example(seed, epoch, taken)
             try:
                 return taken, self.dataset[taken]
-            except (Exception, SystemExit) as error:
-                kind = type(error).__name__
-                reason = f"{kind}: {one_line(error)} ({place_of(error)})"
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # such as SystemExit
+                reason = describe_with_place(error)
             # Evaluation counts each example exactly once, so it replaces none.
             if self.config.on_error != "skip" or self.split != "train":
                 advice = "repair it, or set data.on_error=skip for training data"
@@ -158,54 +175,47 @@ class Source(Dataset):
 
     def _collate(self, examples: list[Any], indices: list[int]) -> Any:
         is_own = self.collate is not default_collate
+        flaw = None
+        why = ""
         try:
             batch = self.collate(examples)
             if isinstance(batch, Mapping):  # such as transformers' BatchEncoding
                 batch = dict(batch)
-            if not requires_grad(batch):  # a worker cannot send such a tensor
+            flaw = find_flaw(batch)  # such as a gradient, which a worker cannot send
+            if flaw is None and (is_own or not is_complex(batch) or _are_alike(examples)):
                 return batch
         except Exception as error:  # of the task's code, or of examples that do not fit
             if os.strerror(errno.ENOSPC) in str(error):
                 raise RunError(SHARED) from None
             if is_own:
-                reason = f"{type(error).__name__}: {one_line(error)} ({place_of(error)})"
-                raise RunError(f"{self._named(indices)}: collate(rows) failed: {reason}") from None
-        if is_own:
-            advice = "requires a gradient; return tensor.detach()"
-            raise RunError(f"{self._named(indices)}: collate(rows) returned a tensor that {advice}")
-        raise self._find_odd(examples, indices)
+                raise RunError(
+                    f"{self._named(indices)}: collate(rows) failed: {describe_with_place(error)}"
+                ) from None
+            if not isinstance(error, TypeError):  # which the types of the example show
+                why = f": {one_line(error)}"
+        if is_own and flaw:
+            what, advice = flaw
+            raise RunError(f"{self._named(indices)}: collate(rows) returned {what}; {advice}")
+        raise self._unlike(examples, indices, why)
 
     def _named(self, indices: list[int]) -> str:
         more = f" and {len(indices) - 4} more" if len(indices) > 4 else ""
         return f"{self.split} examples {', '.join(map(str, indices[:4]))}{more}"
 
-    def _find_odd(self, examples: list[Any], indices: list[int]) -> RunError:
+    def _unlike(self, examples: list[Any], indices: list[int], why: str) -> RunError:
         """Return the error that names the example which cannot be collated, and why."""
-        for index, example in zip(indices, examples, strict=True):
-            if requires_grad(example):
-                reason = "it is a tensor that requires a gradient"
-                return self._unreadable(index, reason, "return tensor.detach()")
-        forms = [str(tree_map(_form, example)) for example in examples]
-        usual = max(forms, key=forms.count)
-        for index, form in zip(indices, forms, strict=True):
-            if form != usual:
-                reason = f"it is {form} and the others are {usual}"
-                advice = "repair it, pad in collate(rows), or raise and set data.on_error=skip"
-                return self._unreadable(index, reason, advice)
+        if odd := find_odd(examples, indices, self.collate):
+            return self._unreadable(*odd)
+        reason = f"no batch can be collated from {form_of(examples[0])}{why}"
         advice = "return tensors, arrays, numbers, or tuples and dicts of them"
-        return self._unreadable(indices[0], f"no batch can be collated from {usual}", advice)
+        return self._unreadable(indices[0], reason, advice)
 
     def _unreadable(self, index: int, reason: str, advice: str) -> RunError:
         return RunError(f"{self.split} example {index} cannot be read: {reason}; {advice}")
 
 
-def requires_grad(tree: Any) -> bool:
-    """Return True if any tensor of the tree requires a gradient."""
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(tree))
-
-
-def _form(leaf: Any) -> Any:
-    return tuple(leaf.shape) if hasattr(leaf, "shape") else type(leaf).__name__
+def _are_alike(examples: list[Any]) -> bool:
+    return len(set(map(form_of, examples))) == 1
 
 
 class ResidentLoader:

@@ -20,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from trainer.data.hook_errors import Rows
 from trainer.data.randomness import key_of, mixed, seed_layers, splitmix
 from trainer.draws.rowwise import HANDLERS, REOPENED, Numbers, Part
 from trainer.errors import ConfigError
@@ -49,6 +50,7 @@ class Draws(TorchFunctionMode):
         self._is_entered = False
         self._indices = torch.empty(0, dtype=torch.int64)
         self._begun = (0, 0, self._indices)
+        self.rows = Rows()  # of the current micro-batch
         self._seeds = [0]  # of the calls for the current rows, in their order
         self._numbers: dict[int, int] = {}  # of the calls, by seed
         self._cuts: list[tuple[Part, ...]] = []
@@ -61,8 +63,9 @@ class Draws(TorchFunctionMode):
 
     # Rows ---------------------------------------------------------------------------------------
 
-    def begin(self, step: int, number: int, indices: torch.Tensor) -> None:
+    def begin(self, step: int, number: int, indices: torch.Tensor, split: str = "train") -> None:
         """Begin the draws for the rows of a micro-batch, the `number`-th of the global batch."""
+        self.rows.begin(split, indices)
         self._begun = (step, number, indices)
         self.begin_again(0, len(indices))
 

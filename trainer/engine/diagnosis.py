@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from trainer.data.batches import LocalBatch, count_rows
+from trainer.data.hook_errors import call
 from trainer.distributed.group import Group
 from trainer.distributed.watch.watcher import name_ranks
 from trainer.engine.engine import Engine
 from trainer.engine.means import weigh
 from trainer.engine.parts import Hooks
-from trainer.strategy.base import call
 from trainer.strategy.batchnorm import has_batchnorm
 from trainer.strategy.rehearsal import untouched
 

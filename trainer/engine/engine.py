@@ -34,8 +34,9 @@ from trainer.engine.parts import Parts
 from trainer.engine.recording import Loss, Recorder
 from trainer.errors import ConfigError
 from trainer.schedule import Factor, rate_scale
-from trainer.strategy.base import MicroBatches, Strategy
+from trainer.strategy.base import Strategy
 from trainer.strategy.collectives import gather_parts, sizes_of
+from trainer.strategy.protocols import MicroBatches
 from trainer.strategy.rehearsal import untouched
 from trainer.strategy.shards import Shard, Source, read_into
 
@@ -193,6 +194,7 @@ class Engine:
             lambda number: int(self._group.max(number)[0]),
             self._wants_stop,
             self._share,
+            self.draws.rows,
         )
         return self._objectives[name]
 

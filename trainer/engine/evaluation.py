@@ -17,9 +17,10 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from trainer.data.batches import EvalBatches, count_rows
+from trainer.data.hook_errors import LOSS, METRICS, call_hook
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.engine.ema import Ema
-from trainer.engine.means import Means, Values, weigh
+from trainer.engine.means import Means, Values, as_number, check_named, check_signs, weigh
 from trainer.engine.parts import Parts
 from trainer.errors import ConfigError
 
@@ -87,6 +88,19 @@ class _Passes:
             self.error = error
 
 
+def check_torchmetrics(returned: Any) -> dict[str, Any]:
+    """Return the result of `build_metrics`. Raises ConfigError unless it has torchmetrics."""
+    named = check_named("build_metrics returned", returned)
+    for name, metric in named.items():
+        methods = [getattr(metric, each, None) for each in ("to", "update", "compute", "reset")]
+        if isinstance(metric, type) or not all(map(callable, methods)):
+            given = f"the class {metric.__name__}" if isinstance(metric, type) else ""
+            given = given or f"a {type(metric).__name__}"
+            must = "must be a torchmetrics.Metric"
+            raise ConfigError(f"build_metrics returned {given} as {name}: {must}")
+    return named
+
+
 @dataclass(frozen=True)
 class EvalSplit:
     """A split to evaluate, with its torchmetrics by name."""
@@ -117,6 +131,8 @@ class Evaluator:
         self._ema = ema
         self._wants_stop = wants_stop
         self._mesh = parts.strategy.mesh
+        self._names: dict[str, set[str]] = {}  # of the values of each split
+        self._is_rehearsing = False
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float] | None:
@@ -229,6 +245,7 @@ class Evaluator:
         Collective: every rank must call it.
         """
         found: list[str] = []
+        self._is_rehearsing = True
         for split in self._splits:
             means = Means(None)
             with self._evaluating(), self._group.agreed("computing metrics"):
@@ -241,6 +258,7 @@ class Evaluator:
                 names = names or max(every)
             self._group.check_equal({f"the list of {split.name} metrics": names})
             found += self._finish(split, means)
+        self._is_rehearsing = False
         return found
 
     def _rehearse_draws(
@@ -281,9 +299,14 @@ class Evaluator:
             scores = next(filter(None, map(json.loads, texts)))
         values |= scores
         with self._group.agreed(f"summarizing {split.name}"):
-            values |= self._hooks.summarize(dict(values))
-            values = {f"{split.name}/{name}": float(value) for name, value in values.items()}
-        return values
+            returned = check_named("summarize returned", self._hooks.summarize(dict(values)))
+            for name, value in returned.items():
+                score = as_number(f"summarize returned {name},", value)
+                if name in values and repr(score) != repr(values[name]):
+                    why = "which is a mean of the evaluation already"
+                    raise ConfigError(f"summarize returned {name}, {why}; give it another name")
+                values[name] = score
+        return {f"{split.name}/{name}": value for name, value in values.items()}
 
     def _scores(self, split: EvalSplit) -> dict[str, float]:
         """Return the torchmetrics over the ranks that count rows. A collective."""
@@ -294,7 +317,8 @@ class Evaluator:
                 if self._mesh.divides_model:
                     metric.process_group = self._strategy.world.groups["data"].group
                 if self._mesh.is_counted:
-                    scores[name] = metric.compute().item()
+                    returned = f"build_metrics: {name}.compute() returned"
+                    scores[name] = as_number(returned, metric.compute())
             metric.reset()
         return scores
 
@@ -305,20 +329,25 @@ class Evaluator:
 
     def _values(self, outputs: Any, targets: Any) -> dict[str, Values]:
         """Return metrics and loss of a micro-batch by name."""
+        rows = self._draws.rows
         with self._precision.autocast():
-            returned = dict(self._hooks.metrics(outputs, targets))
+            metrics = call_hook(METRICS, self._hooks.metrics, outputs, targets, rows)
+            returned = check_named("metrics returned", metrics)
             if "loss" in returned:
                 why = "must have another name; loss is always included"
                 raise ConfigError(f"metrics returned a value called loss: {why}")
-            returned["loss"] = self._hooks.loss(outputs, targets)
+            returned["loss"] = call_hook(LOSS, self._hooks.loss, outputs, targets, rows)
         return returned
 
     def _count(self, split: EvalSplit, means: Means, outputs: Any, targets: Any, rows: int) -> None:
         found = self._values(outputs, targets) if self._mesh.has_loss else {}
         if not self._mesh.is_counted:  # another rank counts the same values
             return
+        self._check_names(split.name, set(found))
         for name, value in found.items():
             values, weights = weigh(name, value, count_rows(targets, outputs))
+            if self._is_rehearsing:
+                check_signs(name, weights)
             means.add(name, values[:rows], None if weights is None else weights[:rows])
         if split.metrics and (rows or split.batches.is_padding):
             real_outputs, real_targets = tree_map_only(
@@ -326,15 +355,29 @@ class Evaluator:
             )
             self._feed(split, real_outputs, real_targets, rows)
 
+    def _check_names(self, split: str, names: set[str]) -> None:
+        """Raise ConfigError if a mean would leave out a part of the rows."""
+        known = self._names.setdefault(split, names)
+        if names != known:
+            was = f"{', '.join(sorted(names))} after {', '.join(sorted(known))}"
+            advice = "must return the same names for every batch, if need be with weights 0"
+            raise ConfigError(f"metrics returned {was}: {advice}")
+
     def _feed(self, split: EvalSplit, outputs: Any, targets: Any, rows: int) -> None:
         """Update the torchmetrics.
 
         A rank with padding only updates them with empty tensors, which gives their states the right
         shapes to gather, and ignores their errors.
         """
-        for metric in split.metrics.values():
+        for name, metric in split.metrics.items():
             try:
-                metric.update(outputs, targets)
+                call_hook(
+                    f"{name}.update(outputs, targets)",
+                    metric.update,
+                    outputs,
+                    targets,
+                    self._draws.rows,
+                )
             except (RuntimeError, ValueError):
                 if rows:
                     raise

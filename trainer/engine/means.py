@@ -6,9 +6,12 @@ import functools
 import json
 import math
 import zlib
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+from trainer.data.examples import find_flaw
 from trainer.data.order import Leaves
 from trainer.distributed.group import Group
 from trainer.errors import ConfigError
@@ -27,17 +30,70 @@ def weigh(
     """
     values: object = returned
     weights: object = None
+    subject = f"{name} {verb}"
     if isinstance(returned, tuple):
         if len(returned) != 2:
             given = f"a tuple of {len(returned)}"
-            raise ConfigError(f"{name} {verb} {given}: must be values, or (values, weights)")
+            raise ConfigError(f"{subject} {given}: must be values, or (values, weights)")
         values, weights = returned
+    if isinstance(values, torch.Tensor):
+        _check_real(f"{subject} values", values)
     if not isinstance(values, torch.Tensor) or values.dim() == 0 or values.shape[0] != rows:
-        _refuse_values(f"{name} {verb}", values, rows)
+        _refuse_values(subject, values, rows)
     assert isinstance(values, torch.Tensor)
-    if values.dtype in (torch.bfloat16, torch.float16):
+    if values.is_floating_point() and values.element_size() < 4:
         values = values.float()
-    return values, None if weights is None else _check_weights(f"{name} {verb}", values, weights)
+    return values, None if weights is None else _check_weights(subject, values, weights)
+
+
+def _check_real(subject: str, tensor: torch.Tensor) -> None:
+    """Raise ConfigError for a tensor that has no real numbers to sum."""
+    if flaw := find_flaw(tensor, allows_gradient=True):
+        raise ConfigError(f"{subject} in {flaw[0]}; {flaw[1]}")
+    if tensor.is_complex():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise ConfigError(f"{subject} of dtype {dtype}: must be real; return tensor.abs() or .real")
+
+
+def check_name(subject: str, name: object) -> None:
+    """Raise ConfigError unless a value can be recorded under this name."""
+    if not isinstance(name, str) or not name or not name.isprintable():
+        must = "must be a string of printable characters"
+        raise ConfigError(f"{subject} the name {name!r}: {must}")
+
+
+def check_named(subject: str, returned: Any) -> dict[str, Any]:
+    """Return what a hook returned as a dict. Raises ConfigError unless it has values by name."""
+    if not isinstance(returned, Mapping):
+        raise ConfigError(
+            f"{subject} a {type(returned).__name__}: must be a dict of values by name"
+        )
+    for name in returned:
+        check_name(subject, name)
+    return dict(returned)
+
+
+def as_number(subject: str, value: Any) -> float:
+    """Return a hook's result as a float. Raises ConfigError if it is no real number."""
+    try:
+        if not isinstance(value, str):
+            return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        pass
+    given = f"a {type(value).__name__}"
+    if isinstance(value, torch.Tensor):
+        given = f"a tensor of shape {tuple(value.shape)}"
+    raise ConfigError(f"{subject} {given}: must be a number")
+
+
+def check_signs(name: str, weights: torch.Tensor | None) -> None:
+    """Raise ConfigError for weights that are negative or not finite. The host waits for them."""
+    if weights is None:
+        return
+    least = float(weights.detach().double().min()) if weights.numel() else 0.0
+    if not 0 <= least < math.inf or not bool(weights.isfinite().all()):
+        must = "must be finite and at least 0; multiply the values instead"
+        raise ConfigError(f"{name} returned a weight of {least:g}: {must}")
 
 
 def _refuse_values(subject: str, values: object, rows: int) -> None:
@@ -54,6 +110,7 @@ def _check_weights(subject: str, values: torch.Tensor, weights: object) -> torch
     if not isinstance(weights, torch.Tensor):
         given = f"{type(weights).__name__} weights"
         raise ConfigError(f"{subject} {given}: must be a tensor of the values' shape")
+    _check_real(f"{subject} weights", weights)
     if weights.shape != values.shape or weights.requires_grad:
         have = f"shape {tuple(weights.shape)}"
         have = "a gradient" if weights.requires_grad else have

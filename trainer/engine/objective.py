@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from trainer.data.batches import count_rows
-from trainer.engine.means import Means, Values, weigh
+from trainer.data.hook_errors import LOSS, Rows, call_hook
+from trainer.engine.means import Means, Values, check_signs, weigh
 from trainer.errors import ConfigError
 
 
@@ -45,6 +46,7 @@ class Objective:
         agree: Callable[[int], int] = int,
         wants_stop: Callable[[], bool] = bool,
         share: Share = Share(),
+        rows: Rows | None = None,
     ):
         """Set the constants of the run.
 
@@ -61,6 +63,7 @@ class Objective:
         self._agree = agree
         self._wants_stop = wants_stop
         self._share = share
+        self._rows = rows or Rows()
         self._loss: Callable[[Any, Any], Values] | None = None
         self._carried: dict[tuple[float, bool], torch.Tensor] = {}
 
@@ -72,7 +75,11 @@ class Objective:
     def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._loss is not None
         rows = count_rows(targets, outputs)
-        values, weights = weigh(self._name, self._loss(outputs, targets), rows)
+        returned = call_hook(LOSS, self._loss, outputs, targets, self._rows)
+        values, weights = weigh(self._name, returned, rows)
+        self._check_gradient(values)
+        if self.is_weighted is None:
+            check_signs(self._name, weights)
         if self._share.parts > 1 and values.dim() < 2:
             must = "must return values (rows, positions) with strategy.mesh.context"
             raise ConfigError(f"{self._name} {must}, and returned shape {tuple(values.shape)}")
@@ -94,6 +101,16 @@ class Objective:
         self._means.count(self._name, total.detach(), weight)
         stop = self._carry(total, 0)[1]
         return total, torch.stack([weight.to(total.dtype), stop])
+
+    def _check_gradient(self, values: torch.Tensor) -> None:
+        if torch.is_grad_enabled() and not values.requires_grad:
+            dtype = str(values.dtype).removeprefix("torch.")
+            given = f"{self._name} returned {dtype} values without a gradient"
+            advice = "leave out .detach(), .item() and argmax, in the model too"
+            raise ConfigError(f"{given}: must be computed from the parameters; {advice}")
+        if values.device.type != self._share.zero.device.type:
+            devices = f"on {values.device}: must be on {self._share.zero.device}"
+            raise ConfigError(f"{self._name} returned values {devices}")
 
     def sums(self, outputs: Any, targets: Any) -> torch.Tensor:
         """Return the sums of values x weights, of their sizes and of the weights; count nothing."""

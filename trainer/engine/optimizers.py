@@ -15,18 +15,16 @@ from trainer.strategy.optimizer_trial import check_closure, is_elementwise
 _WRONG = "the checkpoint is of another optimizer"
 
 
-def check_optimizers(built: Any) -> list[Optimizer]:
-    """Return the result of `build_optimizer` as a list.
-
-    Raises ConfigError if it is not an optimizer or a list of them.
-    """
-    optimizers = built if isinstance(built, list) else [built]
+def check_optimizers(given: Any, subject: str = "build_optimizer returned") -> list[Optimizer]:
+    """Return an optimizer, or a list of them, as a list. Raises ConfigError for anything else."""
+    optimizers = list(given) if isinstance(given, (list, tuple)) else [given]
     for item in optimizers:
         if not isinstance(item, Optimizer):
-            given = type(item).__name__
             must = "must be an optimizer, or a list of them"
-            raise ConfigError(f"build_optimizer returned a {given}: {must}")
+            raise ConfigError(f"{subject} a {type(item).__name__}: {must}")
         _check_step(item)
+    if not optimizers:
+        raise ConfigError(f"{subject} an empty list: must be an optimizer, or a list of them")
     return optimizers
 
 

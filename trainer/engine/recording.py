@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainer.data.batches import count_rows
-from trainer.engine.means import Means, Values, weigh
+from trainer.engine.means import Means, Values, check_name, check_named, weigh
 from trainer.engine.parts import Hooks
 from trainer.errors import ConfigError
 
@@ -62,8 +62,7 @@ class Recorder:
         if not self.is_open:
             return
         given = f"record({name!r})"
-        if not isinstance(name, str):
-            raise ConfigError(f"{given}: the name must be a string")
+        check_name("record got", name)
         if name in self._taken:
             raise ConfigError(f"{given}: is the name of an update's loss; choose another name")
         self._names.add(name)
@@ -82,7 +81,7 @@ class Recorder:
     def _add_metrics(self, metrics: Mapping[str, Values]) -> None:
         if not self.is_open:
             return
-        for name, returned in metrics.items():
+        for name, returned in check_named("metrics returned", metrics).items():
             if name in self._names or name in self._taken:
                 other = "record has this name too" if name in self._names else "is an update's loss"
                 given = f"log.train_metrics=true: metrics returned {name!r}"

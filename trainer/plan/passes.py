@@ -12,12 +12,13 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from trainer.data.hook_errors import call
 from trainer.draws.mode import take_rows
 from trainer.engine.means import Means
 from trainer.engine.objective import Objective
 from trainer.errors import ConfigError, one_line
 from trainer.plan.trial import Trial
-from trainer.strategy.base import call, check_reached
+from trainer.strategy.base import check_reached
 from trainer.strategy.recompute import Recomputed, recompute
 from trainer.strategy.rehearsal import FlopCounter
 

@@ -23,6 +23,7 @@ from trainer.cli import load_task
 from trainer.config.schema import Config
 from trainer.config.targets import check_target
 from trainer.data.batches import MicroBatch, Preparation
+from trainer.data.hook_errors import call
 from trainer.data.order import BatchPlan, IndexSampler, check_batch
 from trainer.data.sources import Source, check_dataset
 from trainer.distributed.launchers import Launcher
@@ -40,7 +41,7 @@ from trainer.setup import (
     make_model,
     try_optimizer,
 )
-from trainer.strategy.base import Blueprint, call, convert, find_strategy
+from trainer.strategy.base import Blueprint, convert, find_strategy
 from trainer.strategy.batchnorm import normalize_groups
 from trainer.strategy.context import Context
 from trainer.strategy.handover import Values

@@ -8,11 +8,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from trainer.config.schema import Config
 from trainer.config.schema import Strategy as Settings
 from trainer.data.batches import MicroBatch, count_rows
+from trainer.data.hook_errors import call
 from trainer.data.order import Cut, Leaves, counted
 from trainer.distributed.group import Group
 from trainer.distributed.world import World
@@ -32,56 +33,12 @@ from trainer.errors import ConfigError
 from trainer.strategy.batchnorm import FunctionalBatchNorm, normalize_groups, synchronize
 from trainer.strategy.mesh import Mesh, is_divided
 from trainer.strategy.placement import place_blocks
+from trainer.strategy.protocols import Draws, MicroBatches, Objective, Precision
 from trainer.strategy.recompute import Recomputed, recompute
 from trainer.strategy.rehearsal import FlopCounter
 from trainer.strategy.shards import Shard, Source, check_model, read_whole
 from trainer.strategy.statistics import RunningStatistics
 from trainer.strategy.tensor_memory import convert_dtype
-
-
-class Precision(Protocol):
-    """Precision of a run, as strategies use it."""
-
-    dtype: torch.dtype
-
-    @property
-    def wide(self) -> torch.dtype: ...
-    def autocast(self) -> AbstractContextManager: ...
-    def cast(self, tree: Any) -> Any: ...
-    def root(self, total: torch.Tensor, factor: float) -> torch.Tensor: ...
-
-
-class Objective(Protocol):
-    """A loss as strategies use it: (outputs, targets) -> (sum to differentiate, carried values).
-
-    The gradient of the sum is multiplied by `scale`. Carried values are summed over the ranks
-    together with the gradients. `absent` returns those of a rank without outputs. `sums` returns
-    the sums of the values, of their sizes and of their weights, to compare.
-    """
-
-    @property
-    def scale(self) -> float: ...
-    def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def absent(self) -> torch.Tensor: ...
-    def sums(self, outputs: Any, targets: Any) -> torch.Tensor: ...
-
-
-class MicroBatches(Protocol):
-    """This rank's micro-batches of a global batch, as `LocalBatch` yields them."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[MicroBatch]: ...
-
-
-class Draws(Protocol):
-    """Random draws by example, which the ranks with the same rows share (trainer/draws/mode.py)."""
-
-    @property
-    def is_on(self) -> bool: ...
-    def position(self) -> int: ...
-    def advance(self, position: int) -> None: ...
-    def watch(self, compute: Callable[[], Any], rows: int) -> list[tuple[str, Any]]: ...
-    def divide(self, cuts: list[tuple[tuple[int, int, int], ...]]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -189,6 +146,7 @@ class Strategy(ABC):
         self.config = config.strategy
         self.world = world
         self.precision = blueprint.precision
+        self.rows = blueprint.draws.rows
         self.mesh = Mesh.of(config.strategy.mesh, world)
         self.flops = 0.0
         self._places: list[torch.device] = []
@@ -240,7 +198,7 @@ class Strategy(ABC):
         They are those of the whole rows on the ranks where `mesh.is_counted`.
         """
         with self.precision.autocast():
-            return call(self.module, inputs)
+            return call(self.module, inputs, self.rows)
 
     def compute(self, inputs: Any, targets: Any, loss: Callable[[Any, Any], Any]) -> None:
         """Compute a loss as in training, without gradients or any other effect than random draws.
@@ -388,8 +346,12 @@ class Strategy(ABC):
         watch = FunctionalBatchNorm.watch(self.module, self.blueprint.config)
         with FlopCounter() as counter, watch:
             with self.precision.autocast():
-                total, _ = objective(call(self.module, inputs), targets)
+                total, _ = objective(call(self.module, inputs, self.rows), targets)
             total.backward()
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                must = "must be dense; give its layer sparse=False"
+                raise ConfigError(f"the gradient of the parameter {name} is sparse: {must}")
         self.flops = counter.total / count_rows(targets, inputs)
         self._list_parameters()
         is_whole = self.config.recompute == "none"
@@ -470,10 +432,3 @@ def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() != 4:
         return tensor
     return tensor.contiguous(memory_format=torch.channels_last)
-
-
-def call(model: nn.Module, inputs: Any) -> Any:
-    """Call `model` with a tensor, with the items of a tuple, or with a dict as keywords."""
-    if isinstance(inputs, (tuple, list)):
-        return model(*inputs)
-    return model(**inputs) if isinstance(inputs, dict) else model(inputs)

@@ -17,11 +17,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from trainer.config.schema import Config
 from trainer.data.batches import MicroBatch
+from trainer.data.hook_errors import call
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.strategy.base import Blueprint, MicroBatches, Objective, Strategy, call
+from trainer.strategy.base import Blueprint, Strategy
 from trainer.strategy.hooks import COMPRESSING, open_hook
+from trainer.strategy.protocols import MicroBatches, Objective
 from trainer.strategy.rehearsal import untouched
 from trainer.strategy.single import SingleDevice
 
@@ -101,7 +103,7 @@ class DistributedDataParallel(Strategy):
             self.statistics.rewind()
             with nullcontext() if number == last else self._wrapped.no_sync():
                 with self.precision.autocast():
-                    outputs, ride = call(self._wrapped, inputs)
+                    outputs, ride = call(self._wrapped, inputs, self.rows)
                     total, carried = objective(outputs, targets)
                 self.statistics.note(targets, inputs)
                 if number == last and self.statistics.buffers:

@@ -11,7 +11,7 @@ from trainer.config.schema import Strategy as Settings
 from trainer.data.batches import MicroBatch
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.strategy.base import Objective
+from trainer.strategy.protocols import Objective
 from trainer.strategy.single import SingleDevice
 
 

@@ -16,10 +16,12 @@ from torch import nn
 
 from trainer.config.schema import Config
 from trainer.data.batches import MicroBatch
+from trainer.data.hook_errors import call
 from trainer.data.order import Cut, Leaves, split
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.strategy.base import Blueprint, MicroBatches, Objective, Strategy, call
+from trainer.strategy.base import Blueprint, Strategy
+from trainer.strategy.protocols import MicroBatches, Objective
 from trainer.strategy.rehearsal import untouched
 from trainer.strategy.tree import Node, Tree, nodes_of
 
@@ -110,7 +112,7 @@ class Exact(Strategy):
         for number, (inputs, targets) in enumerate(batch, self.leaves.first):
             self.statistics.rewind()
             with self.precision.autocast():
-                total, carried = objective(call(self.module, inputs), targets)
+                total, carried = objective(call(self.module, inputs, self.rows), targets)
             part = self.statistics.part(targets, inputs)
             torch.autograd.backward(total, self.precision.root(total, objective.scale))
             self._check_reached()

@@ -18,20 +18,16 @@ from torch.nn.utils import get_total_norm
 
 from trainer.config.schema import Config
 from trainer.data.batches import MicroBatch, count_rows
+from trainer.data.hook_errors import call
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World
 from trainer.draws.mode import take_rows
 from trainer.errors import ConfigError, RunError
-from trainer.strategy.base import (
-    Blueprint,
-    MicroBatches,
-    Objective,
-    Strategy,
-    call,
-)
+from trainer.strategy.base import Blueprint, Strategy
 from trainer.strategy.batchnorm import FunctionalBatchNorm
 from trainer.strategy.divided import DividedModel
 from trainer.strategy.mesh import Mesh
+from trainer.strategy.protocols import MicroBatches, Objective
 from trainer.strategy.rehearsal import FlopCounter, untouched
 from trainer.strategy.reunion import PROVED_BYTES, TOLERANCES, check_proof, distance
 from trainer.strategy.schedule import order

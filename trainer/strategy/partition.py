@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from trainer.data.batches import count_rows
+from trainer.data.hook_errors import call
 from trainer.data.order import counted
 from trainer.errors import ConfigError
-from trainer.strategy.base import Blueprint, call
+from trainer.strategy.base import Blueprint
 from trainer.strategy.batchnorm import has_batchnorm
 from trainer.strategy.context import Context
 from trainer.strategy.mesh import Mesh

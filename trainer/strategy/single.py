@@ -7,9 +7,11 @@ from torch import nn
 
 from trainer.config.schema import Config
 from trainer.data.batches import MicroBatch
+from trainer.data.hook_errors import call
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.strategy.base import Blueprint, MicroBatches, Objective, Strategy, call
+from trainer.strategy.base import Blueprint, Strategy
+from trainer.strategy.protocols import MicroBatches, Objective
 from trainer.strategy.rehearsal import untouched
 
 
@@ -38,7 +40,7 @@ class SingleDevice(Strategy):
         for inputs, targets in batch:
             self.statistics.rewind()
             with self.precision.autocast():
-                total, carried = objective(call(self._wrapped, inputs), targets)
+                total, carried = objective(call(self._wrapped, inputs, self.rows), targets)
             self.statistics.note(targets, inputs)
             torch.autograd.backward(total, self.precision.root(total, objective.scale))
             totals = carried if totals is None else totals + carried

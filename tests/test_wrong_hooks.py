@@ -1,0 +1,510 @@
+"""Hooks and datasets that return something wrong: one line that names it, whatever it is."""
+
+import multiprocessing
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import fit, fit_on, on_ranks
+from harness.training import compose
+from tiny import Items, Tiny, TinyItems, points
+from torch import nn
+
+from trainer import ConfigError, ResidentDataset, RunError
+
+WORDS = ["task=tiny", "run.steps=12", "log.trackers=[]", "eval.every_steps=6"]
+BAD = 57  # an example
+
+
+def ends(folder, cases, words):
+    """Return the error of each case, (kind, line), from runs one after another in one process."""
+    found = {}
+    for number, (name, task) in enumerate(cases.items()):
+        try:
+            fit(folder / str(number), *WORDS, *words, task=task)
+            found[name] = ("", "")
+        except Exception as error:
+            found[name] = (type(error).__name__, str(error))
+    for child in multiprocessing.active_children():
+        child.kill()  # as the command line does
+    return found
+
+
+def check(folder: Path, expected: dict, *words: str, ranks: int = 1) -> None:
+    """Check the error of each case: `expected` is {name: (task, kind, pattern of the line)}.
+
+    One fork runs all of them.
+    """
+    compose(folder, *WORDS, *words)
+    cases = {name: task for name, (task, _, _) in expected.items()}
+    for found in on_ranks(ranks, ends, folder, cases, words):
+        for name, (_, kind, pattern) in expected.items():
+            assert found[name][0] == kind.__name__, (name, found[name])
+            assert re.fullmatch(pattern, found[name][1]), (name, found[name])
+
+
+def task_with(base=Tiny, **members):
+    """Return a task with these hooks."""
+    return type("Wrong", (base,), members)
+
+
+# Lengths ------------------------------------------------------------------------------------------
+
+
+def of_length(value):
+    class Data(Items):
+        def __len__(self):
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+    return task_with(TinyItems, build_dataset=lambda self, split: Data(split))
+
+
+def test_length_that_is_none_is_one_line(tmp_path):
+    returned = r"build_dataset\('train'\) returned Data, whose length"
+    must = r"; __len__ must return an integer from 1 to 2\*\*63 - 1"
+    expected = {
+        str(value): (of_length(value), ConfigError, f"{returned} is {re.escape(repr(value))}{must}")
+        for value in (-1, 2**63, 1000.0, "5", None)
+    }
+    why = r"cannot be read: ValueError: unknown \(\S+test_wrong_hooks.py:\d+\)"
+    expected["raises"] = (of_length(ValueError("unknown")), ConfigError, f"{returned} {why}{must}")
+    check(tmp_path, expected)
+
+
+# Examples -----------------------------------------------------------------------------------------
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no message")
+
+
+def raises(error):
+    def change(inputs, target):
+        raise error
+
+    return change
+
+
+def of_examples(change):
+    class Data(Items):
+        def __getitem__(self, index):
+            row = super().__getitem__(index)
+            return change(row[0], int(row[1])) if index == BAD else (row[0], int(row[1]))
+
+    def build_dataset(self, split):
+        return Data(split) if split == "train" else Items(split)
+
+    return task_with(TinyItems, build_dataset=build_dataset)
+
+
+UNREADABLE = f"train example {BAD} cannot be read: "
+EXAMPLES = {
+    "sparse": (
+        lambda x, y: (x.to_sparse(), y),
+        r"it is a sparse tensor \(sparse_coo\); return tensor.to_dense\(\)",
+    ),
+    "complex": (
+        lambda x, y: (x.to(torch.complex64), y),
+        r"it is \('\(4,\) of complex64', 'int'\) and the others are \(\(4,\), 'int'\); repair .*",
+    ),
+    "meta": (
+        lambda x, y: (x.to("meta"), y),
+        r"it is a tensor without values \(on the meta device\); build it on the CPU",
+    ),
+    "huge": (
+        lambda x, y: (x, 2**64),
+        "18446744073709551616 does not fit into 64 bits; map it to a smaller number",
+    ),
+    "mute": (raises(Mute()), r"Mute: its message raises ValueError \(.*\); repair it, or .*"),
+    "exits": (raises(GeneratorExit()), r"GeneratorExit \(.*\); repair it, or set .*"),
+}
+
+
+def test_example_that_fits_into_no_batch_is_named(tmp_path):
+    expected = {
+        name: (of_examples(change), RunError, UNREADABLE + line)
+        for name, (change, line) in EXAMPLES.items()
+    }
+    check(tmp_path / "0", expected)
+    for name in ("sparse", "huge"):  # a worker that ends disturbs the next run of its process
+        check(tmp_path / name, {name: expected[name]}, "data.workers=1")
+
+
+def resident(make):
+    def build_dataset(self, split):
+        return ResidentDataset(*make(*points(203, split)))
+
+    return task_with(build_dataset=build_dataset)
+
+
+def test_tensors_that_are_no_rows_are_refused(tmp_path):
+    returned = r"build_dataset\('train'\) returned a"
+    argument = r"ResidentDataset: argument {} must be a tensor with a row for each example, and "
+    lines = {
+        "sparse": (
+            lambda x, y: (x.to_sparse(), y),
+            rf"{returned} sparse tensor \(sparse_coo\); .*",
+        ),
+        "meta": (lambda x, y: (x.to("meta"), y), rf"{returned} tensor without values .*"),
+        "list": (lambda x, y: (x.tolist(), y), argument.format(1) + "is a list"),
+        "scalar": (lambda x, y: (x, y[0]), argument.format(2) + "is a scalar"),
+        "rows": (lambda x, y: (x, y[1:]), argument.format(2) + "arguments 1 and 2 have .* rows"),
+        "none": (lambda x, y: (), "ResidentDataset: needs at least one tensor"),
+    }
+    check(tmp_path, {name: (resident(make), ConfigError, t) for name, (make, t) in lines.items()})
+
+
+# Hooks of a batch ---------------------------------------------------------------------------------
+
+
+def augmenting(change):
+    return task_with(augment=lambda self, inputs, targets, random, train: change(inputs, targets))
+
+
+def drawing(*sizes):
+    def augment(self, inputs, targets, random, train):
+        return inputs + random.normal("noise", *sizes), targets
+
+    return task_with(augment=augment)
+
+
+def test_hook_that_returns_no_pair_is_named(tmp_path):
+    must = r": must return \(inputs, targets\)"
+    size = "random: 'noise' was drawn with the size {}: must be an integer of at least 0"
+    splitting = task_with(split_batch=lambda self, batch: batch[0])
+    expected = {
+        "none": (augmenting(lambda x, y: None), ConfigError, f"augment returned a NoneType{must}"),
+        "three": (
+            augmenting(lambda x, y: (x, y, y)),
+            ConfigError,
+            f"augment returned a tuple of 3{must}",
+        ),
+        "generator": (
+            augmenting(lambda x, y: (each for each in (x, y))),
+            ConfigError,
+            f"augment returned a generator{must}",
+        ),
+        "one": (splitting, ConfigError, f"split_batch returned a Tensor{must}"),
+        "sparse": (
+            augmenting(lambda x, y: (x.to_sparse(), y)),
+            ConfigError,
+            r"the train batches contain a sparse tensor \(sparse_coo\); return tensor.to_dense\(\)",
+        ),
+        "negative": (drawing(-4), ConfigError, size.format(-4)),
+        "text": (drawing("4"), ConfigError, size.format("'4'")),
+    }
+    check(tmp_path, expected)
+
+
+# Losses, metrics and outputs ----------------------------------------------------------------------
+
+
+def entropy(outputs, targets):
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def with_loss(change):
+    return task_with(loss=lambda self, outputs, targets: change(entropy(outputs, targets)))
+
+
+def after(calls, late):
+    """Return a loss that is `late(values)` after so many calls."""
+    count = [0]
+
+    def change(values):
+        count[0] += 1
+        return late(values) if count[0] > calls else values
+
+    return with_loss(change)
+
+
+def weighed(make):
+    return with_loss(lambda values: (values, make(torch.ones(len(values)))))
+
+
+def test_loss_that_has_no_real_sum_is_one_line(tmp_path):
+    real = "must be real; return tensor.abs() or .real"
+    gradient = (
+        "loss returned {} values without a gradient: must be computed from the parameters; "
+        "leave out .detach(), .item() and argmax, in the model too"
+    )
+    weight = (
+        "loss returned a weight of {}: must be finite and at least 0; multiply the values instead"
+    )
+    dense = "a sparse tensor (sparse_coo); return tensor.to_dense()"
+    lines = {
+        "sparse": (with_loss(lambda v: v.to_sparse()), f"loss returned values in {dense}"),
+        "complex": (
+            with_loss(lambda v: v.to(torch.complex64)),
+            f"loss returned values of dtype complex64: {real}",
+        ),
+        "late": (
+            after(8, lambda v: v.to(torch.complex64)),
+            f"loss returned values of dtype complex64: {real}",
+        ),
+        "detached": (with_loss(torch.Tensor.detach), gradient.format("float64")),
+        "late detached": (after(8, torch.Tensor.detach), gradient.format("float64")),
+        "integer": (with_loss(torch.Tensor.long), gradient.format("int64")),
+        "boolean": (with_loss(lambda v: v > 1), gradient.format("bool")),
+        "nan weights": (weighed(lambda w: w * float("nan")), weight.format("nan")),
+        "negative weights": (weighed(lambda w: w - 3), weight.format(-2)),
+        "complex weights": (
+            weighed(lambda w: w.to(torch.complex64)),
+            f"loss returned weights of dtype complex64: {real}",
+        ),
+        "sparse weights": (weighed(lambda w: w.to_sparse()), f"loss returned weights in {dense}"),
+    }
+    cases = {name: (task, ConfigError, re.escape(line)) for name, (task, line) in lines.items()}
+    check(tmp_path, cases, "strategy.precision=fp64")
+
+
+def with_metrics(change):
+    return task_with(metrics=lambda self, outputs, targets: change(outputs.argmax(1) == targets))
+
+
+def alternating():
+    count = [0]
+
+    def change(hits):
+        count[0] += 1
+        return {f"hits{count[0] % 2}": hits}
+
+    return with_metrics(change)
+
+
+class Score:
+    """Metric with the methods of torchmetrics."""
+
+    def __init__(self, score):
+        self.score = score
+
+    def to(self, device):
+        return self
+
+    def update(self, outputs, targets):
+        pass
+
+    def compute(self):
+        return self.score
+
+    def reset(self):
+        pass
+
+
+def scored(score):
+    return task_with(build_metrics=lambda self, split: {"score": score})
+
+
+def summed(returned):
+    return task_with(summarize=lambda self, means: returned)
+
+
+def test_metric_that_is_none_is_one_line(tmp_path):
+    name = "metrics returned the name {}: must be a string of printable characters"
+    lines = {
+        "none": (with_metrics(lambda hits: None), "metrics returned a NoneType: must be a dict .*"),
+        "tensor": (with_metrics(lambda hits: hits), "metrics returned a Tensor: must be a dict .*"),
+        "nameless": (with_metrics(lambda hits: {None: hits}), name.format("None")),
+        "newline": (with_metrics(lambda hits: {"a\nb": hits}), name.format(r"'a\\nb'")),
+        "sparse": (
+            with_metrics(lambda hits: {"hits": hits.to_sparse()}),
+            r"hits returned values in a sparse tensor .*",
+        ),
+        "alternating": (
+            alternating(),
+            "metrics returned hits., loss after hits., loss: must return the same names for every "
+            "batch, if need be with weights 0",
+        ),
+        "summary": (
+            summed(None),
+            "summarize returned a NoneType: must be a dict of .*",
+        ),
+        "text": (summed({"a": "1"}), "summarize returned a, a str: must be a number"),
+        "vector": (
+            summed({"a": torch.ones(2)}),
+            r"summarize returned a, a tensor of shape \(2,\): must be a number",
+        ),
+        "mean": (
+            summed({"loss": 0.0}),
+            "summarize returned loss, which is a mean of the evaluation already; .*",
+        ),
+        "no metrics": (
+            task_with(build_metrics=lambda self, split: None),
+            "build_metrics returned a NoneType: must be a dict of values by name",
+        ),
+        "number": (
+            scored(1.0),
+            "build_metrics returned a float as score: must be a torchmetrics.Metric",
+        ),
+        "class": (
+            scored(Score),
+            "build_metrics returned the class Score as score: must be a torchmetrics.Metric",
+        ),
+        "no score": (
+            scored(Score(None)),
+            r"build_metrics: score.compute\(\) returned a NoneType: must .*",
+        ),
+    }
+    check(tmp_path, {name: (task, ConfigError, line) for name, (task, line) in lines.items()})
+
+
+def test_example_with_which_the_loss_or_the_model_fails_is_named(tmp_path):
+    """Its values may be of the right type, such as a label that is no class."""
+    fails = rf"failed for train example {BAD}: IndexError: .*; repair it"
+    label = re.escape("loss(outputs, targets) ") + fails
+    words = task_with(
+        TinyItems,
+        build_dataset=of_examples(lambda x, y: (x, 7)).build_dataset,
+        split_batch=lambda self, batch: (batch[1], batch[1].clamp(max=2)),
+        build_model=lambda self: torch.nn.Embedding(3, 3),
+    )
+    expected = {
+        "label": (of_examples(lambda x, y: (x, 7)), RunError, label),
+        "word": (words, RunError, f"the model {fails}"),
+    }
+    check(tmp_path, expected)
+    check(
+        tmp_path / "2",
+        expected,
+        "data.micro_batch=7",
+        "strategy=exact",
+        "data.global_batch=21",
+    )
+
+
+class Silent(torch.nn.Linear):
+    def forward(self, inputs):
+        super().forward(inputs)
+
+
+def test_type_that_fits_no_loss_or_model_is_named(tmp_path):
+    place = r" \(\S+test_wrong_hooks.py:\d+\); "
+    loss = r"loss\(outputs, targets\) failed: "
+    floats = augmenting(lambda x, y: (x, y.float()))
+    expected = {
+        "targets": (
+            floats,
+            ConfigError,
+            rf"{loss}RuntimeError: .* but got \w+ \(\S+py:\d+\); "
+            r"outputs: float64 \(22, 3\), targets: float64 \(22,\)",
+        ),
+        "outputs": (
+            task_with(build_model=lambda self: Silent(4, 3), loss=lambda self, *a: entropy(*a)),
+            ConfigError,
+            rf"{loss}TypeError: .* must be Tensor, not NoneType{place}"
+            r"outputs: NoneType, targets: int64 \(22,\)",
+        ),
+        "inputs": (
+            augmenting(lambda x, y: (x.long(), y)),
+            ConfigError,
+            r"the model's module 0 failed: RuntimeError: .* dtype, but got Long and Double; "
+            r"inputs: int64 \(22, 4\)",
+        ),
+        "list": (
+            augmenting(lambda x, y: ([x, x], y)),
+            ConfigError,
+            r"the model failed: TypeError: .* takes 2 positional arguments but 3 were given; "
+            r"inputs: \[float64 \(22, 4\), float64 \(22, 4\)\], each an argument of the model .*",
+        ),
+    }
+    check(tmp_path, expected)
+
+
+def test_exception_of_the_task_itself_keeps_its_traceback(tmp_path):
+    expected = {
+        "loss": (with_loss(lambda values: {}["wrong"]), KeyError, "'wrong'"),
+        "metrics": (with_metrics(lambda hits: [][3]), IndexError, "list index out of range"),
+        "raised": (task_with(loss=raising), RuntimeError, "of the task"),
+    }
+    check(tmp_path, expected)
+
+
+def raising(self, outputs, targets):
+    raise RuntimeError("of the task")
+
+
+def stepping(call):
+    return task_with(train_step=lambda self, batch: call(self, batch))
+
+
+def test_update_with_wrong_arguments_is_one_line(tmp_path):
+    expected = {
+        "batch": (
+            stepping(lambda task, batch: task.update(next(iter(batch)))),
+            ConfigError,
+            "update got a tuple as its batch: must be the batch that train_step got",
+        ),
+        "optimizers": (
+            stepping(lambda task, batch: task.update(batch, None, ["sgd"])),
+            ConfigError,
+            "update got a str: must be an optimizer, or a list of them",
+        ),
+        "name": (
+            stepping(lambda task, batch: task.update(batch, None, None, 3)),
+            ConfigError,
+            "update got the name 3: must be a string of printable characters",
+        ),
+    }
+    check(tmp_path, expected)
+
+
+# Tensors of models --------------------------------------------------------------------------------
+
+
+class Holding(nn.Module):
+    """Linear layer beside another tensor or layer, which `use` adds to the outputs."""
+
+    def __init__(self, made, use):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        if isinstance(made, (nn.Parameter, nn.Module)):
+            self.made = made
+        else:
+            self.register_buffer("made", made)
+        self.use = use
+
+    def forward(self, inputs):
+        return self.layer(inputs) + self.use(self.made, inputs)
+
+
+def holding(make, use=lambda made, inputs: 0):
+    return task_with(build_model=lambda self: Holding(make(), use))
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_tensor_that_cannot_be_trained_or_saved_is_named_at_the_start(strategy, tmp_path):
+    lines = {
+        "sparse buffer": (
+            holding(lambda: torch.eye(3).to_sparse()),
+            "the model's made is a sparse tensor (sparse_coo); return tensor.to_dense()",
+        ),
+        "meta": (
+            holding(lambda: torch.ones(3, device="meta")),
+            "the model's made is a tensor without values (on the meta device); build it on the CPU",
+        ),
+        "complex": (
+            holding(lambda: nn.Parameter(torch.ones(3, dtype=torch.complex64))),
+            "the model's made has dtype torch.complex64: must be real; store "
+            "torch.view_as_real(tensor), and use torch.view_as_complex",
+        ),
+        "sparse": (
+            holding(lambda: nn.Embedding(5, 3, sparse=True)),
+            "the model's made (Embedding): must have sparse=False, because gradients are summed as "
+            "dense tensors",
+        ),
+    }
+    cases = {name: (task, ConfigError, re.escape(line)) for name, (task, line) in lines.items()}
+    check(tmp_path, cases, f"strategy={strategy}")
+
+
+def test_complex_buffer_keeps_its_imaginary_part(tmp_path):
+    """A model's rotations are such a buffer, in the code of Llama."""
+    task = holding(lambda: torch.tensor([1j, 2j, 3j]), lambda made, inputs: made.imag)
+    for number, words in enumerate((["strategy=single"], ["strategy=exact"])):
+        run = fit_on(1, tmp_path / str(number), *WORDS, "data.global_batch=20", *words, task=task)
+        assert run["weights"]["made"].tolist() == [1j, 2j, 3j]
