@@ -131,6 +131,7 @@ def test_memory_that_is_not_enough_for_evaluation_is_named(command, rows):
     assert done.stderr.splitlines()[-1] == f"error: {line}; set a smaller one, or null"
 
 
+@pytest.mark.slow
 def test_one_row_does_not_fit(command):
     words = ["data.micro_batch=auto", "data.global_batch=2"]
     done = command(*WORDS, *words, environment={"ROOM": "0"})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import fit, on_ranks, wait_for
+from harness import fit, on_ranks, slow_but, wait_for
 from harness.download import ARCHIVE, FILES, KEY, SHA256, content, names, packed, serving
 
 from trainer import ConfigError, ResidentDataset, load_config
@@ -205,7 +205,7 @@ class Narrow(cifar.Cifar):
         return ResNet([1, 1], 10, self.options.norm == "batch", width=8)
 
 
-@pytest.mark.parametrize("norm", ["batch", "none"])
+@pytest.mark.parametrize("norm", slow_but(["batch", "none"], "batch"))
 def test_resnet_learns_with_and_without_norm(norm, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     words = [

@@ -197,6 +197,7 @@ def check_page(text, num_charts):
     return page
 
 
+@pytest.mark.slow
 def test_page_of_a_comparison(first, tmp_path):
     pytest.importorskip("matplotlib")
     other = fit_on(1, tmp_path, *WORDS, "run.seed=4", "run.name='<b>bold'")

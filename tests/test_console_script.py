@@ -60,6 +60,7 @@ def test_project_names_the_script_and_all_verbs():
     assert verbs - {"recording", "watcher"} == {*VERBS, "trainer"} - {"train"}
 
 
+@pytest.mark.slow
 def test_module_is_shadowed_by_the_folders_trainer_and_the_script_is_not(folder):
     words = [sys.executable, "-m", "trainer", "--help"]
     done = subprocess.run(words, capture_output=True, text=True, cwd=folder)

@@ -238,6 +238,7 @@ class Slow(Prepared):
         super().prepare()
 
 
+@pytest.mark.slow
 def test_a_preparation_may_take_longer_than_a_collective(tmp_path):
     words = [*WORDS, "strategy=ddp", "dist.timeout_s=2", "run.steps=2"]
     assert fit_on(2, tmp_path, *words, task=Slow)["step"] == 2

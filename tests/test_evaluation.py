@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from harness import CONF, fit_on, on_ranks
+from harness import CONF, fit_on, on_ranks, slow_but
 from tiny import Tiny
 from torch import nn
 
@@ -45,7 +45,7 @@ def on_one_rank():
     return on_ranks(1, evaluate, Identity)[0]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("ranks", slow_but([1, 2, 3, 4, 5], 1, 4))
 def test_203_examples_count_203_times(ranks, on_one_rank):
     """Padding copies are not counted, and no example is missing."""
 

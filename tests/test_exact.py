@@ -105,6 +105,7 @@ def test_bits_are_those_of_one_rank(recipe, precision, ranks, references, tmp_pa
     check_same_runs(references(*words), fit_on(ranks, tmp_path, *words))
 
 
+@pytest.mark.slow
 def test_ddp_has_other_bits(references, tmp_path):
     """Otherwise the tests above would prove nothing."""
     words = [*TINY, "strategy.precision=fp32", "data.micro_batch=3", "log.every_steps=1"]

@@ -36,7 +36,9 @@ def measured(examples):
     return task.evaluate()
 
 
-@pytest.mark.parametrize(("examples", "sizes"), [(203, (1, 2, 3)), (4, (1, 3, 5))])
+@pytest.mark.parametrize(
+    ("examples", "sizes"), [pytest.param(203, (1, 2, 3), marks=pytest.mark.slow), (4, (1, 3, 5))]
+)
 def test_torchmetrics_see_each_row_once_on_any_number_of_ranks(examples, sizes):
     """With 4 examples on 5 ranks, one rank has only padding."""
     pytest.importorskip("torchmetrics")
@@ -178,6 +180,7 @@ def test_gan_is_the_same_run_on_any_layout(ranks, overrides, gan, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_gan_learns_the_digits_mean(tmp_path):
     """After 400 steps the generated images look more like digits on average than at the start."""
     pytest.importorskip("sklearn")

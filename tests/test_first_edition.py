@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FIXTURES = Path(__file__).resolve().parent / "fixtures" / "first_edition"
 EXPECTED = json.loads((FIXTURES / "expected.json").read_text())
 LIMIT_S = 120
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

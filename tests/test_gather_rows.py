@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import check_parity, fit_on, on_ranks
+from harness import check_parity, fit_on, on_ranks, slow_but
 from harness.training import compose, fit
 from torch import nn
 
@@ -63,7 +63,7 @@ def single(tmp_path_factory):
     return fit_on(1, folder, *WORDS, "strategy=single", task=Contrastive)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "3", "fsdp 2", "pp 2"))
 def test_a_loss_over_the_whole_batch_is_equal_in_every_layout(layout, single, tmp_path):
     ranks, words = LAYOUTS[layout]
     other = fit_on(ranks, tmp_path, *WORDS, *words, task=Contrastive)

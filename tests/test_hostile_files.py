@@ -240,8 +240,11 @@ def old_format(value):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     ("writer", "part"),
-    [(publish, "training"), (publish_old, "training"), (publish_old, "model")],
-    ids=["training", "training of format 2", "model of format 2"],
+    [
+        pytest.param(publish, "training", id="training"),
+        pytest.param(publish_old, "training", id="training of format 2", marks=pytest.mark.slow),
+        pytest.param(publish_old, "model", id="model of format 2", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("make", CONTENTS.values(), ids=CONTENTS)
 def test_file_with_more_than_tensors_and_plain_values_is_refused(

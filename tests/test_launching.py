@@ -42,7 +42,7 @@ from trainer.distributed.rendezvous import meet
 TINY = ["--config-dir", CONF, "task=tiny", "run.name=a"]
 LAUNCHES = [
     pytest.param(ELASTIC, id="elastic", marks=pytest.mark.slow),
-    pytest.param(SPAWN, id="spawn"),
+    pytest.param(SPAWN, id="spawn", marks=pytest.mark.slow),
 ]
 SLOW = ["--config-dir", CONF, "--config-dir", str(SCRIPTS / "faults/conf"), "task=slow"]
 

@@ -65,7 +65,7 @@ def single():
 
 
 QUICK = [
-    *(("cp 2", "masked"), ("pp 2", "clipping"), ("pp 2 x tp 2", "plain")),
+    *(("pp 2", "clipping"), ("pp 2 x tp 2", "plain")),
 ]
 EVERY = [(mesh, case) for mesh in MESHES for case in CASES if (mesh, case) not in QUICK]
 
@@ -329,7 +329,8 @@ class Bad(Meshed):
         return data
 
 
-@pytest.mark.parametrize("mesh", ["tp 2", pytest.param("pp 2 x tp 2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp 2", "pp 2 x tp 2"])
 def test_a_bad_example_is_found_and_its_step_is_skipped(mesh, tmp_path, capfd):
     ranks, mesh_words = MESHES[mesh]
     one = fit_on(1, tmp_path / "one", *TASK, "strategy=single", task=Bad)

@@ -207,6 +207,7 @@ def test_lightning_module_logs_a_loss_for_each_rank_and_evaluates_204_examples(w
     assert hits == pytest.approx(round(hits), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_lightning_task_runs_with_the_commands_of_the_page(write, run, tmp_path):
     write("lightning")
     one, two, test, resume, _ = commands_in("lightning", "-m trainer")
@@ -281,6 +282,7 @@ def test_project_in_the_layout_of_the_template_trains(write, tmp_path):
     assert len(re.findall(r"loss 0\.\d+", text)) == 2, text
 
 
+@pytest.mark.slow
 def test_custom_groups_are_chosen_by_an_experiment(write, run, tmp_path):
     write("lightning-hydra-template")
     small, wide, _, large, single = commands_in("lightning-hydra-template", "-m trainer")

@@ -4,7 +4,7 @@ gradients or outputs would be wrong."""
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import check_parity, fit_on, newest
+from harness import check_parity, fit_on, newest, slow_but
 from harness.stored import tensors_of
 from meshed import WORDS, Meshed
 from torch import nn
@@ -47,7 +47,10 @@ def test_a_parameter_between_divided_layers_is_refused_by_name(words, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "frozen", ["embed.weight,position,scale,blocks.0.*,blocks.1.*", "blocks.3.*,head.*"]
+    "frozen",
+    slow_but(
+        ["embed.weight,position,scale,blocks.0.*,blocks.1.*", LAST := "blocks.3.*,head.*"], LAST
+    ),
 )
 def test_a_stage_may_be_frozen(frozen, tmp_path):
     words = [*PRECISE, "task.options.tied=false", f"run.freeze=[{frozen}]"]
@@ -77,6 +80,7 @@ class Recurring(Meshed):
         return list(model.layers)
 
 
+@pytest.mark.slow
 def test_recurrent_layers_over_a_pipeline(tmp_path):
     words = [*PRECISE, "data.micro_batch=4"]
     one = fit_on(1, tmp_path / "one", *words, "strategy=single", task=Recurring)
@@ -278,6 +282,7 @@ class InPlace(Meshed):
         return {**super().tensor_plan(), "embed": "vocabulary"}
 
 
+@pytest.mark.slow
 def test_gathered_outputs_may_be_changed_in_place(tmp_path):
     one = fit_on(1, tmp_path / "one", *PRECISE, "strategy=single", task=InPlace)
     check_parity(one, fit_on(2, tmp_path / "two", *PRECISE, "strategy=tp", task=InPlace))

@@ -210,10 +210,10 @@ RECIPE = [
     *("data.global_batch=24", "run.norm_rows=4", "optim.lr=0.3", "experiment=parity"),
 ]
 LAYOUTS = [
-    (2, []),
-    (3, []),
+    pytest.param(2, [], marks=pytest.mark.slow),
+    pytest.param(3, [], marks=pytest.mark.slow),
     (3, ["data.micro_batch=4"]),
-    (4, []),
+    pytest.param(4, [], marks=pytest.mark.slow),
     (1, ["data.micro_batch=4"]),
     (1, ["data.micro_batch=8", "strategy=single", "strategy.precision=fp64"]),
     (2, ["data.micro_batch=4", "data.path=streamed"]),

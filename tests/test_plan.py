@@ -133,6 +133,7 @@ def run_watched(folder, *words):
 
 # Numbers ------------------------------------------------------------------------------------------
 
+ADVICE = [(0.97, "data.micro_batch="), (0.93, "strategy=hsdp"), (0.75, "strategy=fsdp"), (0.01, "")]
 OPTIMIZERS = {
     "SGD": ["optim.momentum=0.9"],
     "AdamW": ["optim=adamw", "run.ema_decay=0.9"],
@@ -142,7 +143,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("case", OPTIMIZERS)
+@pytest.mark.parametrize("case", slow_but(OPTIMIZERS, "AdamW", "Muon"))
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_bytes_of_a_rank_are_those_of_a_real_run(strategy, case, tmp_path):
     words = [*SHARDED, f"strategy={strategy}", *OPTIMIZERS[case]]
@@ -252,7 +253,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(MESHES, "tp 2", "cp 2", "pp 3, gpipe"))
+@pytest.mark.parametrize("case", slow_but(MESHES, "tp 2", "pp 3, gpipe"))
 def test_numbers_of_a_mesh_are_those_of_a_real_step(case, tmp_path):
     ranks, words = MESHES[case]
     words = [*MESHED, *words]
@@ -335,7 +336,7 @@ GATHERED = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(GATHERED, "kept", "no blocks"))
+@pytest.mark.parametrize("case", slow_but(GATHERED, "no blocks"))
 def test_gathered_parameters_are_the_most_that_a_real_step_gathers(case, tmp_path):
     words = [*GATHERED[case], "strategy=fsdp"]
     made = plan(tmp_path, *words, ranks=2)
@@ -401,7 +402,9 @@ class Spare(Tiny):
 """
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(
+    "case", slow_but(REFUSED, "single", "exact", "mesh", "unused parameter", "setting")
+)
 def test_refusals_are_those_of_a_real_start(case, command):
     (command.folder / "spare.py").write_text(SPARE)
     words = [f"--config-dir={CONF}", *REFUSED[case]]
@@ -461,7 +464,7 @@ def small_table(folder, memory):
 
 @pytest.mark.parametrize(
     "part, change",
-    [(0.97, "data.micro_batch="), (0.93, "strategy=hsdp"), (0.75, "strategy=fsdp"), (0.01, "")],
+    slow_but(ADVICE, (0.75, "strategy=fsdp"), (0.01, "")),
 )
 def test_advice_is_a_layout_whose_own_plan_fits(part, change, command):
     words = ["task=sharded", f"--config-dir={CONF}", "optim=adamw", "task.options.width=60"]

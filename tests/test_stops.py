@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from harness import fit_on
+from harness import fit_on, slow_but
 from meshed import Meshed
 from tiny import Tiny
 
@@ -25,7 +25,7 @@ def told(run):
     return json.loads((run["directory"] / "exit.json").read_text())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "1", "exact"))
 def test_a_run_ends_after_evaluations_that_are_no_better(layout, tmp_path):
     ranks, words = LAYOUTS[layout]
     run = fit_on(ranks, tmp_path, *STALE, *words)

@@ -106,7 +106,8 @@ CELLS = {
 }
 
 
-TWICE = ("parameter_server x 2", "syncbn x 2", "ema x 3", "two optimizers x 3")
+TWICE = ("parameter_server x 2", "syncbn x 2", "ema x 3", "two optimizers x 3", "static graph")
+TWICE += ("two devices per rank", "small buckets", "unused parameters")
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,7 @@ def test_hang_up_that_nohup_has_ignored_stays_ignored(tmp_path):
     assert exit_record(tmp_path)["step"] == 1000
 
 
+@pytest.mark.slow
 def test_one_process_needs_no_network(tmp_path):
     apart = ("unshare", "-rn")
     if shutil.which("unshare") is None or subprocess.run([*apart, "true"], check=False).returncode:

@@ -352,7 +352,9 @@ def waiting_ranks(tmp_path):
         rank.communicate()
 
 
-@pytest.mark.parametrize("other, is_hang", [("stuck", True), ("moving", False)])
+@pytest.mark.parametrize(
+    "other, is_hang", [("stuck", True), pytest.param("moving", False, marks=pytest.mark.slow)]
+)
 def test_ranks_that_pass_from_one_collective_to_the_next_do_not_hang(
     other, is_hang, waiting_ranks, monkeypatch, capfd
 ):

@@ -62,8 +62,15 @@ def test_averaged_weights_are_taken_where_there_are_any(trained, tmp_path):
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "pt", "ddp", "nested"])
-@pytest.mark.parametrize("layout", ["single", "fsdp 3"])
+WEIGHTS = [
+    (at, kind) for at in ("single", "fsdp 3") for kind in ("safetensors", "pt", "ddp", "nested")
+]
+
+
+@pytest.mark.parametrize(
+    "layout, kind",
+    slow_but(WEIGHTS, ("fsdp 3", "safetensors"), ("single", "pt"), ("single", "ddp")),
+)
 def test_a_file_of_weights_is_read_on_rank_0_and_sent(kind, layout, trained, tmp_path):
     state = tensors_of(newest(trained("single")))
     path = tmp_path / ("weights.safetensors" if kind == "safetensors" else "weights.pt")

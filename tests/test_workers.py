@@ -73,6 +73,7 @@ def test_workers_that_never_begin_are_one_line(tmp_path):
     assert not any(Path("/proc", pid).exists() for pid in hung)
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_ends_with_its_rank(tmp_path):
     words = ["--config-dir", CONF, "task=sticks", "task.options.how=worker", "task.options.rank=0"]
     rank = launch(tmp_path, *words, "data.workers=1", "dist.hang_timeout_s=null")
