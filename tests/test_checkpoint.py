@@ -39,6 +39,7 @@ def content(step: int) -> dict:
         "model": {"weight": torch.arange(100.0) * step, "count": torch.tensor(step)},
         "optimizer": {"0/weight/momentum": torch.arange(100.0) - step},
         "ema": {},
+        "buffer": {},
         "training": {"rows": {}, "seen": [step, None, 0.5]},
     }
 

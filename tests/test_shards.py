@@ -304,7 +304,8 @@ def state(dtype=torch.float32):
         "rows": {"loss": torch.ones(1, 2)},
         "extra": {"a._extra_state": 5},
     }
-    return {"model": model, "optimizer": optimizer, "ema": averages, "training": plain}
+    kinds = {"model": model, "optimizer": optimizer, "ema": averages, "buffer": {}}
+    return {**kinds, "training": plain}
 
 
 def halves(content, ranks=2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +13,17 @@ from trainer.checkpoints.state import TrainState, read_on_all_ranks
 from trainer.data.batches import Batches
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.engine.engine import Engine
+from trainer.engine.python_state import PythonState
 from trainer.errors import ConfigError
 from trainer.record import fingerprint, resume, weights
 from trainer.record.directory import strict
 from trainer.record.opening import Opened
 from trainer.setup import Setup
+
+MOST_NAMED = 4
+AGAIN = "so a resume starts from its first value"
+CHANGED = f"training changes it, {AGAIN}; use self.step, or register_buffer in the model"
+RESHAPED = f"its shape changed in training, {AGAIN}; build it with its final shape"
 
 
 class Checkpointer:
@@ -38,6 +45,11 @@ class Checkpointer:
         self._saver = opened.saver
         self._is_shared = opened.is_shared
         self._code = code
+        task: Any = setup.parts.hooks
+        packages = setup.config.packages
+        parts = (engine.model, engine.optimizers, engine.schedule)
+        self._python_state = PythonState(task, *parts, packages)
+        self._named: set[str] = set()
 
     def save(self, state: TrainState, is_over: bool) -> Sequence[int]:
         """Publish a checkpoint of the state, unless this step has one already. A collective.
@@ -46,6 +58,9 @@ class Checkpointer:
         """
         self._ranks.heartbeat.enter(Phase.SAVE)
         group = self._ranks.group
+        with group.agreed("saving a checkpoint"):
+            self._engine.check()
+        self._name_lost_state()
         training = {**self._engine.state_dict(), "progress": state.progress()}
         shards = self._engine.shards()
         if not self._is_shared:
@@ -65,6 +80,19 @@ class Checkpointer:
                 is_behind = self._setup.config.checkpoint.background and not is_over
                 self._saver.save(staging, snapshot, is_behind)
         return unreadable
+
+    def _name_lost_state(self) -> None:
+        """Show, once for each, the state that this checkpoint does not hold. A collective."""
+        own = [self._python_state.changed(), self._engine.buffers.reshaped()]
+        every = [json.loads(text) for text in self._ranks.group.collect_text(json.dumps(own))]
+        for kind, why in enumerate((CHANGED, RESHAPED)):
+            names = dict.fromkeys(name for each in every for name in each[kind])
+            new = [name for name in names if name not in self._named]
+            self._named.update(new)
+            if new:
+                more = f" and {len(new) - MOST_NAMED} more" * (len(new) > MOST_NAMED)
+                named = ", ".join(new[:MOST_NAMED]) + more
+                self._record.say(f"warning: a checkpoint does not hold {named}: {why}")
 
     def _facts(self, state: TrainState) -> dict[str, Any]:
         """Return the entries of the manifest except files and step."""

@@ -176,7 +176,7 @@ def _of_format_2(state: dict[str, Any], training: dict[str, Any]) -> Content:
                 del values[key]
     averages = {k: v for k, v in training["ema"].items() if isinstance(v, torch.Tensor)}
     sources = {"model": model, "optimizer": optimizer, "ema": averages}
-    made = {kind: Tensors(tensors) for kind, tensors in sources.items()}
+    made = {kind: Tensors(sources.get(kind, {})) for kind in KINDS}
     plain = {key: value for key, value in training.items() if key != "ema"}
     return Content(made, {**plain, "extra": extra})
 

@@ -14,6 +14,7 @@ from trainer.checkpoints.manifest import Manifest
 from trainer.checkpoints.sources import Content, open_content, share
 from trainer.checkpoints.transaction import Loaded
 from trainer.distributed.group import Group
+from trainer.engine.buffers import load_buffers
 from trainer.engine.ema import Ema
 from trainer.errors import CheckpointError, ConfigError
 from trainer.strategy.base import Strategy
@@ -119,6 +120,7 @@ class Restored:
         """Load the parts that evaluation needs: the model and its averaged weights."""
         sources = self.content.sources
         strategy.load(sources["model"], self.content.training["extra"])
+        load_buffers(strategy, sources["buffer"])
         if ema:
             ema.load(sources["ema"])
 

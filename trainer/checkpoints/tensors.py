@@ -2,8 +2,9 @@
 
 The index of a checkpoint, tensors.json, is {kind: {name: {dtype, shape, parts}}}, and a part is
 [file, offset, size]: a box of the whole tensor, which the file holds under the tensor's name; the
-second box of the same file under `<name>#1`. The kinds are `model`, `optimizer` and `ema`.
-safetensors' own writer needs all bytes in memory at once; this one streams.
+second box of the same file under `<name>#1`. The kinds are `model`, `optimizer`, `ema`, and
+`buffer` for buffers that are not in the model's state. safetensors' own writer needs all bytes in
+memory at once; this one streams.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from trainer.errors import CheckpointError
 from trainer.strategy.shards import Shard
 
 INDEX = "tensors.json"
-KINDS = ("model", "optimizer", "ema")
+KINDS = ("model", "optimizer", "ema", "buffer")
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
@@ -202,6 +203,7 @@ def check_index(raw: Any, files: Mapping[str, Any]) -> Index:
 
     `files` are their entries in the manifest.
     """
+    raw = {"buffer": {}, **raw}
     held = dict.fromkeys(files, 0)
     for kind in KINDS:
         for name, entry in raw[kind].items():

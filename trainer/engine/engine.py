@@ -15,14 +15,17 @@ from torch.optim import Optimizer
 from trainer.config.schema import Config
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.draws.mode import take_rows
+from trainer.engine.buffers import Buffers, load_buffers
 from trainer.engine.ema import Ema
 from trainer.engine.means import Means
 from trainer.engine.objective import Objective, Share
 from trainer.engine.optimizers import (
     check_count,
     check_optimizers,
+    check_state,
     load_named_state,
     named_state,
+    parameter_state,
     remember_options,
     step_unless,
 )
@@ -65,13 +68,12 @@ class Engine:
         self.means = Means(strategy.leaves)
         self._global_batch = config.data.global_batch
         self._clip_norm = config.run.clip_norm
-        self._is_compiled = config.run.compile
         self._group = parts.ranks.group
         self.draws = parts.draws
         self._heartbeat = parts.ranks.heartbeat
         self._end_child = parts.ranks.end_child
         self._wants_stop = wants_stop
-        self._schedule = schedule
+        self.schedule = schedule
         self._rate_scale = rate_scale(config)
         self._objectives: dict[str, Objective] = {}
         mesh = strategy.mesh
@@ -95,6 +97,7 @@ class Engine:
         self._groups = self._list_groups()
         self._parameters = [p for p in strategy.parameters.values() if p.requires_grad]
         self.ema = open_ema(config, strategy)
+        self.buffers = Buffers(strategy)
 
     def _adopt(self, optimizer: Optimizer) -> list[nn.Parameter]:
         remember_options(optimizer, self.strategy.names())
@@ -167,7 +170,8 @@ class Engine:
         def compute(inputs: Any, targets: Any) -> None:
             self.strategy.compute(inputs, targets, loss)
 
-        eagerly = torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext()
+        is_compiled = self.strategy.blueprint.config.run.compile
+        eagerly = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
         with eagerly, untouched(self.model), self.recorder.closed():
             self.draws.rehearse(name, compute, self._few_rows, self._unit)
         if self.strategy.mesh.divides_model:
@@ -194,7 +198,7 @@ class Engine:
         """
         self._wants_norm = wants_norm
         self.recorder.begin_step()
-        factor = self._schedule(step) * self._rate_scale
+        factor = self.schedule(step) * self._rate_scale
         for group, initial in self._groups:
             group["lr"] = initial * factor
 
@@ -237,6 +241,12 @@ class Engine:
         """Use the moving average of the weights, if any, during the block, as in evaluation."""
         return self.ema.swapped() if self.ema else nullcontext()
 
+    def check(self) -> None:
+        """Raise ConfigError for state that a resume could not load."""
+        names = self.strategy.names()
+        for optimizer in self.optimizers:
+            check_state(optimizer, names, self.strategy.mesh.is_divided)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the training state without the tensors of `shards`.
 
@@ -257,14 +267,15 @@ class Engine:
         names = self.strategy.names()
         state: dict[str, Shard] = {}
         for number, optimizer in enumerate(self.optimizers):
-            for parameter, values in optimizer.state.items():
+            for parameter, values in parameter_state(optimizer).items():
                 shard = self.strategy.shard_of(parameter)
                 prefix = f"{number}/{names[parameter]}"
                 for key, value in values.items():
                     if isinstance(value, torch.Tensor):
                         state[f"{prefix}/{key}"] = shard.holding(value)
         averages = self.ema.shards() if self.ema else {}
-        return {"model": self.strategy.shards(), "optimizer": state, "ema": averages}
+        kinds = {"model": self.strategy.shards(), "optimizer": state, "ema": averages}
+        return {**kinds, "buffer": self.buffers.shards()}
 
     def load(self, sources: Mapping[str, Source], training: Mapping[str, Any]) -> None:
         """Load the tensors by kind as `shards` names them, and what `state_dict` returned.
@@ -277,6 +288,7 @@ class Engine:
             self._new_objective(name, elements)
         self.precision.load_state_dict(training["precision"])
         self.strategy.load(sources["model"], training.get("extra", {}))
+        load_buffers(self.strategy, sources["buffer"])
         check_count(self.optimizers, training["optimizers"])
         names = self.strategy.names()
         for number, optimizer in enumerate(self.optimizers):

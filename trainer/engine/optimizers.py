@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from trainer.errors import CheckpointError, ConfigError
 
@@ -71,10 +72,51 @@ def named_state(optimizer: Optimizer, names: Mapping[Any, str]) -> dict[str, Any
         options = {key: value for key, value in group.items() if key not in ("params", "names")}
         groups.append({"names": _names_of(group, names), "options": options})
     state: dict[str, Any] = {}
-    for p, values in optimizer.state.items():
+    for p, values in parameter_state(optimizer).items():
         plain = {key: v for key, v in values.items() if not isinstance(v, torch.Tensor)}
         state |= {names[p]: plain} if plain else {}
-    return {"class": type(optimizer).__name__, "state": state, "groups": groups}
+    shared = {key: v for key, v in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    return {
+        "class": type(optimizer).__name__,
+        "state": state,
+        "shared": shared,
+        "groups": groups,
+    }
+
+
+def parameter_state(optimizer: Optimizer) -> dict[torch.Tensor, Any]:
+    """Return the state by parameter, without what belongs to no parameter."""
+    return {p: v for p, v in optimizer.state.items() if isinstance(p, torch.Tensor)}
+
+
+def check_state(optimizer: Optimizer, names: Mapping[Any, str], is_divided: bool) -> None:
+    """Raise ConfigError, naming the entry, for state that a resume could not load.
+
+    If the model `is_divided`, a tensor in a list or dict would be this rank's part only.
+    """
+    kind = type(optimizer).__name__
+    for owner, values in optimizer.state.items():
+        if not isinstance(owner, torch.Tensor):
+            _check_plain(f"optimizer {kind}: state[{owner!r}]", [owner, values], True)
+            continue
+        if owner not in names:
+            why = "has state for a tensor that is not one of the model's parameters"
+            raise ConfigError(f"optimizer {kind}: {why}; register it in the model")
+        for key, value in values.items():
+            if not isinstance(value, torch.Tensor):
+                place = f"optimizer {kind}: state[{names[owner]}][{key!r}]"
+                _check_plain(place, value, is_divided)
+
+
+def _check_plain(place: str, value: Any, is_alone: bool) -> None:
+    """Raise ConfigError if a value has more than numbers, strings and, unless alone, tensors."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor) and is_alone:
+            advice = "keep each tensor as an entry of its own in the state of its parameter"
+            raise ConfigError(f"{place} has a tensor, which not every layout can load; {advice}")
+        if not isinstance(leaf, (torch.Tensor, bool, int, float, str, type(None))):
+            must = "a checkpoint holds tensors, numbers and strings; keep it in the config"
+            raise ConfigError(f"{place} has a {type(leaf).__name__}: {must}")
 
 
 def _names_of(group: Mapping[str, Any], names: Mapping[Any, str]) -> list[str]:
@@ -114,8 +156,10 @@ def load_named_state(
         first = last
     order = [names[p] for group in optimizer.param_groups for p in group["params"]]
     values = {name: {**saved["state"].get(name, {}), **tensors.get(name, {})} for name in order}
-    state = {number: values[name] for number, name in enumerate(order) if values[name]}
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    state: dict[Any, Any] = {n: values[name] for n, name in enumerate(order) if values[name]}
+    optimizer.load_state_dict(
+        {"state": {**saved.get("shared", {}), **state}, "param_groups": groups}
+    )
 
 
 def _merge_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,15 @@ from trainer.strategy.mesh import Mesh, is_divided
 from trainer.strategy.placement import place_blocks
 from trainer.strategy.recompute import Recomputed, recompute
 from trainer.strategy.rehearsal import FlopCounter
-from trainer.strategy.shards import Shard, Source, check_model, read_whole
+from trainer.strategy.shards import (
+    Shard,
+    Source,
+    check_model,
+    is_extra,
+    non_persistent,
+    read_whole,
+    tensors_of,
+)
 from trainer.strategy.statistics import RunningStatistics
 
 
@@ -311,8 +319,11 @@ class Strategy(ABC):
 
     def shards(self) -> dict[str, Shard]:
         """Return this rank's parts of the model's tensors, with names of the unwrapped model."""
-        state = self.module.state_dict().items()
-        return {name: self.shard_of(t) for name, t in state if isinstance(t, torch.Tensor)}
+        return {name: self.shard_of(t) for name, t in tensors_of(self.module).items()}
+
+    def non_persistent(self) -> dict[str, Shard]:
+        """Return this rank's parts of the buffers that are not in the model's state."""
+        return {name: self.shard_of(b) for name, b in non_persistent(self.module).items()}
 
     def shard_of(self, tensor: torch.Tensor) -> Shard:
         """Return the shard that this rank has of a parameter or buffer."""
@@ -323,9 +334,9 @@ class Strategy(ABC):
         return [0]
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the values in the model's state that are no tensors."""
+        """Return the values in the model's state that are neither parameters nor buffers."""
         state = self.module.state_dict().items()
-        return {name: value for name, value in state if not isinstance(value, torch.Tensor)}
+        return {name: value for name, value in state if is_extra(name, value)}
 
     def load(self, source: Source, extra: Mapping[str, Any]) -> None:
         """Load the tensors of a whole model, and what `extra_state` returned.
@@ -413,12 +424,6 @@ def find_strategy(settings: Settings) -> type[Strategy]:
     if strategy.on_mesh and is_divided(settings.mesh):
         return find_strategy(replace(settings, name=strategy.on_mesh))
     return strategy
-
-
-def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of a module's state by name; tied ones are the same object."""
-    state = module.state_dict(keep_vars=True).items()
-    return {name: value for name, value in state if isinstance(value, torch.Tensor)}
 
 
 def check_reached(config: Settings, parameters: Mapping[str, nn.Parameter]) -> None:

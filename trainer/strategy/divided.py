@@ -17,14 +17,21 @@ from torch import nn, optim
 
 from trainer.distributed.group import Group
 from trainer.errors import ConfigError
-from trainer.strategy.base import Strategy, tensors_of
+from trainer.strategy.base import Strategy
 from trainer.strategy.context import Context
 from trainer.strategy.division import Division
 from trainer.strategy.gathered import Gathered
 from trainer.strategy.mesh import SHARDED, open_group
 from trainer.strategy.rehearsal import changed_buffers
 from trainer.strategy.reunion import reunite
-from trainer.strategy.shards import Shard, Source, check_model, read_into
+from trainer.strategy.shards import (
+    Shard,
+    Source,
+    check_model,
+    non_persistent,
+    read_into,
+    tensors_of,
+)
 from trainer.strategy.sums import Sums
 
 # These update each element by itself, so a shard can be updated without the rest of its tensor.
@@ -174,6 +181,10 @@ class DividedModel(Strategy):
         named = {name: t for name, t in tensors_of(self.module).items() if not t.is_meta}
         find = self._divided.holdings.shard
         return {name: self._shards.get(name) or find(name, t) for name, t in named.items()}
+
+    def non_persistent(self) -> dict[str, Shard]:
+        named = {name: b for name, b in non_persistent(self.module).items() if not b.is_meta}
+        return {name: self._divided.holdings.shard(name, b) for name, b in named.items()}
 
     def writers(self) -> list[int]:
         return self._divided.holdings.writers()

@@ -57,9 +57,12 @@ def untouched(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
         yield before
     finally:
         with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in before:
+            for name, buffer in list(model.named_buffers()):
+                if name in before and buffer.shape == before[name].shape:
                     buffer.copy_(before[name])
+                elif name in before:  # such as a cache that grows
+                    place, _, key = name.rpartition(".")
+                    model.get_submodule(place)._buffers[key] = before[name]
         model.zero_grad(set_to_none=True)
 
 

@@ -1,0 +1,47 @@
+"""Buffers with `persistent=False`: a checkpoint holds those that training changed.
+
+They are no part of the model's state, so neither exported weights nor `run.init_from` have them.
+Constants, such as rotary tables, are built anew at a resume and need no place in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trainer.engine.digest import digest
+from trainer.strategy.base import Strategy
+from trainer.strategy.shards import Shard, Source, check_model, non_persistent, read_into
+
+
+class Buffers:
+    """The non-persistent buffers of a model, and digests of their values as built."""
+
+    def __init__(self, strategy: Strategy):
+        self._strategy = strategy
+        self._built = {name: _print(shard) for name, shard in strategy.non_persistent().items()}
+
+    def shards(self) -> dict[str, Shard]:
+        """Return this rank's parts of the buffers that differ from the built model's."""
+        every = self._strategy.non_persistent()
+        alike = {name: shard for name, shard in every.items() if self._is_shaped(name, shard)}
+        return {name: s for name, s in alike.items() if _print(s) != self._built[name]}
+
+    def reshaped(self) -> list[str]:
+        """Return the buffers of another shape than as built, which `shards` leaves out."""
+        every = self._strategy.non_persistent()
+        return [name for name, shard in every.items() if not self._is_shaped(name, shard)]
+
+    def _is_shaped(self, name: str, shard: Shard) -> bool:
+        return name in self._built and self._built[name][0] == shard.tensor.shape
+
+
+def _print(shard: Shard) -> tuple[torch.Size, int]:
+    return shard.tensor.shape, digest(shard.tensor)
+
+
+def load_buffers(strategy: Strategy, source: Source) -> None:
+    """Load what `Buffers.shards` returned. Raises CheckpointError for another model's buffers."""
+    saved = source.shapes()
+    built = non_persistent(strategy.structure)
+    check_model({name: built[name] for name in saved if name in built}, saved)
+    read_into(strategy.non_persistent(), source)
