@@ -30,6 +30,7 @@ from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.strategy.batchnorm import normalize_groups, synchronize
 from trainer.strategy.mesh import Mesh, is_divided
+from trainer.strategy.parameters import check_reached, describe_change
 from trainer.strategy.placement import place_blocks
 from trainer.strategy.recompute import Recomputed, recompute
 from trainer.strategy.rehearsal import FlopCounter
@@ -287,6 +288,10 @@ class Strategy(ABC):
         """Make an optimizer step this rank's parts, and return those of `parameters` it updates."""
         return [p for group in optimizer.param_groups for p in group["params"]]
 
+    def find_change(self) -> str:
+        """Return a line if the model has other parameters than at the start, else an empty one."""
+        return describe_change(self._known, self._registered())
+
     def names(self) -> dict[torch.Tensor, str]:
         """Return the name of each of `parameters`."""
         return {parameter: name for name, parameter in self.parameters.items()}
@@ -352,10 +357,15 @@ class Strategy(ABC):
 
     def _list_parameters(self) -> None:
         """List this rank's parts of the parameters: here the parameters themselves."""
-        self.parameters = dict(self.module.named_parameters())
+        self.parameters = self._registered()
         self._sort_parameters()
 
+    def _registered(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that the model's modules have now."""
+        return dict(self.module.named_parameters())
+
     def _sort_parameters(self) -> None:
+        self._known = {name: (p, p.requires_grad) for name, p in self._registered().items()}
         self._parameters = [p for p in self.parameters.values() if p.requires_grad]
         kinds: dict[Any, list[nn.Parameter]] = {}
         for parameter in self._parameters:
@@ -382,7 +392,11 @@ class Strategy(ABC):
     def _check_reached(self) -> None:
         """Raise ConfigError naming a parameter without a gradient."""
         if any(p.grad is None for p in self._parameters):
-            check_reached(self.config, self.parameters)
+            if line := self.find_change():
+                raise ConfigError(line)
+            ids = set(map(id, self._parameters))
+            trained = {name: p for name, p in self.parameters.items() if id(p) in ids}
+            check_reached(self.config, trained)
 
     def _rehearse(self, batch: MicroBatch, objective: Objective) -> None:
         """Run forward and backward once on the unwrapped module.
@@ -424,20 +438,6 @@ def find_strategy(settings: Settings) -> type[Strategy]:
     if strategy.on_mesh and is_divided(settings.mesh):
         return find_strategy(replace(settings, name=strategy.on_mesh))
     return strategy
-
-
-def check_reached(config: Settings, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise ConfigError naming a parameter without a gradient, unless that is allowed.
-
-    Another rank may have a gradient for it, and reduce it.
-    """
-    if config.find_unused_parameters:
-        return
-    for name, parameter in parameters.items():
-        if parameter.requires_grad and parameter.grad is None:
-            missing = f"the loss does not depend on the parameter {name}"
-            advice = "set requires_grad=False, or set strategy.find_unused_parameters=true"
-            raise ConfigError(f"strategy={config.name}: {missing}; use it, {advice}")
 
 
 def convert(precision: Precision, is_channels_last: bool, inputs: Any, targets: Any) -> MicroBatch:
