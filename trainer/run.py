@@ -226,7 +226,13 @@ class Run:
         for name, norm in self.engine.norms().items():
             values["optim/grad_norm" + f"/{name}" * (name != "loss")] = norm
         values["speed/examples_per_s"] = examples / max(seconds - then, 1e-9)
-        (values["speed/memory_gb"],) = self._ranks.group.max(self.world.peak_bytes() / 1e9)
+        change = self.engine.strategy.find_change()
+        numbers = (self.world.peak_bytes() / 1e9, float(bool(change)))
+        values["speed/memory_gb"], is_changed = self._ranks.group.max(*numbers)
+        if is_changed:
+            with self._ranks.group.agreed("checking the model"):
+                if change:
+                    raise ConfigError(change)
         return values
 
     def observe(self) -> None:

@@ -83,8 +83,8 @@ class Shape:
 
     def content(self, step: int) -> dict[str, Any]:
         weight = torch.arange(self.num_parts * self.size, dtype=torch.float32) * step
-        training = {"seen": [step, None]}
-        return {"model": {"weight": weight}, "optimizer": {}, "ema": {}, "training": training}
+        kinds = {"model": {"weight": weight}, "optimizer": {}, "ema": {}, "buffer": {}}
+        return {**kinds, "training": {"seen": [step, None]}}
 
     def parts(self, step: int) -> list[Shards]:
         """Return the shards of each rank."""

@@ -9,15 +9,23 @@ from __future__ import annotations
 import torch
 
 from trainer.engine.digest import digest
-from trainer.strategy.base import Strategy, non_persistent
-from trainer.strategy.shards import Shard, Source, check_model, read_into
+from trainer.strategy.base import Strategy
+from trainer.strategy.shards import (
+    Shard,
+    Source,
+    check_model,
+    non_persistent,
+    read_into,
+    tensors_of,
+)
 
 
 class Buffers:
-    """The non-persistent buffers of a model, and digests of their values as built."""
+    """The buffers of a model as built: digests of those with persistent=False, shapes of others."""
 
     def __init__(self, strategy: Strategy):
         self._strategy = strategy
+        self._shapes = self._read_shapes()
         self._built = {name: _print(shard) for name, shard in strategy.non_persistent().items()}
 
     def shards(self) -> dict[str, Shard]:
@@ -30,6 +38,22 @@ class Buffers:
         """Return the buffers of another shape than as built, which `shards` leaves out."""
         every = self._strategy.non_persistent()
         return [name for name, shard in every.items() if not self._is_shaped(name, shard)]
+
+    def find_change(self) -> str:
+        """Return a line if the model's state has other tensors than at the start, else nothing."""
+        now = self._read_shapes()
+        for name in {**self._shapes, **now}:
+            before, after = (shapes.get(name) for shapes in (self._shapes, now))
+            if before != after:
+                shapes = f"shape {after} and had {before} at the start"
+                how = f"has {shapes}" if before is not None else "was added after the start"
+                how = how if after is not None else "was removed after the start"
+                advice = "build it with its final shape, or use persistent=False"
+                return f"{name} {how}, so no resume could load a checkpoint; {advice}"
+        return ""
+
+    def _read_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(t.shape) for name, t in tensors_of(self._strategy.module).items()}
 
     def _is_shaped(self, name: str, shard: Shard) -> bool:
         return name in self._built and self._built[name][0] == shard.tensor.shape

@@ -23,11 +23,13 @@ class Ema:
         self.decay = decay
         self._refresh = strategy.refresh
         shards = {name: strategy.shard_of(p) for name, p in strategy.parameters.items()}
-        self._weights = [shard.tensor for shard in shards.values()]
-        self._averages = [weight.clone() for weight in self._weights]
+        weights: list[torch.Tensor] = [*strategy.parameters.values()]
+        self._weights = weights  # not detached: a task may replace their .data
+        self._averages = [weight.detach().clone() for weight in self._weights]
         averages = zip(shards.items(), self._averages, strict=True)
         self._shards = {name: shard._replace(tensor=mean) for (name, shard), mean in averages}
 
+    @torch.no_grad()
     def update(self) -> None:
         torch._foreach_lerp_(self._averages, self._weights, 1 - self.decay)
 
@@ -42,7 +44,7 @@ class Ema:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        kept = [weight.clone() for weight in self._weights]
+        kept = [weight.detach().clone() for weight in self._weights]
         torch._foreach_copy_(self._weights, self._averages)
         torch._foreach_copy_(self._averages, kept)
         self._refresh()

@@ -21,12 +21,14 @@ from trainer.engine.means import Means
 from trainer.engine.objective import Objective, Share
 from trainer.engine.optimizers import (
     check_count,
+    check_groups,
     check_optimizers,
     check_state,
     load_named_state,
     named_state,
     parameter_state,
     remember_options,
+    restore_groups,
     step_unless,
 )
 from trainer.engine.outcome import Outcome
@@ -253,10 +255,14 @@ class Engine:
         return self.ema.swapped() if self.ema else nullcontext()
 
     def check(self) -> None:
-        """Raise ConfigError for state that a resume could not load."""
-        names = self.strategy.names()
+        """Raise ConfigError for a model that was changed, or state that no resume could load."""
+        strategy = self.strategy
+        if line := strategy.find_change() or self.buffers.find_change():
+            raise ConfigError(line)
+        names = strategy.names()
         for optimizer in self.optimizers:
-            check_state(optimizer, names, self.strategy.mesh.is_divided)
+            check_groups(optimizer, names, strategy.mesh.is_divided)
+            check_state(optimizer, names, strategy.mesh.is_divided)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the training state without the tensors of `shards`.
@@ -303,6 +309,7 @@ class Engine:
         check_count(self.optimizers, training["optimizers"])
         names = self.strategy.names()
         for number, optimizer in enumerate(self.optimizers):
+            restore_groups(optimizer, names, training["optimizers"][number])
             tensors = self._read_state(number, sources["optimizer"])
             load_named_state(optimizer, names, training["optimizers"][number], tensors)
         self._groups = self._list_groups()
@@ -339,10 +346,9 @@ class Engine:
         return state
 
     def _list_groups(self) -> list[tuple[dict[str, Any], float]]:
-        """Return every parameter group that has a learning rate, with the one that it was built
-        with."""
+        """Return each group as built that has a learning rate, with it; not those added later."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return [(group, group["initial"]["lr"]) for group in groups if "lr" in group["initial"]]
+        return [(g, g["initial"]["lr"]) for g in groups if "lr" in g.get("initial", {})]
 
 
 def open_ema(config: Config, strategy: Strategy) -> Ema | None:

@@ -100,6 +100,31 @@ def parameter_state(optimizer: Optimizer) -> dict[torch.Tensor, Any]:
     return {p: v for p, v in optimizer.state.items() if isinstance(p, torch.Tensor)}
 
 
+def check_groups(optimizer: Optimizer, names: Mapping[Any, str], is_divided: bool) -> None:
+    """Raise ConfigError for a group added in training that no step or resume could treat right."""
+    kind = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        is_late = "initial" not in group
+        if is_late and any(p not in names for p in group["params"]):
+            why = "a parameter group was added with a tensor that is not one of the model's"
+            raise ConfigError(f"optimizer {kind}: {why}; register it in the model")
+        if is_late and is_divided:
+            why = "a parameter group was added after the start, and this rank has parts only"
+            raise ConfigError(f"optimizer {kind}: {why}; add it in build_optimizer, or use ddp")
+
+
+def restore_groups(optimizer: Optimizer, names: Mapping[Any, str], saved: Any) -> None:
+    """Add the parameter groups that were added in training, which a checkpoint has at the end."""
+    num_built = len(optimizer.param_groups)
+    known = {name: parameter for parameter, name in names.items()}
+    used = {names[p] for group in optimizer.param_groups for p in group["params"]}
+    for late in saved["groups"][num_built:]:
+        if "initial" in late["options"] or not known.keys() - used >= set(late["names"]):
+            return  # `load_named_state` refuses it
+        parameters = [known[name] for name in late["names"]]
+        optimizer.add_param_group({**late["options"], "params": parameters})
+
+
 def check_state(optimizer: Optimizer, names: Mapping[Any, str], is_divided: bool) -> None:
     """Raise ConfigError, naming the entry, for state that a resume could not load.
 
@@ -187,6 +212,8 @@ def _ordered_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _merge_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    if "initial" not in group:  # added in training
+        return {**saved}
     before = saved["initial"]
     after = group["initial"]
     kept = {k: v for k, v in saved.items() if k in after and before.get(k) == after[k]}

@@ -78,6 +78,8 @@ class PythonState:
                     prints[f"{place}.{key}"] = reader.read(value)
             if isinstance(root, nn.Module):
                 prints[f"the hooks of {place}"] = [len(getattr(root, hooks)) for hooks in HOOKS]
+        for name, parameter in self._model.named_parameters():
+            prints[f"requires_grad of {name}"] = parameter.requires_grad
         return prints
 
 

@@ -18,7 +18,7 @@ from trainer.engine.means import Means
 from trainer.engine.objective import Objective
 from trainer.errors import ConfigError, one_line
 from trainer.plan.trial import Trial
-from trainer.strategy.base import check_reached
+from trainer.strategy.parameters import check_reached
 from trainer.strategy.recompute import Recomputed, recompute
 from trainer.strategy.rehearsal import FlopCounter
 
@@ -221,7 +221,8 @@ def _follow(trial: Trial, followed: Followed) -> None:
         for hook in hooks:
             hook.remove()
     if trial.mesh.size > 1:
-        check_reached(trial.config.strategy, dict(trial.model.named_parameters()))
+        trained = {name: p for name, p in trial.model.named_parameters() if p.requires_grad}
+        check_reached(trial.config.strategy, trained)
     trial.model.zero_grad(set_to_none=True)
 
 

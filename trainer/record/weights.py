@@ -17,8 +17,7 @@ from trainer.distributed.group import Group
 from trainer.engine.engine import Engine
 from trainer.errors import ConfigError, one_line
 from trainer.record import resume
-from trainer.strategy.base import tensors_of
-from trainer.strategy.shards import Source
+from trainer.strategy.shards import Source, tensors_of
 
 KEY = "run.init_from"
 FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -32,11 +31,20 @@ from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.strategy.batchnorm import FunctionalBatchNorm, normalize_groups, synchronize
 from trainer.strategy.mesh import Mesh, is_divided
+from trainer.strategy.parameters import check_reached, describe_change
 from trainer.strategy.placement import place_blocks
 from trainer.strategy.protocols import Draws, MicroBatches, Objective, Precision
 from trainer.strategy.recompute import Recomputed, recompute
 from trainer.strategy.rehearsal import FlopCounter
-from trainer.strategy.shards import Shard, Source, check_model, read_whole
+from trainer.strategy.shards import (
+    Shard,
+    Source,
+    check_model,
+    is_extra,
+    non_persistent,
+    read_whole,
+    tensors_of,
+)
 from trainer.strategy.statistics import RunningStatistics
 from trainer.strategy.tensor_memory import convert_dtype
 
@@ -240,6 +248,10 @@ class Strategy(ABC):
         """Make an optimizer step this rank's parts, and return those of `parameters` it updates."""
         return [p for group in optimizer.param_groups for p in group["params"]]
 
+    def find_change(self) -> str:
+        """Return a line if the model has other parameters than at the start, else an empty one."""
+        return describe_change(self._known, self._registered())
+
     def names(self) -> dict[torch.Tensor, str]:
         """Return the name of each of `parameters`."""
         return {parameter: name for name, parameter in self.parameters.items()}
@@ -305,10 +317,15 @@ class Strategy(ABC):
 
     def _list_parameters(self) -> None:
         """List this rank's parts of the parameters: here the parameters themselves."""
-        self.parameters = dict(self.module.named_parameters())
+        self.parameters = self._registered()
         self._sort_parameters()
 
+    def _registered(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that the model's modules have now."""
+        return dict(self.module.named_parameters())
+
     def _sort_parameters(self) -> None:
+        self._known = {name: (p, p.requires_grad) for name, p in self._registered().items()}
         self._parameters = [p for p in self.parameters.values() if p.requires_grad]
         kinds: dict[Any, list[nn.Parameter]] = {}
         for parameter in self._parameters:
@@ -335,7 +352,11 @@ class Strategy(ABC):
     def _check_reached(self) -> None:
         """Raise ConfigError naming a parameter without a gradient."""
         if any(p.grad is None for p in self._parameters):
-            check_reached(self.config, self.parameters)
+            if line := self.find_change():
+                raise ConfigError(line)
+            ids = set(map(id, self._parameters))
+            trained = {name: p for name, p in self.parameters.items() if id(p) in ids}
+            check_reached(self.config, trained)
 
     def _rehearse(self, batch: MicroBatch, objective: Objective) -> None:
         """Run forward and backward once on the unwrapped module.
@@ -382,42 +403,6 @@ def find_strategy(settings: Settings) -> type[Strategy]:
     if strategy.on_mesh and is_divided(settings.mesh):
         return find_strategy(replace(settings, name=strategy.on_mesh))
     return strategy
-
-
-def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of a module's state by name; tied ones are the same object."""
-    state = module.state_dict(keep_vars=True).items()
-    return {name: value for name, value in state if not is_extra(name, value)}
-
-
-def is_extra(name: str, value: Any) -> bool:
-    """Return True for a value of `get_extra_state`, which may be a tensor, in a model's state."""
-    return name.rpartition(".")[2] == "_extra_state" or not isinstance(value, torch.Tensor)
-
-
-def non_persistent(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers with persistent=False by name."""
-    found = {}
-    for prefix, module in model.named_modules():
-        for key in sorted(module._non_persistent_buffers_set):
-            buffer = module._buffers.get(key)
-            if buffer is not None and not is_lazy(buffer):
-                found[f"{prefix}.{key}" if prefix else key] = buffer
-    return found
-
-
-def check_reached(config: Settings, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise ConfigError naming a parameter without a gradient, unless that is allowed.
-
-    Another rank may have a gradient for it, and reduce it.
-    """
-    if config.find_unused_parameters:
-        return
-    for name, parameter in parameters.items():
-        if parameter.requires_grad and parameter.grad is None:
-            missing = f"the loss does not depend on the parameter {name}"
-            advice = "set requires_grad=False, or set strategy.find_unused_parameters=true"
-            raise ConfigError(f"strategy={config.name}: {missing}; use it, {advice}")
 
 
 def convert(precision: Precision, is_channels_last: bool, inputs: Any, targets: Any) -> MicroBatch:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from trainer.distributed.group import Group
 from trainer.errors import ConfigError
-from trainer.strategy.base import Strategy, non_persistent, tensors_of
+from trainer.strategy.base import Strategy
 from trainer.strategy.context import Context
 from trainer.strategy.division import Division
 from trainer.strategy.gathered import Gathered
@@ -26,7 +26,14 @@ from trainer.strategy.mesh import SHARDED, open_group
 from trainer.strategy.optimizer_trial import check_hooks, check_independence, is_elementwise
 from trainer.strategy.rehearsal import changed_buffers
 from trainer.strategy.reunion import reunite
-from trainer.strategy.shards import Shard, Source, check_model, read_into
+from trainer.strategy.shards import (
+    Shard,
+    Source,
+    check_model,
+    non_persistent,
+    read_into,
+    tensors_of,
+)
 from trainer.strategy.sums import Sums
 
 
@@ -48,8 +55,14 @@ class DividedModel(Strategy):
     def _list_parameters(self) -> None:
         """Make plain parameters of the local parts; they share memory with the model's."""
         holdings = self._divided.holdings
-        named = dict(self.module.named_parameters(remove_duplicate=False))
-        self._wrapped = {name: p for name, p in named.items() if not p.is_meta}
+        self._wrapped = self._registered()
+        self._replaced = ""
+        self._registers: list[tuple[dict[str, Any], str, Any]] = [
+            (module._parameters, key, parameter)
+            for module in self.module.modules()
+            for key, parameter in module._parameters.items()
+            if self._divided.sharding is not None and parameter is not None
+        ]
         self._shards: dict[str, Shard] = {}
         self._local: dict[torch.Tensor, nn.Parameter] = {}
         self._shard_of: dict[torch.Tensor, Shard] = {}
@@ -70,6 +83,32 @@ class DividedModel(Strategy):
             if parameter.requires_grad:
                 for turn, group in self._divided.sums_of(name, self._wrapped[name]):
                     self._sums.add(turn, group, parameter)
+
+    def _registered(self) -> dict[str, nn.Parameter]:
+        self.refresh()
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: p for name, p in named if not p.is_meta}
+
+    def note_replaced(self) -> None:
+        """Note a parameter that the task has replaced: FSDP puts its own back before it is used."""
+        for parameters, key, known in self._registers:
+            if parameters.get(key) is not known:
+                self._replaced = key
+
+    def find_change(self) -> str:
+        """Return a line if the model has other parameters, or other memory, than at the start."""
+        if self._replaced:
+            why = "was replaced or removed after the start, but FSDP trains the old one"
+            return f"a parameter called {self._replaced} {why}; keep it, or use strategy=ddp"
+        if line := super().find_change():
+            return line
+        for name, parameter in self._wrapped.items():
+            part = self._shard_of[self._local[parameter]].tensor
+            now = self._divided.holdings.shard(name, parameter).tensor
+            if now.data_ptr() != part.data_ptr():
+                why = "has other memory than at the start, which alone is trained and saved"
+                return f"the parameter {name} {why}; write into it by copy_, not by .data ="
+        return ""
 
     def _name_parameters(self) -> None:
         every = [self.structure.named_parameters(), self.module.named_parameters()]

@@ -205,6 +205,7 @@ class MeshParallel(DividedModel):
             self._divided.stage.wire.settle()
 
     def forward_backward(self, batch: MicroBatches, objective: Objective) -> torch.Tensor:
+        self.note_replaced()
         self.statistics.begin()
         totals = self._forward_backward(batch, objective).to(torch.float64, copy=True)
         self._reduce_begun(None)

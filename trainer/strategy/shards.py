@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainer.errors import CheckpointError
@@ -122,3 +123,25 @@ def check_model(built: Mapping[str, torch.Tensor], saved: Mapping[str, tuple[int
     for name in saved:
         if name not in built:
             raise CheckpointError(f"{wrong}: {name} is not in the model built here; {advice}")
+
+
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of a module's state by name; tied ones are the same object."""
+    state = module.state_dict(keep_vars=True).items()
+    return {name: value for name, value in state if not is_extra(name, value)}
+
+
+def is_extra(name: str, value: Any) -> bool:
+    """Return True for a value of `get_extra_state`, which may be a tensor, in a model's state."""
+    return name.rpartition(".")[2] == "_extra_state" or not isinstance(value, torch.Tensor)
+
+
+def non_persistent(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers with persistent=False by name."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for key in sorted(module._non_persistent_buffers_set):
+            buffer = module._buffers.get(key)
+            if buffer is not None and not is_lazy(buffer):
+                found[f"{prefix}.{key}" if prefix else key] = buffer
+    return found
