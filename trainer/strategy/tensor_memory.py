@@ -7,6 +7,7 @@ AdamW a slice was 0.22 off, and an expanded parameter corrupted the heap (torch 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +37,8 @@ def make_dense(model: nn.Module) -> None:
         _check_shared(named, names)
     for tensor in named.values():
         if tensor.layout is torch.strided and not is_dense(tensor):
-            tensor.set_(tensor.clone(memory_format=torch.contiguous_format))  # type: ignore[call-overload]
+            copied: Any = tensor.clone(memory_format=torch.contiguous_format)
+            tensor.set_(copied)
 
 
 def convert_dtype(model: nn.Module, dtype: torch.dtype) -> None:
