@@ -35,6 +35,7 @@ from trainer.strategy.shards import (
     tensors_of,
 )
 from trainer.strategy.sums import Sums
+from trainer.strategy.unused import UnusedParameters
 
 
 class DividedModel(Strategy):
@@ -78,6 +79,9 @@ class DividedModel(Strategy):
             self._shards[name] = self._shard_of[self._local[parameter]]
         self._sort_parameters()
         self._name_parameters()
+        self._unused = UnusedParameters(self._parameters, self.config.find_unused_parameters)
+        if self._divided.sharding is not None:
+            self._divided.sharding.fill_unused(lambda p: self._unused.note(self._local[p]))
         self._sums = Sums(self.config.bucket_mb)
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:

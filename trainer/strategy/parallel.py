@@ -7,7 +7,7 @@ optimizers, norm, moving average, digests and checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,7 +22,7 @@ from trainer.data.hook_errors import call
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World
 from trainer.draws.mode import take_rows
-from trainer.errors import ConfigError, RunError
+from trainer.errors import ConfigError
 from trainer.strategy.base import Blueprint, Strategy
 from trainer.strategy.batchnorm import FunctionalBatchNorm
 from trainer.strategy.divided import DividedModel
@@ -209,7 +209,7 @@ class MeshParallel(DividedModel):
         self.statistics.begin()
         totals = self._forward_backward(batch, objective).to(torch.float64, copy=True)
         self._reduce_begun(None)
-        reached = self._reached()
+        reached = self._unused.flags()
         statistics = [part.detach().double().flatten() for part in self.statistics.read()]
         others = torch.cat([*reached, *statistics]) if reached or statistics else totals[:0]
         if self._copies.size == self.mesh.size:
@@ -220,7 +220,8 @@ class MeshParallel(DividedModel):
             dist.all_reduce(totals)
             if len(others) and self._copies.size > 1:
                 dist.all_reduce(others, group=self._copies.group)
-        self._check_same(others, reached)
+        for flags in reached:
+            self._unused.fill(others[: len(flags)])
         self._check_reached()
         self._sums.reduce()
         self._write_statistics(others[sum(map(len, reached)) :])
@@ -228,6 +229,7 @@ class MeshParallel(DividedModel):
 
     def _forward_backward(self, batch: Any, objective: Objective) -> torch.Tensor:
         """Compute this rank's part of the gradients, in the parameters; return what is carried."""
+        self._unused.begin()
         totals: torch.Tensor | None = None
         passed: dict[int, Passed] = {}
         batches = iter(batch)
@@ -250,6 +252,7 @@ class MeshParallel(DividedModel):
             if parameter is not local and parameter.grad is not None:
                 local.grad = parameter.grad.to_local().detach()  # type: ignore[attr-defined]
                 parameter.grad = None
+        self._unused.drop(len(batch))
         return totals
 
     def _pass(self, batch: MicroBatch, objective: Objective) -> tuple[Passed, torch.Tensor]:
@@ -294,20 +297,6 @@ class MeshParallel(DividedModel):
         parts = summed.split([buffer.numel() for buffer in buffers]) if buffers else []
         pairs = zip(parts, buffers, strict=True)
         self.statistics.write([part.view_as(buffer).to(buffer.dtype) for part, buffer in pairs])
-
-    def _reached(self) -> list[torch.Tensor]:
-        """Return a fingerprint of the parameters that have a gradient, and its square."""
-        if not self.config.find_unused_parameters:
-            return []
-        number = hash(tuple(p.grad is not None for p in self._parameters)) % 2**24
-        return [torch.tensor([number, number**2], dtype=torch.float64, device=self.world.device)]
-
-    def _check_same(self, summed: torch.Tensor, own: Sequence[torch.Tensor]) -> None:
-        """Raise RunError if the ranks reached different parameters: their sums are then wrong."""
-        if own and not torch.equal(summed[:2], own[0] * self._copies.size):
-            why = "the ranks used different parameters in a step"
-            given = f"strategy={self.config.name}"
-            raise RunError(f"{given}: {why}; use the same ones on all ranks, or use ddp")
 
     def reduce(
         self, found_inf: torch.Tensor, wants_norm: bool

@@ -7,8 +7,9 @@ the shards. A *unit* is a block of the task; the rest of the model is one unit m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,6 +63,18 @@ class Sharding:
         if self._device == "cpu":
             exchange_over_gloo(self._units, self.group)
 
+    def fill_unused(self, note: Callable[[torch.Tensor], None]) -> None:
+        """Give a parameter that a backward pass does not reach zeros as gradient, and call `note`.
+
+        FSDP2 would leave it out of the sum, whose size would then differ between the ranks: over
+        gloo one of them ended with SIGABRT (torch 2.13).
+        """
+        for unit in self._units:
+            state = unit._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for group in filter(None, groups):
+                group.post_backward = partial(_fill, group, group.post_backward, note)
+
     def end(self) -> None:
         """Let go of the process groups: torch's cached specs of DTensors keep the mesh.
 
@@ -107,3 +120,16 @@ class Sharding:
                 unit.set_reshard_after_forward(self._reshard, recurse=False)
                 unit.set_reshard_after_backward(True, recurse=False)
             self.refresh()
+
+
+def _fill(
+    group: Any, reduce: Callable[[], None], note: Callable[[torch.Tensor], None], *_: Any
+) -> None:
+    for each in group.fsdp_params if group.reduce_grads else ():
+        whole = getattr(each, "_unsharded_param", None)
+        if whole is None or not whole.requires_grad or whole.grad is not None:
+            continue
+        if each.unsharded_accumulated_grad is None:
+            note(each.sharded_param)
+            whole.grad = torch.zeros_like(whole)
+    reduce()

@@ -37,8 +37,8 @@ def make_dense(model: nn.Module) -> None:
         _check_shared(named, names)
     for tensor in named.values():
         if tensor.layout is torch.strided and not is_dense(tensor):
-            dense: Any = tensor.clone(memory_format=torch.contiguous_format)
-            tensor.set_(dense)
+            copied: Any = tensor.clone(memory_format=torch.contiguous_format)
+            tensor.set_(copied)
 
 
 def convert_dtype(model: nn.Module, dtype: torch.dtype) -> None:
