@@ -95,7 +95,7 @@ def watcher_seconds() -> float:
     pid = os.getpid()
     ticks = 0
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        if b"watcher.py" in Path(f"/proc/{child}/cmdline").read_bytes():
+        if b"watch.watcher" in Path(f"/proc/{child}/cmdline").read_bytes():
             ticks += sum(
                 map(int, Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[11:13])
             )

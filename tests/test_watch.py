@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from harness import CONF, PATHS, TORCHRUN, children_of, ended, free_port, launch, wait_for
 
-from trainer.distributed.watch import watcher
+from trainer.distributed.watch import process, watcher
 
 WATCHED = watcher.Rank
 STICKS = ["--config-dir", CONF, "task=sticks", "run.name=a"]
@@ -300,7 +300,7 @@ def test_node_whose_ranks_all_wait_for_a_lost_node_ends_them(command, tmp_path):
 
 WAITING = """import faulthandler, mmap, os, signal, struct, sys, threading, time
 sys.path.insert(0, sys.argv[1])
-from trainer.distributed.watch import watcher
+from trainer.distributed.watch import process, watcher
 memory = os.memfd_create("heartbeat")
 os.ftruncate(memory, mmap.PAGESIZE)
 os.lseek(memory, mmap.PAGESIZE, os.SEEK_SET)
@@ -375,5 +375,5 @@ def test_stack_of_a_stopped_rank_is_read_without_a_crash(waiting_ranks):
     (facts,) = waiting_ranks("stopping")
     rank = watcher.Rank(facts, False)
     for _ in range(20):
-        wait_for(lambda: watcher._kernel_state(rank.pid) == "T")
+        wait_for(lambda: process.kernel_state(rank.pid) == "T")
         assert "stopping.py" in " ".join(rank.stack())

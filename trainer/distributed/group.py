@@ -23,7 +23,7 @@ import torch.distributed as dist
 from trainer.config.schema import Dist
 from trainer.distributed import mpi
 from trainer.distributed.rendezvous import meet, part, read_keys
-from trainer.distributed.watch.watcher import name_ranks
+from trainer.distributed.watch.watcher import LOST, name_ranks
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError, describe, one_line
 
@@ -250,7 +250,7 @@ class Group:
             lost = _LOST.search(str(error))
             if lost is None or not (isinstance(error, dist.DistError) or "gloo/" in str(error)):
                 raise
-            line = f"another rank has exited or does not answer ({lost[0]})"
+            line = f"{LOST} ({lost[0]})"
             raise RunError(f"{line}; read its error message, or its launcher's") from error
 
     def _wire_device(self) -> torch.device:

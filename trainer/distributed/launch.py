@@ -24,6 +24,7 @@ from trainer.distributed import entry
 from trainer.distributed.launchers import CODES, MARK, MASTER, RANKS
 from trainer.distributed.signals import SIGNALS, check_start
 from trainer.distributed.world import count_ranks
+from trainer.errors import RunError
 
 _ERRORS = (ChildFailedError, SignalException, mp.ProcessExitedException, mp.ProcessRaisedException)
 
@@ -48,8 +49,11 @@ def launch(config: Launch, words: Sequence[str]) -> int:
             has_failed = False
         codes = [int(line) for line in path.read_text().split()] if path.exists() else []
     last = codes[-size:]
-    if not has_failed or (len(last) == size and not any(last)):  # a signal after all ranks exited
+    if len(last) == size and not any(last):  # then a signal came after all ranks exited
         return 0
+    if not has_failed:
+        lost = f"{size - len(last)} of {size} ranks"
+        raise RunError(f"{lost} ended before the end of the run with code 0, as C's _exit does")
     return next((code for code in (2, 1, 75) if code in last), 1)
 
 

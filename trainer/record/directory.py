@@ -12,13 +12,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoints.files import replace_file
+from trainer.checkpoints.files import read_file, replace_file
 from trainer.errors import ConfigError
 from trainer.record import lease
 
 METRICS = "metrics.jsonl"
 EXIT = "exit.json"
 CONFIG = "config.yaml"
+MOST_OF_EXIT = 2**24  # bytes
 BAD_STEP = "bad_step"  # in metrics.jsonl: why a step was skipped
 _FILES = (CONFIG, EXIT, METRICS, lease.NAME)
 _FOLDERS = ("checkpoints", "tensorboard")
@@ -104,6 +105,15 @@ def strict(values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, float) and not math.isfinite(value):
             plain[key] = None
     return plain
+
+
+def read_exit(directory: Path) -> dict[str, Any]:
+    """Return the content of exit.json; empty if there is none, or if it is damaged."""
+    try:
+        found = json.loads(read_file(directory / EXIT, MOST_OF_EXIT)[1])
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_exit(directory: Path, code: int, reason: str, **facts: Any) -> None:

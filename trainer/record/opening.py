@@ -15,7 +15,7 @@ from trainer.errors import ConfigError
 from trainer.loading import uncollected
 from trainer.record import startup
 from trainer.record.console import Console
-from trainer.record.directory import CONFIG, read_evaluation
+from trainer.record.directory import CONFIG, read_evaluation, read_exit
 from trainer.record.lease import Lease
 from trainer.record.metrics import RecordFiles
 from trainer.record.record import Record, Sink
@@ -53,8 +53,10 @@ def open_directory(
     group = ranks.group
     directory = Path()
     lease: Lease | None = None
+    before: list[str] = []
     with group.agreed("creating the run directory"):
         if group.world.rank == 0:
+            before = startup.previous_end(read_exit(origin.directory or Path()))
             directory, lease = take(config, origin, step, group.world.launcher)
     directory = Path(group.tell_all(str(directory.absolute())))
     ranks.heartbeat.set_directory(str(directory))
@@ -67,7 +69,8 @@ def open_directory(
             opened = _open(config, directory, lease, origin, step, strategy, mail)
     evaluation = group.tell_all(opened.evaluation if opened else {})
     if opened:
-        return replace(opened, is_shared=is_shared)
+        warnings = [*before, *opened.warnings]
+        return replace(opened, is_shared=is_shared, warnings=warnings)
     has_part = group.world.rank in writers
     saver = PartSaver(directory, config.checkpoint, mail) if has_part else Saver(directory)
     return Opened(directory, Record(), saver, evaluation, [], is_shared)

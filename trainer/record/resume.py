@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -281,10 +280,7 @@ def _count_attempt(
     is_vain = launcher.attempt > 0 and facts.items() <= before.items()
     vain = before.get("vain", 0) + 1 if is_vain else 0
     if vain >= RESTARTS:
-        ended = directory / files.EXIT
-        reason = "its rank 0 was killed"
-        if ended.is_file():
-            reason = json.loads(ended.read_text())["reason"]
+        reason = files.read_exit(directory).get("reason", "its rank 0 was killed")
         why = f"gave up, {RESTARTS} restarts got no further than step {step}"
         raise RunError(f"{config.shown(directory)}: {why}: {reason}")
     return {**facts, "vain": vain, "starters": " ".join(sorted({*launcher.starters}))}

@@ -228,6 +228,13 @@ def resumed(
     return lines
 
 
+def previous_end(ended: Mapping[str, Any]) -> list[str]:
+    """Return a line with the reason if the previous session failed, by its exit.json."""
+    if ended.get("code") in (None, 0, STOPPED):
+        return []
+    return [f"the previous session failed: {ended.get('reason')}"]
+
+
 def next_command(
     config: Config, world: World, directory: Path, is_stopped: bool, ended_by: str
 ) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -69,7 +68,7 @@ class RunFiles:
             curves=curves,
             ledger=ledger,
             bad_steps=bad_steps,
-            exit=_read_exit(path / rundir.EXIT),
+            exit=rundir.read_exit(path),
             manifest=None if newest is None else Manifest.of_run(newest, path),
             checkpoints=checkpoints,
         )
@@ -161,14 +160,6 @@ def _read_settings(path: Path) -> dict[str, Any]:
     if missing := [name for name in NEEDED if name not in settings]:
         raise ConfigError(f"{path}: was not written by a run: it has no {missing[0]}")
     return settings
-
-
-def _read_exit(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(read_file(path, MOST_BYTES)[1])
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def mesh_of(manifest: Manifest) -> Mesh:

@@ -18,11 +18,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.config import PACKAGE
 from trainer.distributed.group import Group
 from trainer.distributed.signals import PARENT
 from trainer.distributed.watch import watcher
 from trainer.distributed.watch.watcher import Phase
 from trainer.distributed.world import World
+
+START = (
+    "import sys; sys.path.append(sys.argv[1]);"
+    "from trainer.distributed.watch.watcher import main; main()"
+)
 
 
 class Heartbeat:
@@ -126,8 +132,8 @@ def _node(world: World) -> str:
 
 
 def _start_watcher(settings: dict[str, Any], memory: int) -> subprocess.Popen[bytes]:
-    """Run watcher.py as a file, as `-m` loads the package; -S -E save 45 of its 60 ms."""
-    words = [sys.executable, "-S", "-E", watcher.__file__]
+    """Run the watcher without site-packages: -S saves 40 ms, and -I keeps the task's folder out."""
+    words = [sys.executable, "-S", "-I", "-c", START, str(PACKAGE.parent)]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=[memory])  # noqa: S603
     assert process.stdin is not None
     process.stdin.write(json.dumps(settings).encode() + b"\n")

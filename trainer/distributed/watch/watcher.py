@@ -1,13 +1,12 @@
 """The watcher of one node: a process that reports a hung rank of its node and kills all of them.
 
-It is run as a file, so that only the standard library is loaded. It reads the heartbeats that the
-ranks write to shared memory (heartbeat.py) and the kernel's state of each process. Watchers of
-different nodes do not communicate: each judges and kills the ranks of its own node.
+It loads no more than the standard library. It reads the heartbeats that the ranks write to shared
+memory (heartbeat.py) and the kernel's state of each process. Watchers of different nodes do not
+communicate: each judges and kills the ranks of its own node.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
 import os
@@ -23,10 +22,20 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from trainer.distributed.watch.exit_file import ExitFile
+from trainer.distributed.watch.process import (
+    bytes_moved,
+    is_ending,
+    kernel_state,
+    list_children,
+    read_stat,
+    seconds_of_work,
+    send,
+    signal_main_thread,
+)
+
 # The signal that dumps a stack (Linux only): SIGUSR1 asks to stop, SIGUSR2 is left to the task.
 DUMP = getattr(signal, "SIGRTMIN", 0) + 7
-# The system call tgkill, which the C library of older Linux distributions does not offer.
-TGKILL = {"x86_64": 234, "aarch64": 131}.get(os.uname().machine)
 # Signals that torchrun, SLURM, systemd or a terminal sends to all processes of a job.
 OF_A_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # The page: float64 fields, then a path of at most MAX_PATH bytes, then the rank's place.
@@ -50,6 +59,8 @@ PHASES = (
 ALL_WAIT = "every rank waits for another"
 ALL_WAIT_HERE = "every rank of this node waits for a rank of another node or of this one"
 
+# A rank that loses another one; the watcher that ends or misses the other knows more.
+LOST = "another rank has exited or does not answer"
 KILLED = "it was killed (by a launcher, a second signal, the kernel) or called os._exit"
 
 HOST = os.uname().nodename
@@ -132,13 +143,12 @@ class Rank:
 
     def read(self, woke: float) -> State | None:
         """Return the rank's state, its seconds counted since the node woke; None if it exited."""
-        kernel = _kernel_state(self.pid)
-        if kernel in ("", "Z", "X"):
+        if is_ending(self.pid):
             return None
         fields = self.fields()
         worked = self._last_work() if fields[PHASE] == Phase.BUILD else 0.0
         seconds = time.monotonic() - max(fields[SINCE], woke, worked)
-        children = _children(self.pid) if seconds > 1 else []
+        below = list_children(self.pid) if seconds > 1 else []
         return State(
             rank=self.rank,
             place=self.text(FIELDS * 8 + MAX_PATH),
@@ -149,16 +159,16 @@ class Rank:
             total=fields[TOTAL],
             steps=int(fields[STEPS]),
             group=GROUPS[int(fields[GROUP])],
-            is_stopped=kernel in STOPPED,
-            stopped_children=[pid for pid in children if _kernel_state(pid) in STOPPED],
+            is_stopped=kernel_state(self.pid) in STOPPED,
+            stopped_children=[pid for pid in below if kernel_state(pid) in STOPPED],
         )
 
     def _last_work(self) -> float:
         """Return when it last used the CPU or files: preprocessing may take long."""
         now = time.monotonic()
         then, spent, moved = self._work
-        pids = (self.pid, *_children(self.pid))
-        work = (now, sum(map(_seconds_of_work, pids)), sum(map(_bytes_moved, pids)))
+        pids = (self.pid, *list_children(self.pid))
+        work = (now, sum(map(seconds_of_work, pids)), sum(map(bytes_moved, pids)))
         if work[1] - spent > LEAST_LOAD * (now - then) or work[2] - moved > LEAST_BYTES:
             self._worked = now
         if now - then > LOAD_S:
@@ -173,7 +183,7 @@ class Rank:
         """Return the main thread's frames, innermost first, continuing a stopped process."""
         with suppress(OSError):
             size = self._memory.stat().st_size
-            _signal_main_thread(self.pid, DUMP)
+            signal_main_thread(self.pid, DUMP)
             os.kill(self.pid, signal.SIGCONT)
             end = time.monotonic() + limit_s
             while self._memory.stat().st_size == size and time.monotonic() < end:
@@ -185,15 +195,15 @@ class Rank:
 
     def stop_if_orphan(self) -> None:
         """Ask it once to stop if its torchrun exited: SIGUSR1 kills that before it can ask."""
-        if self._launcher not in (None, int(_stat(self.pid)[1])):
+        if self._launcher not in (None, int(read_stat(self.pid)[1])):
             self._launcher = None
-            _send(self.pid, signal.SIGTERM)
+            send(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill the process and its children: a stopped data worker would keep its output open."""
-        for pid in (*_children(self.pid), self.pid):
+        for pid in (*list_children(self.pid), self.pid):
             if pid != os.getpid():
-                _send(pid, signal.SIGKILL)
+                send(pid, signal.SIGKILL)
 
 
 class Stragglers:
@@ -232,6 +242,7 @@ class Watcher:
         self._looked = time.monotonic()
         self._woke = self._looked
         self._next_report = 0.0
+        self._exit = ExitFile(lambda: self._ranks[0].text(FIELDS * 8))
 
     def look(self) -> bool:
         """Check once. Return True at the end: a rank has exited, or all ranks were killed."""
@@ -239,6 +250,7 @@ class Watcher:
         if now - self._looked > ASLEEP_S:
             self._woke = now
         self._looked = now
+        self._exit.find_writer()
         states = [state for rank in self._ranks if (state := rank.read(self._woke))]
         if len(states) < len(self._ranks):
             self.tell_ends()
@@ -255,13 +267,19 @@ class Watcher:
 
     def tell_ends(self) -> None:
         """Report each rank that exited without an error message; its exit code may even be 0."""
+        reasons = {}
         for rank in self._ranks:
             fields = rank.fields()
             phase = int(fields[PHASE])
             if phase != Phase.LEFT and rank.read(self._woke) is None:
-                where = f"in {PHASES[phase]}, at step {int(fields[STEP])}"
+                step = int(fields[STEP])
+                where = f"in {PHASES[phase]}, at step {step}"
                 who = f"rank {rank.rank} (process {rank.pid} on {HOST})"
-                _say(f"error: {who} ended without an error message {where}: {KILLED}")
+                line = f"{who} ended without an error message {where}: {KILLED}"
+                _say(f"error: {line}")
+                reasons[line] = step
+        if reasons:
+            self._exit.write("; ".join(reasons), min(reasons.values()), LOST)
 
     def _judge(self, states: Sequence[State], overdue: float) -> bool:
         """Report a hang and kill the ranks; later if the hung rank may be on another node."""
@@ -289,9 +307,7 @@ class Watcher:
             frames = stacks[s.rank][:12]
             title = ", innermost call first:" if frames else ": its stack could not be read"
             _say("\n  ".join([f"rank {s.rank}{title}", *frames]))
-        if directory := self._ranks[0].text(FIELDS * 8):
-            with suppress(OSError):
-                _write_exit(Path(directory), line, min(s.step for s in states))
+        self._exit.write(line, min(s.step for s in states))
         for rank in self._ranks:
             rank.kill()
         return True
@@ -325,63 +341,9 @@ def _describe_waiting(states: Sequence[State], waiting: Sequence[State]) -> Iter
         yield f"{name_ranks(ranks)} wait{'s' * (len(ranks) == 1)} in {place}"
 
 
-def _kernel_state(pid: int) -> str:
-    """Return the kernel's state: R, S, D, Z, T (stopped), t (traced); empty if it is gone."""
-    return _stat(pid)[0]
-
-
-def _seconds_of_work(pid: int) -> float:
-    """Return the CPU time of a process in seconds."""
-    return sum(map(int, _stat(pid)[11:13])) / os.sysconf("SC_CLK_TCK")
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the state on: "" and zeros if it is gone."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return ["", *["0"] * 20]
-
-
-def _bytes_moved(pid: int) -> int:
-    """Return the bytes that a process has read and written."""
-    with suppress(OSError):
-        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
-    return 0
-
-
-def _children(pid: int) -> list[int]:
-    with suppress(OSError):
-        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
-    return []
-
-
-def _send(pid: int, number: int) -> None:
-    with suppress(OSError):
-        os.kill(pid, number)
-
-
-def _signal_main_thread(pid: int, number: int) -> None:
-    """Send a signal to the main thread.
-
-    A stopped process gives a signal of its own to any of its threads when it continues. 2 of 100
-    such processes crashed: that thread read the stack of the main thread, which ran meanwhile.
-    """
-    if TGKILL is None or ctypes.CDLL(None).syscall(TGKILL, pid, pid, int(number)):
-        _send(pid, number)
-
-
 def _say(line: str) -> None:
     with suppress(OSError):  # the terminal was closed
         print(line, file=sys.stderr, flush=True)
-
-
-def _write_exit(directory: Path, reason: str, step: int) -> None:
-    staged = directory / ".exit.json.new"
-    staged.unlink(missing_ok=True)
-    with open(staged, "x", encoding="utf-8") as file:
-        json.dump({"code": 1, "reason": reason, "step": step}, file, indent=1)
-    os.replace(staged, directory / "exit.json")
 
 
 def main() -> None:
@@ -400,7 +362,3 @@ def main() -> None:
                     time.sleep(ENDING_S)  # the rank that started this process is exiting
                 watcher.tell_ends()
                 return
-
-
-if __name__ == "__main__":
-    main()
