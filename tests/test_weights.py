@@ -1,5 +1,7 @@
 """Start from weights: of a run in any layout, of a checkpoint, of a file; parameters that stay."""
 
+import zipfile
+
 import pytest
 import torch
 from harness import fit_on, newest, on_ranks, slow_but
@@ -117,11 +119,15 @@ def test_the_average_starts_from_these_weights(trained, tmp_path):
     assert averages and all(torch.equal(state[name], mean) for name, mean in averages.items())
 
 
-def refusal(folder, *words):
+def refusal(folder, *words, strategy="single"):
     compose(folder, *TASK)
     with pytest.raises(ConfigError) as caught:
-        fit(folder, *TASK, "strategy=single", *words)
+        fit(folder, *TASK, f"strategy={strategy}", *words)
     return str(caught.value)
+
+
+def refusal_on_shards(folder, *words):
+    return refusal(folder, *words, strategy="fsdp")
 
 
 def test_refusals_are_one_line(tmp_path):
@@ -147,6 +153,49 @@ def test_refusals_are_one_line(tmp_path):
     for number, (word, line) in enumerate(cases.items()):
         (told,) = on_ranks(1, refusal, tmp_path / f"run{number}", word)
         assert line in told and "\n" not in told, told
+
+
+def test_weights_that_are_not_plain_finite_numbers_of_the_model_are_named(trained, tmp_path):
+    state = tensors_of(newest(trained("single")))
+    ones = state["norm.weight"]
+    cases = {
+        "complex": (ones.cfloat(), "norm.weight is complex: must be a plain tensor for the model"),
+        "sparse": (ones.to_sparse(), "norm.weight is sparse or nested: must be a plain tensor"),
+        "meta": (ones.to("meta"), "norm.weight is without values (device meta): must be a plain"),
+        "nan": (ones * torch.nan, "norm.weight has values that are not finite: NaN, infinite, or"),
+        "large": (
+            ones.double() * 1e300,
+            "not finite: NaN, infinite, or too large for torch.float32",
+        ),
+    }
+    for kind, (tensor, _) in cases.items():
+        torch.save({**state, "norm.weight": tensor}, tmp_path / f"{kind}.pt")
+    torch.save(state, tmp_path / "stored.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "stored.pt") as stored,
+        zipfile.ZipFile(tmp_path / "zipped.pt", "w", zipfile.ZIP_DEFLATED) as zipped,
+    ):
+        for entry in stored.namelist():
+            zipped.writestr(entry, stored.read(entry))
+    data = (tmp_path / "stored.pt").read_bytes()
+    (tmp_path / "short.pt").write_bytes(data[: len(data) // 2])
+    (tmp_path / "lying.safetensors").write_bytes((2**60).to_bytes(8, "little") + data)
+    (tmp_path / "folder.pt").mkdir()
+    lines = {kind: line for kind, (_, line) in cases.items()}
+    lines |= {"zipped": "cannot be read: compressed or overlapping entries", "short": "cannot be"}
+
+    def refusals():
+        names = [f"{kind}.pt" for kind in lines] + ["lying.safetensors", "folder.pt"]
+        return [refusal(tmp_path, f"run.init_from={tmp_path / name}") for name in names]
+
+    (told,) = on_ranks(1, refusals)
+    for line, found in zip(
+        [*lines.values(), "cannot be", "no checkpoint there"], told, strict=True
+    ):
+        assert found.startswith(f"run.init_from={tmp_path}/") and line in found, found
+        assert "\n" not in found and len(found) < 500
+    ends = on_ranks(2, refusal_on_shards, tmp_path, f"run.init_from={tmp_path}/nan.pt")
+    assert ends[0] == ends[1] and "norm.weight has values that are not finite" in ends[0]
 
 
 @pytest.mark.parametrize("layout", slow_but(HERE, "single", "tp 2"))

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     paths = [place] if is_one else list(checkpoint.steps(place / "checkpoints").values())
     if not paths:
         raise ConfigError(f"{place}: has no checkpoints; give a run directory")
-    return _list(paths) if target is None else _export(paths, target)
+    return _list(paths) if target is None else _export(place, is_one, target)
 
 
 def _list(paths: Sequence[Path]) -> int:
@@ -54,6 +54,8 @@ def _list(paths: Sequence[Path]) -> int:
             manifest = checkpoint.load(path).manifest
             Manifest.of_run(manifest, path)
         except CheckpointError as error:
+            if checkpoint.is_gone(path):
+                continue  # its run is going on
             step = path.name.removeprefix("step-").lstrip("0")
             table.add_row(step, Text(f"INVALID {visible(str(error))}"))
             num_invalid += 1
@@ -70,24 +72,29 @@ def _list(paths: Sequence[Path]) -> int:
     return int(num_invalid > 0)
 
 
-def _export(paths: Sequence[Path], target: Path) -> int:
+def _export(place: Path, is_one: bool, target: Path) -> int:
     if target.exists():
         raise ConfigError(f"--export {target}: already exists; give another name")
     from trainer.checkpoints.sources import open_content
 
-    for path in reversed(paths):
-        try:
-            loaded = checkpoint.load(path)
-            sources = open_content(loaded).sources
-        except CheckpointError as error:
-            print(f"skipped {path.name}: {error}")
-            continue
-        step = loaded.manifest["step"]
-        facts = {"step": str(step), "run": str(loaded.manifest["run"])}
-        num_tensors = _write(sources, facts, target)
-        print(f"{target}: {num_tensors} tensors of step {step:,}")
-        return 0
-    raise CheckpointError(f"{paths[0].parent}: no checkpoint is valid")
+    def read(path: Path) -> tuple[Any, Any]:
+        loaded = checkpoint.load(path)
+        content = open_content(loaded)
+        content.hold()
+        return loaded.manifest, content.sources
+
+    root = place / "checkpoints"
+    found, skipped = (read(place), []) if is_one else checkpoint.find_newest(root, read)
+    for line in skipped:
+        print(line)
+    if found is None:
+        raise CheckpointError(f"{root}: no checkpoint is valid")
+    manifest, sources = found
+    step = manifest["step"]
+    facts = {"step": str(step), "run": str(manifest["run"])}
+    num_tensors = _write(sources, facts, target)
+    print(f"{target}: {num_tensors} tensors of step {step:,}")
+    return 0
 
 
 def _write(sources: Mapping[str, Any], facts: Mapping[str, str], target: Path) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -28,12 +28,7 @@ def packed(parts: Mapping[str, Any]) -> Iterator[tuple[str, memoryview]]:
 def unpack(data: bytes, device: torch.device) -> Any:
     """Load tensors and plain values onto `device`. Raises CheckpointError for anything else."""
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            entries = archive.infolist()
-        is_stored = all(e.compress_type == zipfile.ZIP_STORED for e in entries)
-        if not is_stored or sum(e.file_size for e in entries) > len(data):
-            # a small file could fill the memory
-            raise ValueError("compressed or overlapping entries")
+        check_stored(io.BytesIO(data), len(data))
         tree = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
         _check_loaded(tree, len(data))
     except Exception as error:  # the bytes are untrusted, and torch raises many types
@@ -42,6 +37,15 @@ def unpack(data: bytes, device: torch.device) -> Any:
             f"the checkpoint holds more than tensors and plain values: {reason}"
         ) from None
     return tree
+
+
+def check_stored(file: BinaryIO, size: int) -> None:
+    """Raise ValueError for a zip archive of `size` bytes that could fill the memory."""
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    is_stored = all(e.compress_type == zipfile.ZIP_STORED for e in entries)
+    if not is_stored or sum(e.file_size for e in entries) > size:
+        raise ValueError("compressed or overlapping entries")
 
 
 def size_of(tree: Any) -> int:

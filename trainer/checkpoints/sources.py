@@ -21,6 +21,7 @@ from trainer.strategy.shards import Source, slices
 MODEL = "model.pt"  # of format 2
 TRAINING = "training.pt"
 CPU = torch.device("cpu")
+MOST_HELD = 64  # files of a kind: each rank would open them
 Shape = tuple[int, ...]
 
 
@@ -38,6 +39,8 @@ class Tensors:
 
     def dtype(self, name: str) -> torch.dtype:
         return self._tensors[name].dtype
+
+    def hold(self) -> None: ...
 
     def skip(self, name: str) -> None: ...
 
@@ -82,12 +85,10 @@ class Files:
         self, file: str, name: str, form: Sequence[Any], box: tuple[slice, ...]
     ) -> torch.Tensor:
         """Read a box of a tensor in a file, where it must have this dtype and shape."""
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
         try:
-            if file not in self._opened:
-                self._opened[file] = safe_open(self._folder / file, "pt")
-            tensors = self._opened[file]
+            tensors = self._open(file)
             part = tensors.get_slice(name)
             if [part.get_dtype(), part.get_shape()] == form:
                 return part[box] if box else tensors.get_tensor(name)
@@ -95,6 +96,25 @@ class Files:
             raise CheckpointError(f"{self._folder / file}: {error}") from None
         why = f"{name} has another dtype or shape than in {INDEX}"
         raise CheckpointError(f"{self._folder / file}: {why}")
+
+    def _open(self, file: str) -> Any:
+        from safetensors import safe_open
+
+        if file not in self._opened:
+            self._opened[file] = safe_open(self._folder / file, "pt")
+        return self._opened[file]
+
+    def hold(self) -> None:
+        """Open the files, if they are few: they can then be read after the run has removed them.
+
+        Raises CheckpointError.
+        """
+        files = {file for entry in self._entries.values() for file, _, _ in entry["parts"]}
+        try:
+            for file in files if len(files) <= MOST_HELD else ():
+                self._open(file)
+        except Exception as error:  # SafetensorError or OSError
+            raise CheckpointError(f"{self._folder}: {one_line(error)}") from None
 
     def skip(self, name: str) -> None: ...
 
@@ -137,6 +157,11 @@ class Content:
 
     sources: Mapping[str, Any]  # Source
     training: dict[str, Any]
+
+    def hold(self) -> None:
+        """Keep the tensors readable, also if the files are removed. Raises CheckpointError."""
+        for source in self.sources.values():
+            source.hold()
 
 
 def open_content(loaded: Loaded) -> Content:

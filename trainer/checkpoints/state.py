@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from trainer.checkpoints.manifest import Manifest
 from trainer.checkpoints.sources import Content, open_content, share
-from trainer.checkpoints.transaction import Loaded
+from trainer.checkpoints.transaction import TRIES, Loaded, is_gone
 from trainer.distributed.group import Group
 from trainer.engine.buffers import load_buffers
 from trainer.engine.ema import Ema
@@ -135,23 +135,31 @@ def read_on_all_ranks(
     reads and sends. The second result has a line for each checkpoint that is not valid. A
     collective. Raises CheckpointError if there are checkpoints, but none is valid.
     """
-    found: list[str] = []
-    must_be_first = False
-    with group.agreed("finding the checkpoint"):
-        if group.world.rank == 0:
-            paths, must_be_first = find()
-            found = [str(path.absolute()) for path in paths]
-    found, must_be_first = group.tell_all([found, must_be_first])
-    skipped: list[str] = []
-    for path in map(Path, found):
-        try:
-            return _open(group, path), skipped
-        except ConfigError as error:  # a CheckpointError on the rank that found it
-            if must_be_first:
-                raise
-            skipped.append(f"skipped {path.name}: {error}")
-    if skipped:
-        raise CheckpointError(f"{path.parent}: no checkpoint is valid; {skipped[0]}")
+    for _ in range(TRIES):
+        found: list[str] = []
+        must_be_first = False
+        with group.agreed("finding the checkpoint"):
+            if group.world.rank == 0:
+                paths, must_be_first = find()
+                found = [str(path.absolute()) for path in paths]
+        found, must_be_first = group.tell_all([found, must_be_first])
+        skipped: list[str] = []
+        is_outdated = False
+        for path in map(Path, found):
+            try:
+                return _open(group, path), skipped
+            except ConfigError as error:  # a CheckpointError on the rank that found it
+                if must_be_first:
+                    raise
+                if group.tell_all(is_gone(path)):
+                    is_outdated = True  # its run is going on, and has newer ones
+                else:
+                    skipped.append(f"skipped {path.name}: {error}")
+        if not is_outdated:
+            break
+    if skipped or is_outdated:
+        why = skipped[0] if skipped else "all were removed before they were read; try again"
+        raise CheckpointError(f"{path.parent}: no checkpoint is valid; {why}")
     return None, []
 
 
@@ -177,4 +185,5 @@ def _open(group: Group, path: Path) -> Restored:
             own.files.verify(own.files)
         if is_root or not is_unseen:
             content = open_content(own)
+            content.hold()
     return Restored(manifest, share(group, content) if is_unseen else cast(Content, content))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.checkpoints.files import digest_file, read_file, sync_directory, write_file
 from trainer.checkpoints.manifest import (
@@ -32,6 +32,9 @@ from trainer.checkpoints.manifest import (
     read_manifest,
 )
 from trainer.errors import CheckpointError
+
+TRIES = 100  # to list checkpoints, while a run removes all that were listed
+Found = TypeVar("Found")
 
 
 class Files(Mapping[str, bytes]):
@@ -180,37 +183,54 @@ def load(path: Path) -> Loaded:
 
 def steps(root: Path) -> dict[int, Path]:
     """Return the published checkpoints by step, oldest first, valid or not."""
-    paths = {}
-    for path in root.glob("step-*"):
-        match = STEP_NAME.fullmatch(path.name)
-        if match and _is_own_directory(path):
-            paths[int(match[1])] = path
+    paths: dict[int, Path] = {}
+    for _ in range(TRIES):
+        named = [path for path in root.glob("step-*") if STEP_NAME.fullmatch(path.name)]
+        paths = {int(path.name[5:]): path for path in named if _is_own_directory(path)}
+        if paths or not any(is_gone(path) for path in named):
+            break  # else all were removed meanwhile, by a run that has newer ones
     return dict(sorted(paths.items()))
+
+
+def is_gone(path: Path) -> bool:
+    """Return True if a checkpoint was removed since it was listed: its run may be going on."""
+    return not os.path.lexists(path)
 
 
 def _is_own_directory(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()  # a link may lead to others' files
 
 
+def find_newest(root: Path, read: Callable[[Path], Found]) -> tuple[Found | None, list[str]]:
+    """Return what `read` makes of the newest checkpoint for which it raises no CheckpointError.
+
+    The second result has a line for each newer one. A run that is going on may remove checkpoints
+    before they are read, when it has newer ones: they are listed again then.
+    """
+    skipped: list[str] = []
+    for _ in range(TRIES):
+        skipped = []
+        is_outdated = False
+        for path in reversed(steps(root).values()):
+            try:
+                return read(path), skipped
+            except CheckpointError as error:
+                is_outdated |= is_gone(path)
+                if not is_gone(path):
+                    skipped.append(f"skipped {path.name}: {error}")
+        if not is_outdated:
+            break
+    return None, skipped
+
+
 def load_newest(root: Path) -> tuple[Loaded | None, list[str]]:
     """Load the newest valid checkpoint; return it and a line for each newer, invalid one."""
-    skipped: list[str] = []
-    for path in reversed(steps(root).values()):
-        try:
-            return load(path), skipped
-        except CheckpointError as error:
-            skipped.append(f"skipped {path.name}: {error}")
-    return None, skipped
+    return find_newest(root, load)
 
 
 def newest_manifest(root: Path) -> dict[str, Any] | None:
     """Return the manifest of the newest checkpoint that has a readable one, or None."""
-    for path in reversed(steps(root).values()):
-        try:
-            return read_manifest(path)
-        except CheckpointError:
-            continue
-    return None
+    return find_newest(root, read_manifest)[0]
 
 
 def set_aside(path: Path) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoints.transaction import is_gone
 from trainer.errors import CheckpointError
 from trainer.report.reading import SPEED, Curve, RunFiles
 
@@ -85,8 +86,13 @@ def list_compared(one: RunFiles, other: RunFiles) -> dict[str, list[int]]:
     return {
         "curves": sorted({pair.step for pair in pairs}),
         "examples": sorted(step for step in {*one.ledger} & {*other.ledger} if step > begin),
-        "weights": sorted({*one.checkpoints} & {*other.checkpoints}),
+        "weights": sorted(_kept(one) & _kept(other)),
     }
+
+
+def _kept(run: RunFiles) -> set[int]:
+    """Return the steps of checkpoints that a run has not removed meanwhile."""
+    return {step for step, path in run.checkpoints.items() if not is_gone(path)}
 
 
 def _of_curves(one: RunFiles, other: RunFiles) -> Iterator[Difference]:
@@ -138,6 +144,8 @@ def _of_weights(one: RunFiles, other: RunFiles) -> Iterator[Difference]:
             is_same = one.weights_digest(step) == other.weights_digest(step)
             worst = None if is_same else _compare_tensors(one, other, step)
         except CheckpointError as error:
+            if is_gone(one.checkpoints[step]) or is_gone(other.checkpoints[step]):
+                continue  # its run is going on
             yield Difference(f"a checkpoint cannot be compared: {error}", step, step)
             return
         if worst is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zipfile
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainer.checkpoints.packing import check_stored
 from trainer.checkpoints.sources import Content, Tensors, share
 from trainer.checkpoints.state import read_on_all_ranks
 from trainer.config.schema import Config
@@ -90,12 +92,24 @@ def start_from(config: Config, engine: Engine, group: Group) -> list[str]:
         return []
     source, report = _find(config, tensors_of(engine.strategy.structure), group)
     engine.initialise(source)
+    with group.agreed("checking the weights"):
+        _check_finite(config, engine, source.loaded)
     return [report]
+
+
+def _check_finite(config: Config, engine: Engine, loaded: Container[str]) -> None:
+    """Raise ConfigError for a loaded parameter with a value that is not finite."""
+    own = {n: p for n, p in engine.strategy.parameters.items() if n in loaded}
+    parts = {name: engine.strategy.shard_of(parameter).tensor for name, parameter in own.items()}
+    bad = [name for name, part in parts.items() if not torch.isfinite(part).all()]
+    if bad:
+        given = f"{KEY}={config.run.init_from}: {_shorten(bad)} has values that are not finite"
+        raise ConfigError(f"{given}: NaN, infinite, or too large for {own[bad[0]].dtype}")
 
 
 def _find(config: Config, model: Mapping[str, torch.Tensor], group: Group) -> tuple[Matched, str]:
     """Return the tensors that fit the model's, and a report. A collective, as reading may be."""
-    sources = _open(config, group)
+    sources = _open(config, model, group)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.items()}
     found = max((Matched(sources, shapes, prefix) for prefix in ("", *PREFIXES)), key=_fit)
     given = f"{KEY}={config.run.init_from}"
@@ -124,11 +138,15 @@ def _fit(found: Matched) -> int:
 
 
 def _list(kind: str, names: Sequence[str]) -> list[str]:
+    return [f"{len(names)} {kind}: {_shorten(names)}"] if names else []
+
+
+def _shorten(names: Sequence[str]) -> str:
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return [f"{len(names)} {kind}: {', '.join(names[:MOST_NAMED])}{more}"] if names else []
+    return f"{', '.join(names[:MOST_NAMED])}{more}"
 
 
-def _open(config: Config, group: Group) -> list[Any]:
+def _open(config: Config, model: Mapping[str, torch.Tensor], group: Group) -> list[Any]:
     """Return sources, of which a later one replaces tensors of an earlier one. A collective."""
     path = Path(config.folder, config.run.init_from or "")
     (is_file,) = group.max(float(group.world.rank == 0 and path.is_file()))
@@ -136,7 +154,9 @@ def _open(config: Config, group: Group) -> list[Any]:
         content: Content | None = None
         with group.agreed("reading the weights"):
             if group.world.rank == 0:
-                content = Content({"model": Tensors(_read(path, config.run.init_from))}, {})
+                tensors = _read(path, config.run.init_from)
+                plain = _take_plain(tensors, model, f"{KEY}={config.run.init_from}")
+                content = Content({"model": Tensors(plain)}, {})
         return [share(group, content).sources["model"]]
 
     def checkpoint() -> tuple[list[Path], bool]:
@@ -148,9 +168,41 @@ def _open(config: Config, group: Group) -> list[Any]:
     return [sources["model"], sources["ema"]]  # evaluation used the averages
 
 
-def _has_values(value: Any) -> bool:
-    is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return is_plain and not value.is_meta
+def _take_plain(
+    tensors: Mapping[str, torch.Tensor], model: Mapping[str, torch.Tensor], given: str
+) -> dict[str, torch.Tensor]:
+    """Return the plain tensors. Raise ConfigError if one that the model has is of another kind."""
+    for name, tensor in tensors.items():
+        names = [name.removeprefix(prefix) for prefix in ("", *PREFIXES)]
+        for own in [model[each] for each in names if each in model][:1]:
+            kind = _kind_of(tensor) or _misfit(tensor, own.dtype)
+            if kind:
+                must = f"must be a plain tensor for the model's {own.dtype}; convert it"
+                raise ConfigError(f"{given}: {name} is {kind}: {must}")
+    plain = {name: tensor for name, tensor in tensors.items() if not _kind_of(tensor)}
+    if not plain:
+        must = "must be tensors by name, such as torch.save(model.state_dict(), path) writes"
+        raise ConfigError(f"{given}: {must}")
+    return plain
+
+
+def _misfit(tensor: torch.Tensor, dtype: torch.dtype) -> str:
+    """Return why a tensor cannot become one of this dtype; too large floats are found later."""
+    if tensor.is_complex() and not dtype.is_complex:
+        return "complex"
+    if dtype.is_complex or dtype.is_floating_point:
+        return ""
+    is_equal = torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
+    return "" if is_equal else f"{tensor.dtype} with values that {dtype} does not have"
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    """Return what makes a tensor other than plain values; empty if nothing does."""
+    if tensor.is_quantized:
+        return "quantised"
+    if tensor.is_meta:
+        return "without values (device meta)"
+    return "" if tensor.layout is torch.strided and not tensor.is_nested else "sparse or nested"
 
 
 def _read(path: Path, given: str | None) -> dict[str, torch.Tensor]:
@@ -160,6 +212,9 @@ def _read(path: Path, given: str | None) -> dict[str, torch.Tensor]:
             from safetensors.torch import load_file
 
             return load_file(path)
+        if zipfile.is_zipfile(path):
+            with path.open("rb") as file:
+                check_stored(file, path.stat().st_size)
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of an untrusted file
         why = one_line(error)[:200] or f"{type(error).__name__}, as of an empty or damaged file"
@@ -170,8 +225,4 @@ def _read(path: Path, given: str | None) -> dict[str, torch.Tensor]:
             loaded = loaded[name]
             break
     tensors = loaded if isinstance(loaded, Mapping) else {}
-    found = {str(name): t for name, t in tensors.items() if _has_values(t)}
-    if not found:
-        must = "must be tensors by name, such as torch.save(model.state_dict(), path) writes"
-        raise ConfigError(f"{KEY}={given}: {must}")
-    return found
+    return {str(name): t for name, t in tensors.items() if isinstance(t, torch.Tensor)}

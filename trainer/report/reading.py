@@ -140,7 +140,9 @@ class RunFiles:
         """Return the sources of a checkpoint's tensors by kind. Raises CheckpointError."""
         from trainer.checkpoints.sources import open_content
 
-        return open_content(transaction.load(self.checkpoints[step])).sources
+        content = open_content(transaction.load(self.checkpoints[step]))
+        content.hold()
+        return content.sources
 
     def weights_digest(self, step: int) -> dict[str, str]:
         """Return the SHA-256 of a checkpoint's files with tensors, by name.
