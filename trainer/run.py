@@ -10,10 +10,11 @@ from torch import nn
 
 from trainer.checkpoints.gathering import whole_parameters
 from trainer.checkpoints.saver import Saver
+from trainer.checkpoints.transaction import steps
 from trainer.clock import Clock
 from trainer.config.hints import suggest
 from trainer.config.schema import Checkpoint, Eval, Log
-from trainer.decisions import Decisions, Requests
+from trainer.decisions import Decisions, Requests, RolledBack
 from trainer.distributed.launchers import requeue
 from trainer.distributed.signals import REQUEUE
 from trainer.distributed.watch.heartbeat import Phase
@@ -103,6 +104,10 @@ class Run:
             reason = f"{type(error).__name__}: {error}"
             self.record.exit(code, reason, {"step": self.state.step})
         self.saver.close()
+        if error is not None and not isinstance(error, RolledBack):
+            newest = max(steps(self.saver.root), default=0)
+            for line in startup.kept(self.world, self._shown, newest):
+                self.record.say(line)
         self.record.close()
         self.batches.close()
 

@@ -116,7 +116,8 @@ class Trainer(Task):
             raise ConfigError(f"{given}: must be the batch that train_step got")
         check_name("update got", name)
         if optimizers is not None:
-            optimizers = check_optimizers(optimizers, "update got")
+            some = list(optimizers) if isinstance(optimizers, tuple) else optimizers
+            optimizers = check_optimizers(some, "update got")
         return _running(self._run).engine.update(batch, loss or self.loss, optimizers, name)
 
     def record(self, name: str, values: torch.Tensor, weights: torch.Tensor | None = None) -> None:

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainer.errors import CheckpointError, ConfigError
+from trainer.data.examples import find_flaw
+from trainer.data.hook_errors import MOST_SHOWN, is_of_torch
+from trainer.errors import CheckpointError, ConfigError, RunError, one_line
 
 _WRONG = "the checkpoint is of another optimizer"
 
 
 def check_optimizers(given: Any, subject: str = "build_optimizer returned") -> list[Optimizer]:
     """Return an optimizer, or a list of them, as a list. Raises ConfigError for anything else."""
-    optimizers = list(given) if isinstance(given, (list, tuple)) else [given]
+    optimizers = given if isinstance(given, list) else [given]
     for item in optimizers:
         if not isinstance(item, Optimizer):
             must = "must be an optimizer, or a list of them"
@@ -34,6 +36,10 @@ def remember_options(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
         if any(p not in names for p in group["params"]):
             why = "has a parameter that is not one of the model's"
             raise ConfigError(f"build_optimizer: {type(optimizer).__name__} {why}")
+        if "lr" not in group:
+            kind = type(optimizer).__name__
+            must = "each must have one, which the schedule sets"
+            raise ConfigError(f"build_optimizer: {kind} has parameters without an lr: {must}")
         group["initial"] = {key: value for key, value in group.items() if key != "params"}
         group["names"] = [names[p] for p in group["params"]]
 
@@ -49,9 +55,22 @@ def step_unless(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) -> Non
         if not is_host and _knows_found_inf(optimizer):
             optimizer.grad_scale = None  # type: ignore[attr-defined]
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-            optimizer.step()
+            _step(optimizer)
         elif not found_inf:
-            optimizer.step()
+            _step(optimizer)
+
+
+def _step(optimizer: Optimizer) -> None:
+    """Step. Raises ConfigError for an exception of torch's, such as for a missing closure."""
+    try:
+        optimizer.step()
+    except (ConfigError, RunError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if not is_of_torch(error):
+            raise
+        what = f"{type(error).__name__}: {one_line(error)[:MOST_SHOWN]}"
+        raise ConfigError(f"{type(optimizer).__name__}.step() failed: {what}") from error
 
 
 def _knows_found_inf(optimizer: Optimizer) -> bool:
@@ -70,9 +89,26 @@ def named_state(optimizer: Optimizer, names: Mapping[Any, str]) -> dict[str, Any
         groups.append({"names": _names_of(group, names), "options": options})
     state: dict[str, Any] = {}
     for p, values in optimizer.state.items():
+        _check_state(optimizer, names, p, values)
         plain = {key: v for key, v in values.items() if not isinstance(v, torch.Tensor)}
         state |= {names[p]: plain} if plain else {}
     return {"class": type(optimizer).__name__, "state": state, "groups": groups}
+
+
+def _check_state(optimizer: Optimizer, names: Mapping[Any, str], key: Any, values: Any) -> None:
+    """Raise CheckpointError for a state that cannot be saved by the name of a parameter."""
+    given = f"the state of {type(optimizer).__name__}"
+    if not isinstance(key, torch.Tensor) or key not in names:
+        must = "must have a key for each parameter, and no other"
+        raise CheckpointError(f"{given} has the key {key!r:.60}: {must}")
+    if not isinstance(values, Mapping):
+        raise CheckpointError(
+            f"{given} for {names[key]} is a {type(values).__name__}: must be a dict"
+        )
+    for name, value in values.items():
+        flaw = find_flaw(value, allows_gradient=True)
+        if flaw:
+            raise CheckpointError(f"{given} for {names[key]}: {name} is {flaw[0]}; {flaw[1]}")
 
 
 def _names_of(group: Mapping[str, Any], names: Mapping[Any, str]) -> list[str]:
