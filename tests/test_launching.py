@@ -236,10 +236,78 @@ def test_rank_is_read_from_slurm():
 
 def test_batch_script_of_slurm_is_one_rank():
     """A batch script has SLURM_PROCID=0 and SLURM_NTASKS, but no step."""
-    assert (
-        World.from_environment({k: v for k, v in STEP.items() if k != "SLURM_STEP_ID"}).world_size
-        == 1
-    )
+    batch = {**without("SLURM_STEP_ID"), "SLURM_PROCID": "0"}
+    assert World.from_environment(batch).world_size == 1
+
+
+def without(*names):
+    return {name: value for name, value in STEP.items() if name not in names}
+
+
+START = ": start with srun, mpirun or torchrun, or unset the variables of the launcher"
+LONG = "9" * 5000  # more digits than int() takes
+SENSELESS = {
+    **{
+        f"{name} is not set, but SLURM_PROCID=3{START}": without(name)
+        for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_TASKS_PER_NODE")
+    },
+    f"SLURM_STEP_ID is not set, but SLURM_PROCID=3{START}": without("SLURM_STEP_ID"),
+    f"SLURM_JOB_NODELIST is not set, but SLURM_PROCID=3{START}": without("SLURM_JOB_NODELIST"),
+    "SLURM_PROCID=-1: must be an integer of at least 0 and at most 4": {"SLURM_PROCID": "-1"},
+    "SLURM_NTASKS=1.0: must be an integer of at least 1": {"SLURM_NTASKS": "1.0"},
+    f"SLURM_NTASKS={LONG}: must be an integer of at least 1": {"SLURM_NTASKS": LONG},
+    "SLURM_NODEID=7: must be below the 3 nodes of SLURM_TASKS_PER_NODE=2(x2),1; start with srun": {
+        "SLURM_NODEID": "7"
+    },
+    "SLURM_TASKS_PER_NODE=two: must be counts, as in 2(x3),1; start with srun": {
+        "SLURM_TASKS_PER_NODE": "two"
+    },
+    "SLURM_STEP_NODELIST=n[1-9999999]: [1-9999999] must be numbers and ranges, as in [03-07,12]": {
+        "SLURM_JOB_NODELIST": "n[1-9999999]"
+    },
+    "SLURM_STEP_NODELIST=n[1-9999][1-9999]: must be at most 1,000,000 hosts": {
+        "SLURM_JOB_NODELIST": "n[1-9999][1-9999]"
+    },
+    f"the node {'x' * 70} of rank 0 does not resolve to an address; set MASTER_ADDR to an address "
+    "that all nodes reach": {"SLURM_JOB_NODELIST": "x" * 70},
+}
+
+
+@pytest.mark.parametrize("line", SENSELESS, ids=range(len(SENSELESS)))
+def test_senseless_variables_of_slurm_are_one_line(line, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # no scontrol
+    changed = SENSELESS[line]
+    environment = changed if len(changed) > 1 else {**STEP, **changed}
+    with pytest.raises(ConfigError) as told:
+        find_launcher(environment).place()
+    assert str(told.value) == line
+
+
+HALF = {
+    f"{mpi}SIZE is not set, but {mpi}RANK=1{START}": {f"{mpi}RANK": "1"}
+    for mpi in ("OMPI_COMM_WORLD_", "PMI_", "MV2_COMM_WORLD_")
+}
+HALF["OMPI_COMM_WORLD_RANK=a: must be an integer of at least 0 and at most 1"] = {
+    "OMPI_COMM_WORLD_RANK": "a",
+    "OMPI_COMM_WORLD_SIZE": "2",
+}
+HALF[f"RANK={LONG}: must be an integer of at least 0 and at most 1"] = {
+    "RANK": LONG,
+    "WORLD_SIZE": "2",
+}
+
+
+@pytest.mark.parametrize("line", HALF, ids=range(len(HALF)))
+def test_senseless_variables_of_mpi_are_one_line(line):
+    with pytest.raises(ConfigError) as told:
+        find_launcher(HALF[line]).place()
+    assert str(told.value) == line
+
+
+def test_port_of_many_digits_is_refused():
+    by_hand = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": LONG}
+    with pytest.raises(ConfigError, match=r"^MASTER_PORT=9+: must be a port from 1 to 65535"):
+        _ = find_launcher(by_hand).master
 
 
 @pytest.mark.parametrize(

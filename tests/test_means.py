@@ -237,6 +237,10 @@ def made(loss, global_batch: int = 4, ranks: int = 1, wants_stop=bool) -> Object
     return objective.of(loss)
 
 
+def outputs_of(*shape):
+    return torch.ones(shape, requires_grad=True)
+
+
 def plain(outputs, targets):
     return outputs * targets
 
@@ -277,7 +281,7 @@ def test_gradient_of_weighted_values_is_that_of_their_mean():
 
 
 def test_backward_is_scaled_by_the_ranks_that_will_average():
-    outputs, targets = torch.rand(4), torch.rand(4)
+    outputs, targets = torch.rand(4, requires_grad=True), torch.rand(4)
     one, three = made(plain, ranks=1), made(plain, ranks=3)
     assert torch.equal(one(outputs, targets)[0], three(outputs, targets)[0])
     assert three.scale == pytest.approx(3 * one.scale)
@@ -287,7 +291,7 @@ def test_request_to_stop_is_reduced_with_the_weight():
     for loss, weight in [(plain, 12.0), (weighted, 24.0)]:
         asked: list[bool] = []
         objective = made(loss, wants_stop=lambda asked=asked: bool(asked))
-        arguments = (torch.ones(4, 3), torch.full((4, 3), 2.0))
+        arguments = (outputs_of(4, 3), torch.full((4, 3), 2.0))
         first = objective(*arguments)[1].tolist()
         asked.append(True)
         assert [first, objective(*arguments)[1].tolist()] == [[weight, 0.0], [weight, 1.0]]
@@ -297,28 +301,29 @@ def test_request_to_stop_is_reduced_with_the_weight():
 def test_change_between_weighted_and_plain_is_refused(order):
     losses = iter(order)
     objective = made(lambda outputs, targets: next(losses)(outputs, targets))
-    objective(torch.ones(4), torch.ones(4))
+    objective(outputs_of(4), torch.ones(4))
     text = (
         r"^loss returned weights in one step and none in another: always return "
         r"\(values, weights\), or never$"
     )
     with pytest.raises(ConfigError, match=text):
-        objective(torch.ones(4), torch.ones(4))
+        objective(outputs_of(4), torch.ones(4))
 
 
 def test_changing_number_of_values_per_example_is_refused():
     objective = made(plain)
-    objective(torch.ones(4, 3), torch.ones(4, 3))
+    objective(outputs_of(4, 3), torch.ones(4, 3))
     text = (
         r"^loss returned 2 values per example after 3: return \(values, weights\), so that "
         r"each value counts equally$"
     )
     with pytest.raises(ConfigError, match=text):
-        objective(torch.ones(4, 2), torch.ones(4, 2))
+        objective(outputs_of(4, 2), torch.ones(4, 2))
 
 
 def test_weighted_values_may_change_their_number():
     objective = made(weighted)
-    first, scale = objective(torch.ones(4, 3), torch.ones(4, 3))[0], objective.scale
-    assert objective(torch.ones(4, 2), torch.ones(4, 2))[0] == pytest.approx(float(first) * 2 / 3)
+    first, scale = objective(outputs_of(4, 3), torch.ones(4, 3))[0], objective.scale
+    second = objective(outputs_of(4, 2), torch.ones(4, 2))[0]
+    assert second.item() == pytest.approx(first.item() * 2 / 3)
     assert objective.scale == scale

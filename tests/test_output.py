@@ -243,13 +243,13 @@ class Unspeakable(Exception):
     def __str__(self):
         raise RuntimeError
 """
-SAVED = "; the newest checkpoint is that of step 2, resume with: "
 RESUME = "python -m trainer run.resume=runs/tiny/a"
-EARLY = "; raise an error, or set run.steps to end earlier" + SAVED + RESUME
+SAVED = f"the newest checkpoint is of step 2; resume with: {RESUME}\n"
+EARLY = "; raise an error, or set run.steps to end earlier"
 STATEMENTS = {  # -> a part of the output, and of exit.json where that differs
     f"raise ValueError({ESCAPE!r} * 3000)": ("ValueError: \\x1b]0;title\\x07", "ValueError: \x1b"),
     "raise Unspeakable": ("Unspeakable: <exception str() failed>", "its message cannot be shown"),
-    "raise KeyboardInterrupt": (f"KeyboardInterrupt was raised at FILE{SAVED}{RESUME}", ""),
+    "raise KeyboardInterrupt": ("KeyboardInterrupt was raised at FILE", ""),
     "sys.exit(0)": (f"sys.exit(0) was called at FILE{EARLY}", ""),
     "quit()": (f"sys.exit(None) was called at FILE{EARLY}", ""),
     "import os; os._exit(0)": (f"os._exit(0) was called at FILE{EARLY}", ""),
@@ -266,10 +266,11 @@ def test_an_error_of_a_task_is_safe_for_a_terminal_and_told_in_exit_json(command
         text = RAISING.format(escape=ESCAPE, statement=statement)
         (folder / "raising.py").write_text(text)
         process = command.start(*words, "run.name=a", folder=folder)
-        _, err = process.communicate()
+        out, err = process.communicate()
         reason = json.loads((folder / "runs/tiny/a/exit.json").read_text())["reason"]
         assert process.returncode == 1, statement
         shown = shown.replace("FILE", f"{folder}/raising.py:11")
+        assert SAVED in out, (statement, out)
         assert shown in err and (stored or shown) in reason, (err, reason)
         assert all(c.isprintable() or c == "\n" for c in err), (statement, err)
         assert "of a thread" in err and "warned" in err and "nothing was saved" not in err

@@ -127,7 +127,7 @@ WRONG = {
     "record('a') got a scalar: must be a value per example": lambda out: ("a", out.mean()),
     "record('a') got values of shape (2,": lambda out: ("a", out[:2]),
     "record('a') got a float: must be a value per example": lambda out: ("a", 0.5),
-    "record(3): the name must be a string": lambda out: (3, out),
+    "record got the name 3: must be a string of printable characters": lambda out: (3, out),
     "record('loss'): is the name of an update's loss": lambda out: ("loss", out),
     "record('a') got weights with shape (1,)": lambda out: ("a", out, torch.ones(1)),
 }

@@ -12,7 +12,7 @@ from harness.training import compose
 from tiny import Items, Tiny, TinyItems, points
 from torch import nn
 
-from trainer import ConfigError, ResidentDataset, RunError
+from trainer import CheckpointError, ConfigError, ResidentDataset, RunError
 
 WORDS = ["task=tiny", "run.steps=12", "log.trackers=[]", "eval.every_steps=6"]
 BAD = 57  # an example
@@ -508,3 +508,97 @@ def test_complex_buffer_keeps_its_imaginary_part(tmp_path):
     for number, words in enumerate((["strategy=single"], ["strategy=exact"])):
         run = fit_on(1, tmp_path / str(number), *WORDS, "data.global_batch=20", *words, task=task)
         assert run["weights"]["made"].tolist() == [1j, 2j, 3j]
+
+
+# Schedules and optimizers -------------------------------------------------------------------------
+
+
+def scheduled(late, num_calls=0):
+    """Return a task whose factor is `late()` for step 7, or after so many calls."""
+    calls = [0]
+
+    def factor(step):
+        calls[0] += 1
+        return late() if (calls[0] > num_calls if num_calls else step == 7) else 0.5
+
+    return task_with(build_schedule=lambda self, num_steps: factor)
+
+
+def test_factor_that_is_wrong_for_a_late_step_is_refused_at_the_start(tmp_path):
+    wrong = {"nan": float("nan"), "None": None, "-1.0": -1.0, "'1'": "1", "1j": 1j}
+    must = "must return factor(step), a finite number of at least 0"
+    expected = {
+        shown: (
+            scheduled(lambda value=value: value),
+            ConfigError,
+            re.escape(f"build_schedule: returned {shown} for step 7 (the first is 0): {must}"),
+        )
+        for shown, value in wrong.items()
+    }
+    why = r"raised ZeroDivisionError: division by zero \(\S+test_wrong_hooks.py:\d+\)"
+    line = rf"build_schedule: {why} for step 7 \(the first is 0\): {re.escape(must)}"
+    expected["raises"] = (scheduled(lambda: 1 / 0), ConfigError, line)
+    check(tmp_path, expected)
+
+
+def test_schedule_that_fails_in_mid_run_names_the_step_and_the_newest_checkpoint(tmp_path, capfd):
+    """It is not a function of the step. All ranks fail alike."""
+    line = r"build_schedule: returned None for step 6 \(the first is 0\): must return .*"
+    words = ["checkpoint.every_steps=2", "checkpoint.every_epochs=null"]
+    late = scheduled(lambda: None, num_calls=12 + 6)  # the start tries each of 12 steps
+    check(tmp_path, {"late": (late, ConfigError, line)}, *words, ranks=2)
+    place = re.escape(str(tmp_path / "0/tiny/run"))
+    command = rf"torchrun --nproc_per_node=2 -m trainer run.resume={place}"
+    said = rf"the newest checkpoint is of step 6; resume with: {command}\n"
+    assert re.search(said, capfd.readouterr().out)
+
+
+class Noting(torch.optim.SGD):
+    """Optimizer that keeps a state which is no parameter's."""
+
+    def step(self, closure=None):
+        self.state["calls"] = {"count": 1}
+        return super().step(closure)
+
+
+def optimizing(make):
+    return task_with(build_optimizer=lambda self, model: make(model.parameters()))
+
+
+class Bare(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        pass
+
+
+def test_optimizer_that_no_run_can_step_or_save_is_one_line(tmp_path):
+    expected = {
+        "closure": (
+            optimizing(torch.optim.LBFGS),
+            ConfigError,
+            r"LBFGS.step\(\) failed: TypeError: .* 1 required positional argument: 'closure'",
+        ),
+        "dense": (
+            optimizing(torch.optim.SparseAdam),
+            ConfigError,
+            r"SparseAdam.step\(\) failed: RuntimeError: SparseAdam does not support dense .*",
+        ),
+        "bare": (
+            optimizing(Bare),
+            ConfigError,
+            "build_optimizer: Bare has parameters without an lr: each must have one, which .*",
+        ),
+        "noting": (
+            optimizing(Noting),
+            CheckpointError,
+            "the state of Noting has the key 'calls': must have a key for each parameter, and .*",
+        ),
+        "none": (
+            optimizing(lambda parameters: []),
+            ConfigError,
+            "build_optimizer returned an empty list: must be an optimizer, or a list of them",
+        ),
+    }
+    check(tmp_path, expected)

@@ -7,16 +7,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NoReturn
 
 from trainer.capacity import memory_named
-from trainer.checkpoints import transaction
 from trainer.config.schema import Config
 from trainer.data.workers import workers_named
 from trainer.distributed.group import Group
 from trainer.errors import RunError, place_of
-from trainer.record.startup import resume_command
 
 
 class EarlyExit(SystemExit):
@@ -24,12 +21,11 @@ class EarlyExit(SystemExit):
 
 
 @contextmanager
-def failures_named(group: Group, config: Config, place: Path | None = None) -> Iterator[None]:
+def failures_named(group: Group, config: Config) -> Iterator[None]:
     """Raise RunError, one line, if a peer or data worker exits or hangs, or memory is not enough.
 
     On sys.exit and os._exit too: a run that ends before its last step is not done, even with exit
-    code 0. And on a KeyboardInterrupt of the task, since Ctrl-C is a stop request. `place` is the
-    run directory, whose newest checkpoint these lines name.
+    code 0. And on a KeyboardInterrupt of the task, since Ctrl-C is a stop request.
     """
     advice = "raise an error, or set run.steps to end earlier"
     with (
@@ -41,24 +37,13 @@ def failures_named(group: Group, config: Config, place: Path | None = None) -> I
         try:
             yield
         except EarlyExit as error:
-            raise RunError(f"{error}; {advice}{_newest(group, config, place)}") from None
+            raise RunError(f"{error}; {advice}") from None
         except SystemExit as error:
             what = f"sys.exit({error.code!r}) was called at {place_of(error)}"
-            raise RunError(f"{what}; {advice}{_newest(group, config, place)}") from None
+            raise RunError(f"{what}; {advice}") from None
         except KeyboardInterrupt as error:
             what = f"KeyboardInterrupt was raised at {place_of(error)}"
-            raise RunError(f"{what}{_newest(group, config, place)}") from None
-
-
-def _newest(group: Group, config: Config, place: Path | None) -> str:
-    """Return the end of an error line: the newest checkpoint, and how to resume from it."""
-    if place is None:
-        return ""
-    steps = transaction.steps(place / "checkpoints")
-    if not steps:
-        return "; no checkpoint was saved yet"
-    command = resume_command(group.world, config.shown(place))
-    return f"; the newest checkpoint is that of step {max(steps):,}, resume with: {command}"
+            raise RunError(f"{what}") from None
 
 
 @contextmanager

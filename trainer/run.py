@@ -10,10 +10,11 @@ from torch import nn
 
 from trainer.checkpoints.gathering import whole_parameters
 from trainer.checkpoints.saver import Saver
+from trainer.checkpoints.transaction import steps
 from trainer.clock import Clock
 from trainer.config.hints import suggest
 from trainer.config.schema import Checkpoint, Eval, Log
-from trainer.decisions import Decisions, Requests
+from trainer.decisions import Decisions, Requests, RolledBack
 from trainer.distributed.launchers import requeue
 from trainer.distributed.signals import REQUEUE
 from trainer.distributed.watch.heartbeat import Phase
@@ -111,6 +112,10 @@ class Run:
             code = 2 if isinstance(error, ConfigError) else 1
             self.record.exit(code, describe(error) + saved, {"step": self.state.step})
         self.saver.close()
+        if error is not None and not saved and not isinstance(error, RolledBack):
+            newest = max(steps(self.saver.root), default=0)
+            for line in startup.newest_checkpoint(self.world, self._shown, newest):
+                self.record.say(line)
         self.record.close()
         self.batches.close()
         if saved and isinstance(error, (ConfigError, RunError)):

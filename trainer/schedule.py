@@ -12,11 +12,48 @@ from typing import Annotated
 
 from trainer.config.schema import Config
 from trainer.config.typed import limit
+from trainer.errors import ConfigError, describe_with_place
 
 Factor = Callable[[int], float]
+MOST_TRIED = 1000  # steps, in about a millisecond
 Steps = Annotated[int, limit(min=0)]
 MaybeSteps = Annotated[int | None, limit(min=0)]
 Part = Annotated[float, limit(min=0)]  # relative to the base rate
+
+
+class Schedule:
+    """A schedule whose factors are checked, because a late one can be wrong too."""
+
+    def __init__(self, factor: Factor, name: str):
+        """`name` is shown in errors."""
+        self._factor = factor
+        self._name = name
+
+    def check(self, num_steps: int) -> None:
+        """Raise ConfigError if the factor of a step is wrong; try some of very many."""
+        if not callable(self._factor):
+            given = f"{type(self._factor).__name__!r} object is not callable"
+            raise ConfigError(f"{self._name}: must return factor(step), a number: {given}")
+        for step in {*range(0, num_steps, max(1, num_steps // MOST_TRIED)), num_steps - 1}:
+            self(step)
+
+    def __call__(self, step: int) -> float:
+        """Return the factor of a 0-based step. Raises ConfigError unless it is at least 0."""
+        try:
+            factor = self._factor(step)
+        except Exception as error:
+            raise self._refuse(f"raised {describe_with_place(error)}", step) from None
+        try:
+            number = math.nan if isinstance(factor, str) else float(factor)
+        except Exception:  # of a number type, or a tensor
+            number = math.nan
+        if not 0 <= number < math.inf:
+            raise self._refuse(f"returned {factor!r:.80}", step)
+        return number
+
+    def _refuse(self, what: str, step: int) -> ConfigError:
+        must = "must return factor(step), a finite number of at least 0"
+        return ConfigError(f"{self._name}: {what} for step {step} (the first is 0): {must}")
 
 
 def rate_scale(config: Config) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -40,7 +39,7 @@ from trainer.errors import ConfigError, one_line, place_of
 from trainer.loading import uncollected
 from trainer.record import fingerprint, resume, weights
 from trainer.record.gate import check_soon
-from trainer.schedule import Factor
+from trainer.schedule import Schedule
 from trainer.strategy.base import Blueprint, convert, find_strategy
 from trainer.strategy.handover import Values, build_structure
 from trainer.strategy.mesh import Mesh, open_groups
@@ -372,16 +371,12 @@ def collate_of(task: Task) -> Collate:
     return task.collate if is_own else default_collate
 
 
-def build_schedule(task: Task, num_steps: int) -> Factor:
-    """Return the task's schedule. Raise ConfigError unless its factors are finite numbers."""
-    schedule = task.build_schedule(num_steps)
+def build_schedule(task: Task, num_steps: int) -> Schedule:
+    """Return the task's schedule. Raise ConfigError unless its factors are numbers."""
     is_configured = type(task).build_schedule is Task.build_schedule
     target = f"schedule ({task.config.schedule['_target_']})"
-    name = target if is_configured else "build_schedule"
-    try:
-        ends = [float(schedule(step)) for step in (0, num_steps - 1)]
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name}: must return factor(step), a number: {error}") from None
-    if not all(map(math.isfinite, ends)):
-        raise ConfigError(f"{name}: returned the factors {ends}: must be finite")
+    schedule = Schedule(
+        task.build_schedule(num_steps), target if is_configured else "build_schedule"
+    )
+    schedule.check(num_steps)
     return schedule

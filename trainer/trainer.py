@@ -116,7 +116,8 @@ class Trainer(Task):
             raise ConfigError(f"{given}: must be the batch that train_step got")
         check_name("update got", name)
         if optimizers is not None:
-            optimizers = check_optimizers(optimizers, "update got")
+            some = list(optimizers) if isinstance(optimizers, tuple) else optimizers
+            optimizers = check_optimizers(some, "update got")
         return _running(self._run).engine.update(batch, loss or self.loss, optimizers, name)
 
     def record(self, name: str, values: torch.Tensor, weights: torch.Tensor | None = None) -> None:
@@ -199,11 +200,7 @@ class Trainer(Task):
                     with failures_named(ranks.group, self.config):
                         self._run = Setup(self, ranks, ("train", *self.config.eval.splits), notes)
                         opened = Run(self, self._run, origin, rolled_back)
-                        place = opened.directory
-                        with (
-                            opened as self._run,
-                            failures_named(ranks.group, self.config, place),
-                        ):
+                        with opened as self._run, failures_named(ranks.group, self.config):
                             del opened  # a reference to DDP's wrapper must not outlive its group
                             summary = loop(self, self._run)
                         strategy = self._run.engine.strategy

@@ -106,7 +106,7 @@ def _find_dist_problems(block: Dist) -> Problems:
 
 def is_port(text: str) -> bool:
     """Return True if the text is a port number from 1 to 65535."""
-    return text.isdecimal() and 0 < int(text) < 65536
+    return text.isascii() and text.isdecimal() and len(text) < 6 and 0 < int(text) < 65536
 
 
 def _check_spec(group: str, spec: Mapping[str, Any], options: Iterable[str]) -> None:

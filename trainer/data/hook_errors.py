@@ -70,7 +70,7 @@ def _explain(
     row = _find_row(hook, given, type(error), rows)
     if row is not None:
         return RunError(f"{name} failed for {rows.named(row)}: {what}; repair it")
-    if not _is_of_torch(error):
+    if not is_of_torch(error):
         return None
     shown = ", ".join(_show(n, tree) for n, tree in zip(_arguments(name), given, strict=True))
     return ConfigError(f"{name} failed: {what}; {shown}")
@@ -137,7 +137,7 @@ def _place(error: Exception) -> str:
     return f" ({own[-1][0].f_code.co_filename}:{own[-1][1].tb_lineno})" if own else ""
 
 
-def _is_of_torch(error: Exception) -> bool:
+def is_of_torch(error: Exception) -> bool:
     """Return True for an exception of torch's; False for one that the task's code raises."""
     frame, step = _frames(error)[-1]
     if _package(frame) in OWN:
@@ -196,7 +196,7 @@ def _explain_model(
     names = {id(module): name for name, module in model.named_modules()}
     ids = [id(frame.f_locals.get("self")) for frame, _ in _frames(error)]
     inside = [names[each] for each in ids if each in names]
-    if not inside or not _is_of_torch(error):
+    if not inside or not is_of_torch(error):
         return None
     name = inside[-1].removeprefix("module.")
     called = f"the model's module {name}" if name else "the model"

@@ -14,9 +14,9 @@ import subprocess
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from math import inf
+from math import inf, prod
 from pathlib import Path
 
 from trainer.config.rules import is_port
@@ -30,6 +30,7 @@ CODES = "LOCKSTEP_CODES"
 _OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 _MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]  # and Intel MPI
 _MVAPICH = [f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+MOST_NODES = 10**6
 _PORTS = range(20000, 32000)  # below the ephemeral ports that systems assign
 
 
@@ -40,6 +41,7 @@ class Launcher:
     `job` is the same for all attempts of one launch, and None without torchrun and srun.
     `attempt` counts the launcher's restarts, `requeues` those of them that were SLURM's requeues.
     `starters` name torchrun's agents: this host's, or those of all ranks after rendezvous.
+    `names` are the launcher's own names of torchrun's variables.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Launcher:
     attempt: int = 0
     requeues: int = 0
     starters: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def place(self) -> tuple[int, int, int, int, int, int]:
         """Return (rank, local rank, node rank, world size, local world size, number of nodes).
@@ -72,9 +75,10 @@ class Launcher:
         if value is None:
             must = "RANK and WORLD_SIZE must be set together"
             raise ConfigError(f"{name} is not set: {must}; start with torchrun, or set both")
-        if not value.isdecimal() or not low <= int(value) <= high:
+        if not _is_count(value) or not low <= int(value) <= high:
             limit = "" if high == inf else f" and at most {high}"
-            raise ConfigError(f"{name}={value}: must be an integer of at least {low}{limit}")
+            given = f"{self.names.get(name, name)}={value}"
+            raise ConfigError(f"{given}: must be an integer of at least {low}{limit}")
         return int(value)
 
     @property
@@ -102,11 +106,18 @@ def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher:
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return _by_variables(environment)
     has_step = "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment  # no batch script
+    first = environment.get("SLURM_PROCID", "0")
+    if first != "0" and not has_step:
+        raise _missing("SLURM_STEP_ID", f"SLURM_PROCID={first}")
     for names in (_OPEN_MPI, _MPICH, _MVAPICH):
         # srun sets PMI's too; mpirun of MPICH and of Intel MPI starts its processes with srun
         is_srun = has_step and names == _MPICH and "MPI_LOCALNRANKS" not in environment
-        if names[0] in environment and names[1] in environment and not is_srun:
+        known = [name for name in names[:2] if name in environment]
+        if len(known) == 2 and not is_srun:
             return _by_mpirun(environment, names)
+        if len(known) == 1 and not has_step:
+            (other,) = {*names[:2]} - {*known}
+            raise _missing(other, f"{known[0]}={environment[known[0]]}")
     return _by_srun(environment) if has_step else Launcher("python", {})
 
 
@@ -145,30 +156,51 @@ def _by_mpirun(environment: Mapping[str, str], names: list[str]) -> Launcher:
     else:
         key = job.split("@")[0] or environment.get("MASTER_ADDR", "")
     variables["MASTER_PORT"] = _port_of(f"mpi:{key}")
-    return Launcher("mpirun", variables | _given_master(environment))
+    own = dict(zip(RANKS, names, strict=False))
+    return Launcher("mpirun", variables | _given_master(environment), names=own)
 
 
 def _by_srun(environment: Mapping[str, str]) -> Launcher:
-    job = f"slurm:{environment['SLURM_JOB_ID']}"
+    job = f"slurm:{_read(environment, 'SLURM_JOB_ID')[1]}"
+    counts, given = _read(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    tasks = expand_counts(given, counts)
     node = _count(environment, "SLURM_NODEID")
-    counts = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment["SLURM_TASKS_PER_NODE"]
-    tasks = expand_counts(counts)
+    if node >= len(tasks):
+        most = f"must be below the {len(tasks)} nodes of {counts}={given}"
+        raise ConfigError(f"SLURM_NODEID={node}: {most}; start with srun")
+    size, number = _read(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     variables = {
         "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"],
-        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "WORLD_SIZE": number,
+        "LOCAL_RANK": _read(environment, "SLURM_LOCALID")[1],
         "LOCAL_WORLD_SIZE": str(tasks[node]),
         "GROUP_RANK": str(node),
         "GROUP_WORLD_SIZE": str(len(tasks)),
     }
+    own = (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", size), ("LOCAL_RANK", "SLURM_LOCALID"))
+    names = {**dict(own), "LOCAL_WORLD_SIZE": counts, "GROUP_RANK": "SLURM_NODEID"}
     master = _given_master(environment)
     if "MASTER_ADDR" not in master and variables["WORLD_SIZE"] != "1":
-        nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+        nodes = _read(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")[1]
         master["MASTER_ADDR"] = _address_of(expand_hosts(nodes)[0])
     reserved = re.split("[-,]", environment.get("SLURM_STEP_RESV_PORTS", ""))  # srun --resv-ports
     port = reserved[0] or _port_of(f"{job}.{environment['SLURM_STEP_ID']}")
+    variables |= {"MASTER_PORT": port} | master
     requeues = _count(environment, "SLURM_RESTART_COUNT")
-    return Launcher("srun", variables | {"MASTER_PORT": port} | master, job, requeues, requeues)
+    return Launcher("srun", variables, job, requeues, requeues, names=names)
+
+
+def _read(environment: Mapping[str, str], *names: str) -> tuple[str, str]:
+    """Return (name, value) of the first variable that is set. Raises ConfigError for none."""
+    for name in names:
+        if environment.get(name):
+            return name, environment[name]
+    raise _missing(names[-1], f"SLURM_PROCID={environment['SLURM_PROCID']}")
+
+
+def _missing(name: str, other: str) -> ConfigError:
+    advice = "start with srun, mpirun or torchrun, or unset the variables of the launcher"
+    return ConfigError(f"{name} is not set, but {other}: {advice}")
 
 
 def requeue(say: Callable[[str], None], environment: Mapping[str, str] = os.environ) -> None:
@@ -204,6 +236,8 @@ def expand_hosts(text: str) -> list[str]:
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         pieces = re.findall(r"([^\[]+)|\[([^\]]*)\]", part)
         choices = [[name] if name else _expand_numbers(ranges, text) for name, ranges in pieces]
+        if prod(map(len, choices)) > MOST_NODES:
+            raise ConfigError(f"SLURM_STEP_NODELIST={text}: must be at most {MOST_NODES:,} hosts")
         hosts += map("".join, itertools.product(*choices))
     if not hosts:
         raise ConfigError(f"SLURM_STEP_NODELIST={text}: must be a list of hosts, as in n[1-3,7]")
@@ -213,8 +247,9 @@ def expand_hosts(text: str) -> list[str]:
 def _expand_numbers(ranges: str, text: str) -> list[str]:
     numbers: list[str] = []
     for part in ranges.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None:
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part, re.ASCII)
+        size = int(match[2] or match[1]) - int(match[1]) + 1 if match else 0
+        if match is None or not 0 < size <= MOST_NODES:
             must = f"[{ranges}] must be numbers and ranges, as in [03-07,12]"
             raise ConfigError(f"SLURM_STEP_NODELIST={text}: {must}")
         first, last = match[1], match[2] or match[1]
@@ -222,23 +257,29 @@ def _expand_numbers(ranges: str, text: str) -> list[str]:
     return numbers
 
 
-def expand_counts(text: str) -> list[int]:
-    """Expand SLURM's tasks per node: `2(x3),1` is 2, 2, 2, 1."""
-    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(count) for count, times in parts for _ in range(int(times or 1))]
+def expand_counts(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
+    """Expand SLURM's tasks per node: `2(x3),1` is 2, 2, 2, 1. Raises ConfigError for others."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part, re.ASCII)
+        if match is None:
+            raise ConfigError(f"{name}={text}: must be counts, as in 2(x3),1; start with srun")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
 
 
 @cache
 def _address_of(node: str) -> str:
     """Return the node's name if it resolves, else the address that SLURM has for it."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # ValueError: a label that is too long
         socket.getaddrinfo(node, None)
         return node
     if (scontrol := shutil.which("scontrol")) and re.fullmatch(r"[\w.-]+", node):
         words = [scontrol, "show", "node", node]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=10)  # noqa: S603
-        if address := re.search(r"NodeAddr=(\S+)", done.stdout):
-            return address[1]
+        with suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(words, capture_output=True, text=True, timeout=10)  # noqa: S603
+            if address := re.search(r"NodeAddr=(\S+)", done.stdout):
+                return address[1]
     advice = "set MASTER_ADDR to an address that all nodes reach"
     raise ConfigError(f"the node {node} of rank 0 does not resolve to an address; {advice}")
 
@@ -254,4 +295,9 @@ def _port_of(text: str) -> str:
 
 def _count(environment: Mapping[str, str], name: str) -> int:
     count = environment.get(name, "0")
-    return int(count) if count.isdecimal() else 0
+    return int(count) if _is_count(count) else 0
+
+
+def _is_count(text: str) -> bool:
+    """Return True for an integer that a launcher can mean; int refuses very long ones."""
+    return text.isascii() and text.isdecimal() and len(text) < 10

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from trainer.distributed.launchers import find_launcher
-from trainer.errors import RunError
+from trainer.errors import ConfigError, RunError
 
 GRACE_S = 1.0  # torchrun repeats Ctrl-C at once; a second one from a person comes later
 START_S = 3.0  # how long a rank that was asked to stop still waits for the others
@@ -81,8 +81,8 @@ def catch_early() -> None:
 
 def _interrupt(number: int, frame: object) -> None:
     """Exit at once: KeyboardInterrupt in an import may be lost, or leave half a module."""
-    if find_launcher().variables.get("RANK", "0") == "0":
-        with suppress(OSError):
+    with suppress(OSError, ConfigError):
+        if find_launcher().variables.get("RANK", "0") == "0":
             os.write(2, b"interrupted; nothing was saved\n")
     os._exit(1)
 

@@ -9,7 +9,9 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from trainer.errors import CheckpointError, ConfigError
+from trainer.data.examples import find_flaw
+from trainer.data.hook_errors import MOST_SHOWN, is_of_torch
+from trainer.errors import CheckpointError, ConfigError, RunError, one_line
 from trainer.strategy.optimizer_trial import check_closure, is_elementwise
 
 _WRONG = "the checkpoint is of another optimizer"
@@ -17,7 +19,7 @@ _WRONG = "the checkpoint is of another optimizer"
 
 def check_optimizers(given: Any, subject: str = "build_optimizer returned") -> list[Optimizer]:
     """Return an optimizer, or a list of them, as a list. Raises ConfigError for anything else."""
-    optimizers = list(given) if isinstance(given, (list, tuple)) else [given]
+    optimizers = given if isinstance(given, list) else [given]
     for item in optimizers:
         if not isinstance(item, Optimizer):
             must = "must be an optimizer, or a list of them"
@@ -48,6 +50,10 @@ def remember_options(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
         if any(p not in names for p in group["params"]):
             why = "has a parameter that is not one of the model's"
             raise ConfigError(f"build_optimizer: {type(optimizer).__name__} {why}")
+        if "lr" not in group:
+            kind = type(optimizer).__name__
+            must = "each must have one, which the schedule sets"
+            raise ConfigError(f"build_optimizer: {kind} has parameters without an lr: {must}")
         group["initial"] = {key: value for key, value in group.items() if key != "params"}
         group["names"] = [names[p] for p in group["params"]]
 
@@ -63,9 +69,22 @@ def step_unless(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) -> Non
         if not is_host and _knows_found_inf(optimizer):
             optimizer.grad_scale = None  # type: ignore[attr-defined]
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-            optimizer.step()
+            _step(optimizer)
         elif not found_inf:
-            optimizer.step()
+            _step(optimizer)
+
+
+def _step(optimizer: Optimizer) -> None:
+    """Step. Raises ConfigError for an exception of torch's, such as for a missing closure."""
+    try:
+        optimizer.step()
+    except (ConfigError, RunError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if not is_of_torch(error):
+            raise
+        what = f"{type(error).__name__}: {one_line(error)[:MOST_SHOWN]}"
+        raise ConfigError(f"{type(optimizer).__name__}.step() failed: {what}") from error
 
 
 def _knows_found_inf(optimizer: Optimizer) -> bool:
@@ -138,10 +157,14 @@ def check_state(optimizer: Optimizer, names: Mapping[Any, str], is_divided: bool
         if owner not in names:
             why = "has state for a tensor that is not one of the model's parameters"
             raise ConfigError(f"optimizer {kind}: {why}; register it in the model")
+        given = f"optimizer {kind}: state[{names[owner]}]"
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{given} is a {type(values).__name__}: must be a dict")
         for key, value in values.items():
             if not isinstance(value, torch.Tensor):
-                place = f"optimizer {kind}: state[{names[owner]}][{key!r}]"
-                _check_plain(place, value, is_divided)
+                _check_plain(f"{given}[{key!r}]", value, is_divided)
+            elif flaw := find_flaw(value, allows_gradient=True):
+                raise ConfigError(f"{given}[{key!r}] is {flaw[0]}; {flaw[1]}")
 
 
 def _check_plain(place: str, value: Any, is_alone: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -249,6 +249,12 @@ def next_command(
     return f"train longer with: {command} {more}"
 
 
+def newest_checkpoint(world: World, directory: Path, newest: int) -> list[str]:
+    """Return the line that a run which failed ends with, if it has a checkpoint."""
+    command = resume_command(world, directory)
+    return [f"the newest checkpoint is of step {newest:,}; resume with: {command}"] * bool(newest)
+
+
 def resume_command(world: World, directory: Path) -> str:
     """Return the command that resumes the run with the same launcher and number of ranks."""
     name = world.launcher.name
