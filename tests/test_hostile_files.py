@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from harness import within
 from harness.download import FILES, KEY, SHA256, content, names, serving
-from harness.internals import checkpoint, manifest, packing, resume
+from harness.internals import checkpoint, packing, resume
 from harness.stored import content_of
 from safetensors.torch import save as save_tensors
 from torch import nn
@@ -28,6 +28,7 @@ from trainer import CheckpointError, ConfigError
 from trainer.checkpoints.__main__ import main as list_checkpoints
 from trainer.checkpoints.manifest import Manifest
 from trainer.checkpoints.state import read_on_all_ranks
+from trainer.config import plain_files
 from trainer.distributed.group import Group
 from trainer.distributed.world import World
 from trainer.tasks import download
@@ -451,7 +452,7 @@ RAW = {
         '"step": 1', '"step": ' + "1" * 5000
     ),
     "bytes that are no text": lambda manifest: "\udcff",
-    "too long": lambda facts: " " * manifest.MOST_BYTES + json.dumps(facts),
+    "too long": lambda facts: " " * plain_files.MOST_OF_JSON + json.dumps(facts),
 }
 
 

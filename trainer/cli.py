@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import trainer
-from trainer.config.folder import read_config_dirs
+from trainer.config.folder import read_settings
 from trainer.config.hints import suggest
 from trainer.config.schema import Config
 from trainer.config.targets import resolve
@@ -32,6 +32,7 @@ HYDRA_FLAGS = (*SWEEP_FLAGS, *QUESTIONS, "--resolve", "-p", "--package")
 # Seconds that a rank other than 0 waits before it prints an error and exits: torchrun kills all
 # ranks at the first exit, so rank 0 might not print its line.
 WAIT_S = 3.0
+MOST_SHOWN = 4000  # characters of an error line, which may show a value of a file
 SOON_S = 0.9  # after the rendezvous began: ranks then fail together
 
 
@@ -88,7 +89,9 @@ def _print_error(error: Exception) -> None:
     if rank:
         time.sleep(_patience())
     who = f"rank {rank}: " if rank else ""
-    print(visible(entry.as_started(f"error: {who}{error}")), file=sys.stderr, flush=True)
+    line = visible(entry.as_started(f"error: {who}{error}"))
+    shown = f"{line[:MOST_SHOWN]} ..." if len(line) > MOST_SHOWN else line
+    print(shown, file=sys.stderr, flush=True)
 
 
 def _patience() -> float:
@@ -148,7 +151,7 @@ def split_arguments(
             raise ConfigError(f"{flag} is not a flag: allowed are {allowed}{near}")
         else:
             overrides.append(word)
-    return overrides, folders or read_config_dirs(Path())
+    return overrides, folders or read_settings(Path()).config_dirs
 
 
 def single(words: Sequence[str], advice: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoints.files import read_file
+from trainer.config.plain_files import parse_json, read_file
 from trainer.errors import CheckpointError, ConfigError
 
 NAME = ".writer"
@@ -71,7 +71,7 @@ def read_facts(directory: Path) -> dict[str, Any]:
     """Return the facts of a run directory's last writer; empty if this process is the writer."""
     path = directory / NAME
     try:
-        return {} if _identity(path.lstat()) in _held else _parse(read_file(path, _MOST)[1])
+        return {} if _identity(path.lstat()) in _held else _parse(read_file(path, _MOST))
     except OSError:
         return {}
 
@@ -116,7 +116,7 @@ def _lock(path: Path) -> int:
 
 def _parse(data: bytes) -> dict[str, Any]:
     try:
-        facts = json.loads(data)
+        facts = parse_json(data)
     except ValueError:
         return {}
     return facts if isinstance(facts, dict) else {}

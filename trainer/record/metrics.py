@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoints.disk import Disk
-from trainer.checkpoints.files import open_plain
+from trainer.config.plain_files import open_plain
 from trainer.errors import CheckpointError
 from trainer.record import directory as files
 from trainer.record.lease import Lease

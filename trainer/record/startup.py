@@ -13,6 +13,7 @@ from torch import nn
 
 from trainer.checkpoints import packing
 from trainer.checkpoints.manifest import Manifest
+from trainer.config.packages import is_known
 from trainer.config.schema import ONCE, Config
 from trainer.data.order import BatchPlan, counted
 from trainer.distributed import entry
@@ -232,7 +233,7 @@ def next_command(
     config: Config, world: World, directory: Path, is_stopped: bool, ended_by: str
 ) -> str:
     """Return the line with the command to resume a stopped run or train a finished one longer."""
-    command = _resume_command(world, directory)
+    command = _resume_command(config, world, directory)
     if is_stopped:
         return f"resume with: {command}"
     steps = config.run.steps
@@ -242,7 +243,7 @@ def next_command(
     return f"train longer with: {command} {more}"
 
 
-def _resume_command(world: World, directory: Path) -> str:
+def _resume_command(config: Config, world: World, directory: Path) -> str:
     """Return the command that resumes the run with the same launcher and number of ranks."""
     name = world.launcher.name
     launcher = ["python"]
@@ -254,6 +255,10 @@ def _resume_command(world: World, directory: Path) -> str:
         nodes = [f"--nnodes={world.num_nodes}"] if world.num_nodes > 1 else []
         launcher = ["torchrun", *nodes, f"--nproc_per_node={world.local_world_size}"]
     words = [*launcher, "-m", "trainer", f"run.resume={directory}"]
+    if not is_known(config, Path(config.folder, directory)):
+        words.append(f"task.trainer={config.task.trainer}")
+        more = ",".join(config.task.packages)
+        words += [f"task.packages=[{more}]"] * bool(more)
     return entry.as_started(shlex.join(words))
 
 

@@ -16,7 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.config.plain_files import read_json
 from trainer.config.schema import Config
+from trainer.config.typed import build
 from trainer.distributed import entry
 from trainer.distributed.signals import SIGNALS
 from trainer.errors import ConfigError, visible
@@ -43,7 +45,7 @@ class Job:
     state: str = "waiting"
     code: int | None = None
     value: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float | None] = field(default_factory=dict)
     seconds: float = 0.0
     submitted: str = ""
 
@@ -77,11 +79,11 @@ class Job:
         """Restore the state that the previous start of the sweep saved in `record`."""
         self.submitted = str(record.get("submitted", ""))
         self.seconds = record.get("seconds", 0.0)
-        self._take_results(_read_exit(self.directory).get("code", record.get("code")))
+        self._take_results(rundir.read_exit(Path(self.directory)).get("code", record.get("code")))
 
     def settle(self, code: int) -> None:
         """Read the results of a job that ended; use exit code `code` if it saved none."""
-        self._take_results(_read_exit(self.directory).get("code", self.code or code))
+        self._take_results(rundir.read_exit(Path(self.directory)).get("code", self.code or code))
 
     def begin(self) -> None:
         self.state = "running"
@@ -95,7 +97,7 @@ class Job:
         self.submitted = submitted
 
     def _take_results(self, code: int | None) -> None:
-        record = _read_exit(self.directory)
+        record = rundir.read_exit(Path(self.directory))
         self.code = code
         self.metrics = record.get("metrics") or {}
         self.value = record.get("best")
@@ -197,18 +199,10 @@ class Sweep:
 def _read_jobs(place: Path) -> dict[str, dict[str, Any]]:
     """Return the jobs of the previous start, by directory."""
     try:
-        jobs = json.loads((place / "sweep.json").read_text(encoding="utf-8"))
-        return {job["directory"]: job for job in jobs}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-def _read_exit(directory: str) -> dict[str, Any]:
-    """Return the exit.json of the job's run, empty if there is none."""
-    try:
-        record: dict[str, Any] = json.loads(Path(directory, "exit.json").read_text("utf-8"))
-        return record
-    except (OSError, ValueError):
+        jobs = read_json(place / "sweep.json")
+        known = [{name: value for name, value in job.items() if value != ""} for job in jobs]
+        return {build(Job, job).directory: job for job in known}
+    except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
