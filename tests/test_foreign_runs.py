@@ -1,17 +1,24 @@
 """Run directories from somebody else: what they name is not imported, and no damage makes a verb
 hang, crash or write."""
 
+import importlib
+import io
 import os
 import re
 import shutil
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from harness import CONF
+from harness import CONF, on_ranks, within
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from hypothesis.configuration import set_hypothesis_home_dir
 
-from trainer import ConfigError
+from trainer import ConfigError, RunError
 from trainer.config.compose import load_run_config, to_yaml
+from trainer.errors import visible
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 from faults import hostile
@@ -211,3 +218,51 @@ def test_aliases_of_a_users_file_are_limited_too(command, tmp_path):
         done = command("--config-dir=conf", *words)
         line = "error: conf/task/mine.yaml: it has more than 20,000 values\n"
         assert (done.returncode, done.stderr) == (2, line)
+
+
+# Any damage ---------------------------------------------------------------------------------------
+
+QUICK = {  # verbs that train and evaluate nothing: 10 to 100 ms
+    "audit": "trainer.audit",
+    "checkpoints": "trainer.checkpoints.__main__",
+    "checkpoints --export": "trainer.checkpoints.__main__",
+    "compare": "trainer.compare.__main__",
+}
+
+
+def call_verb(name):
+    """Call a verb in this process; return its exit code and what it printed."""
+    out = io.StringIO()
+    code = 0
+    try:
+        with redirect_stdout(out), within(20):
+            if name in QUICK:
+                code = importlib.import_module(QUICK[name]).main(hostile.VERBS[name])
+            else:
+                load_run_config(RUN, [], [CONF])
+    except (ConfigError, RunError) as error:
+        return (2 if isinstance(error, ConfigError) else 1), out.getvalue(), visible(str(error))
+    return code, out.getvalue(), ""
+
+
+def check_any_damage(base, original):
+    """Draw damage and a verb, in the working directory `base`."""
+
+    @settings(max_examples=40, deadline=None, database=None, derandomize=True)
+    @given(chance=st.randoms(use_true_random=False), name=st.sampled_from([*QUICK, "load"]))
+    def check(chance, name):
+        for place in (RUN, "out"):
+            shutil.rmtree(base / place)
+            shutil.copytree(original / place, base / place)
+        note(f"{name} after {hostile.damage(base / RUN, chance)}")
+        before = hostile.snapshot(base / RUN)
+        code, out, err = call_verb(name)
+        assert hostile.judge(base, code, out, err, 0.0) is None
+        assert hostile.snapshot(base / RUN) == before
+
+    set_hypothesis_home_dir(original.parent / "hypothesis")
+    check()
+
+
+def test_no_damage_makes_a_verb_hang_crash_write_or_import(base, trained):
+    on_ranks(1, check_any_damage, base, trained)
