@@ -528,7 +528,7 @@ def test_checkpoint_set_aside_is_kept_and_frees_its_step(tmp_path):
 def test_manifest_that_could_not_be_read_again_is_refused_before_it_is_published(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(checkpoint, "MOST_BYTES", 500)
+    monkeypatch.setattr(checkpoint, "MOST_OF_JSON", 500)
     replaced = {f"0/{index}": index + 1 for index in range(100)}
     with pytest.raises(CheckpointError, match="repair or remove the 100 examples"):
         stored.save(tmp_path, 1, [{}], {}, {"replaced": replaced})

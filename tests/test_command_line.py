@@ -101,6 +101,7 @@ def test_evaluate_gives_the_run_its_metrics_on_any_layout(command, tmp_path):
         (3, []),
         (0, ["strategy=single", "strategy.precision=fp64", "eval.micro_batch=10"]),
     ):
+        words = [*TINY[:2], *words]
         done = command("runs/tiny/a", *words, ranks=ranks, verb="trainer.evaluate")
         found = json.loads(done.stdout.strip().splitlines()[-1])
         assert found.pop("step") == 20 and found == pytest.approx(told, rel=1e-12), done.stderr
@@ -132,12 +133,12 @@ def test_sweep_runs_each_job_in_its_own_directory(command, tmp_path):
 def test_run_to_resume_brings_its_configuration(command, tmp_path):
     command(*TINY, "run.name=a", "optim.lr=0.05")
     (tmp_path / "runs/tiny/a").rename(tmp_path / "moved")
-    done = command("run.resume=moved", "run.steps=25")
+    done = command(*TINY[:2], "run.resume=moved", "run.steps=25")
     assert done.returncode == 0 and "resumed at step 20 of 25" in done.stdout, done
     assert "changed at this resume: run.steps: 20 -> 25" in done.stdout
     assert done.stdout.count("changed at") == 1
     assert (tmp_path / "moved/checkpoints/step-00000025").is_dir()
-    done = command("run.resume=moved", "task.name=x")
+    done = command(*TINY[:2], "run.resume=moved", "task.name=x")
     assert done.returncode == 2 and done.stderr.startswith(
         "error: task.name=x: the run to resume has tiny"
     )

@@ -82,9 +82,9 @@ def test_unknown_verb_is_one_line(word, folder):
 def test_script_trains_and_prints_a_command_that_resumes(folder):
     out = run_in(folder, "lockstep", *TINY, "run.name=a")
     (command,) = re.findall("^train longer with: (.*)$", out, re.MULTILINE)
-    assert command == "lockstep run.resume=runs/tiny/a run.steps=40"
+    assert command == "lockstep run.resume=runs/tiny/a task.trainer=tiny.Tiny run.steps=40"
     assert "resumed at step 20" in run_in(folder, *shlex.split(command))
-    assert '"eval/loss"' in run_in(folder, "lockstep", "evaluate", "runs/tiny/a")
+    assert '"eval/loss"' in run_in(folder, "lockstep", "evaluate", "runs/tiny/a", TINY[1])
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from harness import within
 from harness.download import FILES, KEY, SHA256, content, names, serving
-from harness.internals import checkpoint, manifest, packing, resume
+from harness.internals import audit, checkpoint, packing, resume, rundir
 from harness.stored import content_of
 from safetensors.torch import save as save_tensors
 from torch import nn
@@ -28,6 +28,7 @@ from trainer import CheckpointError, ConfigError
 from trainer.checkpoints.__main__ import main as list_checkpoints
 from trainer.checkpoints.manifest import Manifest
 from trainer.checkpoints.state import read_on_all_ranks
+from trainer.config import plain_files
 from trainer.distributed.group import Group
 from trainer.distributed.world import World
 from trainer.tasks import download
@@ -361,6 +362,8 @@ INDICES = {
         f"file {name!r}": index_of(parts=[[name, [0], [2]]])
         for name in ("/etc/passwd", "../../x", "manifest.json", "", "model-r00001.safetensors", 1)
     },
+    "no element, and 10^18 in a row": index_of(shape=[0, 10**18], parts=[]),
+    "65 dimensions": index_of(shape=[1] * 65, parts=[[SHARDS, [0] * 65, [1] * 65]]),
     "same as nothing": index_of(same_as="bias"),
     "same as itself": index_of(same_as="weight"),
     "same as a list": index_of(same_as=["weight"]),
@@ -390,6 +393,54 @@ def test_tied_tensor_with_another_form_is_refused(other, tmp_path):
             assert refused(path).endswith("is not an index: model tied is not the same as weight")
         else:
             assert torch.equal(content_of(checkpoint.load(path))["model"]["tied"], torch.zeros(2))
+
+
+@pytest.mark.parametrize("num_tied", [100, 101])
+def test_tied_tensors_that_would_be_exported_as_terabytes_are_refused(num_tied, tmp_path):
+    tied = {f"tied{n}": {**SAME, "same_as": "weight"} for n in range(num_tied)}
+    index = json.dumps({"model": {"weight": SAME, **tied}, "optimizer": {}, "ema": {}}).encode()
+    path = publish(tmp_path / "run/checkpoints", index=index, **OF_RUN)
+    target = tmp_path / "all.safetensors"
+    if num_tied == 100:
+        assert list_checkpoints([str(path), "--export", str(target)]) == 0
+    else:
+        why = "tied tensors have 808 bytes, over 100 times the others'"
+        assert refused(path) == f"{path}/tensors.json: is not an index: {why}"
+        with pytest.raises(CheckpointError, match="no checkpoint is valid"):
+            list_checkpoints([str(path), "--export", str(target)])
+    assert target.exists() == (num_tied == 100)
+
+
+@pytest.mark.parametrize("length", [10**15, 10**12])
+def test_audit_of_more_than_can_be_computed_soon_asks_for_a_flag(length, tmp_path):
+    facts = {**OF_RUN, "data": {"train": {"length": length}}}
+    publish(tmp_path / "run/checkpoints", **facts)
+    line = f"1 steps of 20 of {length:,} examples take long to compute; give --long: "
+    with within(20), pytest.raises(ConfigError, match=line):
+        audit.audit(tmp_path / "run")
+
+
+def test_lines_that_no_run_writes_are_skipped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    good = '{"step": 3, "train/loss": 0.5}'
+    steps = ("true", "-1", "1.0", "9" * 5000, str(2**53), "null", "[]", '"3"')
+    bad = [f'{{"step": {step}}}' for step in steps]
+    bad += ["[" * 10**5, '{"step": 3, "a": ' + "[" * 70 + "]" * 70 + "}", '{"step": 1, "step": 2}']
+    bad += [r'{"step": 3, "a": "\ud800"}', "\0", '{"step": 3', '{"step": 3, "a": "' + "x" * 2**21]
+    path.write_text("\n".join([good, *bad, good]) + "\n")
+    assert [line for line, _ in rundir.read_entries(path)] == [good, good]
+    os.truncate(path, 2**40)
+    with pytest.raises(ConfigError, match=r"l: has 1,099,511,627,776 bytes, at most 536,870,912 "):
+        list(rundir.read_entries(path))
+
+
+def test_facts_of_the_end_have_their_types_or_are_left_out(tmp_path):
+    facts = {"code": True, "reason": ["x"], "step": 5, "best": "1", "metrics": {"a": "x", "b": 1.5}}
+    (tmp_path / "exit.json").write_text(json.dumps(facts))
+    assert rundir.read_exit(tmp_path) == {"step": 5, "metrics": {"b": 1.5}}
+    for text in ("[", "[]", "9" * 5000, " " * 2**21 + "{}"):
+        (tmp_path / "exit.json").write_text(text)
+        assert rundir.read_exit(tmp_path) == {}
 
 
 def test_file_that_is_no_file_of_tensors_is_not_read_as_one(tmp_path):
@@ -454,7 +505,6 @@ RAW = {
         '"step": 1', '"step": ' + "1" * 5000
     ),
     "bytes that are no text": lambda manifest: "\udcff",
-    "too long": lambda facts: " " * manifest.MOST_BYTES + json.dumps(facts),
 }
 
 
@@ -524,6 +574,13 @@ def test_manifest_that_is_not_the_expected_json_is_refused(raw, tmp_path):
     assert refused(publish(tmp_path, raw=raw)).endswith(
         "manifest.json: cannot be read as a manifest"
     )
+
+
+def test_manifest_that_is_too_long_is_not_read(tmp_path):
+    path = publish(tmp_path)
+    os.truncate(path / "manifest.json", plain_files.MOST_OF_JSON + 1)
+    why = "has 67,108,865 bytes, at most 67,108,864 are read"
+    assert refused(path) == f"{path}/manifest.json: {why}"
 
 
 @pytest.mark.parametrize("name", ["manifest.json", SHARDS, "tensors.json", "training.pt"])

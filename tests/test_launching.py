@@ -75,7 +75,8 @@ def test_one_command_starts_the_ranks(words, command, tmp_path):
     code, out, err = command(*TINY, *words, is_fresh=True)
     assert code == 0 and err == "", err
     assert "2 ranks on 1 node" in out and out.rstrip().endswith(
-        "train longer with: python -m trainer run.resume=runs/tiny/a run.steps=40"
+        "train longer with: python -m trainer run.resume=runs/tiny/a task.trainer=tiny.Tiny "
+        "run.steps=40"
     )
     assert json.loads((tmp_path / "runs/tiny/a/exit.json").read_text())["code"] == 0
 
@@ -85,7 +86,7 @@ def test_one_command_starts_the_ranks(words, command, tmp_path):
 def test_finished_run_is_resumed_by_the_launcher_that_it_was_started_with(words, command, tmp_path):
     assert command(*TINY, *words, is_fresh=True).returncode == 0
     before = newest(tmp_path / "runs/tiny/a")
-    code, out, err = command("run.resume=runs/tiny/a", is_fresh=True)
+    code, out, err = command("run.resume=runs/tiny/a", "task.trainer=tiny.Tiny", is_fresh=True)
     assert code == 0 and "2 ranks on 1 node" in out, out + err
     assert "nothing left to do: the run is finished at step 20" in out
     assert newest(tmp_path / "runs/tiny/a").manifest == before.manifest
@@ -128,7 +129,8 @@ def by_mpirun(folder: Path, backend: str, size: int) -> None:
     assert done.returncode == 0, done.stderr
     assert f"over {backend}, {size} ranks on 1 node" in done.stdout, done.stderr
     resume = f"mpirun -n {size} python -m trainer run.resume=runs/tiny/{backend}"
-    assert done.stdout.rstrip().endswith(f"train longer with: {resume} run.steps=40")
+    resume += " task.trainer=tiny.Tiny run.steps=40"
+    assert done.stdout.rstrip().endswith(f"train longer with: {resume}")
 
 
 @pytest.mark.slow

@@ -280,12 +280,12 @@ def test_each_file_is_opened_once_and_a_name_is_looked_up_without_reading(tmp_pa
         parts.append({"model": own})
     loaded = transaction.load(stored.save(tmp_path, 1, parts, {}, {}))
     opened, read = [], []
-    real, real_read = safetensors.safe_open, transaction.read_file
+    real, real_read = safetensors.safe_open, transaction.read_sized
     monkeypatch.setattr(
         safetensors, "safe_open", lambda *given: opened.append(given[0].name) or real(*given)
     )
     monkeypatch.setattr(
-        transaction, "read_file", lambda *given: read.append(given[0].name) or real_read(*given)
+        transaction, "read_sized", lambda *given: read.append(given[0].name) or real_read(*given)
     )
     stored.check_same_bits(stored.tensors_of(loaded), given)
     assert sorted(opened) == ["model-r00000.safetensors", "model-r00001.safetensors"]

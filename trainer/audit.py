@@ -18,15 +18,18 @@ from trainer.data.order import Order, counted
 from trainer.errors import ConfigError, visible
 from trainer.record import directory as rundir
 
-HELP = """usage: python -m trainer.audit DIR
+HELP = """usage: python -m trainer.audit DIR [--long]
 
 Checks that no example was repeated or skipped, over all restarts. DIR is a run directory. During
 training the examples of each step enter a hash chain, which checkpoints and metrics.jsonl store.
 This command recomputes the chain from the seed and the size of the data, and names the first save
-that differs.
+that differs. --long allows more than a minute or two, which a long run needs.
 
 Exit codes: 0 the chains agree, 1 a save differs, 2 nothing to audit."""
 
+LONG = "--long"
+MOST_EXAMPLES = 2**28  # computed without --long, 5 million a second (1 core, torch 2.13)
+PER_STEP = 20  # a step takes as long as so many examples
 BLOCK = 2**20  # examples per block: memory does not grow with the data
 
 
@@ -39,21 +42,24 @@ class Comparison:
 
 
 def main(arguments: Sequence[str]) -> int:
-    advice = "give one run directory: python -m trainer.audit DIR"
-    code, lines = audit(Path(single(arguments, advice)))
+    advice = "give one run directory: python -m trainer.audit DIR [--long]"
+    words = [word for word in arguments if word != LONG]
+    code, lines = audit(Path(single(words, advice)), LONG in arguments)
     print(*lines, sep="\n")
     return code
 
 
-def audit(directory: Path) -> tuple[int, list[str]]:
+def audit(directory: Path, is_long: bool = False) -> tuple[int, list[str]]:
     """Return 0 if a run repeated and skipped no example, else 1, and lines that say so.
 
-    Raises ConfigError or CheckpointError if there is nothing to audit.
+    Raises ConfigError or CheckpointError if there is nothing to audit, or too much.
     """
     manifest = checkpoint.newest_manifest(directory / "checkpoints")
     if manifest is None:
         raise ConfigError(f"{directory}: has no checkpoint to audit; give a run directory")
     Manifest.of_run(manifest, directory)
+    if not is_long:
+        _check_length(manifest, directory)
     chains = {**_read_chains(directory), manifest["step"]: manifest["ledger"]}
     comparison = _compare(manifest, chains)
     if steps := comparison.different:
@@ -61,6 +67,17 @@ def audit(directory: Path) -> tuple[int, list[str]]:
         return 1, [f"DIFFERENT: of the steps {steps}, {what}"]
     num_later = len(chains) - comparison.num_equal
     return 0, [*_name_sessions(manifest), *_name_examples(manifest, comparison, num_later)]
+
+
+def _check_length(manifest: Mapping[str, Any], directory: Path) -> None:
+    """Raise ConfigError if a manifest claims more steps than can be computed soon."""
+    batch = manifest["config"]["data.global_batch"]
+    length = manifest["data"]["train"]["length"]
+    step = manifest["step"]
+    epochs = -(-step // (length // batch))
+    if step * (batch + PER_STEP) + length * (1 + epochs) > MOST_EXAMPLES:
+        run = f"{step:,} steps of {batch:,} of {length:,} examples take long to compute"
+        raise ConfigError(f"{directory}: {run}; give {LONG}: python -m trainer.audit DIR {LONG}")
 
 
 def expected(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import trainer
-from trainer.config.folder import read_config_dirs
+from trainer.config.folder import read_settings
 from trainer.config.hints import suggest
 from trainer.config.schema import Config
 from trainer.config.targets import resolve
@@ -183,7 +183,7 @@ def split_arguments(
             raise ConfigError(f"{flag} is not a flag: allowed are {allowed}{near}")
         else:
             overrides.append(word)
-    return overrides, folders or read_config_dirs(Path())
+    return overrides, folders or read_settings(Path()).config_dirs
 
 
 def single(words: Sequence[str], advice: str) -> str:

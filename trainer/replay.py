@@ -56,7 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     if (directory / MANIFEST).is_file():
         raise ConfigError(f"{directory}: is one checkpoint; {ADVICE}")
     config = load_run_config(str(directory), overrides, config_dirs)
-    _check_fixed(config, load_run_config(str(directory), [], config_dirs))
+    others = [word for word in overrides if word.partition("=")[0] not in FIXED]
+    _check_fixed(config, load_run_config(str(directory), others, config_dirs))
     with tempfile.TemporaryDirectory() as scratch:
         config = _on_one_process(config, directory, step, scratch)
         try:

@@ -114,7 +114,7 @@ class Run:
         self.saver.close()
         if error is not None and not saved and not isinstance(error, RolledBack):
             newest = max(steps(self.saver.root), default=0)
-            for line in startup.newest_checkpoint(self.world, self._shown, newest):
+            for line in startup.newest_checkpoint(self.config, self.world, self._shown, newest):
                 self.record.say(line)
         self.record.close()
         self.batches.close()

@@ -9,7 +9,7 @@ from typing import Any
 from trainer.checkpoints.gathering import gather
 from trainer.checkpoints.manifest import Manifest
 from trainer.checkpoints.saver import Snapshot
-from trainer.checkpoints.state import TrainState, read_on_all_ranks
+from trainer.checkpoints.state import TrainState, read_on_all_ranks, wrong_state_named
 from trainer.data.batches import Batches
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.engine.engine import Engine
@@ -162,10 +162,11 @@ def restore(
     training = restored.content.training
     with group.agreed("comparing the data"):
         fingerprint.check_data(data, manifest.data)
-    engine.load(restored.content.sources, training)
-    batches.restore(manifest.step, manifest.ledger or "", manifest.replaced)
     is_same_run = group.tell_all(origin.is_resumed)
-    state = TrainState.resume(manifest, training["progress"], size, is_same_run)
+    with wrong_state_named():
+        engine.load(restored.content.sources, training)
+        state = TrainState.resume(manifest, training["progress"], size, is_same_run)
+    batches.restore(manifest.step, manifest.ledger or "", manifest.replaced)
     if state.step > num_steps:
         run = config.run
         given = f"run.epochs={run.epochs}" if run.steps is None else f"run.steps={run.steps}"

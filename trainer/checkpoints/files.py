@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from trainer.config.plain_files import open_regular
 
 Buffer = bytes | memoryview
 BLOCK = 2**22  # bytes read at once
@@ -46,30 +46,21 @@ def replace_file(path: Path, text: str) -> None:
     os.replace(staged, path)
 
 
-def read_file(path: Path, most: int) -> tuple[int, bytes]:
-    """Return a regular file's size, and its bytes up to a size of `most`. A pipe does not block."""
-    with open(path, "rb", opener=open_plain) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "is not a regular file")
-        return status.st_size, file.read() if status.st_size <= most else b""
+def read_sized(path: Path, most: int) -> tuple[int, bytes]:
+    """Return a regular file's size, and its bytes up to a size of `most`."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        return size, file.read(size) if size <= most else b""
 
 
 def digest_file(path: Path, most: int) -> tuple[int, str]:
     """Return a regular file's size and SHA-256, read block by block up to a size of `most`."""
-    with open(path, "rb", buffering=0, opener=open_plain) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "is not a regular file")
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256()
-        while status.st_size <= most and (block := file.read(BLOCK)):
+        while size <= most and (block := file.read(BLOCK)):
             digest.update(block)
-        return status.st_size, digest.hexdigest()
-
-
-def open_plain(name: str, flags: int) -> int:
-    """Open a file, as the opener of `open`, without following a link or waiting for a pipe."""
-    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        return size, digest.hexdigest()
 
 
 def sync_directory(path: Path) -> None:

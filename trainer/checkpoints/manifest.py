@@ -10,17 +10,18 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from trainer.checkpoints.files import read_file
+from trainer.config.plain_files import read_json
 from trainer.config.typed import build, convert, limit
 from trainer.errors import CheckpointError, ConfigError
 
 FORMAT = 3
 READABLE = (2, 3)
 MANIFEST = "manifest.json"
-MOST_BYTES = 2**26
 STEP_NAME = re.compile(r"step-(\d{8,})")
 _PLACE = re.compile(r"\d{1,18}/(\d{1,18})")  # <epoch>/<index>
-_COUNT = Annotated[int, limit(min=1)]
+MOST = 2**53  # steps and examples
+_COUNT = Annotated[int, limit(min=1, max=MOST)]
+_NUMBER = Annotated[int, limit(min=0, max=MOST)]
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,14 @@ class Manifest:
     `replaced` maps "<epoch>/<index>" of an unreadable example to the index of its replacement.
     """
 
-    step: int
+    step: _NUMBER
     run: str
     strategy: str
-    world_size: _COUNT
+    world_size: Annotated[int, limit(min=1, max=2**20)]
     ledger: str | None
-    sessions: list[list[int]]
+    sessions: list[list[_NUMBER]]
     replaced: dict[str, int]
-    data: dict[str, Any]
+    data: dict[str, dict[str, Any]]
     config: dict[str, Any]
     metrics: dict[str, Any]
     files: dict[str, Any]
@@ -62,7 +63,7 @@ class Manifest:
 
     def _is_sound(self, num_examples: int) -> bool:
         batch = convert(_COUNT, self.config["data.global_batch"], "")
-        convert(Annotated[int, limit(min=0)], self.config["run.seed"], "")
+        convert(Annotated[int, limit(min=0, max=2**63 - 1)], self.config["run.seed"], "")
         are_pairs = all(len(session) == 2 for session in self.sessions)
         places = self.replaced.items()
         return (
@@ -92,8 +93,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     place = path / MANIFEST
     try:
-        text = read_file(place, MOST_BYTES)[1]
-        manifest = json.loads(text, object_pairs_hook=_refuse_repeated)
+        manifest = read_json(place)
         is_well_formed = _is_well_formed(manifest)
         number = STEP_NAME.fullmatch(path.resolve().name)
     except OSError as error:
@@ -115,19 +115,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def _is_well_formed(manifest: Any) -> bool:
     for name, entry in manifest["files"].items():
         is_name = Path(name).name == name != ".." and name.isprintable()
-        is_entry = type(entry["bytes"]) is int and isinstance(entry["sha256"], str)
+        is_entry = type(entry["bytes"]) is int and type(entry["sha256"]) is str
         if not is_name or not is_entry:
             return False
     values = manifest.get("metrics", {}).values()
     are_numbers = all(type(value) in (int, float, type(None)) for value in values)
     return are_numbers and all(isinstance(manifest.get(k, {}), dict) for k in ("config", "data"))
-
-
-def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError("a name is defined twice")
-    return values
 
 
 def digest(manifest: Mapping[str, Any]) -> str:

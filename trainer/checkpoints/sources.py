@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from trainer.checkpoints import packing
 from trainer.checkpoints.tensors import DTYPES, INDEX, KINDS, box_name, check_index
 from trainer.checkpoints.transaction import Loaded
+from trainer.config.plain_files import parse_json
 from trainer.distributed.group import Group
 from trainer.errors import CheckpointError, one_line
 from trainer.strategy.shards import Source, slices
@@ -178,7 +178,7 @@ def open_content(loaded: Loaded) -> Content:
     try:
         if is_old:
             return _of_format_2(packing.unpack(data, CPU), training)
-        index = check_index(json.loads(data), loaded.manifest["files"])
+        index = check_index(parse_json(data), loaded.manifest["files"])
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -6,17 +6,18 @@ import math
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from trainer.checkpoints.manifest import Manifest
 from trainer.checkpoints.sources import Content, open_content, share
 from trainer.checkpoints.transaction import TRIES, Loaded, is_gone
+from trainer.config.typed import build
 from trainer.distributed.group import Group
 from trainer.engine.buffers import load_buffers
 from trainer.engine.ema import Ema
-from trainer.errors import CheckpointError, ConfigError
+from trainer.errors import CheckpointError, ConfigError, one_line
 from trainer.strategy.base import Strategy
 
 
@@ -45,11 +46,17 @@ class TrainState:
     def resume(
         cls, manifest: Manifest, progress: dict[str, Any], world_size: int, is_same_run: bool
     ) -> TrainState:
-        """Restore the state from a checkpoint; from another run's, only step and sessions."""
+        """Restore the state from a checkpoint; from another run's, only step and sessions.
+
+        Raises ConfigError for a progress that no run has saved.
+        """
         sessions = [*manifest.sessions, [manifest.step, world_size]]
         if not is_same_run:
             return cls(manifest.step, secrets.token_hex(8), sessions)
-        return cls(manifest.step, manifest.run, sessions, **progress)
+        facts = {name: value for name, value in progress.items() if value != ""}
+        facts |= {"step": manifest.step, "run_id": manifest.run, "sessions": sessions}
+        metrics = {name: float(value) for name, value in progress["metrics"].items()}  # or NaN
+        return replace(build(cls, {**facts, "metrics": {}}), metrics=metrics)
 
     def advance(self) -> None:
         self.step += 1
@@ -119,10 +126,23 @@ class Restored:
     def load(self, strategy: Strategy, ema: Ema | None) -> None:
         """Load the parts that evaluation needs: the model and its averaged weights."""
         sources = self.content.sources
-        strategy.load(sources["model"], self.content.training["extra"])
-        load_buffers(strategy, sources["buffer"])
-        if ema:
-            ema.load(sources["ema"])
+        with wrong_state_named():
+            strategy.load(sources["model"], self.content.training["extra"])
+            load_buffers(strategy, sources["buffer"])
+            if ema:
+                ema.load(sources["ema"])
+
+
+@contextmanager
+def wrong_state_named() -> Iterator[None]:
+    """Raise CheckpointError if plain values of a checkpoint are not those that a run saves."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        why = f"{type(error).__name__}: {one_line(error)}"
+        raise CheckpointError(f"the checkpoint's state is not one of a run: {why}") from None
 
 
 def read_on_all_ranks(

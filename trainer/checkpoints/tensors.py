@@ -34,6 +34,9 @@ DTYPES = {
     **{"BOOL": torch.bool, "C64": torch.complex64},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
+MOST_EXTENT = 2**53
+MOST_DIMS = 64  # as in torch
+MOST_TIED = 100  # times the bytes of a file: an export writes tied tensors under each name
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SPARSE = (nn.Embedding, nn.EmbeddingBag)  # may have sparse gradients
 Box = tuple[Sequence[int], Sequence[int]]  # offset and size
@@ -230,25 +233,29 @@ def check_index(raw: Any, files: Mapping[str, Any]) -> Index:
     """
     raw = {"buffer": {}, **raw}
     held = dict.fromkeys(files, 0)
+    tied = 0  # bytes of the tensors that are the same as another one
     for kind in KINDS:
         for name, entry in raw[kind].items():
             boxes = [(offset, size) for _, offset, size in entry["parts"]]
             numbers = [*entry["shape"], *(n for box in boxes for part in box for n in part)]
-            is_sound = all(type(number) is int and number >= 0 for number in numbers)
+            is_sound = all(type(n) is int and 0 <= n < MOST_EXTENT for n in numbers)
             dims = {len(part) for box in boxes for part in box} | {len(entry["shape"])}
             is_known = entry["dtype"] in DTYPES and all(f in files for f, _, _ in entry["parts"])
-            if not (is_sound and is_known and len(dims) == 1):
+            if not (is_sound and is_known and len(dims) == 1 and max(dims) <= MOST_DIMS):
                 raise ValueError(f"{kind} {name} has an entry that is not valid")
             if not is_covered(entry["shape"], boxes):
                 raise ValueError(f"the parts of {kind} {name} do not cover it exactly once")
             if (other := entry.get("same_as")) is not None:
-                tied = raw[kind].get(other, {})
-                if "same_as" in tied or {**tied, "same_as": other} != entry:
+                first = raw[kind].get(other, {})
+                if "same_as" in first or {**first, "same_as": other} != entry:
                     raise ValueError(f"{kind} {name} is not the same as {other}")
+                tied += math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
                 continue
             for file, _, size in entry["parts"]:
                 held[file] += math.prod(size) * DTYPES[entry["dtype"]].itemsize
     for file, size in held.items():  # a small file could fill the memory
         if size > files[file]["bytes"]:
             raise ValueError(f"{file} is too small for its tensors")
+    if tied > MOST_TIED * sum(held.values()):
+        raise ValueError(f"tied tensors have {tied:,} bytes, over {MOST_TIED} times the others'")
     return raw

@@ -22,15 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer.checkpoints.files import digest_file, read_file, sync_directory, write_file
+from trainer.checkpoints.files import digest_file, read_sized, sync_directory, write_file
 from trainer.checkpoints.manifest import (
     FORMAT,
     MANIFEST,
-    MOST_BYTES,
     STEP_NAME,
     digest,
     read_manifest,
 )
+from trainer.config.plain_files import MOST_OF_JSON
 from trainer.errors import CheckpointError
 
 TRIES = 100  # to list checkpoints, while a run removes all that were listed
@@ -49,7 +49,7 @@ class Files(Mapping[str, bytes]):
         entry = self._entries[name]
         place = self._path / name
         with _errors_named(place):
-            size, data = read_file(place, entry["bytes"])
+            size, data = read_sized(place, entry["bytes"])
         _check(place, entry, size, hashlib.sha256(data).hexdigest())
         return data
 
@@ -163,9 +163,9 @@ def publish(
 
 def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     text = json.dumps({**manifest, "sha256": digest(manifest)}, indent=1)
-    if len(text) > MOST_BYTES:
+    if len(text) > MOST_OF_JSON:
         num_replaced = len(manifest.get("replaced", ()))
-        why = f"its manifest has {len(text):,} bytes, and at most {MOST_BYTES:,} can be read"
+        why = f"its manifest has {len(text):,} bytes, and at most {MOST_OF_JSON:,} can be read"
         advice = f"repair or remove the {num_replaced:,} examples that data.on_error=skip replaced"
         raise CheckpointError(f"{folder.parent}: cannot be saved, {why}; {advice}")
     write_file(folder / MANIFEST, text.encode())

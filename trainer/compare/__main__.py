@@ -14,7 +14,7 @@ from trainer.data.order import counted
 from trainer.errors import ConfigError, visible
 from trainer.record.directory import replace_file
 from trainer.report.charts import MOST_LINES
-from trainer.report.page import Page, Section
+from trainer.report.page import MOST_CHARTS, Page, Section
 from trainer.report.reading import SPEED, RunFiles, read_runs
 
 HELP = """usage: python -m trainer.compare A B [...] [out=FILE.html] [out=FILE.csv]
@@ -179,10 +179,12 @@ def _write_page(out: Path, found: Comparison) -> None:
     shown = runs[:MOST_LINES]
     curves = dict.fromkeys(name for each in shown for name in each.curves)
     charts = []
-    for name in sorted(curves, key=lambda n: (n.startswith(SPEED), not n.startswith("train/"), n)):
+    order = sorted(curves, key=lambda n: (n.startswith(SPEED), not n.startswith("train/"), n))
+    for name in order[:MOST_CHARTS]:
         lines_of = {each.name: each.curves[name] for each in shown if name in each.curves}
         charts.append(page.chart(name, lines_of))
     left_out = [f"The first {MOST_LINES} runs are drawn."] * (len(runs) > MOST_LINES)
+    left_out += [f"The first {MOST_CHARTS} of {len(order):,} curves."] * (len(order) > MOST_CHARTS)
     page.add(Section("Curves", left_out, charts))
     titles = {"Settings": found.settings, "Data, code and versions": found.facts}
     for title, changes in titles.items():

@@ -112,13 +112,17 @@ def _pairs(name: str, mine: Curve, theirs: Curve, begin: int) -> Iterator[Differ
     """Yield the values of both runs at each step from `begin` on, as if they differed."""
     is_mean = name.startswith("train/")
     before = begin
-    for step in sorted(step for step in {*mine} & {*theirs} if step >= begin + is_mean):
-        is_alike = not any(before < s < step for s in (*mine, *theirs))
+    is_alike = True  # since `before`, no step is in one run only
+    for step in sorted(step for step in {*mine, *theirs} if step >= begin + is_mean):
+        if step not in mine or step not in theirs:
+            is_alike = False
+            continue
         if is_alike or not is_mean:
             a, b = mine[step], theirs[step]
             first = before + 1 if is_mean else step
             yield Difference(name, first, step, repr(a), repr(b), _relative(a, b))
         before = step
+        is_alike = True
 
 
 def _relative(a: float, b: float) -> float | None:

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from yaml import YAMLError
 from trainer.config import CONF
 from trainer.config.guard import check_override
 from trainer.config.hints import suggest, translate
+from trainer.config.packages import check_saved
+from trainer.config.plain_files import MOST_OF_YAML, MOST_VALUES, check_aliases, read_yaml
 from trainer.config.rules import check
 from trainer.config.schema import LAYOUT, ONCE, Config, flatten
 from trainer.config.typed import show
@@ -71,7 +73,8 @@ def load_run_config(
     single values or whole groups. Errors about the directory start with `prefix`.
     """
     options = find_options(config_dirs)
-    saved = _read_saved(place, prefix)
+    home = _find_home(place, prefix)
+    saved = _read_saved(home, f"{prefix}{place}: its config.yaml was not written by a run")
     saved.run.resume = place
     parsed = [override for override in parse(overrides) if override.key_or_group != "run.resume"]
     for group, choice in _choose(parsed, options).items():
@@ -88,7 +91,9 @@ def load_run_config(
         else:  # a group of the user's own
             with _explained(f"{group}={choice}: "), open_dict(saved):
                 saved.merge_with(composed)
-    return _override(saved, parsed, options, prefix=f"{place}/config.yaml: ")
+    config = _override(saved, parsed, options, prefix=f"{place}/config.yaml: ")
+    check_saved(config, home, {override.key_or_group for override in parsed}, config_dirs)
+    return config
 
 
 def _preset(path: Path) -> Any:
@@ -140,8 +145,8 @@ def _apply(override: Any, config: Any, options: Options) -> None:
         OmegaConf.update(config, key, value, force_add=is_new)
 
 
-def _read_saved(place: str, prefix: str) -> Any:
-    """Return config.yaml of a run directory, or of the run directory of a checkpoint."""
+def _find_home(place: str, prefix: str) -> Path:
+    """Return a run directory, or the run directory of a checkpoint."""
     home = Path(place)
     if (home / "manifest.json").is_file():
         home = home.resolve().parent.parent
@@ -150,9 +155,23 @@ def _read_saved(place: str, prefix: str) -> Any:
         if steps := [path.name for path in sorted(home.parent.glob("step-*")) if not home.exists()]:
             raise ConfigError(f"{prefix}{place}: is not there; there are {', '.join(steps)}")
         raise ConfigError(f"{prefix}{place}: has no config.yaml; {advice}")
-    wrong = f"{prefix}{place}: its config.yaml was not written by a run"
+    return home
+
+
+def _read_saved(home: Path, wrong: str) -> Any:
+    """Return the settings in a run directory. Raises ConfigError, beginning with `wrong`."""
+    try:
+        raw = read_yaml(home / "config.yaml")
+    except OSError as error:
+        raise ConfigError(f"{home}/config.yaml: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{wrong}: {one_line(error)}") from None
+    raw = raw if isinstance(raw, dict) else {}
+    for key, value in flatten(raw).items():
+        if "${" in str(value):  # a run has resolved them
+            raise ConfigError(f"{wrong}: {key} has an interpolation, ${{...}}")
     with _explained(f"{wrong}: "):
-        saved: Any = OmegaConf.create((home / "config.yaml").read_text(encoding="utf-8"))
+        saved: Any = OmegaConf.create(raw)
         groups = [field.name for field in dataclasses.fields(Config) if not field.metadata]
         if not all(OmegaConf.is_dict(block) for block in (saved, *map(saved.get, groups))):
             raise ConfigError(f"{wrong}: some groups of settings are missing")
@@ -174,6 +193,8 @@ def _explained(prefix: str = "", line: str = "") -> Iterator[None]:
     BaseContainer._resolvers = {name: known[name] for name in _RESOLVERS}
     try:
         yield
+    except RecursionError:
+        raise ConfigError(line or f"{prefix}values are nested too deeply") from None
     except (YAMLError, UnicodeDecodeError, OmegaConfBaseException, HydraException) as error:
         message = one_line(error).split(" Config search path")[0]
         if key := getattr(error, "full_key", None):
@@ -194,8 +215,16 @@ def _explained(prefix: str = "", line: str = "") -> Iterator[None]:
 
 
 def to_yaml(config: Config) -> str:
-    """Return all settings as YAML, the text of config.yaml."""
-    return OmegaConf.to_yaml(OmegaConf.create(config.plain()))
+    """Return all settings as YAML, the text of config.yaml.
+
+    Raises ConfigError if it is more than a resume would read.
+    """
+    text = OmegaConf.to_yaml(OmegaConf.create(config.plain()))
+    if len(text) > MOST_OF_YAML or 2 * text.count("\n") > MOST_VALUES:
+        most = f"{MOST_OF_YAML:,} bytes and {MOST_VALUES // 2:,} lines"
+        advice = "read long values from a file in the task"
+        raise ConfigError(f"task.options: all settings as YAML must be at most {most}; {advice}")
+    return text
 
 
 def find_options(config_dirs: Sequence[str] = ()) -> dict[str, dict[str, list[Path]]]:
@@ -274,6 +303,10 @@ def _compose(
 
 
 def _search_path(config_dirs: Sequence[str]) -> str:
+    """Return Hydra's setting of the folders, after a check of the aliases in their files."""
+    for path in [path for folder in config_dirs for path in Path(folder).rglob("*.yaml")]:
+        with suppress(OSError):  # Hydra names the file, if it reads it
+            check_aliases(path)
     folders = ",".join(repr(f"file://{Path(folder).resolve()}") for folder in config_dirs)
     return f"hydra.searchpath=[{folders}]"
 

@@ -7,7 +7,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trainer.config.hints import suggest
@@ -39,7 +39,7 @@ def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
         raise ConfigError(f"{key}={name}: {home} has no {attribute}{near}")
     target = getattr(module, attribute)
     origin = getattr(target, "__module__", None) or ""
-    if not callable(target) or not _lies_under(origin, allowed):
+    if not callable(target) or not lies_under(origin, allowed):
         listed = ", ".join(allowed)
         raise ConfigError(f"{key}={name}: must be a class or function defined under {listed}")
     return target
@@ -53,7 +53,7 @@ def check_name(name: str, key: str, packages: Sequence[str] = ()) -> tuple[str, 
     allowed = tuple(dict.fromkeys((*ALLOWED_PACKAGES, *packages)))
     parts = name.split(".")
     problem = ""
-    if not _lies_under(name.rpartition(".")[0], allowed):
+    if not lies_under(name.rpartition(".")[0], allowed):
         problem = f"be under {', '.join(allowed)}; add yours with task.packages=[<package>]"
     elif parts[0] in sys.stdlib_module_names:
         problem = f"not be in Python's standard library ({parts[0]}); write a class or function"
@@ -64,7 +64,7 @@ def check_name(name: str, key: str, packages: Sequence[str] = ()) -> tuple[str, 
     return allowed
 
 
-def _lies_under(name: str, packages: Sequence[str]) -> bool:
+def lies_under(name: str, packages: Iterable[str]) -> bool:
     """Return True if a dotted name is one of the packages or inside one of them."""
     return any(f"{name}.".startswith(f"{package}.") for package in packages)
 

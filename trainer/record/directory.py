@@ -8,21 +8,28 @@ import math
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoints.files import read_file, replace_file
+from trainer.checkpoints.files import replace_file
+from trainer.config.plain_files import parse_json, read_json, read_lines
 from trainer.errors import ConfigError
 from trainer.record import lease
 
 METRICS = "metrics.jsonl"
 EXIT = "exit.json"
 CONFIG = "config.yaml"
-MOST_OF_EXIT = 2**24  # bytes
 BAD_STEP = "bad_step"  # in metrics.jsonl: why a step was skipped
 _FILES = (CONFIG, EXIT, METRICS, lease.NAME)
 _FOLDERS = ("checkpoints", "tensorboard")
+MOST_STEPS = 2**53
+MOST_OF_EXIT = 2**20  # bytes
+_EXIT: dict[str, tuple[type, ...]] = {
+    **{"code": (int,), "reason": (str,), "step": (int,)},
+    **{"best": (int, float), "metrics": (dict,)},
+}
 
 
 def make_timestamped(base: Path) -> Path:
@@ -74,28 +81,29 @@ def read_evaluation(directory: Path, step: int) -> dict[str, float]:
 
 
 def read_entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (line, its values) of a metrics.jsonl, if it exists; skip a truncated line."""
-    yield from parse_entries(_read_text(path).splitlines())
+    """Yield (line, its values) of a metrics.jsonl, if it exists; skip a damaged line.
+
+    Raises ConfigError for a link or a pipe, and for a file that is too large.
+    """
+    if not path.exists():
+        return
+    if path.is_symlink() or not path.is_file():
+        raise ConfigError(f"{path}: must be a plain file, not a link; remove it")
+    try:
+        yield from parse_entries(read_lines(path))
+    except OSError as error:
+        advice = "move it out of the run directory"
+        raise ConfigError(f"{path}: {error.strerror}; {advice}") from None
 
 
 def parse_entries(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (line, its values) of lines of a metrics.jsonl; skip what is no entry."""
     for line in lines:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
-            yield line, entry
-
-
-def _read_text(path: Path) -> str:
-    """Read a file, if it exists. Raises ConfigError for a link or a pipe, which may block."""
-    if not path.exists():
-        return ""
-    if path.is_symlink() or not path.is_file():
-        raise ConfigError(f"{path}: must be a plain file, not a link; remove it")
-    return path.read_text(encoding="utf-8", errors="replace")
+        with suppress(ValueError):
+            entry = parse_json(line)
+            step = entry.get("step") if isinstance(entry, dict) else None
+            if type(step) is int and 0 <= step < MOST_STEPS:
+                yield line, entry
 
 
 def strict(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,16 +115,21 @@ def strict(values: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def read_exit(directory: Path) -> dict[str, Any]:
-    """Return the content of exit.json; empty if there is none, or if it is damaged."""
-    try:
-        found = json.loads(read_file(directory / EXIT, MOST_OF_EXIT)[1])
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def write_exit(directory: Path, code: int, reason: str, **facts: Any) -> None:
     """Write exit.json, since torchrun turns every exit code other than 0 into 1."""
     content = strict({"code": code, "reason": reason, **facts})
     replace_file(directory / EXIT, json.dumps(content, indent=1) + "\n")
+
+
+def read_exit(directory: Path) -> dict[str, Any]:
+    """Return the facts of exit.json that have their types; none if it is missing or damaged."""
+    try:
+        raw = read_json(directory / EXIT, MOST_OF_EXIT)
+    except (OSError, ValueError):
+        return {}
+    facts = raw if isinstance(raw, dict) else {}
+    facts = {name: facts[name] for name in _EXIT if type(facts.get(name)) in _EXIT[name]}
+    if "metrics" in facts:
+        values = facts["metrics"].items()
+        facts["metrics"] = {name: v for name, v in values if type(v) in (int, float, type(None))}
+    return facts

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoints.files import read_file, replace_file
+from trainer.checkpoints.files import replace_file
+from trainer.config.plain_files import parse_json, read_file
 from trainer.errors import CheckpointError, ConfigError
 
 NAME = ".writer"
@@ -110,7 +111,7 @@ class Lease:
         try:
             descriptor = _lock(self.path)
         except ConfigError:
-            facts = _parse(read_file(self.path, _MOST)[1])
+            facts = _parse(read_file(self.path, _MOST))
             raise CheckpointError(self._line(_describe_successor(facts))) from None
         facts = _parse(os.pread(descriptor, _MOST, 0))
         if facts.get("token") not in self._known:
@@ -165,7 +166,7 @@ def read_facts(directory: Path) -> dict[str, Any]:
     """Return the facts of a run directory's last writer; empty if this process is the writer."""
     path = directory / NAME
     try:
-        return {} if _identity_of(path) in _held else _parse(read_file(path, _MOST)[1])
+        return {} if _identity_of(path) in _held else _parse(read_file(path, _MOST))
     except OSError:
         return {}
 
@@ -239,7 +240,7 @@ def _try_lock(descriptor: int) -> bool:
 
 def _parse(data: bytes) -> dict[str, Any]:
     try:
-        facts = json.loads(data)
+        facts = parse_json(data)
     except ValueError:
         return {}
     return facts if isinstance(facts, dict) else {}

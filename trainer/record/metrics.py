@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoints.disk import Disk
-from trainer.checkpoints.files import open_plain, replace_file
+from trainer.checkpoints.files import replace_file
+from trainer.config.plain_files import open_plain
 from trainer.data.order import counted
 from trainer.errors import CheckpointError
 from trainer.record import directory as files

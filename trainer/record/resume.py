@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,7 +137,11 @@ def _find_latest(base: Path) -> Path | None:
 
 def _number(directory: Path) -> int:
     """Return the number of a run among those of its task; 0 for one of the first edition."""
-    number = read_facts(directory).get("number", 0)
+    return _count(read_facts(directory), "number")
+
+
+def _count(facts: Mapping[str, Any], name: str) -> int:
+    number = facts.get(name, 0)
     return number if isinstance(number, int) else 0
 
 
@@ -279,7 +284,7 @@ def _count_attempt(
     before = last_facts(directory)
     facts = {"launch": launch, "step": step}
     is_vain = launcher.attempt > 0 and facts.items() <= before.items()
-    vain = before.get("vain", 0) + 1 if is_vain else 0
+    vain = _count(before, "vain") + 1 if is_vain else 0
     if vain >= RESTARTS:
         reason = files.read_exit(directory).get("reason", "its rank 0 was killed")
         why = f"gave up, {RESTARTS} restarts got no further than step {step}"

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainer.config.plain_files import read_json
 from trainer.config.schema import Config
 from trainer.errors import one_line
 from trainer.record import directory as files
@@ -27,6 +28,7 @@ from trainer.record.record import Sink
 
 PATIENCE_S = 30.0  # at the end, for what was not sent yet
 KNOWN = "trackers.json"  # in the run directory: its runs in the services
+MOST_OF_KNOWN = 2**16  # bytes of it
 MOST_OF_A_BATCH = 100  # MLflow's limit on parameters in one request
 FOREIGN = re.compile(r"[^\w\-./: ]")  # characters that MLflow refuses in names
 Say = Callable[[str], None]
@@ -136,8 +138,8 @@ class Service(Sink):
     def known(self, make: Callable[[], str]) -> tuple[str, bool]:
         """Return the name of this run's run there, and whether an earlier process made it."""
         path = self._directory / KNOWN
-        found = json.loads(path.read_text()) if path.is_file() else {}
-        is_known = self.name in found
+        found = read_json(path, MOST_OF_KNOWN) if path.exists() else {}
+        is_known = isinstance(found.get(self.name), str)
         if not is_known:
             found[self.name] = make()
             files.replace_file(path, json.dumps(found) + "\n")

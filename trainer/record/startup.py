@@ -13,6 +13,7 @@ from torch import nn
 
 from trainer.checkpoints import packing
 from trainer.checkpoints.manifest import Manifest
+from trainer.config.packages import is_known
 from trainer.config.schema import ONCE, Config
 from trainer.data.order import BatchPlan, counted
 from trainer.distributed import entry
@@ -239,7 +240,7 @@ def next_command(
     config: Config, world: World, directory: Path, is_stopped: bool, ended_by: str
 ) -> str:
     """Return the line with the command to resume a stopped run or train a finished one longer."""
-    command = resume_command(world, directory)
+    command = resume_command(config, world, directory)
     if is_stopped:
         return f"resume with: {command}"
     steps = config.run.steps
@@ -249,13 +250,13 @@ def next_command(
     return f"train longer with: {command} {more}"
 
 
-def newest_checkpoint(world: World, directory: Path, newest: int) -> list[str]:
+def newest_checkpoint(config: Config, world: World, directory: Path, newest: int) -> list[str]:
     """Return the line that a run which failed ends with, if it has a checkpoint."""
-    command = resume_command(world, directory)
+    command = resume_command(config, world, directory)
     return [f"the newest checkpoint is of step {newest:,}; resume with: {command}"] * bool(newest)
 
 
-def resume_command(world: World, directory: Path) -> str:
+def resume_command(config: Config, world: World, directory: Path) -> str:
     """Return the command that resumes the run with the same launcher and number of ranks."""
     name = world.launcher.name
     launcher = ["python"]
@@ -267,6 +268,10 @@ def resume_command(world: World, directory: Path) -> str:
         nodes = [f"--nnodes={world.num_nodes}"] if world.num_nodes > 1 else []
         launcher = ["torchrun", *nodes, f"--nproc_per_node={world.local_world_size}"]
     words = [*launcher, "-m", "trainer", f"run.resume={directory}"]
+    if not is_known(config, Path(config.folder, directory)):
+        words.append(f"task.trainer={config.task.trainer}")
+        more = ",".join(config.task.packages)
+        words += [f"task.packages=[{more}]"] * bool(more)
     return entry.as_started(shlex.join(words))
 
 

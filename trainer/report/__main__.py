@@ -13,7 +13,7 @@ from trainer.config.schema import LAYOUT
 from trainer.data.order import counted
 from trainer.errors import ConfigError
 from trainer.record.startup import picture
-from trainer.report.page import Page, Section
+from trainer.report.page import MOST_CHARTS, Page, Section
 from trainer.report.reading import SPEED, RunFiles, mesh_of, read_runs
 
 HELP = """usage: python -m trainer.report DIR [out=FILE.html]
@@ -43,7 +43,10 @@ def make_page(found: RunFiles) -> Page:
     """Return the page of a run. Raises ConfigError without matplotlib."""
     page = Page(f"Run {found.name}", _lead(found))
     names = sorted(found.curves, key=lambda n: (n.startswith(SPEED), not n.startswith("train/"), n))
-    page.add(Section("Curves", charts=[page.chart(n, {n: found.curves[n]}) for n in names]))
+    shown = names[:MOST_CHARTS]
+    left_out = [f"The first {MOST_CHARTS} of {len(names):,} curves."] * (len(names) > MOST_CHARTS)
+    charts = [page.chart(name, {name: found.curves[name]}) for name in shown]
+    page.add(Section("Curves", left_out, charts))
     page.add(_layout(found))
     page.add(_resumes(found))
     rows = [[f"{step:,}", why] for step, why in sorted(found.bad_steps.items())]

@@ -12,6 +12,7 @@ from trainer.record.directory import replace_file
 from trainer.report.charts import describe, draw
 from trainer.report.reading import Curve
 
+MOST_CHARTS = 100  # of a page: each takes up to a second
 TEMPLATE = Path(__file__).with_name("page.html")
 
 

@@ -8,23 +8,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trainer.checkpoints import transaction
-from trainer.checkpoints.files import read_file
 from trainer.checkpoints.manifest import Manifest
+from trainer.config.plain_files import read_yaml
 from trainer.config.schema import ONCE, flatten
 from trainer.config.schema import Mesh as Sizes
+from trainer.config.typed import build, convert
 from trainer.data import content
 from trainer.distributed.world import World
-from trainer.errors import CheckpointError, ConfigError
+from trainer.errors import CheckpointError, ConfigError, one_line
 from trainer.record import directory as rundir
 from trainer.strategy.mesh import AXES, Mesh
 
-MOST_BYTES = 2**24
 SPEED = "speed/"  # curves that differ between any two runs
 LEDGER = "ledger"
-NEEDED = ("task.name", "data.global_batch", "strategy.name", "run.seed")  # of any config.yaml
+# Settings that are needed of any config.yaml
+_NEEDED: dict[str, Any] = {
+    **dict.fromkeys(("task.name", "strategy.name", "strategy.precision"), str),
+    **{"data.global_batch": int, "run.seed": int, "eval.splits": list[str]},
+    **dict.fromkeys(("checkpoint.best_metric", "checkpoint.best_mode"), str | None),
+}
 Curve = dict[int, float]  # values by step
 
 
@@ -64,7 +67,7 @@ class RunFiles:
         newest = transaction.newest_manifest(path / "checkpoints")
         return cls(
             path=path,
-            settings={**ONCE, **_read_settings(path / rundir.CONFIG)},
+            settings=_read_settings(path / rundir.CONFIG),
             curves=curves,
             ledger=ledger,
             bad_steps=bad_steps,
@@ -91,14 +94,13 @@ class RunFiles:
     def step(self) -> int:
         """The last step that the record knows."""
         steps = [step for curve in self.curves.values() for step in curve]
-        ended = self.exit.get("step")
-        return max([0, *steps, *self.ledger, ended if isinstance(ended, int) else 0])
+        return max([*steps, *self.ledger, self.exit.get("step", 0)], default=0)
 
     @property
     def best_metric(self) -> str:
         """Name of the metric that decides which checkpoint is best."""
         name = self.settings.get("checkpoint.best_metric") or "loss"
-        splits = self.settings["eval.splits"]
+        splits = self.settings["eval.splits"] or [""]
         return name if name.partition("/")[0] in splits else f"{splits[0]}/{name}"
 
     @property
@@ -154,20 +156,25 @@ class RunFiles:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings by full name. Raises ConfigError unless a run has written them."""
     try:
-        found = yaml.safe_load(read_file(path, MOST_BYTES)[1])
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
-    settings = flatten(found) if isinstance(found, dict) else {}
-    if missing := [name for name in NEEDED if name not in settings]:
-        raise ConfigError(f"{path}: was not written by a run: it has no {missing[0]}")
+        raw = read_yaml(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: cannot be read: {one_line(error)}") from None
+    settings = {**ONCE, **(flatten(raw) if isinstance(raw, dict) else {})}
+    for name, kind in _NEEDED.items():
+        if name not in settings:
+            raise ConfigError(f"{path}: was not written by a run: it has no {name}")
+        convert(kind, settings[name], f"{path}: {name}")
     return settings
 
 
 def mesh_of(manifest: Manifest) -> Mesh:
     """Return the mesh of a run's last layout, as its rank 0 saw it, as if on one machine."""
     saved = {**ONCE, **manifest.config}
-    sizes = Sizes(**{axis: saved[f"strategy.mesh.{axis}"] for axis in AXES})
+    sizes = build(Sizes, {axis: saved[f"strategy.mesh.{axis}"] for axis in AXES}, "strategy.mesh.")
     size = manifest.world_size
     return Mesh.of(sizes, World(world_size=size, local_world_size=size))
 

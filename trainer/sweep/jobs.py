@@ -16,7 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.config.plain_files import read_json
 from trainer.config.schema import Config
+from trainer.config.typed import build
 from trainer.distributed import entry
 from trainer.distributed.signals import SIGNALS
 from trainer.errors import ConfigError, visible
@@ -43,7 +45,7 @@ class Job:
     state: str = "waiting"
     code: int | None = None
     value: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float | None] = field(default_factory=dict)
     seconds: float = 0.0
     submitted: str = ""
 
@@ -197,9 +199,10 @@ class Sweep:
 def _read_jobs(place: Path) -> dict[str, dict[str, Any]]:
     """Return the jobs of the previous start, by directory."""
     try:
-        jobs = json.loads((place / "sweep.json").read_text(encoding="utf-8"))
-        return {job["directory"]: job for job in jobs}
-    except (OSError, ValueError, KeyError, TypeError):
+        jobs = read_json(place / "sweep.json")
+        known = [{name: value for name, value in job.items() if value != ""} for job in jobs]
+        return {build(Job, job).directory: job for job in known}
+    except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 

@@ -1,0 +1,268 @@
+"""Run directories from somebody else: what they name is not imported, and no damage makes a verb
+hang, crash or write."""
+
+import importlib
+import io
+import os
+import re
+import shutil
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+from harness import CONF, on_ranks, within
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from hypothesis.configuration import set_hypothesis_home_dir
+
+from trainer import ConfigError, RunError
+from trainer.config.compose import load_run_config, to_yaml
+from trainer.errors import visible
+
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+from faults import hostile
+
+RUN = hostile.RUN
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return a folder with a run, and modules that leave a file when they are imported."""
+    base = tmp_path_factory.mktemp("foreign")
+    hostile.make_run(base)
+    return base
+
+
+@pytest.fixture
+def base(trained, tmp_path, monkeypatch):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def change(run, old, new):
+    text = (run / "config.yaml").read_text()
+    assert old in text
+    (run / "config.yaml").write_text(text.replace(old, new))
+
+
+# The allow list -----------------------------------------------------------------------------------
+
+WITHOUT_FOLDER = {
+    "evaluate": (RUN,),
+    "predict": (RUN,),
+    "replay": (RUN, "step=2"),
+    "export": (RUN, "format=safetensors"),
+    "plan": (f"run.resume={RUN}",),
+    "verify": (f"run.resume={RUN}",),
+    "": (f"run.resume={RUN}",),
+    "of a checkpoint": (f"run.resume={RUN}/checkpoints/step-00000003", "run.name=b"),
+}
+
+
+def test_code_that_only_a_saved_configuration_names_is_not_imported(base, command):
+    change(base / RUN, "tiny.Tiny", "canary.Task")
+    before = hostile.snapshot(base)
+    for verb, words in WITHOUT_FOLDER.items():
+        module = f"trainer.{verb}" if verb.isalpha() else "trainer"
+        done = command(*words, f"--config-dir={CONF}", verb=module)
+        assert (done.returncode, done.stdout) == (2, ""), verb
+        assert done.stderr == (
+            f"error: {RUN}/config.yaml: task.trainer: only this file names the package canary, "
+            "whose code would be run; if you trust it, give task.trainer=canary.Task, or "
+            "packages: [canary] in lockstep.yaml\n"
+        ), verb
+    assert hostile.snapshot(base) == before
+
+
+@pytest.mark.parametrize("target", ["canary.Task", "runs.tiny.a.canary.Task", "os.path.Task"])
+def test_package_that_only_a_saved_configuration_lists_is_not_allowed(target, base):
+    package = target.removesuffix(".Task")
+    change(base / RUN, "packages: []", f"packages: [torch.optim, {package}]")
+    change(base / RUN, "_target_: torch.optim.SGD", f"_target_: {target}")
+    why = rf"a/config\.yaml: task\.packages: only this file names the package {package}, "
+    with pytest.raises(ConfigError, match=why):
+        load_run_config(RUN, [], [CONF])
+    repeated = f"task.packages=[torch.optim,{package}]"
+    assert load_run_config(RUN, [repeated], [CONF]).task.packages == ["torch.optim", package]
+
+
+def name_on_the_command_line(base):
+    return ["task.trainer=tiny.Tiny"], []
+
+
+def name_the_package_on_the_command_line(base):
+    return ["task.packages=[tiny]"], []
+
+
+def give_the_config_folder(base):
+    return [], [CONF]
+
+
+def have_the_config_folder_beside(base):
+    (base / "conf/task").mkdir(parents=True)
+    shutil.copy(Path(CONF) / "task/tiny.yaml", base / "conf/task")
+    return [], []
+
+
+def name_in_the_folders_settings(base):
+    (base / "lockstep.yaml").write_text("packages: [tiny]\n")
+    return [], []
+
+
+def name_in_the_projects_settings(base):
+    (base / "pyproject.toml").write_text("[tool.lockstep]\npackages = ['tiny']\n")
+    return [], []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name_on_the_command_line,
+        name_the_package_on_the_command_line,
+        give_the_config_folder,
+        have_the_config_folder_beside,
+        name_in_the_folders_settings,
+        name_in_the_projects_settings,
+    ],
+)
+def test_task_of_a_saved_run_is_loaded_if_the_user_names_its_package(name, base):
+    with pytest.raises(ConfigError, match="names the package tiny, whose"):
+        load_run_config(RUN, [], [])
+    assert load_run_config(RUN, *name(base)).task.trainer == "tiny.Tiny"
+
+
+def with_a_folder(place):
+    (place / "conf/task").mkdir(parents=True)
+    shutil.copy(Path(CONF) / "task/tiny.yaml", place / "conf/task")
+
+
+@pytest.mark.parametrize("way", ["settings", "folder", "folder given", "folder around"])
+def test_settings_that_came_with_a_run_name_no_package(way, base, monkeypatch):
+    place, dirs = RUN, []
+    if way == "settings":  # the working directory is the run directory
+        (base / RUN / "lockstep.yaml").write_text("packages: [tiny]\n")
+        monkeypatch.chdir(base / RUN)
+        place = "."
+    elif way == "folder around":
+        with_a_folder(base / "runs")
+        (base / "runs/conf").rename(base / "runs/task_of")
+        shutil.move(base / "runs/task_of/task", base / "runs/task")
+    else:
+        with_a_folder(base / RUN)
+        monkeypatch.chdir(base / RUN)
+        place, dirs = ".", ["conf"] * (way == "folder given")
+    with pytest.raises(ConfigError, match="names the package tiny, whose"):
+        load_run_config(place, [], dirs)
+
+
+def test_printed_command_names_the_task_if_a_later_start_would_not_know_it(base, command):
+    again = ["run.steps=4", "run.name=c"]
+    words = [f"run.resume={RUN}", f"--config-dir={CONF}", *again]
+    line = "train longer with: python -m trainer run.resume=runs/tiny/c"
+    assert f"{line} task.trainer=tiny.Tiny run.steps=8\n" in command(*words).stdout
+    have_the_config_folder_beside(base)
+    done = command(f"run.resume={RUN}", *again[:1], "run.name=d")
+    assert f"{line[:-1]}d run.steps=8\n" in done.stdout
+
+
+# Configurations -----------------------------------------------------------------------------------
+
+CONFIGS = {
+    hostile.BOMB: "it has more than 20,000 values",
+    "a: &a [*a]": "the alias *a is part of itself",
+    "[" * 20_000: "values are nested more than 64 deep",
+    "a: " + "9" * 5000: "a number has 5,000 digits",
+    "a: 1\na: 2": "the name a is given twice",
+    "a: !!python/name:os.system": "could not determine a constructor for the tag",
+    "a: '${oc.env:HOME}'": "a has an interpolation, ${...}",
+    "\0": "unacceptable character #x0000",
+}
+
+
+@pytest.mark.parametrize("text", CONFIGS, ids=lambda text: text[:9])
+def test_saved_configuration_that_no_run_has_written_is_refused_soon(text, base):
+    (base / RUN / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(CONFIGS[text])) as raised:
+        load_run_config(RUN, [], [CONF])
+    assert str(raised.value).startswith(f"{RUN}: its config.yaml was not written by a run: ")
+
+
+def test_saved_configuration_that_is_too_large_or_no_file_is_refused(base):
+    path = base / RUN / "config.yaml"
+    path.write_text("a: " + "x" * 2**18)
+    with pytest.raises(ConfigError, match=r"config\.yaml: has 262,147 bytes, at most 262,144 are"):
+        load_run_config(RUN, [], [CONF])
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"a: has no config\.yaml"):
+        load_run_config(RUN, [], [CONF])
+
+
+def test_settings_that_a_resume_could_not_read_are_refused_at_the_start():
+    from trainer import load_config
+
+    config = load_config(["task=tiny"], [CONF])
+    config.task.options["words"] = ["x" * 2**18]
+    with pytest.raises(ConfigError, match=r"^task\.options: all settings as YAML must be at most "):
+        to_yaml(config)
+
+
+def test_aliases_of_a_users_file_are_limited_too(command, tmp_path):
+    (tmp_path / "conf/task").mkdir(parents=True)
+    text = (Path(CONF) / "task/tiny.yaml").read_text()
+    (tmp_path / "conf/task/mine.yaml").write_text(f"{text}\n{hostile.BOMB}")
+    for words in (["task=mine"], ["task=mine", "--cfg", "job"]):
+        done = command("--config-dir=conf", *words)
+        line = "error: conf/task/mine.yaml: it has more than 20,000 values\n"
+        assert (done.returncode, done.stderr) == (2, line)
+
+
+# Any damage ---------------------------------------------------------------------------------------
+
+QUICK = {  # verbs that train and evaluate nothing: 10 to 100 ms
+    "audit": "trainer.audit",
+    "checkpoints": "trainer.checkpoints.__main__",
+    "checkpoints --export": "trainer.checkpoints.__main__",
+    "compare": "trainer.compare.__main__",
+}
+
+
+def call_verb(name):
+    """Call a verb in this process; return its exit code and what it printed."""
+    out = io.StringIO()
+    code = 0
+    try:
+        with redirect_stdout(out), within(20):
+            if name in QUICK:
+                code = importlib.import_module(QUICK[name]).main(hostile.VERBS[name])
+            else:
+                load_run_config(RUN, [], [CONF])
+    except (ConfigError, RunError) as error:
+        return (2 if isinstance(error, ConfigError) else 1), out.getvalue(), visible(str(error))
+    return code, out.getvalue(), ""
+
+
+def check_any_damage(base, original):
+    """Draw damage and a verb, in the working directory `base`."""
+
+    @settings(max_examples=40, deadline=None, database=None, derandomize=True)
+    @given(chance=st.randoms(use_true_random=False), name=st.sampled_from([*QUICK, "load"]))
+    def check(chance, name):
+        for place in (RUN, "out"):
+            shutil.rmtree(base / place)
+            shutil.copytree(original / place, base / place)
+        note(f"{name} after {hostile.damage(base / RUN, chance)}")
+        before = hostile.snapshot(base / RUN)
+        code, out, err = call_verb(name)
+        assert hostile.judge(base, code, out, err, 0.0) is None
+        assert hostile.snapshot(base / RUN) == before
+
+    set_hypothesis_home_dir(original.parent / "hypothesis")
+    check()
+
+
+def test_no_damage_makes_a_verb_hang_crash_write_or_import(base, trained):
+    on_ranks(1, check_any_damage, base, trained)
