@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from harness import fit_on, newest, on_ranks, slow_but
+from harness.stored import plain_of
 from harness.training import compose
 from meshed import Block, Meshed, Net
 from tiny import Tiny
@@ -196,3 +197,43 @@ def test_optimizer_state_that_a_resume_could_not_load_is_refused_by_name(tmp_pat
             assert str(told.value).startswith(f"optimizer AdamW: {said}")
 
     on_ranks(1, body)
+
+
+class Extra(nn.Module):
+    """Module whose extra state is a tensor that grows."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return x
+
+    def get_extra_state(self):
+        return torch.ones(self.calls)
+
+    def set_extra_state(self, state):
+        self.calls = len(state)
+
+
+class WithExtra(Tiny):
+    def build_model(self):
+        return nn.Sequential(Extra(), super().build_model())
+
+
+@pytest.mark.parametrize("strategy", slow_but(["ddp", "fsdp"], "fsdp"))
+def test_extra_state_of_a_module_is_resumed_whatever_its_type(strategy, tmp_path):
+    words = ["task=tiny", *SHORT, f"strategy={strategy}"]
+    compose(tmp_path, *words)
+
+    def body():
+        seen = []
+        for more in (words, [f"run.resume={tmp_path}/tiny/run", "run.steps=5"]):
+            task = WithExtra(compose(tmp_path, *more))
+            task.fit()
+            state = plain_of(newest(tmp_path / "tiny" / "run"))["extra"]
+            seen.append({name: len(value) for name, value in state.items()})
+        return seen
+
+    first, then = on_ranks(2, body)[0]
+    assert first.keys() == then.keys() == {"0._extra_state"}
+    assert then["0._extra_state"] == first["0._extra_state"] + 1

@@ -461,6 +461,19 @@ class Skipping(Meshed):
         return Skip(self.options)
 
 
+class Extra(Net):
+    def get_extra_state(self):
+        return torch.ones(2)
+
+    def set_extra_state(self, state):
+        assert torch.equal(state, torch.ones(2))
+
+
+class Keeping(Meshed):
+    def build_model(self):
+        return Extra(self.options)
+
+
 REFUSED = {
     "own step": (Stepping, ["strategy=pp"], "Stepping has a train_step of its own"),
     "few blocks": (
@@ -488,6 +501,7 @@ REFUSED = {
         ["strategy=tp", "run.dropout=torch"],
         "run.dropout=torch: tensor 2",
     ),
+    "extra state": (Keeping, ["strategy=pp"], "has get_extra_state, and a stage saves tensors"),
     "hook": (Meshed, ["strategy=tp", "strategy.comm_hook=fp16"], "takes no comm hook; use ddp"),
     "sequence": (Meshed, ["strategy=cp", "strategy.sequence=true"], "needs strategy.mesh.tensor"),
 }

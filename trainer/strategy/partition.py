@@ -97,6 +97,14 @@ class Partition:
             why = "BatchNorm would normalise a part of the positions"
             raise ConfigError(f"strategy.mesh.context={mesh.context}: {why}; choose another axis")
 
+    def _check_extra_state(self) -> None:
+        """Raise ConfigError for a module with state that is no tensor: rank 0 would save its own,
+        also of modules that only another stage runs."""
+        for name, module in self._blueprint.model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                why = f"{name or 'the model'} has get_extra_state, and a stage saves tensors only"
+                raise ConfigError(f"strategy.mesh.pipeline: {why}; keep it in a buffer")
+
     def _divide(self, context: Context | None) -> None:
         model = self._blueprint.model
         mesh = self._mesh
@@ -104,6 +112,7 @@ class Partition:
         whole, trace = self._follow(sample)
         self.flops = _count(model, sample) / count_rows(sample)
         if mesh.pipeline > 1:
+            self._check_extra_state()
             trace.check_chain()
             self.blocks_of = trace.divide(mesh.pipeline)
             self.stages = self._name_stages(trace.stages_of(self.blocks_of))

@@ -1,0 +1,83 @@
+"""Everything that first happens late in a run, in each strategy: none of it ends the run."""
+
+import re
+
+import pytest
+from harness import fit, on_ranks, slow_but
+from harness.training import compose
+from meshed import Meshed
+from tiny import Tiny
+
+EARLY = ["data.global_batch=12", "run.ema_decay=0.9", "run.clip_norm=1", "optim=adamw"]
+LATE = [
+    *("run.steps=14", "log.every_steps=3", "log.train_metrics=true", "eval.splits=[eval,more]"),
+    *("log.histograms_every_steps=4", "dist.drift_every_steps=2", "eval.every_steps=3"),
+    *("run.stop_after_evals=2", "run.min_improvement=9", "run.on_bad_step=rollback"),
+    *("checkpoint.every_steps=2", "checkpoint.keep_last=1"),
+]
+PROFILE = "log.profile_steps=[2,3]"  # dear
+LAYERS = ["task.options.layers=3", "data.micro_batch=3"]  # stages with different tensors
+
+
+class Late:
+    """Task with a second split, and a step that is bad when it is made for the first time."""
+
+    has_begun = False
+    has_been = False
+
+    def build_dataset(self, split):
+        return super().build_dataset("eval" if split == "more" else split)
+
+    def augment(self, inputs, targets, random, train):
+        Late.has_been |= train and self.step < 5 and self.has_begun  # rolled back
+        self.has_begun |= train and self.step == 5
+        return super().augment(inputs, targets, random, train)
+
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        if self.step != 5 or Late.has_been or not self.model.training or not self.has_begun:
+            return values
+        if isinstance(values, tuple):
+            return values[0] * float("nan"), values[1]
+        return values * float("nan")
+
+
+class LateMeshed(Late, Meshed):
+    pass
+
+
+class LateTiny(Late, Tiny):
+    pass
+
+
+CASES = {
+    "single": (1, ["strategy=single", PROFILE]),
+    "ddp": (2, ["strategy=ddp"]),
+    "syncbn and amp": (2, ["task=tiny", "strategy=ddp_syncbn_amp", "task.options.norm=true"]),
+    "exact": (2, ["strategy=exact"]),
+    "fsdp": (2, ["strategy=fsdp"]),
+    "hsdp": (4, ["strategy=hsdp", PROFILE]),
+    "tp": (2, ["strategy=tp"]),
+    "cp": (2, ["strategy=cp"]),
+    "pp": (2, ["strategy=pp", *LAYERS]),
+    "gpipe": (2, [PROFILE, "strategy=pp", "strategy.schedule=gpipe", *LAYERS]),
+    "pp x fsdp": (4, ["strategy=pp_fsdp", *LAYERS]),
+}
+
+
+@pytest.mark.parametrize("case", slow_but(CASES, "ddp"))
+def test_everything_that_happens_late_in_a_run(case, tmp_path, capfd):
+    ranks, words = CASES[case]
+    is_tiny = "task=tiny" in words
+    words = [*([] if is_tiny else ["task=meshed"]), *words, *EARLY, *LATE]
+    task = LateTiny if is_tiny else LateMeshed
+    compose(tmp_path, *words)
+    first = on_ranks(ranks, lambda: fit(tmp_path, *words, task=task))[0]
+    said = capfd.readouterr().out
+    assert first["code"] == 0 and first["step"] == 9
+    assert re.search(r"warning: step 6: .*; rolling back to the newest checkpoint", said), said
+    assert "no better eval/loss in 2 evaluations (run.stop_after_evals)" in said
+    assert {"eval/loss", "more/loss"} <= first["metrics"].keys()
+    checkpoints = sorted(path.name for path in (first["directory"] / "checkpoints").iterdir())
+    assert checkpoints[-1] == "step-00000009" and len(checkpoints) <= 2
+    assert PROFILE not in words or list(first["directory"].rglob("*trace.json*"))
