@@ -44,6 +44,7 @@ from trainer.record import fingerprint, resume, weights
 from trainer.record.gate import check_soon
 from trainer.schedule import Factor
 from trainer.strategy.base import Blueprint, convert, find_strategy
+from trainer.strategy.divided_parameters import parts_named
 from trainer.strategy.handover import Values, build_structure
 from trainer.strategy.mesh import Mesh, open_groups
 from trainer.strategy.tensor_memory import make_dense
@@ -116,9 +117,11 @@ def failures_named(group: Group, config: Config) -> Iterator[None]:
 
     On sys.exit too: a run that ends before its last step is not done, even with exit code 0.
     """
+    is_divided = Mesh.of(config.strategy.mesh, group.world).is_divided
     with group.peers_named(), workers_named(), memory_named(config, group.world):
         try:
-            yield
+            with parts_named(is_divided):
+                yield
         except SystemExit as error:
             what = f"sys.exit({error.code!r}) was called at {place_of(error)}"
             raise RunError(f"{what}; raise an error, or set run.steps to end earlier") from None
@@ -319,7 +322,7 @@ def make_model(task: Task, is_structure_enough: bool) -> nn.Module | None:
     Returns None if it cannot be built without values.
     """
     torch.manual_seed(task.config.run.seed)
-    model = build_structure(task.build_model) if is_structure_enough else task.build_model()
+    model = build_structure(task.build_model, task) if is_structure_enough else task.build_model()
     if not isinstance(model, nn.Module):
         if is_structure_enough:
             return None
