@@ -14,6 +14,8 @@ from trainer.config.schema import Config
 from trainer.data.workers import workers_named
 from trainer.distributed.group import Group
 from trainer.errors import RunError, place_of
+from trainer.strategy.divided_parameters import parts_named
+from trainer.strategy.mesh import Mesh
 
 
 class EarlyExit(SystemExit):
@@ -33,6 +35,7 @@ def failures_named(group: Group, config: Config) -> Iterator[None]:
         workers_named(),
         memory_named(config, group.world),
         exits_raised(),
+        parts_named(Mesh.of(config.strategy.mesh, group.world).is_divided),
     ):
         try:
             yield

@@ -304,7 +304,7 @@ def make_model(task: Task, is_structure_enough: bool) -> nn.Module | None:
     Returns None if it cannot be built without values.
     """
     torch.manual_seed(task.config.run.seed)
-    model = build_structure(task.build_model) if is_structure_enough else task.build_model()
+    model = build_structure(task.build_model, task) if is_structure_enough else task.build_model()
     if not isinstance(model, nn.Module):
         if is_structure_enough:
             return None

@@ -151,7 +151,8 @@ class Engine:
             totals = strategy.forward_backward(batch, objective)
         self._heartbeat.enter(Phase.UPDATE)
         if optimizers is not None:
-            updated = [self._updated.get(each) or strategy.adopt(each) for each in optimizers]
+            known = self._updated
+            updated = [known[e] if e in known else strategy.adopt(e) for e in optimizers]
             strategy.drop_gradients([p for parameters in updated for p in parameters])
         found_inf = self.precision.unscale(strategy.gradients_by_kind(), objective.factor(totals))
         wants_norm = self._clip_norm is not None or self._wants_norm

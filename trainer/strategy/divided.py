@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ from trainer.distributed.group import Group
 from trainer.errors import ConfigError
 from trainer.strategy.base import Strategy
 from trainer.strategy.context import Context
+from trainer.strategy.divided_parameters import DividedParameters
 from trainer.strategy.division import Division
 from trainer.strategy.gathered import Gathered
 from trainer.strategy.mesh import SHARDED, open_group
 from trainer.strategy.optimizer_trial import check_hooks, check_independence, is_elementwise
+from trainer.strategy.protocols import Objective
 from trainer.strategy.rehearsal import changed_buffers
 from trainer.strategy.reunion import reunite
 from trainer.strategy.shards import (
@@ -82,6 +84,7 @@ class DividedModel(Strategy):
         self._unused = UnusedParameters(self._parameters, self.config.find_unused_parameters)
         if self._divided.sharding is not None:
             self._divided.sharding.fill_unused(lambda p: self._unused.note(self._local[p]))
+        self._checked: set[int] = set()  # objectives whose loss was watched for a step
         self._sums = Sums(self.config.bucket_mb)
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
@@ -160,6 +163,20 @@ class DividedModel(Strategy):
     def _is_divided(self, parameter: nn.Parameter) -> bool:
         name = self._names[parameter]
         return name in self._divided.holdings.cuts or parameter is not self._wrapped[name]
+
+    def _reading(self, objective: Objective) -> AbstractContextManager[Any]:
+        """Watch the loss of an objective, in the rehearsal and in its first step."""
+        if id(objective) in self._checked:
+            return nullcontext()
+        named = self.module.named_parameters()
+        cuts = self._divided.holdings.cuts
+        return DividedParameters(
+            {
+                p: name
+                for name, p in named
+                if p.is_meta or name in cuts or self._divided.holdings.is_sharded(p)
+            }
+        )
 
     def _check_shared(self, before: Mapping[str, torch.Tensor]) -> None:
         """Raise ConfigError for a buffer that several stages use, and one of them changes."""

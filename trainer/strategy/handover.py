@@ -25,20 +25,23 @@ Take = Callable[[torch.Tensor], "tuple[Cut | None, bool]"]
 M_MMAP_THRESHOLD, LARGE = -3, 2**22  # of glibc's mallopt; bytes
 
 
-def build_structure(build: Callable[[], nn.Module]) -> nn.Module | None:
+def build_structure(build: Callable[[], nn.Module], task: object) -> nn.Module | None:
     """Build a model without values on torch's meta device; None if it cannot be built there.
 
-    It cannot if building reads values, or makes tensors that are neither parameters nor buffers.
+    It cannot if building reads values, or makes tensors that are neither parameters nor buffers,
+    or gives the task a tensor or module, such as a teacher.
     """
     try:
         with torch.device("meta"):
             model = build()
     except Exception:  # any error of the task's code: it is built for real then, where it shows
         return None
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                return None
+    kept = [v for key, v in vars(task).items() if key != "_run"]
+    tensors = [v for module in model.modules() for v in vars(module).values()] + kept
+    for teacher in (v for v in kept if isinstance(v, nn.Module) and v is not model):
+        tensors += [*teacher.parameters(), *teacher.buffers()]
+    if any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in tensors):
+        return None
     return model
 
 

@@ -208,6 +208,7 @@ class MeshParallel(DividedModel):
         self.note_replaced()
         self.statistics.begin()
         totals = self._forward_backward(batch, objective).to(torch.float64, copy=True)
+        self._checked.add(id(objective))  # its loss, which a train_step may have changed
         self._reduce_begun(None)
         reached = self._unused.flags()
         statistics = [part.detach().double().flatten() for part in self.statistics.read()]
@@ -263,7 +264,8 @@ class MeshParallel(DividedModel):
         with self.precision.autocast():
             outputs = self._run(inputs)
             if self.mesh.has_loss:
-                total, carried = objective(outputs, targets)
+                with self._reading(objective):
+                    total, carried = objective(outputs, targets)
             else:
                 carried = objective.absent()
         self.statistics.note(targets, inputs)

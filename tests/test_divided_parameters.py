@@ -1,0 +1,92 @@
+"""Losses that use parameters: penalties and teachers, with whole and with divided models."""
+
+import copy
+
+import pytest
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import check_parity, fit, fit_on, on_ranks
+from tiny import Tiny
+from torch import nn
+
+from trainer.errors import ConfigError
+
+WORDS = (
+    *("task=tiny", "data.global_batch=24", "run.steps=20", "experiment=parity"),
+    *("eval.every_epochs=null", "optim=sgd"),
+)
+
+
+class Taught(Tiny):
+    """Distillation from a teacher that is an attribute of the task."""
+
+    def build_model(self):
+        self.teacher = nn.Linear(4, 3).requires_grad_(False).double()
+        return super().build_model()
+
+    def augment(self, inputs, targets, random, train):
+        return inputs, targets
+
+    def split_batch(self, batch):
+        inputs, targets = batch
+        return inputs, (inputs, targets)
+
+    def metrics(self, outputs, targets):
+        return {}
+
+    def loss(self, outputs, targets):
+        inputs, classes = targets
+        soft = self.teacher(inputs).softmax(1)
+        return super().loss(outputs, classes) + F.cross_entropy(outputs, soft, reduction="none")
+
+
+class Penalised(Taught):
+    def loss(self, outputs, targets):
+        penalty = sum(p.square().sum() for p in self.model.parameters())
+        return super().loss(outputs, targets) + 1e-2 * penalty
+
+
+class PenalisedStep(Taught):
+    def train_step(self, batch):
+        penalty = sum(p.square().sum() for p in self.model.parameters())
+        return self.update(batch, lambda *pair: self.loss(*pair) + penalty)
+
+
+class Copied(Taught):
+    def train_step(self, batch):
+        self.teacher = copy.deepcopy(self.model)
+        return super().train_step(batch)
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [(Penalised, ["strategy=ddp", "data.micro_batch=6"]), (Taught, ["strategy=fsdp"])],
+)
+def test_penalties_and_teachers_train_as_on_one_rank(task, words, tmp_path):
+    (one,) = on_ranks(1, lambda: fit(tmp_path, *WORDS, "strategy=single", task=task))
+    check_parity(one, fit_on(2, tmp_path / "2", *WORDS, *words, task=task), falls=False)
+
+
+def refusals(folder, tasks, *words):
+    lines = []
+    for task in tasks:
+        try:
+            fit(folder / task.__name__, *WORDS, *words, task=task)
+        except ConfigError as error:
+            lines.append(str(error))
+            dist.destroy_process_group()
+    return lines
+
+
+def test_parameters_that_a_mesh_divides_are_named_where_a_task_uses_them(tmp_path):
+    advice = "use weight_decay for a penalty, an attribute of the task for a teacher"
+    for lines in on_ranks(
+        2, refusals, tmp_path, [Penalised, PenalisedStep, Copied], "strategy=fsdp"
+    ):
+        loss, step, copied = lines
+        given = "strategy.mesh: the loss uses 0.weight, which this mesh divides"
+        assert loss == f"{given}; {advice}, or strategy=ddp"
+        for line in (step, copied):
+            assert f"{__file__}:" in line
+            why = "uses parameters that this mesh divides, or that other ranks have"
+            assert line.endswith(f"{why}; {advice}, or strategy=ddp")
