@@ -18,7 +18,7 @@ from trainer.record.directory import strict
 from trainer.record.opening import Opened
 from trainer.setup import Setup
 
-ARRIVE_S = 3.0  # between the ranks, after an error that each of them has
+ARRIVE_S = 1.5  # between the ranks, after an error that each of them has
 
 
 class Checkpointer:
