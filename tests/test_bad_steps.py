@@ -210,6 +210,9 @@ class ManyCorrupt(CorruptItems):
         return data
 
 
+SAVED = r"the state after step \d is saved; resume with: python -m trainer run.resume=\S+"
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_example_that_cannot_be_read_is_one_line(workers, tmp_path):
     said = on_ranks(1, ends, CorruptItems, tmp_path, f"data.workers={workers}")[0]
@@ -217,7 +220,8 @@ def test_example_that_cannot_be_read_is_one_line(workers, tmp_path):
     expected = (
         rf"train example {BAD} cannot be read: OSError: image {BAD} is truncated bytes: 17 {where}"
     )
-    assert re.match(f"{expected}; repair it, or set data.on_error=skip for training data$", said)
+    advice = "repair it, or set data.on_error=skip for training data"
+    assert re.fullmatch(f"{expected}; {advice}; {SAVED}", said)
 
 
 def test_skipped_example_has_one_replacement_in_any_layout_and_resume(tmp_path, capfd):
@@ -307,6 +311,13 @@ class Killed(Items):
         return super().__getitem__(index)
 
 
+class Exiting(Items):
+    def __getitem__(self, index):
+        if index == BAD:
+            os._exit(0)
+        return super().__getitem__(index)
+
+
 class Hung(Items):
     def __getitem__(self, index):
         if index == BAD:
@@ -317,6 +328,11 @@ class Hung(Items):
 class KilledWorker(TinyItems):
     def build_dataset(self, split):
         return Killed(split) if split == "train" else Items(split)
+
+
+class ExitingWorker(TinyItems):
+    def build_dataset(self, split):
+        return Exiting(split) if split == "train" else Items(split)
 
 
 class HungWorker(TinyItems):
@@ -335,6 +351,21 @@ def test_data_worker_that_dies_is_one_line(tmp_path):
     assert re.match(told, said), said
 
 
+def test_data_worker_that_exits_with_code_0_is_noticed_at_once_with_its_example(tmp_path):
+    def body():
+        began = time.monotonic()
+        said = ends(ExitingWorker, tmp_path, "data.workers=2")
+        seconds = time.monotonic() - began
+        for child in multiprocessing.active_children():
+            child.kill()  # as the command line does
+        return said, seconds
+
+    ((said, seconds),) = on_ranks(1, body)
+    lost = rf"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly while it read example {BAD}"
+    line = f"a worker of the train data does not respond: {lost}; check its dataset"
+    assert re.match(line, said) and seconds < 60, said
+
+
 def test_data_worker_that_hangs_is_one_line(tmp_path):
     def body():
         began = time.monotonic()
@@ -345,7 +376,8 @@ def test_data_worker_that_hangs_is_one_line(tmp_path):
 
     said, seconds = on_ranks(1, body)[0]
     why = "data.timeout_s=1 is exceeded"
-    assert said == f"a worker of the train data does not respond: {why}; check its dataset"
+    line = f"a worker of the train data does not respond: {why}; check its dataset"
+    assert re.fullmatch(f"{line}; {SAVED}", said)
     assert seconds < 20
 
 

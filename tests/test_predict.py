@@ -2,7 +2,10 @@
 
 import itertools
 import json
+import os
 import re
+import resource
+import signal
 
 import numpy
 import pytest
@@ -14,7 +17,8 @@ from tiny import Tiny
 
 from trainer import ConfigError
 from trainer.engine.evaluation import Evaluator
-from trainer.predict import _write
+from trainer.errors import RunError
+from trainer.predict import WRITERS, _write
 from trainer.trainer import examine
 
 WORDS = ["task=meshed", "run.steps=3", "strategy.precision=fp64", "task.options.dropout=0.1"]
@@ -98,17 +102,41 @@ def test_wrong_arguments_are_one_line(command, tmp_path):
     assert command(*words).returncode == 0
     given = ["runs/tiny/one", f"--config-dir={CONF}"]
     (tmp_path / "file").write_text("")
+    (tmp_path / "folder.npz").mkdir()
+    (tmp_path / "link.npz").symlink_to("nowhere")
+    before = (tmp_path / "runs/tiny/one/metrics.jsonl").read_bytes()
     for word, code, line in (
         ("out=a.csv", 2, "out=a.csv: must end with .npz, .jsonl, .parquet"),
         ("split=", 2, "eval.splits"),
         ("split=eval,test", 2, "split=eval,test: must be one split; call predict for each"),
         ("splti=test", 2, "splti"),
-        (f"out={tmp_path}/file/a.npz", 1, f"{tmp_path}/file/a.npz: cannot be written: "),
+        (f"out={tmp_path}/file/a.npz", 2, f"out={tmp_path}/file/a.npz: cannot be written, "),
+        ("out=runs/tiny/one/metrics.jsonl", 2, "out=runs/tiny/one/metrics.jsonl: already exists;"),
+        ("out=folder.npz", 2, "out=folder.npz: already exists; give another name"),
+        ("out=link.npz", 2, "out=link.npz: already exists; give another name"),
+        (f"out={'a' * 300}.npz", 2, f"out={'a' * 300}.npz: File name too long; give another name"),
     ):
         done = command(*given, word, verb="trainer.predict")
         assert done.returncode == code and done.stderr.startswith(f"error: {line}"), done.stderr
         assert done.stderr.count("\n") == 1
     assert not list(tmp_path.glob(".*"))
+    assert (tmp_path / "runs/tiny/one/metrics.jsonl").read_bytes() == before
+
+
+def test_predictions_that_cannot_be_written_to_the_end_leave_nothing(tmp_path, monkeypatch):
+    rows = {"rows": torch.zeros(1000)}
+
+    def body():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        for name in ("a.npz", "a.jsonl"):
+            with pytest.raises(RunError, match=f"{name}: cannot be written: File too large"):
+                _write(tmp_path / name, rows)
+        monkeypatch.setitem(WRITERS, ".npz", lambda file, _: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(KeyboardInterrupt):
+            _write(tmp_path / "b.npz", rows)
+        return list(tmp_path.iterdir())
+
+    assert on_ranks(1, body) == [[]]
 
 
 class Named(Tiny):

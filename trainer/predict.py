@@ -6,9 +6,10 @@ import json
 import math
 import os
 import secrets
+import signal
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ step-<number> in its checkpoints. Any layout writes the same rows:
 torchrun --nproc_per_node=2 -m trainer.predict DIR.
 
 split: the split, as build_dataset names it; by default the first one of eval.splits
-out:   a file .npz (one array for each name), .jsonl (one object for each example) or .parquet
+out:   a new file .npz (one array for each name), .jsonl (one object for each example) or .parquet
        (extra parquet); by default predictions/<split>-step-<number>.npz in the run directory"""
 
 Tensors = Mapping[str, torch.Tensor]
@@ -44,8 +45,11 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"split={own['split']}: must be one split; call predict for each")
     config = load_for_these_ranks(place, own, overrides, config_dirs)
     task = load_task(config)(config)
+    home = Path(place)
+    home = home.resolve().parent.parent if (home / manifest.MANIFEST).is_file() else home
     out = Path(own["out"]) if "out" in own else None
     _find_writer(out)
+    _check_place(out, out or home / "predictions" / "file")
     from trainer.engine.evaluation import Evaluator
     from trainer.trainer import examine
 
@@ -55,8 +59,6 @@ def main(arguments: Sequence[str]) -> int:
     split = config.eval.splits[0]
     if not found:
         raise ConfigError(f"task={config.task.name}: build_dataset({split!r}) has no examples")
-    home = Path(place)
-    home = home.resolve().parent.parent if (home / manifest.MANIFEST).is_file() else home
     out = out or home / "predictions" / f"{split}-step-{task.step:08d}.npz"
     _write(out, found)
     rows = len(next(iter(found.values())))
@@ -76,6 +78,36 @@ def _find_writer(out: Path | None) -> Callable[[Any, Tensors], None]:
     return WRITERS[suffix]
 
 
+def _check_place(out: Path | None, path: Path) -> None:
+    """Raise ConfigError if `out` exists, as a file of the run or of the data may, or `path` cannot
+    be written."""
+    given = f"out={path}" if out else str(path.parent)
+    is_taken = False
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            is_taken = out is not None and bool(out.lstat())
+        folder = next(each for each in path.absolute().parents if os.path.lexists(each))
+        is_writable = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    except (OSError, ValueError) as error:  # a name that is too long, or a null character
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{given}: {why}; give another name") from None
+    if is_taken:
+        raise ConfigError(f"{given}: already exists; give another name")
+    if not is_writable:
+        why = "is not writable" if folder.is_dir() else "is not a directory"
+        raise ConfigError(f"{given}: cannot be written, {folder} {why}; use out=FILE elsewhere")
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Raise KeyboardInterrupt at SIGTERM, as torchrun sends it after Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _write(out: Path, found: Tensors) -> None:
     """Write a file as a whole, or not at all."""
     writer = _find_writer(out)
@@ -83,20 +115,25 @@ def _write(out: Path, found: Tensors) -> None:
         if out.suffix != ".npz" and (name == "index" or tensor.is_complex()):
             why = "is the number of the row here" if name == "index" else "is complex"
             raise ConfigError(f"predict(outputs) returned {name}, which {why}; use out=FILE.npz")
-    plain = {name: t.float() if t.dtype is torch.bfloat16 else t for name, t in found.items()}
-    part = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            writer(file, plain)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(out)
-    except OSError as error:
-        raise RunError(f"{out}: cannot be written: {error.strerror}") from None
-    finally:
-        with suppress(OSError):
-            part.unlink()
+    plain = {name: t if _is_in_numpy(t.dtype) else t.float() for name, t in found.items()}
+    part = out.with_name(f".predictions-{secrets.token_hex(4)}")
+    with _interrupted_by_sigterm():
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as file:
+                writer(file, plain)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(out)
+        except OSError as error:
+            raise RunError(f"{out}: cannot be written: {error.strerror or error}") from None
+        finally:
+            with suppress(OSError):
+                part.unlink()
+
+
+def _is_in_numpy(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point or (dtype.itemsize > 1 and dtype is not torch.bfloat16)
 
 
 def _write_arrays(file: Any, found: Tensors) -> None:

@@ -24,7 +24,7 @@ MOST_NAMED = 4
 AGAIN = "so a resume starts from its first value"
 CHANGED = f"training changes it, {AGAIN}; use self.step, or register_buffer in the model"
 RESHAPED = f"its shape changed in training, {AGAIN}; build it with its final shape"
-ARRIVE_S = 3.0  # between the ranks, after an error that each of them has
+ARRIVE_S = 1.5  # between the ranks, after an error that each of them has
 
 
 class Checkpointer:

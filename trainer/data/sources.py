@@ -9,25 +9,34 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from trainer.config.schema import Data
 from trainer.data.examples import find_flaw, find_odd, form_of, is_complex, length_of
 from trainer.data.order import IndexSampler
 from trainer.data.randomness import key_of, random_state, seed_example
 from trainer.data.workers import (
+    POLL_S,
     SHARED,
     check_limits,
     context_of_workers,
     no_answer,
     prepare_worker,
+    wait_for_workers,
     workers_named,
 )
 from trainer.errors import ConfigError, RunError, describe_with_place, one_line
@@ -103,6 +112,7 @@ class Source(Dataset):
     device: torch.device
     collate: Collate = default_collate
     one_by_one: list[str] = field(default_factory=list)  # why rows are not read at once
+    reading: torch.Tensor | None = None  # (workers, 2), shared: process and example being read
 
     @property
     def is_resident(self) -> bool:
@@ -159,6 +169,7 @@ class Source(Dataset):
         """Return (index, example): the wanted one or, where allowed, the next readable one."""
         for index in range(wanted, wanted + MOST_IN_A_ROW):
             taken = index % len(self.dataset)
+            self._note(taken)
             seed_example(seed, epoch, taken)
             try:
                 return taken, self.dataset[taken]
@@ -172,6 +183,17 @@ class Source(Dataset):
                 raise self._unreadable(wanted, reason, advice)
         advice = f"nor can the {MOST_IN_A_ROW - 1} examples after it be read; repair them"
         raise self._unreadable(wanted, reason, advice)
+
+    def _note(self, index: int) -> None:
+        """Note in a worker which example it reads, to name it if the worker is lost."""
+        worker = get_worker_info()
+        if self.reading is not None and worker is not None:
+            self.reading[worker.id] = torch.tensor([os.getpid(), index])
+
+    def describe_worker(self, pid: int) -> str:
+        """Return which example a worker was reading; empty if it is not known."""
+        rows = [] if self.reading is None else self.reading.tolist()
+        return next((f" while it read example {i}" for process, i in rows if process == pid), "")
 
     def _collate(self, examples: list[Any], indices: list[int]) -> Any:
         is_own = self.collate is not default_collate
@@ -253,16 +275,18 @@ class StreamedLoader:
 
     def __init__(self, source: Source, sampler: IndexSampler):
         self._replaced: dict[str, int] = {}
-        self._source = source
         config = source.config
         if config.workers:
             check_limits(config.workers)
+            reading = torch.zeros(config.workers, 2, dtype=torch.int64).share_memory_()
+            source = replace(source, reading=reading)
+        self._source = source
         self._answers = DataLoader(
             source,
             sampler=_Requests(sampler),
             batch_size=None,  # the source returns whole micro-batches
             num_workers=config.workers,
-            timeout=config.timeout_s if config.workers else 0,
+            timeout=min(POLL_S, config.timeout_s or POLL_S) if config.workers else 0,
             persistent_workers=config.workers > 0 and source.split == "train",
             pin_memory=source.device.type == "cuda",
             worker_init_fn=prepare_worker,
@@ -271,9 +295,10 @@ class StreamedLoader:
 
     def __iter__(self) -> Iterator[Piece]:
         name = f"a worker of the {self._source.split} data"
-        with workers_named(name, self._source.config.timeout_s):
+        timeout_s = self._source.config.timeout_s
+        with workers_named(name, timeout_s, self._source.describe_worker):
             try:
-                for answer in self._answers:
+                for answer in wait_for_workers(iter(self._answers), timeout_s):
                     batch, indices, replaced = self._take(answer)
                     self._replaced |= replaced
                     yield batch, indices

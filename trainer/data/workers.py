@@ -6,11 +6,13 @@ import copy
 import ctypes
 import multiprocessing.util
 import os
+import re
 import resource
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
@@ -29,6 +31,7 @@ ENOUGH_FILES = 65_536  # for a global batch of many micro-batches: each tensor i
 MOST_OF_A_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
 BEGIN_S = 5.0  # a forked worker begins within milliseconds
 TRIES = 3
+POLL_S = 0.5  # between two looks whether the workers are alive, while their batch is awaited
 PR_SET_PDEATHSIG = 1  # prctl(2)
 SHARED = (
     "shared memory (/dev/shm), which workers use to send batches, is full: enlarge it"
@@ -63,11 +66,38 @@ def check_limits(workers: int) -> None:
         raise ConfigError(f"data.workers={workers}: {why}; {advice}")
 
 
+def wait_for_workers(answers: Iterator[Any], timeout_s: float) -> Iterator[Any]:
+    """Yield the answers of a DataLoader whose own timeout is POLL_S.
+
+    When it ends, torch checks that its workers are alive: one that has exited with code 0 sends no
+    signal that torch heeds. Raises torch's RuntimeError once `timeout_s` is exceeded, unless it
+    is 0.
+    """
+    while True:
+        begun = time.monotonic()
+        while True:
+            try:
+                answer = next(answers)
+                break
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                has_time = not timeout_s or time.monotonic() - begun < timeout_s
+                if not ("timed out" in str(error) and has_time):
+                    raise
+        yield answer
+
+
 @contextmanager
-def workers_named(name: str = "a data worker", timeout_s: float = 0.0) -> Iterator[None]:
+def workers_named(
+    name: str = "a data worker",
+    timeout_s: float = 0.0,
+    task_of: Callable[[int], str] = lambda pid: "",
+) -> Iterator[None]:
     """Raise RunError, one line, when torch reports a lost data worker.
 
-    torch may report it at any statement, because it raises in a signal handler.
+    torch may report it at any statement, because it raises in a signal handler. `task_of` returns
+    what the process was doing.
     """
     try:
         yield
@@ -77,6 +107,8 @@ def workers_named(name: str = "a data worker", timeout_s: float = 0.0) -> Iterat
         if isinstance(error, RunError) or not ("DataLoader" in message and is_lost):
             raise
         why = message.split(". ")[0].rstrip(".")
+        if pids := re.findall(r"pid\S* (\d+)", why):
+            why += task_of(int(pids[0]))
         if "timed out" in message:
             why = f"data.timeout_s={timeout_s:g} is exceeded"
         if "Bus error" in message:
