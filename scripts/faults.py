@@ -34,6 +34,7 @@ from faults import (  # noqa: E402
     numbers,
     parts,
     power,
+    record,
     runs,
 )
 from faults.common import Row  # noqa: E402
@@ -66,6 +67,9 @@ ROWS = {
     "starts": (machine.starts, 24, 2),
     "terminals": (machine.terminals, 20, 2),
     "places": (machine.places, 18, 2),
+    "console": (record.console, 16, 2),
+    "writer": (record.writer, 10, 2),
+    "metrics": (record.metrics, 12, 2),
 }
 
 

@@ -77,6 +77,7 @@ def test_no_line_is_lost_if_the_metrics_are(what, tmp_path):
         path = tmp_path / "kept-metrics.jsonl"
         steps = range(1, 10)
     assert [entry["step"] for _, entry in rundir.read_entries(path)] == [*steps]
+    assert what != "cut" or path.read_text() == "".join(map(line, steps))
     assert len(warnings) == bool(said) and all(said in one for one in warnings), warnings
 
 

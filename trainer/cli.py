@@ -24,6 +24,7 @@ from trainer.errors import (
     ConfigError,
     RunError,
     format_traceback,
+    message_of,
     place_of,
     shortened,
     visible,
@@ -121,7 +122,7 @@ def _print_error(error: Exception) -> None:
     if rank:
         time.sleep(_patience())
     who = f"rank {rank}: " if rank else ""
-    line = shortened(entry.as_started(f"error: {who}{error}"))
+    line = shortened(entry.as_started(f"error: {who}{message_of(error)}"))
     print(visible(line), file=sys.stderr, flush=True)
 
 

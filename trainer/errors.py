@@ -34,12 +34,17 @@ def shortened(text: str) -> str:
     return f"{text[:half]} [... {left_out:,} more characters ...] {text[-half:]}"
 
 
+def message_of(error: BaseException) -> str:
+    """Return the message of an exception, even if it has none."""
+    try:
+        return str(error)
+    except BaseException as problem:
+        return f"its message cannot be shown, __str__ raised {type(problem).__name__}"
+
+
 def one_line(error: BaseException) -> str:
     """Return the message of an exception without line breaks, and of each one in a group."""
-    try:
-        text = str(error)
-    except BaseException as problem:
-        text = f"its message cannot be shown, __str__ raised {type(problem).__name__}"
+    text = message_of(error)
     parts = getattr(error, "exceptions", ())
     if isinstance(parts, tuple):  # of an ExceptionGroup, which Python 3.10 does not have
         text = ": ".join([text, *["; ".join(map(describe, parts))] * bool(parts)])

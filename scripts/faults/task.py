@@ -4,9 +4,12 @@ hang."""
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
+import sys
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +72,17 @@ class Slow(Marking, Tiny):
             self._mark(f"evaluation {self.step}")
             time.sleep(self.options.pause_s / 4)
         return {"accuracy": (outputs.argmax(1) == targets).double()}
+
+
+class Talking(Slow):
+    """Task that prints, warns and logs what many streams cannot take."""
+
+    def loss(self, outputs, targets):
+        for stream in (sys.stdout, sys.stderr):
+            print("\N{GREEK SMALL LETTER ALPHA} " * 1000, file=stream, flush=True)
+        warnings.warn("\N{SNOWMAN}", stacklevel=1)
+        logging.warning("\N{SNOWMAN}")
+        return super().loss(outputs, targets)
 
 
 class Growing(Slow):

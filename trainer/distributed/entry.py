@@ -14,6 +14,8 @@ import runpy
 import sys
 from pathlib import Path
 
+from trainer.terminal import outlive_terminal
+
 SCRIPT = "LOCKSTEP_SCRIPT"  # set to the script's path, for it and the processes it starts
 VERBS = (
     "audit",
@@ -35,6 +37,7 @@ INTERNAL = "verify.recording"  # a rank of verify
 
 def main() -> None:
     """Run `lockstep [verb] ...` as `python -m trainer[.verb] ...` runs it."""
+    outlive_terminal()
     os.environ[SCRIPT] = str(Path(sys.argv[0]).absolute())
     append_working_directory()
     word = sys.argv[1] if len(sys.argv) > 1 else ""

@@ -25,7 +25,7 @@ from trainer.distributed import mpi
 from trainer.distributed.rendezvous import meet, part, read_keys
 from trainer.distributed.watch.watcher import LOST, name_ranks
 from trainer.distributed.world import World
-from trainer.errors import ConfigError, RunError, describe, one_line
+from trainer.errors import ConfigError, RunError, describe, message_of
 
 _LOST = re.compile(
     r"Connection (?:closed|reset|refused)(?: by peer)?(?: \[[^]]+\]:\d+)?|Broken pipe"
@@ -261,7 +261,7 @@ def _describe(problem: Exception | None) -> str:
     """Return `<kind> <line>` for an error; an empty string for None."""
     for kind, error in _KINDS.items():
         if isinstance(problem, error):
-            return f"{kind} {one_line(problem)}"
+            return f"{kind} {message_of(problem)}"
     return f"other {describe(problem)}" if problem else ""
 
 

@@ -184,9 +184,13 @@ class MetricsFile:
         """Write those lines again that the file lacks after its last step."""
         there = _read(self._descriptor)
         missing = list(_lines_after(there, lines))
-        is_cut = bool(there) and not there.endswith("\n")
+        tail = there.rpartition("\n")[2]
+        if tail and any(line.startswith(tail) for line in missing):  # cut within a line
+            size = os.fstat(self._descriptor).st_size
+            os.ftruncate(self._descriptor, size - len(tail.encode()))
+            tail = ""
         added = len(missing) - self._unwritten.count(b"\n")
-        self._unwritten = ("\n" * is_cut + "".join(missing)).encode()
+        self._unwritten = ("\n" * bool(tail) + "".join(missing)).encode()
         again = f", with {counted(added, 'line')} that it lacked" if added > 0 else ""
         self._warn(f"{self._path}: {what}; the run continues in it{again}")
 

@@ -56,7 +56,8 @@ def open_directory(
     before: list[str] = []
     with group.agreed("creating the run directory"):
         if group.world.rank == 0:
-            before = startup.previous_end(read_exit(origin.directory or Path()))
+            if origin.is_resumed and origin.directory is not None:
+                before = startup.previous_end(read_exit(origin.directory))
             directory, lease = take(config, origin, step, group.world.launcher)
     directory = Path(group.tell_all(str(directory.absolute())))
     ranks.heartbeat.set_directory(str(directory))
