@@ -14,6 +14,7 @@ from typing import Any
 import trainer
 from trainer.config.folder import read_config_dirs
 from trainer.config.hints import suggest
+from trainer.config.rules import check_path
 from trainer.config.schema import Config
 from trainer.config.targets import resolve
 from trainer.distributed import entry
@@ -148,6 +149,8 @@ def split_arguments(
             raise ConfigError(f"{flag} is not a flag: allowed are {allowed}{near}")
         else:
             overrides.append(word)
+    for folder in folders:
+        check_path("--config-dir", folder)
     return overrides, folders or read_config_dirs(Path())
 
 
@@ -158,6 +161,7 @@ def single(words: Sequence[str], advice: str) -> str:
         raise ConfigError(f"{flags[0]} is not a flag here; {advice}")
     if len(words) != 1:
         raise ConfigError(advice)
+    check_path("the argument", words[0])
     return words[0]
 
 
