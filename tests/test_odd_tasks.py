@@ -1,15 +1,20 @@
 """Odd behaviour of tasks and machines: each is reported in one line."""
 
+import errno
 import json
 import os
 import resource
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 from harness import CONF, wait_for
 from harness.launch import environment_of_a_command
+
+from trainer import ConfigError, load_config
+from trainer.checkpoints.disk import Disk
 
 ODD = ("--config-dir", CONF, "task=odd", "run.name=a", "log.every_steps=1", "run.steps=12")
 SAVES = ("checkpoint.every_steps=3", "checkpoint.every_epochs=null")
@@ -191,3 +196,91 @@ class WideItems(Items):
         pytest.skip(f"no mount namespace here: {done.stderr.splitlines()[0]}")
     assert done.returncode == 1, done.stderr
     assert "error: shared memory (/dev/shm), which workers use to send batches" in done.stderr
+
+
+# Disks and paths ----------------------------------------------------------------------------------
+
+LONG = "a" * 300
+LINES = {
+    "run.name='x\ny'": "run.name=x\ny: must be one folder name, without '/' and not starting with "
+    "'.', of printable characters and less than 200 bytes",
+    "run.dir='x\ny'": "run.dir=x\ny: must have printable characters only, and no line breaks",
+    f"run.dir={LONG}": f"run.dir={'a' * 100}...{'a' * 20}: must have names of at most 255 bytes, "
+    "and one has 300",
+    f"run.resume=/{'a/' * 2500}": f"run.resume=/{'a/' * 49}a...{'a/' * 10}: must be at most 3,500 "
+    "bytes, and is 5,000",
+    f"run.init_from={LONG}": f"run.init_from={'a' * 100}...{'a' * 20}: must have names of at most "
+    "255 bytes, and one has 300",
+}
+
+
+@pytest.mark.parametrize("word", LINES, ids=range(len(LINES)))
+def test_path_that_no_disk_can_have_is_refused(word):
+    with pytest.raises(ConfigError) as told:
+        load_config(["task=odd", word], [CONF])
+    assert str(told.value) == LINES[word]
+
+
+def test_config_folder_with_a_long_name_is_refused(command):
+    code, _, err = command("--config-dir", LONG)
+    assert code == 2 and "--config-dir=" in the_error(err)
+    assert the_error(err).endswith(": must have names of at most 255 bytes, and one has 300")
+
+
+@contextmanager
+def mounted(place, *options):
+    """Mount something for the block, or skip the test."""
+    place.mkdir()
+    if subprocess.run(["mount", *options, place], capture_output=True).returncode:
+        pytest.skip("mount needs root")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+@pytest.mark.parametrize(("inodes", "code"), [(5, 2), (14, 1)])
+def test_disk_without_inodes_names_them(inodes, code, command, tmp_path):
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", f"nr_inodes={inodes}", "tmpfs"):
+        done = command(*ODD, *SAVES, "run.dir=small", "log.trackers=[]")
+    assert done.returncode == code and "No space left on device" in the_error(done.stderr)
+    lacks = "the file system has no inode for another file (df -i); remove files and resume with"
+    assert code == 2 or lacks in the_error(done.stderr)
+    newest = "the newest checkpoint is of step 3; resume with: python -m trainer run.resume=small/"
+    assert code == 2 or newest in done.stdout
+
+
+def test_quota_that_is_used_up_is_named(tmp_path):
+    settings = load_config(["task=odd"], [CONF]).checkpoint
+    disk = Disk(tmp_path, settings, print)
+    disk.report(OSError(errno.EDQUOT, "Disk quota exceeded"), "saving step 3")
+    why = "the quota of this user or project is used up; free some of it (quota -s) and resume with"
+    assert why in str(disk.failure)
+
+
+def test_checkpoint_that_cannot_be_removed_is_a_warning(command, tmp_path):
+    """A mount on it keeps it from being renamed, even by root."""
+    task = """import subprocess
+from tiny import Tiny
+class Busy(Tiny):
+    def train_step(self, batch):
+        if self.step == 5:
+            place = "runs/tiny/a/checkpoints/step-00000003"
+            subprocess.run(["mount", "--bind", place, place], check=True)
+        return super().train_step(batch)
+"""
+    (tmp_path / "busy.py").write_text(task)
+    with mounted(tmp_path / "probe", "-t", "tmpfs", "tmpfs"):
+        pass
+    words = ["--config-dir", CONF, "task=tiny", "run.name=a", "run.steps=12", "log.trackers=[]"]
+    keep = ["checkpoint.keep_last=1", "checkpoint.keep_best=0", "checkpoint.background=false"]
+    folder = tmp_path / "runs/tiny/a/checkpoints"
+    try:
+        done = command(*words, *keep, *SAVES, "task.trainer=busy.Busy")
+    finally:
+        subprocess.run(["umount", folder / "step-00000003"], capture_output=True)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
+    why = "Device or resource busy while removing older checkpoints; the run continues without it"
+    assert len(said) == 1 and said[0].endswith(f"/step-00000003: {why}")
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000003", "step-00000012"]

@@ -15,6 +15,7 @@ from typing import Any
 import trainer
 from trainer.config.folder import read_settings
 from trainer.config.hints import suggest
+from trainer.config.rules import check_path
 from trainer.config.schema import Config
 from trainer.config.targets import resolve
 from trainer.distributed import entry
@@ -184,6 +185,8 @@ def split_arguments(
             raise ConfigError(f"{flag} is not a flag: allowed are {allowed}{near}")
         else:
             overrides.append(word)
+    for folder in folders:
+        check_path("--config-dir", folder)
     return overrides, folders or read_settings(Path()).config_dirs
 
 
@@ -194,6 +197,7 @@ def single(words: Sequence[str], advice: str) -> str:
         raise ConfigError(f"{flags[0]} is not a flag here; {advice}")
     if len(words) != 1:
         raise ConfigError(advice)
+    check_path("the argument", words[0])
     return words[0]
 
 

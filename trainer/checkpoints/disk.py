@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,8 @@ LIMITS = {
     errno.EFBIG: (resource.RLIMIT_FSIZE, "ulimit -f", "bytes a file"),
     errno.EMFILE: (resource.RLIMIT_NOFILE, "ulimit -n", "open files"),
 }
+
+FEW_INODES = 8  # a checkpoint has fewer files; those of one that failed are removed again
 
 
 class Disk:
@@ -52,10 +55,20 @@ class Disk:
             most = resource.getrlimit(limit)[0]
             if most != resource.RLIM_INFINITY:  # else the limit is the file system's
                 return f"{command} allows {most:,} {unit}", f"raise {command}"
+        if error.errno == errno.EDQUOT:
+            return "the quota of this user or project is used up", "free some of it (quota -s)"
+        if error.errno == errno.ENOSPC and self._lacks_inodes():
+            return "the file system has no inode for another file (df -i)", "remove files"
         sizes = f"{need / 1e6:,.1f} MB are needed"
         with suppress(OSError):  # also if the directory was removed
             sizes += f", {shutil.disk_usage(self._directory).free / 1e6:,.1f} MB free"
         return sizes, "make room"
+
+    def _lacks_inodes(self) -> bool:
+        with suppress(OSError):
+            status = os.statvfs(self._directory)
+            return status.f_files > 0 and status.f_favail < FEW_INODES
+        return False
 
     def bear(self, error: OSError, doing: str) -> None:
         """Warn, once for each kind of error, about a part that the run can do without."""

@@ -6,7 +6,7 @@ import copy
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from trainer.config.schema import Checkpoint
 from trainer.errors import CheckpointError, RunError
 from trainer.strategy.shards import Shard
 
+REMOVING = "removing older checkpoints"
 POLL_S = 0.02  # a blocking wait of the store would hold up the main thread's messages
 
 
@@ -213,21 +214,28 @@ class DiskSaver(PartSaver):
         return self._is_lost or self._disk.failure is not None
 
     def _save(self, staging: Path, snapshot: Snapshot) -> None:
-        keep = self._keep
-        also = {snapshot.best} if keep.keep_best else set()
-        counts = (keep.keep_last, keep.keep_best)
-        check = self._check_owner
         try:
             with transaction.removed_on_error(staging):
                 self._publish(staging, snapshot)
             self._disk.recover("saving")
-            transaction.prune(
-                self.root, *counts, keep.best_metric or "", keep.best_mode or "min", also, check
-            )
         except OSError as error:
             self._report(error, snapshot.step, snapshot.size)
             if self._disk.failure is not None:
                 raise self._disk.failure from None
+            return
+        self._prune({snapshot.best} if self._keep.keep_best else set())
+
+    def _prune(self, also: Set[int | None]) -> None:
+        """Remove older checkpoints; one that cannot be removed is no reason to end the run."""
+        keep = self._keep
+        counts = (keep.keep_last, keep.keep_best)
+        metric = (keep.best_metric or "", keep.best_mode or "min")
+        try:
+            transaction.prune(self.root, *counts, *metric, also, self._check_owner)
+        except OSError as error:
+            self._disk.bear(error, REMOVING)
+        else:
+            self._disk.recover(REMOVING)
 
     def _report(self, error: OSError, step: int, size: int) -> None:
         self._check_owner()  # raises if a new owner has removed the staged files
@@ -257,6 +265,10 @@ class DiskSaver(PartSaver):
 
     def withdraw(self, step: int) -> None:
         self.settle()
-        for number, path in transaction.steps(self.root).items():
-            if number >= step:
-                transaction.set_aside(path)
+        try:
+            for number, path in transaction.steps(self.root).items():
+                if number >= step:
+                    transaction.set_aside(path)
+        except OSError as error:
+            what = f"{error.filename}: {error.strerror} while rolling back to step {step - 1}"
+            raise RunError(f"{what}; make it writable, and resume with run.resume") from None

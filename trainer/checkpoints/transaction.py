@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -273,15 +273,28 @@ def prune(
 def sweep(root: Path) -> None:
     """Remove the leftovers of an interrupted save or prune; only for the owner of `root`.
 
-    A writer that was frozen during a save then finds nothing to publish when it wakes.
+    A writer that was frozen during a save then finds nothing to publish when it wakes. Leftovers
+    that cannot be removed do no harm.
     """
-    _discard([*root.glob(".staging-*"), *root.glob(".trash-*")])
+    with suppress(OSError):
+        _discard([*root.glob(".staging-*"), *root.glob(".trash-*")])
 
 
 def _discard(paths: Sequence[Path]) -> None:
-    """Rename, then remove: a partial directory must never look like a checkpoint."""
-    trash = [path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}") for path in paths]
-    for path, renamed in zip(paths, trash, strict=True):
-        os.rename(path, renamed)
+    """Rename, then remove: a partial directory must never look like a checkpoint.
+
+    Raises the first OSError after the others are removed.
+    """
+    trash = []
+    problem: OSError | None = None
+    for path in paths:
+        renamed = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
+        try:
+            os.rename(path, renamed)
+            trash.append(renamed)
+        except OSError as error:
+            problem = problem or error
     for renamed in trash:
         shutil.rmtree(renamed, ignore_errors=True)
+    if problem is not None:
+        raise problem

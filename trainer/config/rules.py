@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from trainer.config.schema import Config, Dist, Launch
 from trainer.config.typed import build, convert, show
 from trainer.errors import ConfigError
 
+MOST_OF_A_PATH = 3_500  # bytes, of 4,096: files of a checkpoint have longer paths
 Problems = Iterator[tuple[str, str]]  # (key, reason why its value is refused)
 
 
@@ -26,7 +28,7 @@ def check(plain: Any, choices: Mapping[str, Iterable[str]]) -> Config:
     config = build(Config, plain)
     for key, problem in _find_problems(config, choices["strategy"]):
         value = config.flat()[key]
-        given = " is missing" if value is None else f"={show(value)}"
+        given = " is missing" if value is None else f"={_shortened(show(value))}"
         raise ConfigError(f"{key}{given}: {problem}")
     for group in ("optim", "schedule"):
         _check_spec(group, getattr(config, group), choices[group])
@@ -52,7 +54,14 @@ def _find_problems(config: Config, strategies: Iterable[str]) -> Problems:
         yield "log.profile_steps", "must be [<step to begin after>, <last step>], as in [10,20]"
     for key, name in (("run.name", run.name), ("task.name", config.task.name)):
         if name is not None and not _is_folder_name(name):
-            yield key, "must be one folder name, without '/' and not starting with '.'"
+            must = "must be one folder name, without '/' and not starting with '.'"
+            yield key, f"{must}, of printable characters and less than 200 bytes"
+    for key, path in (("run.dir", run.dir), ("run.resume", run.resume)):
+        if problem := _path_problem(path or ""):
+            yield key, problem
+    for key, path in (("run.init_from", run.init_from), ("dist.path", config.dist.path)):
+        if problem := _path_problem(path or ""):
+            yield key, problem
     if config.strategy.name not in strategies:
         yield "strategy.name", f"must be one of {', '.join(strategies)}"
     is_loss = config.best_metric.endswith("/loss")
@@ -76,7 +85,28 @@ def _find_group_problems(config: Config, rows: int) -> Problems:
 
 
 def _is_folder_name(name: str) -> bool:
-    return Path(name).name == name and not name.startswith(".") and 0 < len(name) < 200
+    is_one = Path(name).name == name and not name.startswith(".") and name.isprintable()
+    return is_one and 0 < len(os.fsencode(name)) < 200
+
+
+def check_path(key: str, path: str) -> None:
+    """Raise ConfigError for a path that no file system can have."""
+    if problem := _path_problem(path):
+        raise ConfigError(f"{key}={_shortened(path)}: {problem}")
+
+
+def _path_problem(path: str) -> str:
+    if not path.isprintable():
+        return "must have printable characters only, and no line breaks"
+    longest = max((len(os.fsencode(part)) for part in Path(path).parts), default=0)
+    if longest > 255:
+        return f"must have names of at most 255 bytes, and one has {longest:,}"
+    size = len(os.fsencode(Path(path).absolute()))
+    return f"must be at most {MOST_OF_A_PATH:,} bytes, and is {size:,}" * (size > MOST_OF_A_PATH)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:100]}...{text[-20:]}"
 
 
 def _find_launch_problems(block: Launch) -> Problems:

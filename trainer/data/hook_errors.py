@@ -12,6 +12,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from torch.utils._pytree import tree_map, tree_map_only
 
 from trainer.errors import ConfigError, RunError, one_line
@@ -21,6 +25,7 @@ RAISE = dis.opmap["RAISE_VARARGS"]
 OWN = ("torch", "trainer")  # packages whose frames are not the task's
 LOSS = "loss(outputs, targets)"
 METRICS = "metrics(outputs, targets)"
+FAKE = (DataDependentOutputException, DynamicOutputShapeException)  # of tensors without values
 MOST_SHOWN = 300  # characters of a message of torch's
 
 
@@ -53,7 +58,7 @@ def call_hook(
     """
     try:
         return hook(first, second)
-    except (ConfigError, RunError, torch.OutOfMemoryError):
+    except (ConfigError, RunError, torch.OutOfMemoryError, *FAKE):
         raise
     except Exception as error:
         line = _explain(name, hook, (first, second), error, rows)
@@ -169,7 +174,7 @@ def call(model: nn.Module, inputs: Any, rows: Rows | None = None) -> Any:
     """
     try:
         return _call(model, inputs)
-    except (ConfigError, RunError, torch.OutOfMemoryError):
+    except (ConfigError, RunError, torch.OutOfMemoryError, *FAKE):
         raise
     except Exception as error:
         line = _explain_model(model, inputs, error, rows)

@@ -67,7 +67,13 @@ def open_directory(
     opened: Opened | None = None
     with group.agreed("opening the record"):
         if lease is not None:
-            opened = _open(config, directory, lease, origin, step, strategy, mail)
+            try:
+                opened = _open(config, directory, lease, origin, step, strategy, mail)
+            except OSError as error:
+                what = f"{error.filename or directory}: {error.strerror}"
+                raise ConfigError(
+                    f"run.dir={config.run.dir}: {what}; make room or choose another"
+                ) from None
     evaluation = group.tell_all(opened.evaluation if opened else {})
     if opened:
         warnings = [*before, *opened.warnings]

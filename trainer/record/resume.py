@@ -264,7 +264,8 @@ def take(config: Config, origin: Origin, step: int, launcher: Launcher) -> tuple
         if not (origin.is_resumed or origin.is_attempt) and _has_run(directory):
             lease.release()
             raise ConfigError(_is_taken(config, directory))  # since the check before the start
-        (directory / files.EXIT).unlink(missing_ok=True)
+        with suppress(PermissionError):  # the run can go on, and warns when it writes the file
+            (directory / files.EXIT).unlink(missing_ok=True)
         lease.write_beside(directory / files.CONFIG, to_yaml(config) + "\n")
         root = directory / "checkpoints"
         for number, path in transaction.steps(root).items():
