@@ -43,6 +43,7 @@ TOP_LEVEL = {
     "errors": "errors",
     "loading": "errors",
     "terminal": "errors",
+    "working_directory": "errors",
     "schedule": "schedule",
     **dict.fromkeys(RUN, "run"),
     **dict.fromkeys(("__init__", "tasks"), "package"),

@@ -8,14 +8,14 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from harness import CONF, fit_on
+from harness import CONF, fit_on, within
 from harness.stored import tensors_of
 from safetensors.torch import save_file
 from tiny import Tiny
 
 from trainer.checkpoints import files, manifest, transaction
 from trainer.compare.__main__ import main as compare
-from trainer.compare.differences import find_first, list_changes
+from trainer.compare.differences import _pairs, find_first, list_changes
 from trainer.errors import ConfigError
 from trainer.report.reading import RunFiles, read_runs
 
@@ -314,3 +314,13 @@ def test_a_config_of_another_program_is_one_line(text, first, tmp_path):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.yaml: was not written by a run: it has no "):
         compare([str(first), str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", ["train/loss", "eval/loss"])
+def test_curves_of_many_steps_are_compared_soon(name):
+    mine = dict.fromkeys(range(1, 40_001), 1.0)
+    theirs = {step: 1.0 for step in mine if step % 3}
+    with within(20):
+        pairs = [pair.step for pair in _pairs(name, mine, theirs, 0)]
+    # a log of training is compared if the one before it was at the same step
+    assert pairs == [step for step in theirs if name == "eval/loss" or step % 3 == 2 or step == 1]

@@ -6,12 +6,14 @@ import io
 import os
 import re
 import shutil
+import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 from harness import CONF, on_ranks, within
+from harness.launch import environment_of_a_command
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
@@ -166,6 +168,29 @@ def test_printed_command_names_the_task_if_a_later_start_would_not_know_it(base,
     have_the_config_folder_beside(base)
     done = command(f"run.resume={RUN}", *again[:1], "run.name=d")
     assert f"{line[:-1]}d run.steps=8\n" in done.stdout
+
+
+def test_place_where_ranks_meet_is_not_taken_from_a_saved_run(base):
+    change(base / RUN, "init: env", "init: tcp")
+    change(base / RUN, "address: null", "address: 10.0.0.1:80")
+    config = load_run_config(RUN, [], [CONF]).dist
+    assert (config.init, config.address, config.path) == ("env", None, None)
+    words = ["dist.init=file", "dist.path=meet"]
+    assert load_run_config(RUN, words, [CONF]).dist.path == "meet"
+
+
+SHADOWS = ("typing", "pathlib", "yaml", "torch", "traceback", "trainer_of_others")
+
+
+@pytest.mark.parametrize("place", [".", "checkpoints/step-00000003"])
+def test_nothing_is_imported_from_the_run_directory_that_a_command_is_started_in(place, base):
+    for name in SHADOWS:
+        (base / RUN / f"{name}.py").write_text("open('ran', 'w')\nraise SystemExit(9)\n")
+    words = [sys.executable, "-m", "trainer.checkpoints", place]
+    environment = environment_of_a_command()
+    done = subprocess.run(words, capture_output=True, text=True, cwd=base / RUN, env=environment)
+    assert (done.returncode, done.stderr) == (0, "") and "valid" in done.stdout
+    assert not (base / RUN / "ran").exists()
 
 
 # Configurations -----------------------------------------------------------------------------------

@@ -530,7 +530,7 @@ NOT_OF_RUN = [
         {"replaced": value}
         for value in ([1], {"x": 1}, {"0/200": 1}, {"0/3": 200}, {"0/3": -1}, {"0/3": "4"})
     ),
-    *({"sessions": value} for value in ([1, 2], [[1]], [[0, "2"]], "ab")),
+    *({"sessions": value} for value in ([], [1, 2], [[1]], [[0, "2"]], "ab")),
     *(
         {"data": value}
         for value in ({}, {"train": 5}, {"train": {"length": 0}}, {"train": {"length": "a"}})

@@ -1,5 +1,8 @@
 """Lockstep: one run, any layout. What a task may import; torch is loaded when it is needed."""
 
+from trainer import working_directory  # noqa: F401  # before any other import
+
+# isort: split
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

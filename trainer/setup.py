@@ -35,7 +35,7 @@ from trainer.engine.ema import Ema
 from trainer.engine.evaluation import EvalSplit, Evaluator, check_torchmetrics
 from trainer.engine.parts import Parts
 from trainer.engine.precision import Precision, choose_precision, is_bf16_native
-from trainer.errors import ConfigError, one_line, place_of
+from trainer.errors import CheckpointError, ConfigError, one_line, place_of
 from trainer.loading import uncollected
 from trainer.record import fingerprint, resume, weights
 from trainer.record.gate import check_soon
@@ -136,6 +136,8 @@ def resolve_precision(
     with group.agreed("choosing the precision"):
         if world.rank == 0:
             saved = resume.read_saved(config, origin)
+            if not isinstance(saved.get("strategy.precision"), str | None):
+                raise CheckpointError("the strategy.precision of the run to resume is not a name")
     kept = group.tell_all(saved.get("strategy.precision"))
     is_native = all(map(is_bf16_native, world.devices))
     (without,) = group.max(0 if is_native else world.rank + 1)

@@ -64,7 +64,7 @@ class Manifest:
     def _is_sound(self, num_examples: int) -> bool:
         batch = convert(_COUNT, self.config["data.global_batch"], "")
         convert(Annotated[int, limit(min=0, max=2**63 - 1)], self.config["run.seed"], "")
-        are_pairs = all(len(session) == 2 for session in self.sessions)
+        are_pairs = bool(self.sessions) and all(len(each) == 2 for each in self.sessions)
         places = self.replaced.items()
         return (
             batch <= num_examples and are_pairs and all(_is_place(*p, num_examples) for p in places)

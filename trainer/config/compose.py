@@ -32,6 +32,8 @@ from trainer.config.schema import LAYOUT, ONCE, Config, flatten
 from trainer.config.typed import show
 from trainer.errors import ConfigError, one_line
 
+# Where ranks meet belongs to the start: a saved address may be another machine's.
+MEETING = {"dist.init": "env", "dist.address": None, "dist.path": None}
 # Kinds of Hydra sweep overrides that `-m` accepts. glob(*) is not among them.
 SWEPT = ("SIMPLE_CHOICE_SWEEP", "CHOICE_SWEEP", "RANGE_SWEEP")
 SEARCHED = (*SWEPT, "INTERVAL_SWEEP")
@@ -179,6 +181,8 @@ def _read_saved(home: Path, wrong: str) -> Any:
             OmegaConf.update(saved, key, OmegaConf.select(saved, key, default=value))
         OmegaConf.set_struct(saved, True)
         saved.run.name = None  # the directory may have been renamed or moved
+        for key, value in MEETING.items():
+            OmegaConf.update(saved, key, value)
     return saved
 
 

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from trainer.terminal import outlive_terminal
+from trainer.working_directory import is_run_directory
 
 SCRIPT = "LOCKSTEP_SCRIPT"  # set to the script's path, for it and the processes it starts
 VERBS = (
@@ -56,7 +57,7 @@ def main() -> None:
 
 def append_working_directory() -> None:
     """Let tasks of the working directory be imported, after all installed packages."""
-    if SCRIPT in os.environ:
+    if SCRIPT in os.environ and not is_run_directory(sys.argv[1:]):
         folder = str(Path.cwd())
         sys.path[:] = [path for path in sys.path if path not in ("", folder)] + [folder]
 
