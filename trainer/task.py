@@ -100,9 +100,9 @@ class Task:
         Called for each micro-batch, in training and in evaluation, under autocast where the
         precision uses it. `outputs` is what the model returned, `targets` comes from `augment`.
         Return a tensor of shape (batch, ...), or a pair (values, weights) of that shape where
-        weights require no gradient; return the same form in every call. The framework computes
-        sum(values * weights) / sum(weights) over the global batch. Without weights each value
-        counts 1, and the number of values per example must be constant.
+        weights are at least 0 and require no gradient; return the same form in every call. The
+        framework computes sum(values * weights) / sum(weights) over the global batch. Without
+        weights each value counts 1, and the number of values per example must be constant.
 
             return F.cross_entropy(outputs, targets, reduction="none")
 
@@ -223,8 +223,8 @@ class Task:
         """Return `factor(step)`, which multiplies the base rate of every parameter group.
 
         `num_steps` is the length of the run in optimizer steps, `step` counts from 0. The factor
-        must be finite and a pure function of the step: checkpoints hold no schedule state. The
-        default builds the `schedule` group.
+        must be finite, at least 0 and a pure function of the step: checkpoints hold no schedule
+        state. The default builds the `schedule` group.
 
             return lambda step: 1 - step / num_steps
         """
