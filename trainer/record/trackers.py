@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -36,8 +37,11 @@ class TensorBoard(Sink):
         self._open = partial(SummaryWriter, str(self._folder))
         self._board: Any = None
         self._file = self._folder
+        self._status: os.stat_result | None = None
+        self._purged = step + 1 if is_resumed else None
+        self._is_gone = False
         self._reopen_at = 0.0
-        self._try_to_open(step + 1 if is_resumed else None)
+        self._try_to_open(self._purged)
         self._on_thread_error = threading.excepthook
         threading.excepthook = self._hide_thread_error
 
@@ -87,6 +91,8 @@ class TensorBoard(Sink):
 
     def close(self) -> None:
         self._stop_profiler()
+        self.flush()
+        self._replace_removed()
         with contextlib.suppress(OSError):  # a full disk, already reported
             if self._board is not None:
                 self._board.close()
@@ -105,28 +111,29 @@ class TensorBoard(Sink):
         try:
             if self._board is not None:
                 draw(self._board)
+        except (FileNotFoundError, NotADirectoryError):  # in the thread, which writes by name
+            self._is_gone = True
         except OSError as error:
             self._board = None
             self._reopen_at = time.monotonic() + REOPEN_S
-            is_gone = isinstance(error, (FileNotFoundError, NotADirectoryError))
-            tell = self._disk.bear if is_gone else self._disk.report
-            tell(error, "writing TensorBoard's events")
+            self._disk.report(error, "writing TensorBoard's events")
 
     def _replace_removed(self) -> bool:
-        """Open a new board if the file or the folder was removed, with the curves so far.
+        """Open a new board if its file was removed or replaced, with the curves so far.
 
         Returns True if it did; the curves are those of metrics.jsonl, including the last entry.
         """
-        if self._board is None or self._file.exists():
+        if self._board is None or not (self._is_gone or self._is_other()):
             return False
         with contextlib.suppress(OSError):
             self._board.close()
         with contextlib.suppress(OSError):
-            self._file.unlink(missing_ok=True)  # it would have the last events only
+            self._file.unlink(missing_ok=True)  # it lacks events
         has_earlier = any(self._folder.glob("events.out.tfevents.*"))
-        self._disk.tell(f"{self._file}: was removed; the curves are written again")
+        self._disk.tell(f"{self._file}: was removed or replaced; the curves are written again")
         self._board = None
-        self._try_to_open()
+        self._is_gone = False
+        self._try_to_open(self._purged if has_earlier else None)
         for _, entry in read_entries(self._metrics):
             step = entry.pop("step")
             values = {name: v for name, v in entry.items() if isinstance(v, (int, float))}
@@ -134,11 +141,19 @@ class TensorBoard(Sink):
                 self._draw_scalars(step, values)
         return True
 
+    def _is_other(self) -> bool:
+        """Return True unless the file with the name is the one that the board has opened."""
+        try:
+            return self._status is None or not os.path.samestat(self._status, self._file.stat())
+        except OSError:
+            return True
+
     def _try_to_open(self, purge_step: int | None = None) -> None:
         """Open a board or warn: a run works without, and metrics.jsonl reports disk errors too."""
         try:
             self._board = self._open(purge_step=purge_step)
             self._file = Path(self._board.file_writer.event_writer._file_name)
+            self._status = self._file.stat()
         except OSError as error:
             self._reopen_at = time.monotonic() + REOPEN_S
             self._disk.bear(error, "opening TensorBoard's events")
