@@ -73,8 +73,8 @@ ROWS = {
 }
 
 
-# Rows that take more than half a minute with --quick: of them --third runs a third.
-LONG = ("restarts", "hangs", "mesh_restarts", "mesh_hangs", "groups", "starts", "terminals")
+# Rows that take some half a minute or more with --quick: of them --third runs a third.
+LONG = ("ranks", "mesh_requeues", "mesh_restarts", "places", "groups", "restarts")
 
 
 def measure(name: str, is_quick: bool, amount: int | None, seed: int) -> Row | None:

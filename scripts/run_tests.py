@@ -4,7 +4,7 @@
 
 Each process takes the next file that the other has not taken, the file that was committed last
 first, so that what a change breaks shows early. The output of the second process follows that of
-the first. With --third only a third of the tests marked `rotated` run, chosen by the commit.
+the first. With --third only a third of the slow tests run, chosen by the commit's hash.
 """
 
 import subprocess
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     words = [sys.executable, "-m", "pytest", *(word for word in arguments if word != "--third")]
     if own:
         third = find_third()
-        print(f"of the tests marked rotated: third {third + 1} of 3", flush=True)
+        print(f"of the slow tests: third {third + 1} of 3", flush=True)
         words.append(f"--third={third}")
     if not any(word.startswith("tests/") for word in arguments):
         words += newest_first()

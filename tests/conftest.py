@@ -109,7 +109,7 @@ def living(pids: set[int]) -> dict[int, str]:
 
 def pytest_addoption(parser):
     parser.addoption("--share", metavar="DIR", help="run the files that are not in DIR, each once")
-    parser.addoption("--third", type=int, help="0, 1 or 2: a third of the tests marked rotated")
+    parser.addoption("--third", type=int, help="0, 1 or 2: a third of the slow tests")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -119,7 +119,7 @@ def pytest_collection_modifyitems(config, items):
     left_out = [
         item
         for item in items
-        if item.get_closest_marker("rotated") and zlib.crc32(item.nodeid.encode()) % 3 != third
+        if item.get_closest_marker("slow") and zlib.crc32(item.nodeid.encode()) % 3 != third
     ]
     config.hook.pytest_deselected(items=left_out)
     names = set(map(id, left_out))

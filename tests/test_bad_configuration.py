@@ -918,7 +918,6 @@ def test_bad_setting_of_a_real_process(words, files, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.rotated
 def test_every_bad_setting_is_refused_at_once(files, tmp_path):
     """The shorter of two attempts counts, because other programs use this machine too.
 

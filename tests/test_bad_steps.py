@@ -92,6 +92,24 @@ def test_rank_and_example_that_make_a_step_bad_are_named(task, what, ranks, tmp_
     assert all(torch.isfinite(tensor).all() for tensor in run["weights"].values())
 
 
+class BadWeight(Tiny):
+    """Task in which the weight of an example of step 1 is not finite."""
+
+    def augment(self, inputs, targets, random, train):
+        inputs, targets = super().augment(inputs, targets, random, train)
+        return inputs, torch.where((random.indices == 184) & train, targets - 10, targets)
+
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets % 10)
+        return values, torch.where(targets < 0, float("nan"), torch.ones_like(values))
+
+
+def test_weight_that_is_not_finite_makes_a_bad_step(tmp_path, capfd):
+    fit_on(1, tmp_path, *RECIPE, "run.steps=3", task=BadWeight)
+    named = "step 1: the loss of example 184 is not finite (nan), on rank 0; the update was skipped"
+    assert named in capfd.readouterr().out
+
+
 def ends(task, folder, *overrides):
     with pytest.raises(RunError) as told:
         fit(folder, *RECIPE, *overrides, task=task)
@@ -106,7 +124,7 @@ def test_stop_ends_the_run_on_every_rank_with_the_example_and_how_to_look_at_it(
     step, rank = place_of_the_bad(ranks)
     assert len(set(said)) == 1 and re.fullmatch(
         rf"step {step}: the loss of example {BAD} is not finite \(nan\), on rank {rank}; "
-        rf"inspect it with python -m trainer.replay \S+/tiny/run step={step}",
+        rf"inspect it with python -m trainer.replay \S+/tiny/run step={step} task.trainer=tiny.Tiny",
         said[0],
     )
 
@@ -147,7 +165,8 @@ def test_replay_shows_the_example_on_one_process(weights, tmp_path, capfd, monke
     def body(step):
         monkeypatch.delenv("RANK")
         monkeypatch.delenv("WORLD_SIZE")
-        return replay([str(run["directory"]), f"step={step}", "--config-dir", CONF])
+        named = [words[0], "--config-dir", CONF]
+        return replay([str(run["directory"]), f"step={step}", *named])
 
     assert on_ranks(1, body, step) == [1]
     said = capfd.readouterr().out
@@ -210,7 +229,7 @@ class ManyCorrupt(CorruptItems):
         return data
 
 
-SAVED = r"the state after step \d is saved; resume with: python -m trainer run.resume=\S+"
+SAVED = r"the state after step \d is saved; resume with: python -m trainer run.resume=\S+ .*"
 
 
 @pytest.mark.parametrize("workers", [0, 2])

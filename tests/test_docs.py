@@ -117,7 +117,6 @@ def shortened(line):
 
 
 @pytest.mark.slow
-@pytest.mark.rotated
 def test_commands_run_in_the_order_of_the_pages(tmp_path):
     # verify and sweeps compare precisions and layouts: the page's arguments, on a small model
     for number, line in enumerate(HERE):

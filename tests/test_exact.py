@@ -88,7 +88,7 @@ def references(tmp_path_factory):
     return run
 
 
-SLOW = (pytest.mark.slow, pytest.mark.rotated)
+SLOW = pytest.mark.slow
 CASES = [
     pytest.param("text", "fp32", 3, marks=SLOW),
     *(pytest.param("text", "fp32", ranks, marks=SLOW) for ranks in (2, 4, 6, 8)),

@@ -119,7 +119,6 @@ def test_group_of_one_needs_no_address():
 
 
 @pytest.mark.slow
-@pytest.mark.rotated
 def test_every_finished_run_exits_0(tmp_path):
     started = (
         launch(tmp_path, *TINY, f"run.name={number}", launcher=TORCHRUN) for number in range(100)

@@ -243,7 +243,7 @@ class Unspeakable(Exception):
     def __str__(self):
         raise RuntimeError
 """
-RESUME = "python -m trainer run.resume=runs/tiny/a"
+RESUME = "python -m trainer run.resume=runs/tiny/a task.trainer=raising.Task"
 SAVED = f"the newest checkpoint is of step 2; resume with: {RESUME}\n"
 EARLY = "; raise an error, or set run.steps to end earlier"
 STATEMENTS = {  # -> a part of the output, and of exit.json where that differs

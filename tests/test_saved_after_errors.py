@@ -14,7 +14,7 @@ from trainer.record.trackers import TensorBoard
 WORDS = ["task=tiny", "run.steps=8", "eval.every_steps=3", "log.every_steps=2"]
 WORDS += ["checkpoint.every_epochs=null", "eval.every_epochs=null"]
 AT = 6  # the evaluation that fails, or the step after which something fails
-SAVED = r"the state after step 6 is saved; resume with: .*-m trainer run.resume=\S+/tiny/run"
+SAVED = r"the state after step 6 is saved; resume with: .*-m trainer run.resume=\S+/tiny/run .*"
 
 
 class Failing(Tiny):

@@ -12,10 +12,11 @@ from harness.training import compose
 from tiny import Items, Tiny, TinyItems, points
 from torch import nn
 
-from trainer import CheckpointError, ConfigError, ResidentDataset, RunError
+from trainer import ConfigError, ResidentDataset, RunError
 
 WORDS = ["task=tiny", "run.steps=12", "log.trackers=[]", "eval.every_steps=6"]
 BAD = 57  # an example
+SAVED = r"; the state after step \d+ is saved; resume with: python -m trainer run.resume=\S+ .*"
 
 
 def ends(folder, cases, words):
@@ -120,14 +121,17 @@ EXAMPLES = {
         lambda x, y: (x, 2**64),
         "18446744073709551616 does not fit into 64 bits; map it to a smaller number",
     ),
-    "mute": (raises(Mute()), r"Mute: its message raises ValueError \(.*\); repair it, or .*"),
+    "mute": (
+        raises(Mute()),
+        r"Mute: its message cannot be shown, __str__ raised ValueError \(.*\); repair it, or .*",
+    ),
     "exits": (raises(GeneratorExit()), r"GeneratorExit \(.*\); repair it, or set .*"),
 }
 
 
 def test_example_that_fits_into_no_batch_is_named(tmp_path):
     expected = {
-        name: (of_examples(change), RunError, UNREADABLE + line)
+        name: (of_examples(change), RunError, UNREADABLE + line + SAVED)
         for name, (change, line) in EXAMPLES.items()
     }
     check(tmp_path / "0", expected)
@@ -233,9 +237,7 @@ def test_loss_that_has_no_real_sum_is_one_line(tmp_path):
         "loss returned {} values without a gradient: must be computed from the parameters; "
         "leave out .detach(), .item() and argmax, in the model too"
     )
-    weight = (
-        "loss returned a weight of {}: must be finite and at least 0; multiply the values instead"
-    )
+    negative = "loss returned a weight of -2: must be at least 0; multiply the values instead"
     dense = "a sparse tensor (sparse_coo); return tensor.to_dense()"
     lines = {
         "sparse": (with_loss(lambda v: v.to_sparse()), f"loss returned values in {dense}"),
@@ -251,8 +253,7 @@ def test_loss_that_has_no_real_sum_is_one_line(tmp_path):
         "late detached": (after(8, torch.Tensor.detach), gradient.format("float64")),
         "integer": (with_loss(torch.Tensor.long), gradient.format("int64")),
         "boolean": (with_loss(lambda v: v > 1), gradient.format("bool")),
-        "nan weights": (weighed(lambda w: w * float("nan")), weight.format("nan")),
-        "negative weights": (weighed(lambda w: w - 3), weight.format(-2)),
+        "negative weights": (weighed(lambda w: w - 3), negative),
         "complex weights": (
             weighed(lambda w: w.to(torch.complex64)),
             f"loss returned weights of dtype complex64: {real}",
@@ -318,7 +319,7 @@ def test_metric_that_is_none_is_one_line(tmp_path):
         "alternating": (
             alternating(),
             "metrics returned hits., loss after hits., loss: must return the same names for every "
-            "batch, if need be with weights 0",
+            "batch, if need be with weights 0" + SAVED,
         ),
         "summary": (
             summed(None),
@@ -548,52 +549,26 @@ def test_schedule_that_fails_in_mid_run_names_the_step_and_the_newest_checkpoint
     late = scheduled(lambda: None, num_calls=12 + 6)  # the start tries each of 12 steps
     check(tmp_path, {"late": (late, ConfigError, line)}, *words, ranks=2)
     place = re.escape(str(tmp_path / "0/tiny/run"))
-    command = rf"torchrun --nproc_per_node=2 -m trainer run.resume={place}"
+    command = rf"torchrun --nproc_per_node=2 -m trainer run.resume={place} task.trainer=tiny.Tiny"
     said = rf"the newest checkpoint is of step 6; resume with: {command}\n"
     assert re.search(said, capfd.readouterr().out)
-
-
-class Noting(torch.optim.SGD):
-    """Optimizer that keeps a state which is no parameter's."""
-
-    def step(self, closure=None):
-        self.state["calls"] = {"count": 1}
-        return super().step(closure)
 
 
 def optimizing(make):
     return task_with(build_optimizer=lambda self, model: make(model.parameters()))
 
 
-class Bare(torch.optim.Optimizer):
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-
-    def step(self, closure=None):
-        pass
-
-
-def test_optimizer_that_no_run_can_step_or_save_is_one_line(tmp_path):
+def test_optimizer_that_no_run_can_step_is_one_line(tmp_path):
     expected = {
         "closure": (
             optimizing(torch.optim.LBFGS),
             ConfigError,
-            r"LBFGS.step\(\) failed: TypeError: .* 1 required positional argument: 'closure'",
+            "build_optimizer: LBFGS.step needs a closure, and `update` has none .*; see SAM .*",
         ),
         "dense": (
             optimizing(torch.optim.SparseAdam),
             ConfigError,
             r"SparseAdam.step\(\) failed: RuntimeError: SparseAdam does not support dense .*",
-        ),
-        "bare": (
-            optimizing(Bare),
-            ConfigError,
-            "build_optimizer: Bare has parameters without an lr: each must have one, which .*",
-        ),
-        "noting": (
-            optimizing(Noting),
-            CheckpointError,
-            "the state of Noting has the key 'calls': must have a key for each parameter, and .*",
         ),
         "none": (
             optimizing(lambda parameters: []),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.config.packages import naming_words
 from trainer.data.order import counted
 from trainer.distributed import entry
 from trainer.distributed.signals import StopRequest
@@ -138,7 +140,9 @@ class Decisions:
         is_repeated = step in self._rolled_back
         if policy == "stop" or is_repeated:
             repeated = "it failed again after a rollback; " if is_repeated else ""
-            advice = f"inspect it with python -m trainer.replay {run.directory} step={step}"
+            words = [str(run.directory), f"step={step}"]
+            words += naming_words(run.config, Path(run.config.folder, run.directory))
+            advice = f"inspect it with python -m trainer.replay {shlex.join(words)}"
             raise RunError(f"{line}; {repeated}{entry.as_started(advice)}")
         if policy == "rollback":
             run.record.say(f"warning: {line}; rolling back to the newest checkpoint")

@@ -7,15 +7,11 @@ import pytest
 
 
 def slow_but(rows: Iterable[Any], *quick: Any) -> list:
-    """Return the rows of which all are slow and rotated but `quick`.
-
-    A row of several values is a tuple.
-    """
+    """Return the rows of which all are slow but `quick`. A row of several values is a tuple."""
     rows = list(rows)
     assert set(quick) <= set(rows), set(quick) - set(rows)
     return [row if row in quick else _slow(row) for row in rows]
 
 
 def _slow(row: Any) -> Any:
-    marks = (pytest.mark.slow, pytest.mark.rotated)
-    return pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=marks)
+    return pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.slow)

@@ -51,13 +51,17 @@ def check_saved(
             )
 
 
-def is_known(config: Config, home: Path) -> bool:
-    """Return True if a later start in the same folder may import what `config` names."""
+def naming_words(config: Config, home: Path) -> list[str]:
+    """Return the words that a later start in the same folder needs to import what `config` names.
+
+    There are none if the user names it in that folder.
+    """
     try:
         check_saved(config, home, (), read_settings(Path(config.folder)).config_dirs)
     except ConfigError:
-        return False
-    return True
+        more = ",".join(config.task.packages)
+        return [f"task.trainer={config.task.trainer}", *[f"task.packages=[{more}]"] * bool(more)]
+    return []
 
 
 def _of_the_user(start: Path, home: Path, config_dirs: Iterable[str]) -> Iterator[str]:

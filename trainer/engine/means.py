@@ -47,7 +47,10 @@ def weigh(
 
 
 def _check_real(subject: str, tensor: torch.Tensor) -> None:
-    """Raise ConfigError for a tensor that has no real numbers to sum."""
+    """Raise ConfigError for a tensor without real numbers to sum. Called in each micro-batch."""
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    if is_strided and not (tensor.is_complex() or tensor.is_quantized or tensor.is_meta):
+        return
     if flaw := find_flaw(tensor, allows_gradient=True):
         raise ConfigError(f"{subject} in {flaw[0]}; {flaw[1]}")
     if tensor.is_complex():
@@ -87,12 +90,15 @@ def as_number(subject: str, value: Any) -> float:
 
 
 def check_signs(name: str, weights: torch.Tensor | None) -> None:
-    """Raise ConfigError for weights that are negative or not finite. The host waits for them."""
-    if type(weights) is not torch.Tensor:  # none, or a fake one of trainer.plan
+    """Raise ConfigError for a negative weight. The host waits for the weights.
+
+    One that is not finite may come from a bad example: run.on_bad_step handles its step.
+    """
+    if type(weights) is not torch.Tensor or not weights.numel():  # a fake one is of trainer.plan
         return
-    least = float(weights.detach().double().min()) if weights.numel() else 0.0
-    if not 0 <= least < math.inf or not bool(weights.isfinite().all()):
-        must = "must be finite and at least 0; multiply the values instead"
+    least = float(weights.double().nan_to_num(0.0).min())
+    if least < 0:
+        must = "must be at least 0; multiply the values instead"
         raise ConfigError(f"{name} returned a weight of {least:g}: {must}")
 
 

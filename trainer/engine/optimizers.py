@@ -50,10 +50,6 @@ def remember_options(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
         if any(p not in names for p in group["params"]):
             why = "has a parameter that is not one of the model's"
             raise ConfigError(f"build_optimizer: {type(optimizer).__name__} {why}")
-        if "lr" not in group:
-            kind = type(optimizer).__name__
-            must = "each must have one, which the schedule sets"
-            raise ConfigError(f"build_optimizer: {kind} has parameters without an lr: {must}")
         group["initial"] = {key: value for key, value in group.items() if key != "params"}
         group["names"] = [names[p] for p in group["params"]]
 

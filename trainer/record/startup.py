@@ -13,7 +13,7 @@ from torch import nn
 
 from trainer.checkpoints import packing
 from trainer.checkpoints.manifest import Manifest
-from trainer.config.packages import is_known
+from trainer.config.packages import naming_words
 from trainer.config.schema import ONCE, Config
 from trainer.data.order import BatchPlan, counted
 from trainer.distributed import entry
@@ -268,10 +268,7 @@ def resume_command(config: Config, world: World, directory: Path) -> str:
         nodes = [f"--nnodes={world.num_nodes}"] if world.num_nodes > 1 else []
         launcher = ["torchrun", *nodes, f"--nproc_per_node={world.local_world_size}"]
     words = [*launcher, "-m", "trainer", f"run.resume={directory}"]
-    if not is_known(config, Path(config.folder, directory)):
-        words.append(f"task.trainer={config.task.trainer}")
-        more = ",".join(config.task.packages)
-        words += [f"task.packages=[{more}]"] * bool(more)
+    words += naming_words(config, Path(config.folder, directory))
     return entry.as_started(shlex.join(words))
 
 

@@ -45,12 +45,11 @@ def parts_named(is_divided: bool) -> Iterator[None]:
     """Raise ConfigError where the task's code mixes tensors with parts of parameters."""
     try:
         yield
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ConfigError) as error:
         if not is_divided or not _MIXED.search(str(error)):
             raise
-        why = (
-            f"{_task_line(error)} uses parameters that this mesh divides, or that other ranks have"
-        )
+        place = _task_line(error.__context__ or error)  # of torch's error, which a hook's may hide
+        why = f"{place} uses parameters that this mesh divides, or that other ranks have"
         raise ConfigError(f"strategy.mesh: {why}; {ADVICE}") from error
 
 
