@@ -124,7 +124,8 @@ def test_stop_ends_the_run_on_every_rank_with_the_example_and_how_to_look_at_it(
     step, rank = place_of_the_bad(ranks)
     assert len(set(said)) == 1 and re.fullmatch(
         rf"step {step}: the loss of example {BAD} is not finite \(nan\), on rank {rank}; "
-        rf"inspect it with python -m trainer.replay \S+/tiny/run step={step} task.trainer=tiny.Tiny",
+        rf"inspect it with python -m trainer.replay \S+/tiny/run step={step} "
+        "task.trainer=tiny.Tiny",
         said[0],
     )
 
