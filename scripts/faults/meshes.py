@@ -151,6 +151,8 @@ class _MeshHang(_Hang):
             if self._meets(rank, axis)
             if f"the {axis} group in " in place
         ]
+        # before each pass of an evaluation all ranks agree on errors, in no group of an axis
+        shared += [rank for rank, place in waits.items() if place == "a collective in evaluation"]
         return None if shared else f"no rank waits in a group of rank {self.rank}: {line}"
 
     def _meets(self, rank: int, axis: str) -> bool:
