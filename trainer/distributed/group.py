@@ -175,7 +175,7 @@ class Group:
         text = json.dumps(facts)
         digest = _hashed(text)
         if dist.is_initialized():
-            number = torch.tensor([int(digest, 16) - 2**63])
+            number = torch.tensor([number_of(text)])
             is_equal = not self.find_unequal(number).any()
         else:
             is_equal = self.tell_all(len({*self.collect_text(digest)}) == 1)
@@ -263,6 +263,11 @@ def _describe(problem: Exception | None) -> str:
         if isinstance(problem, error):
             return f"{kind} {message_of(problem)}"
     return f"other {describe(problem)}" if problem else ""
+
+
+def number_of(text: str) -> int:
+    """Return 64 bits of a string's digest, for a collective of integers."""
+    return int(_hashed(text), 16) - 2**63
 
 
 def _hashed(text: str) -> str:

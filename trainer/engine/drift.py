@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
-from trainer.distributed.group import Group
+from trainer.distributed.group import Group, number_of
 from trainer.distributed.watch.watcher import name_ranks
 from trainer.engine.digest import digest
 from trainer.engine.engine import Shards
@@ -36,7 +35,7 @@ def check_drift(group: Group, step: int, state: Shards, mesh: Mesh) -> None:
         numbers += [ABSENT] * mesh.num_parts(*form)
         if digests:
             own[place] = digests
-            numbers[place] = _digest_names(digests)
+            numbers[place] = number_of(json.dumps(digests))
     unequal = group.find_unequal(torch.tensor(numbers), ABSENT).nonzero()
     if not len(unequal):
         return
@@ -54,13 +53,6 @@ def _digest_all(state: Shards, form: tuple[str, ...]) -> Digests:
         for name, shard in shards.items()
         if shard.axes == form and shard.tensor.is_floating_point() and kind != "ema"
     }
-
-
-def _digest_names(digests: Digests) -> int:
-    text = json.dumps(digests)
-    return int.from_bytes(
-        hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True
-    )
 
 
 def _name_drift(ranks: Sequence[Digests | None]) -> str:
