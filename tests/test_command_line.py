@@ -191,6 +191,7 @@ def test_ctrl_c_stops_all_ranks_saves_and_says_how_to_go_on(kind, ranks, number,
     os.killpg(started.pid, number)
     code, out, err = ended(started)
     assert time.monotonic() - asked < 20  # less than the 30 s after which torchrun kills
+    assert (tmp_path / "runs/tiny/a/exit.json").exists(), (code, out, err)
     told = json.loads((tmp_path / "runs/tiny/a/exit.json").read_text())
     assert told["code"] == 75 and told["reason"] == "stopped", told
     assert ranks or (code == 75 and err == "")

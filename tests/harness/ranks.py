@@ -89,8 +89,18 @@ def _fork(rank: int, size: int, body: Callable[..., Any], arguments: tuple) -> t
         os.close(writer)
         os.close(entrance)
         return pid, reader, gate
-    os.close(reader)
-    os.close(gate)
+    try:
+        os.close(reader)
+        os.close(gate)
+        _be_rank(rank, size, entrance, writer, body, arguments)
+    finally:
+        os._exit(1)  # whatever failed: a fork must not go on as pytest
+
+
+def _be_rank(
+    rank: int, size: int, entrance: int, writer: int, body: Callable[..., Any], arguments: tuple
+) -> None:
+    """Run the body and send its outcome; end the process."""
     begin_child()
     os.environ |= environment_of_torchrun(rank, size)
     os.environ["MASTER_PORT"] = os.read(entrance, 16).decode()

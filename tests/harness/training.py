@@ -16,6 +16,7 @@ from harness.compositions import remember_compositions
 from harness.internals import checkpoint, load_task
 from harness.ranks import on_ranks
 from trainer import Config, Trainer, load_config
+from trainer.record import fingerprint
 from trainer.record.startup import Summary
 from trainer.run import Run
 from trainer.strategy.shards import slices
@@ -35,6 +36,7 @@ def warm_up() -> None:
     """Import before any fork what each run imports, and parse once; saves 0.3 s per child."""
     for name in (*IMPORTED, *_strategies()):
         importlib.import_module(name)
+    fingerprint._package_digest()
     remember_compositions()
     load_config(["task=tiny"], [CONF])
 

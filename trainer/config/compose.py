@@ -26,7 +26,13 @@ from trainer.config import CONF
 from trainer.config.guard import check_override
 from trainer.config.hints import suggest, translate
 from trainer.config.packages import check_saved
-from trainer.config.plain_files import MOST_OF_YAML, MOST_VALUES, check_aliases, read_yaml
+from trainer.config.plain_files import (
+    MOST_OF_YAML,
+    MOST_VALUES,
+    check_aliases,
+    format_yaml,
+    read_yaml,
+)
 from trainer.config.rules import check
 from trainer.config.schema import LAYOUT, ONCE, Config, flatten
 from trainer.config.typed import show
@@ -223,7 +229,11 @@ def to_yaml(config: Config) -> str:
 
     Raises ConfigError if it is more than a resume would read.
     """
-    text = OmegaConf.to_yaml(OmegaConf.create(config.plain()))
+    try:
+        text = format_yaml(config.plain())
+    except UnicodeEncodeError as error:
+        why = f"the character {error.object[error.start]!r} cannot be encoded"
+        raise ConfigError(f"task.options: {why}; use other characters") from None
     if len(text) > MOST_OF_YAML or 2 * text.count("\n") > MOST_VALUES:
         most = f"{MOST_OF_YAML:,} bytes and {MOST_VALUES // 2:,} lines"
         advice = "read long values from a file in the task"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.folder import read_settings
-from trainer.config.plain_files import read_yaml
+from trainer.config.plain_files import MOST_OF_YAML, parse_yaml, read_file
 from trainer.config.schema import Config
 from trainer.config.targets import ALLOWED_PACKAGES, lies_under
 from trainer.errors import ConfigError
@@ -41,7 +41,7 @@ def check_saved(
             saved |= dict.fromkeys(packages, word)
     if all(lies_under(package, named) for package in saved):
         return
-    named |= set(_of_the_user(Path(config.folder), home, config_dirs))
+    named |= set(_of_the_user(Path(config.folder), home, config_dirs, saved))
     for package, word in saved.items():
         if not lies_under(package, named):
             why = f"only this file names the package {package}, whose code would be run"
@@ -64,11 +64,15 @@ def naming_words(config: Config, home: Path) -> list[str]:
     return []
 
 
-def _of_the_user(start: Path, home: Path, config_dirs: Iterable[str]) -> Iterator[str]:
+def _of_the_user(
+    start: Path, home: Path, config_dirs: Iterable[str], wanted: Iterable[str]
+) -> Iterator[str]:
     """Yield the packages that the user names, in the folder `start` and in config folders.
 
-    A config folder counts if it is given, or lies in `start`; none that came with the run.
+    A config folder counts if it is given, or lies in `start`; none that came with the run. Only
+    its files that contain one of the `wanted` names are parsed.
     """
+    tops = [package.partition(".")[0].encode() for package in wanted]
     if not _came_with(home, start, start):
         yield from read_settings(start).packages
     found = [path.parent.parent for path in sorted(start.glob("*/task/*.yaml"))]
@@ -76,7 +80,9 @@ def _of_the_user(start: Path, home: Path, config_dirs: Iterable[str]) -> Iterato
         if not _came_with(home, folder, start):
             for file in sorted(folder.glob("*/*.yaml")):
                 with suppress(OSError, ValueError):
-                    yield from _named_in(read_yaml(file))
+                    data = read_file(file, MOST_OF_YAML)
+                    if any(top in data for top in tops):
+                        yield from _named_in(parse_yaml(data))
 
 
 def _came_with(home: Path, folder: Path, start: Path) -> bool:

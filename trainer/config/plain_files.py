@@ -207,6 +207,32 @@ def parse_yaml(data: bytes | str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
+_CDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # PyYAML may lack libyaml
+
+
+class _Dumper(_CDumper):
+    """A dumper that quotes each text that this module's loader, or PyYAML's, reads as something
+    else."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [
+            *yaml.SafeLoader.yaml_implicit_resolvers.get(first, ()),
+            *Loader.yaml_implicit_resolvers.get(first, ()),
+        ]
+        for first in {*yaml.SafeLoader.yaml_implicit_resolvers, *Loader.yaml_implicit_resolvers}
+    }
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write a value out wherever it is."""
+        return True
+
+
+def format_yaml(values: Any) -> str:
+    """Return plain values as YAML, in their order."""
+    options: dict[str, Any] = {"sort_keys": False, "allow_unicode": True}
+    return str(yaml.dump(values, Dumper=_Dumper, default_flow_style=False, **options))
+
+
 def check_aliases(path: Path) -> None:
     """Raise ConfigError if the aliases of a user's YAML file repeat more than can be composed."""
     data = path.read_bytes()

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from trainer.errors import ConfigError
+from trainer.strategy.meta import compute_shapes, to_meta
 from trainer.strategy.rehearsal import FlopCounter
 from trainer.strategy.wire import Arrived, Wire
 
@@ -35,8 +36,14 @@ class Draws(Protocol):
 class OnMeta(TorchDispatchMode):
     """Compute on the meta device whatever has an argument there."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else each operation passes through a wrapper of torch.compile
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if (results := compute_shapes(func, args, kwargs)) is not NotImplemented:
+            return results
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if any(t.is_meta for t in tensors) and not all(t.is_meta for t in tensors):
             if func._schema.is_mutable and not tensors[0].is_meta:
@@ -44,14 +51,6 @@ class OnMeta(TorchDispatchMode):
                 raise ConfigError(f"strategy.mesh.pipeline: {given}; make a new tensor")
             args, kwargs = tree_map_only(torch.Tensor, to_meta, (args, kwargs))
         return func(*args, **kwargs)
-
-
-def to_meta(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_meta:
-        return tensor
-    return torch.empty_strided(
-        tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
-    ).requires_grad_(tensor.requires_grad)
 
 
 class Reached(BaseException):
