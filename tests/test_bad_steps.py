@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import CONF, check_equal_bits, fit, fit_on, newest, on_ranks
+from harness import CONF, check_equal_bits, fit, fit_on, newest, on_ranks, slow_but
 from tiny import Begun, Items, Tiny, TinyItems
 
 from trainer import RunError
@@ -80,7 +80,7 @@ def place_of_the_bad(ranks):
     raise AssertionError("not in the first epoch")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", slow_but([1, 2, 3], 3))
 @pytest.mark.parametrize(("task", "what"), [(BadExample, "loss"), (BadGradient, "gradient")])
 def test_rank_and_example_that_make_a_step_bad_are_named(task, what, ranks, tmp_path, capfd):
     run = fit_on(ranks, tmp_path, *RECIPE, "run.steps=9", task=task)
@@ -130,7 +130,7 @@ def test_stop_ends_the_run_on_every_rank_with_the_example_and_how_to_look_at_it(
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", slow_but([1, 2], 2))
 def test_rollback_undoes_what_happened_once(ranks, tmp_path, capfd):
     straight = fit_on(ranks, tmp_path / "straight", *RECIPE, *EVERY_2)
     rolled = fit_on(

@@ -3,7 +3,7 @@ to all."""
 
 import pytest
 import torch
-from harness import CONF, fit, fit_on, on_ranks
+from harness import CONF, fit, fit_on, on_ranks, slow_but
 from tiny import Begun, Tiny, points
 from torch import nn
 
@@ -38,7 +38,7 @@ class Unweighted(Tiny):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", slow_but([1, 2, 3], 3))
 def test_non_finite_gradient_on_one_rank_is_skipped_on_all(ranks, optimizer, tmp_path, capfd):
     run = fit_on(
         ranks, tmp_path, *RECIPE, f"optim={optimizer}", task=Spoiled

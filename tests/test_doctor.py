@@ -278,7 +278,7 @@ UNMET = {
 @pytest.mark.parametrize(
     ("faults", "result"),
     [
-        pytest.param(WARNED, "warn", id="warned"),
+        pytest.param(WARNED, "warn", id="warned", marks=pytest.mark.slow),
         pytest.param(FAILED, "fail", id="failed"),
         pytest.param(UNMET, "fail", id="unmet", marks=pytest.mark.slow),
     ],

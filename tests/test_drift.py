@@ -54,7 +54,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "pp 2 x ddp 2", "fsdp 2"))
+@pytest.mark.parametrize("case", slow_but(CASES, "fsdp 2"))
 def test_copy_of_a_part_that_drifts_is_named(case, tmp_path):
     ranks, words, task, named = CASES[case]
     words = [*(TINY if issubclass(task, Tiny) else MESHED), *words]

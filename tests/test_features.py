@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from harness import CONF, FIFTY, check_parity, ended, fit, fit_on, join, launch, on_ranks
+from harness import CONF, PARITY, check_parity, ended, fit, fit_on, join, launch, on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import Tiny, points
 from torch import nn
@@ -14,7 +14,7 @@ from torch.nn.functional import softplus
 
 from trainer import ConfigError, ResidentDataset, Trainer, load_config
 
-TINY = ["task=tiny", "optim.lr=0.3", *FIFTY]
+TINY = ["task=tiny", "optim.lr=0.3", *PARITY]
 
 
 class Measured(Tiny):
@@ -149,7 +149,7 @@ class Gan(Tiny):
         return join(judged, made)
 
 
-GAN = ["task=tiny", *FIFTY, "data.global_batch=100", "run.steps=50", "run.clip_norm=5"]
+GAN = ["task=tiny", *PARITY, "data.global_batch=100", "run.steps=50", "run.clip_norm=5"]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import CONF, check_parity, fit_on, newest
+from harness import CONF, check_parity, fit_on, newest, slow_but
 from harness.stored import tensors_of
 
 transformers = pytest.importorskip("transformers")
@@ -107,7 +107,7 @@ def pretrained(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("layout", ["fsdp 2", "2, workers"])
+@pytest.mark.parametrize("layout", slow_but(["fsdp 2", "2, workers"], "fsdp 2"))
 def test_a_run_starts_from_a_model_in_a_folder(layout, pretrained, tmp_path):
     ranks, words = LAYOUTS[layout]
     still = ["optim.lr=0.0", "run.steps=1", f"task.options.model={pretrained}"]

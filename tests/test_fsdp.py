@@ -152,7 +152,7 @@ def test_updates_of_parts_of_the_model(tmp_path):
         assert relative_distance(weight, two["weights"][name]) < 1e-12, name
 
 
-@pytest.mark.parametrize("task", [BadExample, BadGradient])
+@pytest.mark.parametrize("task", slow_but([BadExample, BadGradient], BadGradient))
 def test_a_bad_example_is_found_and_its_step_is_skipped(task, tmp_path, capfd):
     step, rank = place_of_the_bad(2)
     one = fit_on(1, tmp_path / "one", *RECIPE, "strategy=single", task=task)
@@ -277,7 +277,7 @@ def test_exact_refuses_to_divide_a_model(tmp_path):
         fit_on(2, tmp_path, *TINY, "strategy=exact", "strategy.mesh={replicate: 1, shard: 2}")
 
 
-@pytest.mark.parametrize("strategy, ranks", [("fsdp", 2), ("hsdp", 4)])
+@pytest.mark.parametrize("strategy, ranks", slow_but([("fsdp", 2), ("hsdp", 4)], ("fsdp", 2)))
 def test_no_process_group_outlives_a_run(strategy, ranks, tmp_path):
     """At the exit of a process its threads could end it with SIGABRT, after a finished run."""
     words = [*TASK, f"strategy={strategy}", "run.steps=2"]

@@ -118,7 +118,7 @@ def test_a_pipeline_has_the_bits_of_one_process(schedule, tmp_path):
     """Of one that accumulates the same micro-batches; tied weights are summed in another order."""
     words = [
         *("task.options.tied=false", "task.options.dropout=0.2", "data.micro_batch=4"),
-        *("strategy.precision=fp32", "run.ema_decay=0.9"),
+        *("strategy.precision=fp32", "run.ema_decay=0.9", "run.steps=8"),
     ]
     one = fit_on(1, tmp_path / "one", *TASK, "strategy=single", *words)
     words += ["strategy=pp", "strategy.mesh.pipeline=3", f"strategy.schedule={schedule}"]
@@ -301,10 +301,12 @@ class Scored(Meshed):
     [
         pytest.param("pp 2 x tp 2", marks=pytest.mark.slow),
         pytest.param("fsdp 2 x cp 2", marks=pytest.mark.slow),
-        "pp 2 x ddp 2",
+        pytest.param("pp 2 x ddp 2", marks=pytest.mark.slow),
+        "pp 2",
     ],
 )
 def test_evaluation_and_torchmetrics(mesh, tmp_path):
+    pytest.importorskip("torchmetrics")  # before the forks: it takes 4 s
     ranks, mesh_words = MESHES[mesh]
     words = [*TASK, "eval.every_steps=7", "run.ema_decay=0.5", "eval.micro_batch=5"]
     one = fit_on(1, tmp_path / "one", *words, "strategy=single", task=Scored)

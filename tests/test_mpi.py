@@ -122,9 +122,6 @@ def group(backend, rank, size, store):
     dist.destroy_process_group()
 
 
-SIZES = [2, pytest.param(3, marks=pytest.mark.slow)]
-
-
 @pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize("size", [2, 3])
@@ -315,13 +312,15 @@ MOVES = [
 ]
 
 
+@pytest.mark.slow
 @needs_mpi
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, 3])
 def test_training_with_forked_workers_equals_gloos(compared, size):
     _, printed = compared(size)
     assert printed.count("trainings are equal") == size, printed
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_a_finished_run_exits_with_0_and_open_mpi_prints_nothing(compared):
     code, printed = compared(2)
@@ -438,6 +437,7 @@ def times_out(rank, size, store):
         os._exit(1)  # as the command line does
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_ranks_that_are_not_mpis_are_refused(compared):
     _, printed = compared(2)

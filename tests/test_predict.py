@@ -60,7 +60,7 @@ def predicted_on(layout, folder, directory):
     return found
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "1, micro-batches", "3", "pp 2"))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "3", "pp 2"))
 def test_predictions_are_equal_in_every_layout(layout, trained, tmp_path):
     one = predicted_on("1", tmp_path / "one", trained)
     assert one["token"].shape == (107, 8) and one["score"].dtype is torch.float64
@@ -300,7 +300,7 @@ def evaluated(folder, directory, *words):
     return Split(config).evaluate()
 
 
-@pytest.mark.parametrize("layout", slow_but(["1", "3", "pp 2", "fsdp 2"], "1", "3"))
+@pytest.mark.parametrize("layout", slow_but(["1", "3", "pp 2", "fsdp 2"], "3"))
 def test_each_split_is_evaluated_under_its_name(layout, tmp_path):
     ranks, words = LAYOUTS[layout]
     words = [*words, "eval.splits=[val,test]", "eval.every_steps=2"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness import (
     CONF,
+    PARITY,
     check_equal_bits,
     check_parity,
     ended,
@@ -19,6 +20,7 @@ from harness import (
     launch,
     newest,
     on_ranks,
+    slow_but,
 )
 from harness.command import refuse_meeting
 from harness.stored import check_same_bits, optimizers_of
@@ -77,9 +79,9 @@ def test_resume_on_the_same_layout_gives_the_same_bits(ranks, optimizer, tmp_pat
     check_same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), slow_but([(1, 3), (3, 2), (2, 1)], (3, 2)))
 def test_resume_on_another_number_of_ranks_is_parity(before, after, tmp_path):
-    recipe = ["task=tiny", "experiment=parity", "task.options.weights=true", "optim.lr=0.3"]
+    recipe = ["task=tiny", *PARITY, "task.options.weights=true", "optim.lr=0.3"]
     straight = fit_on(1, tmp_path / "straight", *recipe)
     stopped = fit_on(before, tmp_path / "broken", *recipe, "task.options.signal_at=17")
     resumed = fit_on(after, tmp_path / "broken", *recipe, "run.resume=auto")

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from harness import CONF, ELASTIC, SPAWN, TORCHRUN, ended, launch, wait_for
+from harness import CONF, ELASTIC, SPAWN, TORCHRUN, ended, launch, slow_but, wait_for
 
 TASK = """
 import ctypes, faulthandler, os, signal, sys, time
@@ -63,7 +63,7 @@ def test_a_resume_and_a_comparison_show_the_end_before(command, tmp_path):
     assert code == 0 and f"the previous session failed: {reason}\n" in out, err
 
 
-@pytest.mark.parametrize("rank", [0, 1, -1])
+@pytest.mark.parametrize("rank", slow_but([0, 1, -1], 0, -1))
 def test_os_exit_0_of_a_rank_fails_the_group(rank, command, tmp_path):
     write_task(tmp_path, "os._exit(0)", rank)
     code, _, err = command(*WORDS, ranks=2)

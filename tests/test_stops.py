@@ -69,7 +69,7 @@ class InSummary(Tiny):
         return {}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "3", "exact"))
 def test_a_task_ends_the_run_on_all_ranks(layout, tmp_path):
     ranks, words = LAYOUTS[layout]
     words = [*WORDS, *words, "optim.lr=0.01"]

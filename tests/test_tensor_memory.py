@@ -107,10 +107,6 @@ REFUSED = {
         "the parameter a is complex, which no strategy trains; store torch.view_as_real of it, and"
         " use torch.view_as_complex in forward",
     ),
-    "sparse": (
-        {"a": torch.eye(3).to_sparse()},
-        "the parameter a is sparse: must be dense; call to_dense()",
-    ),
     "the same memory": (
         {"a": SHARED, "b": SHARED},
         f"a and b share memory, and are two tensors; tie them as one nn.Parameter, or {COPY}",

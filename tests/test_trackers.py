@@ -12,7 +12,7 @@ import time
 import urllib.request
 
 import pytest
-from harness import CONF, fit_on, on_ranks
+from harness import CONF, fit_on, on_ranks, slow_but
 from harness.training import compose, fit
 from tiny import Tiny
 
@@ -30,7 +30,7 @@ def curves_of(run):
     }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", slow_but([1, 2], 2))
 def test_csv_has_the_curves_once_after_a_resume(ranks, tmp_path):
     words = [*WORDS, "log.trackers=[csv]"]
     stopped = fit_on(ranks, tmp_path, *words, "task.options.signal_at=9")

@@ -490,8 +490,8 @@ def test_tensor_that_cannot_be_trained_or_saved_is_named_at_the_start(strategy, 
         ),
         "complex": (
             holding(lambda: nn.Parameter(torch.ones(3, dtype=torch.complex64))),
-            "the model's made has dtype torch.complex64: must be real; store "
-            "torch.view_as_real(tensor), and use torch.view_as_complex",
+            "build_model: the parameter made is complex, which no strategy trains; store "
+            "torch.view_as_real of it, and use torch.view_as_complex in forward",
         ),
         "sparse": (
             holding(lambda: nn.Embedding(5, 3, sparse=True)),

@@ -24,6 +24,7 @@ from trainer.config.schema import Mesh as Sizes
 from trainer.config.targets import call_target, check_target
 from trainer.data.batches import Batches, EvalBatches, Preparation
 from trainer.data.order import check_batch
+from trainer.data.randomness import seed_all
 from trainer.data.sources import Collate, check_dataset
 from trainer.distributed.group import Group, choose_backend
 from trainer.distributed.ranks import Ranks
@@ -305,7 +306,7 @@ def make_model(task: Task, is_structure_enough: bool) -> nn.Module | None:
 
     Returns None if it cannot be built without values.
     """
-    torch.manual_seed(task.config.run.seed)
+    seed_all(task.config.run.seed)
     model = build_structure(task.build_model, task) if is_structure_enough else task.build_model()
     if not isinstance(model, nn.Module):
         if is_structure_enough:

@@ -7,7 +7,7 @@ from harness.ranks import on_ranks
 from harness.rows import slow_but
 from harness.training import (
     CONF,
-    FIFTY,
+    PARITY,
     check_equal_bits,
     check_parity,
     fit,
@@ -22,7 +22,7 @@ from harness.waiting import Beside, free_port, wait_for, within
 __all__ = [
     "CONF",
     "ELASTIC",
-    "FIFTY",
+    "PARITY",
     "PATHS",
     "SPAWN",
     "TORCHRUN",

@@ -145,7 +145,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def check_tensors(model: nn.Module, is_structure: bool = False) -> None:
-    """Raise ConfigError, by name, for a parameter or buffer that no run can train or save.
+    """Raise ConfigError, by name, for a parameter or buffer that no run can save.
 
     A structure has no values.
     """
@@ -153,14 +153,10 @@ def check_tensors(model: nn.Module, is_structure: bool = False) -> None:
         if getattr(module, "sparse", False) is True and isinstance(module, SPARSE):
             must = "must have sparse=False, because gradients are summed as dense tensors"
             raise ConfigError(f"the model's {name} ({type(module).__name__}): {must}")
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         flaw = None if is_structure else find_flaw(tensor, allows_gradient=True)
         if flaw:
             raise ConfigError(f"the model's {name} is {flaw[0]}; {flaw[1]}")
-        if tensor.is_complex() and name in trained:
-            must = "must be real; store torch.view_as_real(tensor), and use torch.view_as_complex"
-            raise ConfigError(f"the model's {name} has dtype {tensor.dtype}: {must}")
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and not value.is_floating_point():
             _name_of(value.dtype, f"the model's {name}")

@@ -85,7 +85,7 @@ def _of_rows(tensor: torch.Tensor) -> dict[str, Any]:
     rows = torch.linspace(0, len(tensor) - 1, count, dtype=torch.float64).round().long()
     taken = tensor.detach()[rows.to(tensor.device)].cpu()
     if is_float:
-        return {"digest": form, "values": [_project(row) for row in taken]}
+        return {"digest": form, "values": _project(taken.reshape(count, tensor.shape[1:].numel()))}
     return {"digest": _hash(form.encode() + _bytes_of(taken)), "values": []}
 
 
@@ -101,7 +101,7 @@ def _of_example(dataset: Any, index: int) -> dict[str, Any]:
         parts.append(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         some = tensor.detach().reshape(-1)[:MOST_ELEMENTS].cpu()
         if some.is_floating_point() or some.is_complex():
-            values.append(_project(some))
+            values += _project(some.reshape(1, -1))
         else:
             parts.append(_bytes_of(some))
     return {"digest": _hash(b"/".join(parts)), "values": values}
@@ -130,13 +130,14 @@ def _plain_bytes(leaf: Any) -> bytes:
     return (repr(leaf) if isinstance(leaf, (int, type(None))) else type(leaf).__name__).encode()
 
 
-def _project(floats: torch.Tensor) -> float:
-    """Return one number for a tensor, which rounding hardly changes."""
-    flat = floats.reshape(-1)
-    flat = (torch.view_as_real(flat) if flat.is_complex() else flat).double().reshape(-1)
-    flat = flat.nan_to_num(0.125, 1e30, -1e30)
-    weights = (torch.arange(flat.numel(), dtype=torch.float64) * 0.6180339887 + 0.3) % 1 - 0.5
-    return float(flat @ weights) / math.sqrt(max(1, flat.numel()))
+def _project(rows: torch.Tensor) -> list[float]:
+    """Return one number for each row (rows, elements), which rounding hardly changes."""
+    rows = (torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows).double()
+    rows = rows.nan_to_num(0.125, 1e30, -1e30)
+    size = rows.shape[1]
+    weights = (torch.arange(size, dtype=torch.float64) * 0.6180339887 + 0.3) % 1 - 0.5
+    found: list[float] = (rows @ weights / math.sqrt(max(1, size))).tolist()
+    return found
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

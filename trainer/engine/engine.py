@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from trainer.config.schema import Config
+from trainer.data.randomness import seed_all
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.draws.mode import take_rows
 from trainer.engine.buffers import Buffers, load_buffers
@@ -88,7 +89,7 @@ class Engine:
         self._wants_norm = False
         self._norms: dict[str, torch.Tensor] = {}
         rehearsal = next(iter(batch))
-        torch.manual_seed(config.run.seed)  # lazy layers initialise their weights in the rehearsal
+        seed_all(config.run.seed)  # lazy layers initialise their weights in the rehearsal
         strategy.prepare(rehearsal, self._new_objective("loss").of(parts.hooks.loss))
         strategy.on_gradients(self._heartbeat.reduce_begun)
         self._unit = config.norm_rows or 1

@@ -22,12 +22,12 @@ COPY = "pass a copy of the tensor to nn.Parameter (.clone())"
 def make_dense(model: nn.Module) -> None:
     """Copy each parameter and buffer whose memory has gaps, as a change of dtype would.
 
-    Raises ConfigError for a trainable parameter that is complex or sparse, whose elements share
-    memory, or that shares memory with another parameter or buffer. Tied weights are one parameter.
+    Raises ConfigError for a trainable parameter that is complex, whose elements share memory, or
+    that shares memory with another parameter or buffer. Tied weights are one parameter.
     """
     named = dict(_plain_tensors(model))
     for name, tensor in named.items():
-        if tensor.requires_grad:
+        if tensor.requires_grad and tensor.layout is torch.strided:
             _check_elements(name, tensor)
     storages: dict[int, list[str]] = {}
     for name, tensor in named.items():
@@ -66,8 +66,6 @@ def _check_elements(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_complex():
         advice = "store torch.view_as_real of it, and use torch.view_as_complex in forward"
         raise ConfigError(f"{given} is complex, which no strategy trains; {advice}")
-    if tensor.layout is not torch.strided:
-        raise ConfigError(f"{given} is sparse: must be dense; call to_dense()")
     if not is_dense(tensor):
         places = _places(tensor)
         if len(places.unique()) < len(places):
