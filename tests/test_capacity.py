@@ -146,6 +146,7 @@ def test_auto_is_refused_under_exact(command):
     assert done.stderr.endswith("; set 3\n")
 
 
+@pytest.mark.slow
 def test_another_failure_is_shown_by_the_run_itself(command):
     words = ["data.micro_batch=auto", "task.trainer=narrow.Failing"]
     done = command(*WORDS, *words, environment={"ROOM": "9"})

@@ -178,6 +178,7 @@ class Strided(Tiny):
         return model
 
 
+@pytest.mark.slow
 def test_parameters_may_be_strided_or_unused(references, tmp_path):
     words = ["task=tiny", "strategy=exact", "optim=adamw", "strategy.precision=fp32"]
     words += ["strategy.find_unused_parameters=true", "data.micro_batch=2"]

@@ -271,6 +271,7 @@ def test_driver_without_a_visible_gpu_is_reported(tmp_path, monkeypatch):
     assert world.explain_unseen_gpu() == ""
 
 
+@pytest.mark.slow
 def test_run_that_is_slow_for_a_known_reason_reports_it(command, tmp_path):
     words = [*AUTO[:1], "run.steps=1", "data.path=streamed", "strategy.precision=fp32"]
     words += [f"run.dir={tmp_path}", f"--config-dir={CONF}"]

@@ -94,6 +94,7 @@ def test_every_mesh_has_the_numbers_of_one_process(mesh, case, single, tmp_path)
 LOW = {"fp32": 1e-5, "amp_bf16": 2e-2, "amp_fp16": 2e-3, "bf16": 1e-1, "fp16": 2e-2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision, most", slow_but(LOW.items(), ("amp_bf16", 2e-2)))
 def test_low_precisions_agree_up_to_rounding(precision, most, tmp_path):
     words = [*TASK, f"strategy.precision={precision}", "run.clip_norm=1"]
@@ -144,6 +145,7 @@ class Pair(nn.Module):
 TINY = ["task=tiny", "run.steps=12", "log.every_steps=1"]
 
 
+@pytest.mark.slow
 def test_updates_of_parts_of_the_model(tmp_path):
     words = [*TINY, "strategy.find_unused_parameters=true", "run.clip_norm=0.3"]
     one = fit_on(1, tmp_path / "one", *words, "strategy=single", task=Two)

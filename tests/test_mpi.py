@@ -392,6 +392,7 @@ def train(hook, rank, size):
     )
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_a_rank_that_raises_ends_the_others(mpirun):
     began = time.monotonic()

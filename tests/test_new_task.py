@@ -67,6 +67,7 @@ def losses(directory):
     return [line["train/loss"] for line in lines if "train/loss" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_built_in_tasks_come_from_the_wheel_in_any_folder(is_real, site, command, tmp_path):
     for name in ("tasks/cifar.py", "tasks/__init__.py", "conf/task/cifar.yaml", "trainer_conf.py"):

@@ -48,6 +48,7 @@ def test_page_shows_the_run(finished):
         assert part in text, part
 
 
+@pytest.mark.slow
 def test_skipped_steps_are_shown(tmp_path):
     words = ["task=tiny", "run.steps=12", "run.on_bad_step=skip", "checkpoint.every_steps=12"]
     directory = fit_on(1, tmp_path, *words, task=BadExample)["directory"]
@@ -70,6 +71,7 @@ def test_a_run_that_has_only_begun(tmp_path):
     assert "0 steps; the run has not ended" in text and "There is no checkpoint yet." in text
 
 
+@pytest.mark.slow
 def test_values_that_are_not_finite_are_drawn(tmp_path):
     directory = fit_on(1, tmp_path, "task=tiny", "run.steps=3", "log.every_steps=1")["directory"]
     lines = (directory / "metrics.jsonl").read_text().splitlines()

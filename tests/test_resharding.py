@@ -92,7 +92,8 @@ def test_a_checkpoint_has_the_same_bits_in_every_layout(source, target, saved, t
     check_loaded(saved, source, target, tmp_path)
 
 
-@pytest.mark.parametrize("source, target", slow_but(SOME, SOME[-1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("source, target", SOME)
 def test_a_checkpoint_has_the_same_bits_on_another_mesh(source, target, saved, tmp_path):
     check_loaded(saved, source, target, tmp_path, MESHES, OF_MESHES)
 
@@ -158,6 +159,7 @@ def test_rank_0_can_write_a_mesh(mesh, saved, tmp_path):
         check_same_bits(dict(sorted(old[kind].items())), dict(sorted(new[kind].items())), kind)
 
 
+@pytest.mark.slow
 def test_without_a_shared_disk_rank_0_writes_everything(saved, tmp_path):
     ranks, words = LAYOUTS["fsdp x 3"]
     apart = fit_on(ranks, tmp_path, *TASK, *words, "checkpoint.sharded=false")

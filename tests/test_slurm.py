@@ -62,7 +62,8 @@ def test_doctor_examines_the_ranks_of_srun(cluster):
     ), done.stdout
 
 
-@pytest.mark.parametrize("tasks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tasks", [1, 2])
 def test_srun_starts_the_ranks(tasks, cluster, tmp_path):
     words = ["python", "-m", "trainer", *TINY, f"run.dir={tmp_path}"]
     done = cluster.srun("-N2", f"--ntasks-per-node={tasks}", *words)

@@ -303,6 +303,7 @@ def test_parameter_without_gradient_is_named(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_start_prints_what_the_strategy_does(tmp_path, capfd):
     recipe = ["task=tiny", "strategy.precision=fp32"]
     fit_on(1, tmp_path / "dp", *recipe, "strategy=dp")

@@ -37,6 +37,7 @@ def exit_record(folder) -> dict:
     return json.loads((folder / "runs/tiny/a/exit.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "closed",
     [
