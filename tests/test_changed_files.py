@@ -5,7 +5,7 @@ import os
 import shutil
 
 import pytest
-from harness import fit_on
+from harness import fit_on, newest
 from harness.internals import rundir
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import Tiny
@@ -155,3 +155,20 @@ def test_a_run_goes_on_though_its_directory_is_meddled_with(task, tmp_path, capf
     assert any("nobody else writes there, so the run continues" in one for one in said)
     assert (directory / "config.yaml").is_file() == (task is not All)
     assert task is All or json.loads((directory / "exit.json").read_text())["code"] == 0
+
+
+class Planted(Meddled):
+    def meddle(self, directory):
+        (directory / "checkpoints/step-00000006").mkdir()
+        (directory / "checkpoints/step-00000009").touch()
+
+
+def test_entries_with_the_name_of_a_checkpoint_are_renamed_and_it_is_saved(tmp_path, capfd):
+    run = fit_on(1, tmp_path, *WORDS, *SAVES, task=Planted)
+    assert newest(run["directory"]).manifest["step"] == 9
+    names = sorted(path.name[:21] for path in (run["directory"] / "checkpoints").iterdir())
+    assert names[:2] == ["invalid-step-00000006", "invalid-step-00000009"]
+    assert [name for name in names if name.startswith("step-")] == [
+        f"step-{step:08d}" for step in (3, 6, 9)
+    ]
+    assert capfd.readouterr().out.count("was no checkpoint of this run, and is invalid-step-") == 2

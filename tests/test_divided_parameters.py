@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import check_parity, fit, fit_on, on_ranks
@@ -90,3 +91,32 @@ def test_parameters_that_a_mesh_divides_are_named_where_a_task_uses_them(tmp_pat
             assert f"{__file__}:" in line
             why = "uses parameters that this mesh divides, or that other ranks have"
             assert line.endswith(f"{why}; {advice}, or strategy=ddp")
+
+
+class DoubleGradient(Taught):
+    """A penalty on the gradient of the loss by the inputs, which the loss takes itself."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.register_forward_pre_hook(self._as_leaf)
+        return model
+
+    def _as_leaf(self, module, args):
+        self.inputs = args[0].detach().requires_grad_()
+        return (self.inputs,)
+
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        if not torch.is_grad_enabled():
+            return values
+        (slope,) = torch.autograd.grad(values.sum(), self.inputs, create_graph=True)
+        return values + slope.square().sum(1)
+
+
+def test_gradients_of_gradients_train_under_ddp_and_are_refused_under_fsdp(tmp_path):
+    one = fit_on(1, tmp_path / "one", *WORDS, "strategy=single", task=DoubleGradient)
+    two = fit_on(2, tmp_path / "two", *WORDS, "strategy=ddp", task=DoubleGradient)
+    check_parity(one, two, falls=False)
+    line = "a gradient of a gradient needs parameters that are freed"
+    with pytest.raises(AssertionError, match=line):
+        fit_on(2, tmp_path / "parts", *WORDS, "strategy=fsdp", task=DoubleGradient)

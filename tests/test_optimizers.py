@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from harness import check_parity, fit, fit_on, on_ranks
 from tiny import Tiny
+from torch import nn
 
 from trainer.errors import ConfigError
 
@@ -184,3 +185,34 @@ def test_optimizers_that_need_the_whole_model_are_refused_where_it_is_divided(tm
         assert lines == expected
     (lines,) = on_ranks(1, refusals, tmp_path, ON_A_MESH, "strategy=single")
     assert lines == {}
+
+
+class Late(Plain):
+    """Task with a layer that is used from the third step on."""
+
+    def build_model(self):
+        return TwoLayers()
+
+    def train_step(self, batch):
+        self.model.is_on = self.step >= 2
+        return super().train_step(batch)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 3)
+        self.two = nn.Linear(4, 3)
+        self.is_on = True
+
+    def forward(self, inputs):
+        return self.one(inputs) + self.two(inputs) if self.is_on else self.one(inputs)
+
+
+def test_a_parameter_may_get_its_first_gradient_late(tmp_path):
+    """With the default optimizer: torch's fused SGD takes no parameter without momentum then."""
+    words = [*WORDS, "strategy.precision=fp64", "log.every_steps=1"]
+    one = fit_on(1, tmp_path / "one", *words, "strategy=single", task=Late)
+    two = fit_on(2, tmp_path / "two", *words, "strategy.find_unused_parameters=true", task=Late)
+    check_parity(one, two, falls=False)
+    assert one["code"] == 0

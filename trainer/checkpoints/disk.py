@@ -59,6 +59,8 @@ class Disk:
             return "the quota of this user or project is used up", "free some of it (quota -s)"
         if error.errno == errno.ENOSPC and self._lacks_inodes():
             return "the file system has no inode for another file (df -i)", "remove files"
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return "somebody removed or replaced it", "put it back"
         sizes = f"{need / 1e6:,.1f} MB are needed"
         with suppress(OSError):  # also if the directory was removed
             sizes += f", {shutil.disk_usage(self._directory).free / 1e6:,.1f} MB free"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from trainer.checkpoints import packing, tensors, transaction
 from trainer.checkpoints.disk import Disk
+from trainer.checkpoints.manifest import read_manifest
 from trainer.checkpoints.sources import TRAINING
 from trainer.config.schema import Checkpoint
 from trainer.errors import CheckpointError, RunError
@@ -192,10 +194,11 @@ class DiskSaver(PartSaver):
         self._flush_record = flush_record
 
     def stage(self, step: int) -> str:
-        if self.path_of(step).exists():
+        if self._has(step):
             return ""
         self._check_owner()
         try:
+            self._make_way(self.path_of(step))
             return str(transaction.stage(self.root, step))
         except OSError as error:
             self._report(error, step, 0)
@@ -205,9 +208,23 @@ class DiskSaver(PartSaver):
         super().settle()
         if self._disk.failure is not None:
             raise self._disk.failure
-        if step is not None and not self.path_of(step).exists():
+        if step is not None and not self._has(step):
             lost = "could not be saved, so the run's last step is lost; make room and resume"
             raise RunError(f"{self.path_of(step)}: {lost}")
+
+    def _has(self, step: int) -> bool:
+        """Return True if the checkpoint of a step is there, and not another thing of its name."""
+        try:
+            read_manifest(self.path_of(step))
+        except CheckpointError:
+            return False
+        return True
+
+    def _make_way(self, path: Path) -> None:
+        """Rename what has the name of a checkpoint and is none."""
+        if os.path.lexists(path):
+            aside = transaction.set_aside(path)
+            self._disk.tell(f"{path} was no checkpoint of this run, and is {aside.name} now")
 
     @property
     def has_failed(self) -> bool:

@@ -72,6 +72,8 @@ def step_unless(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) -> Non
 
 def _step(optimizer: Optimizer) -> None:
     """Step. Raises ConfigError for an exception of torch's, such as for a missing closure."""
+    if isinstance(optimizer, torch.optim.SGD):
+        _begin_momentum(optimizer)
     try:
         optimizer.step()
     except (ConfigError, RunError, torch.OutOfMemoryError):
@@ -81,6 +83,22 @@ def _step(optimizer: Optimizer) -> None:
             raise
         what = f"{type(error).__name__}: {one_line(error)[:MOST_SHOWN]}"
         raise ConfigError(f"{type(optimizer).__name__}.step() failed: {what}") from error
+
+
+def _begin_momentum(optimizer: torch.optim.SGD) -> None:
+    """Give a buffer to parameters that get their first gradient after the others.
+
+    torch's fused SGD takes buffers for all or for none (TypeError in torch 2.13). From a buffer of
+    zeros the first update is the same, unless dampening is set.
+    """
+    for group in optimizer.param_groups:
+        if not group["fused"] or not group["momentum"] or group["dampening"]:
+            continue
+        ready = [p for p in group["params"] if p.grad is not None]
+        late = [p for p in ready if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+        if 0 < len(late) < len(ready):
+            for p in late:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 def _knows_found_inf(optimizer: Optimizer) -> bool:

@@ -20,6 +20,7 @@ ADVICE = "use weight_decay for a penalty, an attribute of the task for a teacher
 _MIXED = re.compile(
     r"mixed torch\.Tensor and DTensor|on device meta|[Mm]eta tensor|FSDP does not support deepcopy"
 )
+_FREED = re.compile(r"setStorage: .* storage of size 0|expected device \w+ but got meta")
 
 
 class DividedParameters(TorchFunctionMode):
@@ -42,10 +43,15 @@ class DividedParameters(TorchFunctionMode):
 
 @contextmanager
 def parts_named(is_divided: bool) -> Iterator[None]:
-    """Raise ConfigError where the task's code mixes tensors with parts of parameters."""
+    """Raise ConfigError where the task's code mixes tensors with parts of parameters, or takes
+    gradients of gradients through parameters that are not there any more."""
     try:
         yield
     except (RuntimeError, AssertionError, ConfigError) as error:
+        if is_divided and _FREED.search(str(error)):
+            why = "a gradient of a gradient needs parameters that are freed, or on other ranks"
+            advice = "use strategy=ddp, or under fsdp torch.autograd.grad in forward"
+            raise ConfigError(f"strategy.mesh: {why}; {advice}") from error
         if not is_divided or not _MIXED.search(str(error)):
             raise
         place = _task_line(error.__context__ or error)  # of torch's error, which a hook's may hide
