@@ -156,7 +156,7 @@ def test_step_that_is_bad_again_after_a_rollback_ends_the_run(tmp_path):
     assert "it failed again after a rollback; inspect it with python -m trainer.replay" in said
 
 
-@pytest.mark.parametrize("weights", ["false", "true"])
+@pytest.mark.parametrize("weights", slow_but(["false", "true"], "true"))
 def test_replay_shows_the_example_on_one_process(weights, tmp_path, capfd, monkeypatch):
     words = [f"task.trainer={__name__}.BadExample", f"task.options.weights={weights}"]
     run = fit_on(2, tmp_path, *RECIPE, *words, *EVERY_2)

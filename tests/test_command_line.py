@@ -28,9 +28,10 @@ TINY = ["--config-dir", CONF, "task=tiny"]
             ["task=cifar", "data.global_batch=1", "run.norm_rows=null"],
             "error: data.global_batch=1: must be at least the 2 data-parallel ranks",
         ),
-        (
+        pytest.param(
             ["task=cifar", "data.global_batch=9999", "run.norm_rows=null"],
             "error: data.global_batch=9999: must be at most the 5000 training",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -94,6 +95,7 @@ def test_directory_holds_what_is_promised(tmp_path):
         assert word in out, word
 
 
+@pytest.mark.slow
 def test_evaluate_gives_the_run_its_metrics_on_any_layout(command, tmp_path):
     command(*TINY, "run.name=a", ranks=2)
     told = json.loads((tmp_path / "runs/tiny/a/exit.json").read_text())["metrics"]

@@ -82,7 +82,7 @@ def single(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "accumulated", "2"))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "2"))
 def test_rows_of_unequal_length_are_padded_alike_in_every_layout(layout, single, tmp_path):
     ranks, words = LAYOUTS[layout]
     batch = [word for word in words if word.startswith("data.global_batch")]
@@ -216,6 +216,7 @@ class Failing(Padded):
         raise OSError("no space left for the download")
 
 
+@pytest.mark.slow
 def test_one_rank_of_a_node_prepares_before_the_others_build(tmp_path):
     fit_on(3, tmp_path, *WORDS, "strategy=ddp", task=Prepared)
     assert (tmp_path / "rows.log").read_text() == "0\n"

@@ -79,6 +79,7 @@ def wrong(rows: dict[str, Any]) -> dict[str, str]:
 # Started as a user starts it ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_process_prints_a_table_and_warnings_do_not_fail(tmp_path):
     threads = {
         "OMP_NUM_THREADS": "64",

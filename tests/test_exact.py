@@ -115,6 +115,7 @@ def test_ddp_has_other_bits(references, tmp_path):
     assert one["record"] != three["record"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

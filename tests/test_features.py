@@ -36,6 +36,7 @@ def measured(examples):
     return task.evaluate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("examples", "sizes"), [pytest.param(203, (1, 2, 3), marks=pytest.mark.slow), (4, (1, 3, 5))]
 )
@@ -158,6 +159,7 @@ def gan(tmp_path_factory):
     return fit_on(1, tmp_path_factory.mktemp("gan"), *GAN, task=Gan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
@@ -272,6 +274,7 @@ class Pictured(Tiny):
 """
 
 
+@pytest.mark.slow
 def test_pictures_histograms_and_a_trace_are_written_when_asked_for(command, tmp_path):
     """Runs in a new process: the profiler of torch 2.10 does not start in a fork, and that of 2.12
     may crash there.

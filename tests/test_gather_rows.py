@@ -63,7 +63,7 @@ def single(tmp_path_factory):
     return fit_on(1, folder, *WORDS, "strategy=single", task=Contrastive)
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "fsdp 2", "pp 2"))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "fsdp 2"))
 def test_a_loss_over_the_whole_batch_is_equal_in_every_layout(layout, single, tmp_path):
     ranks, words = LAYOUTS[layout]
     other = fit_on(ranks, tmp_path, *WORDS, *words, task=Contrastive)

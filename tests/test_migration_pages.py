@@ -161,6 +161,7 @@ def test_ddp_script_learns_other_things_on_other_ranks_and_repeats_data(
         assert hits == pytest.approx(round(hits), abs=2e-4), count
 
 
+@pytest.mark.slow
 def test_ddp_task_learns_the_same_on_another_number_of_ranks(write, run, tmp_path):
     write("ddp-script")
     one, two, evaluate, resume, audit = commands_in("ddp-script", "-m trainer")[:5]

@@ -46,6 +46,7 @@ def test_a_parameter_between_divided_layers_is_refused_by_name(strategy, tmp_pat
         fit_on(ranks, tmp_path, *PRECISE, f"strategy={strategy}", task=Curved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "frozen",
     slow_but(

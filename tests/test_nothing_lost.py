@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import CONF, check_equal_bits, fit, fit_on, newest, on_ranks, wait_for
+from harness import CONF, check_equal_bits, fit, fit_on, newest, on_ranks, slow_but, wait_for
 from harness.internals import checkpoint, packing
 from harness.stored import check_same_bits, content_of, save
 
@@ -377,7 +377,7 @@ def test_with_on_error_continue_a_full_disk_is_a_warning_until_there_is_room(tmp
     )
 
 
-@pytest.mark.parametrize("call", ["stage", "write_one", "publish"])
+@pytest.mark.parametrize("call", slow_but(["stage", "write_one", "publish"], "publish"))
 def test_run_whose_last_step_could_not_be_saved_fails_even_so(call, tmp_path, monkeypatch):
     def failing(*arguments):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

@@ -4,6 +4,7 @@ import copy
 import re
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import check_parity, fit, fit_on, on_ranks
@@ -63,6 +64,7 @@ class Checked(Sam):
         return outcome
 
 
+@pytest.mark.slow
 def test_sam_as_two_updates_is_sam_in_any_layout_with_whole_weights(tmp_path):
     words = (*WORDS, "experiment=parity", "run.clip_norm=null", "optim=sgd", "optim.momentum=0.9")
     (one,) = on_ranks(1, lambda: fit(tmp_path, *words, "strategy=single", task=Checked))

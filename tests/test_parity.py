@@ -98,6 +98,7 @@ def test_run_does_not_depend_on_layout(recipe, layout, references, tmp_path):
     check_parity(references(recipe), fit_on(ranks, tmp_path, *recipe, *overrides))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [

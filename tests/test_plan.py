@@ -180,7 +180,7 @@ PASSES = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(PASSES, "dropout", "weights"))
+@pytest.mark.parametrize("case", slow_but(PASSES, "weights"))
 def test_activations_and_operations_are_those_of_a_real_run(case, tmp_path):
     words = [*PASSES[case], "strategy=single"]
     made = plan(tmp_path, *words)
@@ -216,7 +216,7 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(MESSAGES, "ddp", "fsdp", "exact"))
+@pytest.mark.parametrize("case", slow_but(MESSAGES, "ddp", "exact"))
 def test_number_of_messages_is_that_of_a_real_step(case, tmp_path):
     ranks, words = MESSAGES[case]
     made = plan(tmp_path, *SHARDED, *words, ranks=ranks)
@@ -253,7 +253,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(MESHES, "tp 2", "pp 2"))
+@pytest.mark.parametrize("case", slow_but(MESHES, "tp 2"))
 def test_numbers_of_a_mesh_are_those_of_a_real_step(case, tmp_path):
     ranks, words = MESHES[case]
     words = [*MESHED, *words]
@@ -369,6 +369,7 @@ def measure_plan(folder):
     return made.parameters, made.axes, made.batches["micro_batch"], (after - before) * 1024
 
 
+@pytest.mark.slow
 def test_plan_of_a_large_model_on_1024_ranks_needs_little_memory(tmp_path):
     compose(tmp_path, *LARGE, "strategy=hsdp")
     ((parameters, axes, rows, grown),) = on_ranks(1, measure_plan, tmp_path)

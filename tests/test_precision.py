@@ -92,7 +92,7 @@ class Overflowing(Tiny):
         return values, weights
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", slow_but([1, 2], 1))
 def test_overflow_is_skipped_counted_and_the_scale_resumes(ranks, tmp_path, capfd):
     recipe = [*MLP, "strategy.precision=amp_fp16", "optim.lr=0.001"]
     whole = fit_on(ranks, tmp_path / "whole", *recipe, task=Overflowing)

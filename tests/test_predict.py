@@ -60,7 +60,7 @@ def predicted_on(layout, folder, directory):
     return found
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "3", "pp 2"))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "pp 2"))
 def test_predictions_are_equal_in_every_layout(layout, trained, tmp_path):
     one = predicted_on("1", tmp_path / "one", trained)
     assert one["token"].shape == (107, 8) and one["score"].dtype is torch.float64
@@ -70,7 +70,7 @@ def test_predictions_are_equal_in_every_layout(layout, trained, tmp_path):
 
 
 @pytest.mark.parametrize("file", ["a.npz", "a.jsonl", "a.parquet"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", slow_but([1, 2], 2))
 def test_the_command_writes_each_example_once_in_order(file, ranks, command, tmp_path):
     if file.endswith("parquet"):
         parquet = pytest.importorskip("pyarrow.parquet")

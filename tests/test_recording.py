@@ -91,7 +91,7 @@ def test_values_have_their_names_and_intervals(single):
     assert len(record) == 3
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "accumulated", "pp 2"))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "accumulated", "3"))
 def test_values_are_equal_in_every_layout(layout, single, tmp_path):
     ranks, words = LAYOUTS[layout]
     batch = [word for word in words if word.startswith("data.global_batch")]
@@ -99,6 +99,7 @@ def test_values_are_equal_in_every_layout(layout, single, tmp_path):
     check_same(values_of(single(*batch)), values_of(other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["2", pytest.param("pp 2", marks=pytest.mark.slow)])
 def test_values_are_equal_after_a_resume_in_an_interval(layout, single, tmp_path):
     ranks, words = LAYOUTS[layout]

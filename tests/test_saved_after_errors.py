@@ -146,7 +146,7 @@ LAYOUTS = {
 CASES = [(layout, where) for layout in LAYOUTS for where in ("metrics", "the model")]
 
 
-@pytest.mark.parametrize("layout, where", slow_but(CASES, ("pp", "metrics")))
+@pytest.mark.parametrize("layout, where", slow_but(CASES, ("ddp", "metrics")))
 def test_an_evaluation_that_fails_on_one_rank_ends_all_of_them_with_the_state_saved(
     layout, where, tmp_path
 ):

@@ -158,6 +158,7 @@ def test_ema_is_evaluated_and_restored(tmp_path):
     assert on_ranks(1, evaluated)[0] == pytest.approx(whole["metrics"], rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", slow_but(["fp16", "powersgd"], "fp16"))
 def test_compressing_hook_trains_and_keeps_the_ranks_equal(hook, tmp_path):
     """fit_on compares the ranks.

@@ -79,6 +79,7 @@ def test_reader_that_goes_away_does_not_end_the_run(tmp_path):
     assert exit_record(tmp_path)["step"] == 100
 
 
+@pytest.mark.slow
 def test_terminal_that_hangs_up_saves_and_ends_with_75(tmp_path):
     """The terminal end of a pseudo-terminal is closed, so the kernel sends SIGHUP."""
     ours, theirs = pty.openpty()

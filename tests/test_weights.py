@@ -47,6 +47,7 @@ def weights_after(folder, source, layout="single", *words):
     return tensors_of(newest(run["directory"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source, target", slow_but(RING, ("fsdp 3", "tp 2")))
 def test_a_run_starts_from_another_one_in_any_layout(source, target, trained, tmp_path):
     directory = trained(source)
@@ -198,7 +199,7 @@ def test_weights_that_are_not_plain_finite_numbers_of_the_model_are_named(traine
     assert ends[0] == ends[1] and "norm.weight has values that are not finite" in ends[0]
 
 
-@pytest.mark.parametrize("layout", slow_but(HERE, "tp 2"))
+@pytest.mark.parametrize("layout", slow_but(HERE, "single"))
 def test_frozen_parameters_stay_and_the_others_are_trained_alike(layout, trained, tmp_path):
     ranks, strategy = HERE[layout]
     words = ["run.freeze=[blocks.0.*,position]", "strategy.precision=fp64", "optim=adamw"]
