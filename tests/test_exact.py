@@ -131,6 +131,7 @@ def test_settings_of_a_run_keep_its_bits(more, references, tmp_path):
     check_same_runs(references(*words), fit_on(3, tmp_path, *words))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tiny", pytest.param("text", marks=SLOW)])
 def test_run_that_changes_its_ranks_at_every_resume_keeps_its_bits(recipe, references, tmp_path):
     words = [*exact(recipe, "fp32"), "schedule=constant", "log.every_steps=8"]

@@ -36,7 +36,6 @@ def measured(examples):
     return task.evaluate()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("examples", "sizes"), [pytest.param(203, (1, 2, 3), marks=pytest.mark.slow), (4, (1, 3, 5))]
 )

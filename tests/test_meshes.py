@@ -64,9 +64,7 @@ def single():
     return run
 
 
-QUICK = [
-    *(("pp 2", "clipping"), ("tp 2", "plain")),
-]
+QUICK = [("pp 2", "clipping"), ("tp 2", "plain")]
 EVERY = [(mesh, case) for mesh in MESHES for case in CASES if (mesh, case) not in QUICK]
 
 
@@ -303,7 +301,7 @@ class Scored(Meshed):
         pytest.param("pp 2 x tp 2", marks=pytest.mark.slow),
         pytest.param("fsdp 2 x cp 2", marks=pytest.mark.slow),
         pytest.param("pp 2 x ddp 2", marks=pytest.mark.slow),
-        "pp 2",
+        pytest.param("pp 2", marks=pytest.mark.slow),
     ],
 )
 def test_evaluation_and_torchmetrics(mesh, tmp_path):

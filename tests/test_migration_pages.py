@@ -176,6 +176,7 @@ def test_ddp_task_learns_the_same_on_another_number_of_ranks(write, run, tmp_pat
     assert "nothing was repeated or skipped" in run(audit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp-script", pytest.param("accelerate", marks=pytest.mark.slow)])
 def test_losses_agree_to_ten_digits_in_fp64(name, write, run, tmp_path):
     write(name)

@@ -163,6 +163,7 @@ def test_mean_of_the_ranks_means_is_found(name, ranks, references, tmp_path, mon
         check_parity(reference, wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "workers"),
     [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 0), (1, 2), (3, 2)))],

@@ -253,6 +253,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_but(MESHES, "tp 2"))
 def test_numbers_of_a_mesh_are_those_of_a_real_step(case, tmp_path):
     ranks, words = MESHES[case]
