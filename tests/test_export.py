@@ -192,7 +192,8 @@ def test_outputs_of_any_kind(form, tmp_path, command):
     text = (run / "config.yaml").read_text().replace("tiny.Tiny", "test_export.Odd")
     (run / "config.yaml").write_text(text)
     out = tmp_path / f"model.{form}"
-    done = export(command, run, f"format={form}", f"out={out}")
+    named = "task.trainer=test_export.Odd"
+    done = export(command, run, f"format={form}", f"out={out}", named)
     assert done.returncode == 0, done.stderr
     page = Path(f"{out}.md").read_text()
     for line in ("`scale` | float32 | ()", "`weight` | float32 | (3, 4)"):
@@ -226,7 +227,8 @@ def test_a_wrong_export_is_not_written(task, line, tmp_path, command):
     text = (run / "config.yaml").read_text().replace("tiny.Tiny", f"test_export.{task}")
     (run / "config.yaml").write_text(text)
     out = tmp_path / "model.onnx"
-    done = export(command, run, "format=onnx", f"out={out}")
+    named = f"task.trainer=test_export.{task}"
+    done = export(command, run, "format=onnx", f"out={out}", named)
     assert done.returncode in (1, 2)
     assert len(done.stderr.splitlines()) == 1
     assert re.match(f"error: {line}", done.stderr), done.stderr
