@@ -10,6 +10,8 @@ from harness.internals import rundir
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import Tiny
 
+from trainer.errors import CheckpointError
+from trainer.record.lease import Lease
 from trainer.record.metrics import MetricsFile
 
 WORDS = ["task=tiny", "run.steps=9", "log.every_steps=1", "eval.every_epochs=null"]
@@ -172,3 +174,15 @@ def test_entries_with_the_name_of_a_checkpoint_are_renamed_and_it_is_saved(tmp_p
         f"step-{step:08d}" for step in (3, 6, 9)
     ]
     assert capfd.readouterr().out.count("was no checkpoint of this run, and is invalid-step-") == 2
+
+
+def test_a_directory_that_is_made_anew_where_another_was_moved_is_not_taken(tmp_path):
+    """TensorBoard's writer makes the folders of a moved run again, before anybody else looks."""
+    directory = tmp_path / "runs/a"
+    directory.mkdir(parents=True)
+    lease = Lease(directory)
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    (directory / "tensorboard").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="the run directory was removed or moved; nothing"):
+        lease.check()
+    lease.release()

@@ -20,6 +20,7 @@ from trainer.errors import CheckpointError, ConfigError
 
 NAME = ".writer"
 _MOST = 2**16  # bytes of the file that are read
+_GONE = "the run directory was removed or moved"
 # Some cluster file systems have no locks; there only the token protects.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 _LOCKED = (errno.EACCES, errno.EAGAIN)  # by another process
@@ -54,6 +55,7 @@ class Lease:
         Raises ConfigError, naming host and pid, if another process is the writer.
         """
         self.path = directory / NAME
+        self._place = _identity_of(directory.parent)
         self._repairs: list[str] = []
         self._turn = threading.Lock()  # checkpoints are saved in a thread
         self._beside: tuple[Path, str] | None = None
@@ -87,7 +89,7 @@ class Lease:
             except OSError as error:
                 why = f"{self.path.name}: {error.strerror}"
                 if not self.path.parent.is_dir():
-                    why = "the run directory was removed or moved"
+                    why = _GONE
                 raise CheckpointError(self._line(why)) from None
 
     def _keep(self) -> None:
@@ -105,6 +107,8 @@ class Lease:
         beside = self._beside
         if what == "was removed" and self._is_beside_replaced():
             raise CheckpointError(self._line(_describe_successor({})))
+        if _identity_of(self.path.parent.parent) != self._place:
+            raise CheckpointError(self._line(_GONE))  # TensorBoard's writer may make it anew
         if not self.path.parent.is_dir():
             what = "was removed or moved with its directory"
             self.path.parent.mkdir()
