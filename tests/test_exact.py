@@ -120,8 +120,8 @@ def test_ddp_has_other_bits(references, tmp_path):
     "more",
     [
         ["run.ema_decay=0.9"],
-        pytest.param(["data.path=streamed", "data.workers=1"], marks=SLOW),
-        pytest.param(["task.options.weights=true", "data.micro_batch=2"], marks=SLOW),
+        ["data.path=streamed", "data.workers=1"],
+        ["task.options.weights=true", "data.micro_batch=2"],
     ],
     ids=str,
 )
@@ -132,7 +132,7 @@ def test_settings_of_a_run_keep_its_bits(more, references, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tiny", pytest.param("text", marks=SLOW)])
+@pytest.mark.parametrize("recipe", ["tiny", "text"])
 def test_run_that_changes_its_ranks_at_every_resume_keeps_its_bits(recipe, references, tmp_path):
     words = [*exact(recipe, "fp32"), "schedule=constant", "log.every_steps=8"]
     words += ["optim.lr=0.003" if recipe == "text" else "optim.lr=0.3"]

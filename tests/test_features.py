@@ -163,8 +163,8 @@ def gan(tmp_path_factory):
     ("ranks", "overrides"),
     [
         (2, ["data.micro_batch=25"]),
-        pytest.param(2, [], marks=pytest.mark.slow),
-        pytest.param(3, [], marks=pytest.mark.slow),
+        (2, []),
+        (3, []),
     ],
 )
 def test_gan_is_the_same_run_on_any_layout(ranks, overrides, gan, tmp_path):

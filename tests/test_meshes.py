@@ -112,7 +112,7 @@ def test_low_precisions_agree_up_to_rounding(mesh, precision, most, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_pipeline_has_the_bits_of_one_process(schedule, tmp_path):
     """Of one that accumulates the same micro-batches; tied weights are summed in another order."""
     words = [
@@ -295,15 +295,8 @@ class Scored(Meshed):
         return {"hits": Accuracy(11, average="micro")}
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        pytest.param("pp 2 x tp 2", marks=pytest.mark.slow),
-        pytest.param("fsdp 2 x cp 2", marks=pytest.mark.slow),
-        pytest.param("pp 2 x ddp 2", marks=pytest.mark.slow),
-        pytest.param("pp 2", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["pp 2 x tp 2", "fsdp 2 x cp 2", "pp 2 x ddp 2", "pp 2"])
 def test_evaluation_and_torchmetrics(mesh, tmp_path):
     pytest.importorskip("torchmetrics")  # before the forks: it takes 4 s
     ranks, mesh_words = MESHES[mesh]

@@ -177,7 +177,7 @@ def test_ddp_task_learns_the_same_on_another_number_of_ranks(write, run, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp-script", pytest.param("accelerate", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["ddp-script", "accelerate"])
 def test_losses_agree_to_ten_digits_in_fp64(name, write, run, tmp_path):
     write(name)
     for line in commands_in(name, "-m trainer")[:2]:

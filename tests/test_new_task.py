@@ -68,7 +68,7 @@ def losses(directory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_real", [False, True])
 def test_built_in_tasks_come_from_the_wheel_in_any_folder(is_real, site, command, tmp_path):
     for name in ("tasks/cifar.py", "tasks/__init__.py", "conf/task/cifar.yaml", "trainer_conf.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -254,7 +254,7 @@ MESHES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", slow_but(MESHES, "tp 2"))
+@pytest.mark.parametrize("case", MESHES)
 def test_numbers_of_a_mesh_are_those_of_a_real_step(case, tmp_path):
     ranks, words = MESHES[case]
     words = [*MESHED, *words]

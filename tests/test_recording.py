@@ -100,7 +100,7 @@ def test_values_are_equal_in_every_layout(layout, single, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["2", pytest.param("pp 2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["2", "pp 2"])
 def test_values_are_equal_after_a_resume_in_an_interval(layout, single, tmp_path):
     ranks, words = LAYOUTS[layout]
     words = [*WORDS, *words]

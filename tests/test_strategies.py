@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from harness import CONF, PARITY, check_parity, fit, fit_on, on_ranks, relative_distance, slow_but
+from harness import CONF, PARITY, check_parity, fit, fit_on, on_ranks, relative_distance
 from tiny import Tiny
 from torch import nn
 from torch.optim import SGD, Adam
@@ -159,7 +159,7 @@ def test_ema_is_evaluated_and_restored(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hook", slow_but(["fp16", "powersgd"], "fp16"))
+@pytest.mark.parametrize("hook", ["fp16", "powersgd"])
 def test_compressing_hook_trains_and_keeps_the_ranks_equal(hook, tmp_path):
     """fit_on compares the ranks.
 

@@ -40,13 +40,7 @@ def exit_record(folder) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "closed",
-    [
-        "0<&- 1>&- 2>&-",
-        *(
-            pytest.param(one, marks=pytest.mark.slow)
-            for one in ("1>&-", "2>&-", ">/dev/full 2>/dev/full")
-        ),
-    ],
+    ["0<&- 1>&- 2>&-", "1>&-", "2>&-", ">/dev/full 2>/dev/full"],
 )
 def test_run_without_a_working_output_ends_as_it_should(closed, tmp_path):
     words = (sys.executable, "-m", "trainer", *TINY, "run.steps=12")

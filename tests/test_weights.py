@@ -48,7 +48,7 @@ def weights_after(folder, source, layout="single", *words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source, target", slow_but(RING, ("fsdp 3", "tp 2")))
+@pytest.mark.parametrize("source, target", RING)
 def test_a_run_starts_from_another_one_in_any_layout(source, target, trained, tmp_path):
     directory = trained(source)
     check_same_bits(

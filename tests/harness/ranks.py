@@ -93,6 +93,8 @@ def _fork(rank: int, size: int, body: Callable[..., Any], arguments: tuple) -> t
         os.close(reader)
         os.close(gate)
         _be_rank(rank, size, entrance, writer, body, arguments)
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(1)  # whatever failed: a fork must not go on as pytest
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -222,7 +221,7 @@ class DiskSaver(PartSaver):
 
     def _make_way(self, path: Path) -> None:
         """Rename what has the name of a checkpoint and is none."""
-        if os.path.lexists(path):
+        if not transaction.is_gone(path):
             aside = transaction.set_aside(path)
             self._disk.tell(f"{path} was no checkpoint of this run, and is {aside.name} now")
 

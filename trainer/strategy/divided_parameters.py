@@ -48,11 +48,13 @@ def parts_named(is_divided: bool) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, AssertionError, ConfigError) as error:
-        if is_divided and _FREED.search(str(error)):
+        if not is_divided:
+            raise
+        if _FREED.search(str(error)):
             why = "a gradient of a gradient needs parameters that are freed, or on other ranks"
             advice = "use strategy=ddp, or under fsdp torch.autograd.grad in forward"
             raise ConfigError(f"strategy.mesh: {why}; {advice}") from error
-        if not is_divided or not _MIXED.search(str(error)):
+        if not _MIXED.search(str(error)):
             raise
         place = _task_line(error.__context__ or error)  # of torch's error, which a hook's may hide
         why = f"{place} uses parameters that this mesh divides, or that other ranks have"
