@@ -17,6 +17,9 @@ import time
 import zlib
 from pathlib import Path
 
+import trainer  # noqa: F401  # before torch, whose log level it sets
+
+# isort: split
 import harness  # before any fork
 import pytest
 import torch

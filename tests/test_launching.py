@@ -10,10 +10,12 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import (
     CONF,
     ELASTIC,
@@ -460,6 +462,23 @@ def test_rank_that_dies_is_one_line_on_the_others(victim, command, tmp_path):
     who = "rank 1: " if victim == 0 else ""
     line = rf"error: {who}another rank has exited or does not answer \([^)]+\); read its "
     assert code == 1 and re.fullmatch(rf"{line}[^\n]+\n", err), err
+
+
+def test_store_that_dies_prints_no_frames_of_torch(capfd):
+    """The error is raised and gets a line; torch's warning would repeat it with C++ frames."""
+    port, limit = free_port(), timedelta(seconds=10)
+    server = os.fork()
+    if server == 0:
+        with contextlib.suppress(BaseException):
+            store = dist.TCPStore("127.0.0.1", port, is_master=True, timeout=limit)
+            store.wait(["leave"])
+        os._exit(0)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    store.set("leave", "")
+    os.waitpid(server, 0)
+    with pytest.raises(dist.DistError):
+        store.add("key", 1)
+    assert capfd.readouterr().err == ""
 
 
 # Groups that cannot form --------------------------------------------------------------------------

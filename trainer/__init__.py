@@ -3,11 +3,16 @@
 from trainer import working_directory  # noqa: F401  # before any other import
 
 # isort: split
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import CheckpointError, ConfigError, RunError
 from trainer.loading import uncollected
+
+# Torch reads it when it is loaded. At WARNING a rank whose store dies prints 20 lines of C++ frames
+# before our line, which says the same.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 if TYPE_CHECKING:
     from trainer.config.compose import load_config
