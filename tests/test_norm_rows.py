@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import CONF, PARITY, check_parity, fit, fit_on, on_ranks
+from harness import CONF, PARITY, check_parity, fit, fit_on, on_ranks, slow_but
 from tiny import Tiny
 from torch import nn
 
@@ -275,3 +275,56 @@ def test_syncbn_normalises_over_all_rows(command, tmp_path):
         code, out, _ = command("--config-dir", CONF, *words, *more)
         assert code == 0
         assert ("BatchNorm over 2 rows" in out) == is_grouped
+
+
+class Unfrozen(Tiny):
+    """Task whose norm layer is frozen until step 6."""
+
+    def build_model(self):
+        model = super().build_model()
+        model[1].eval().train = lambda mode=True: model[1]
+        return model
+
+    def train_step(self, batch):
+        if self.step == 6:
+            del self.model[1].train
+            self.model[1].train()
+        return super().train_step(batch)
+
+
+UNFROZEN = {
+    "ddp x 2": (2, ["strategy=ddp"]),
+    "ddp x 1": (1, ["strategy=ddp", "data.micro_batch=4"]),
+    "ddp x 3": (3, ["strategy=ddp", "data.micro_batch=4"]),
+    "exact": (2, ["strategy=exact"]),
+    "fsdp": (2, ["strategy=fsdp"]),
+}
+
+
+@pytest.mark.parametrize("case", slow_but(UNFROZEN, "ddp x 2"))
+def test_statistics_that_change_later_are_combined_from_then_on(case, tmp_path):
+    ranks, words = UNFROZEN[case]
+    words = [*RECIPE, *words, "dist.drift_every_steps=4"]
+    one = fit_on(1, tmp_path / "one", *RECIPE, task=Unfrozen)
+    check_parity(one, fit_on(ranks, tmp_path / "two", *words, task=Unfrozen), falls=False)
+    assert one["weights"]["1.num_batches_tracked"] == 24 - 6
+
+
+def test_statistics_of_a_frozen_layer_keep_their_bits():
+    model = nn.BatchNorm1d(2).eval()
+    model.running_mean.copy_(torch.tensor([0.1, 1 / 3]))
+    statistics = RunningStatistics(rows=9)
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    statistics.find(model, before)
+    for is_training in (False, True):
+        model.train(is_training)
+        statistics.begin()
+        for batch in torch.randn(3, 3, 2):
+            statistics.rewind()
+            model(batch)
+            statistics.note(batch, batch)
+        assert [len(value) for value in statistics.read()] == statistics.sizes
+        statistics.write(statistics.read())
+        is_same = all(torch.equal(b, before[name]) for name, b in model.named_buffers())
+        assert is_same != is_training
+    assert model.num_batches_tracked == 1

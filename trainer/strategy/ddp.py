@@ -80,8 +80,7 @@ class DistributedDataParallel(Strategy):
         is_compressed = self.config.comm_hook in COMPRESSING
         at_least_float32 = torch.promote_types(self.precision.dtype, torch.float32)
         dtype = torch.float64 if is_compressed else at_least_float32
-        riding = sum(buffer.numel() for buffer in self.statistics.buffers)
-        carrier = _Carrier(self.module, 2 + riding, dtype)
+        carrier = _Carrier(self.module, 2 + sum(self.statistics.sizes), dtype)
         self._ride = carrier.ride
         self._wrapped = TorchDDP(carrier, **self._switches())
         if self.config.comm_hook != "none":
@@ -143,9 +142,8 @@ class DistributedDataParallel(Strategy):
         gradient = self._ride.grad
         assert gradient is not None
         totals = gradient[:2] * self.mesh.data_size
-        if buffers := self.statistics.buffers:
-            parts = gradient[2:].split([buffer.numel() for buffer in buffers])
-            self.statistics.write([p.view_as(b) for p, b in zip(parts, buffers, strict=True)])
+        if sizes := self.statistics.sizes:
+            self.statistics.write(gradient[2:].split(sizes))
         self._ride.grad = None
         return totals
 

@@ -155,12 +155,9 @@ class Exact(Strategy):
 
     @torch.no_grad()
     def _unpack(self, vector: torch.Tensor) -> torch.Tensor:
-        place = 2
-        values = []
-        for buffer in self.statistics.buffers:
-            values.append(vector[place : place + buffer.numel()].view_as(buffer))
-            place += buffer.numel()
-        self.statistics.write(values)
+        sizes = self.statistics.sizes
+        place = 2 + sum(sizes)
+        self.statistics.write(vector[2:place].split(sizes) if sizes else [])
         reached = [1.0] * len(self._parameters)
         if self.config.find_unused_parameters:
             reached = vector[place : place + len(reached)].tolist()

@@ -292,13 +292,11 @@ class MeshParallel(DividedModel):
 
     @torch.no_grad()
     def _write_statistics(self, summed: torch.Tensor) -> None:
-        buffers = self.statistics.buffers
         if self.statistics.rows is None:  # torch's own: the mean over the ranks
             summed = summed / self.mesh.data_size
         summed = summed / self.mesh.context
-        parts = summed.split([buffer.numel() for buffer in buffers]) if buffers else []
-        pairs = zip(parts, buffers, strict=True)
-        self.statistics.write([part.view_as(buffer).to(buffer.dtype) for part, buffer in pairs])
+        sizes = self.statistics.sizes
+        self.statistics.write(summed.split(sizes) if sizes else [])
 
     def reduce(
         self, found_inf: torch.Tensor, wants_norm: bool

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from trainer.data.batches import count_rows
 from trainer.strategy.rehearsal import changed_buffers
@@ -19,12 +20,16 @@ class RunningStatistics:
     average number of rows of a step on this rank. With it, every micro-batch starts from the values
     at the start of the step, and the step ends with their mean, weighted by rows. The result then
     depends neither on the number of ranks nor on gradient accumulation.
+
+    Statistics of a frozen norm layer may change later, when it is trained. They are combined in the
+    steps in which they change on any rank, so that frozen ones keep their bits.
     """
 
     def __init__(self, rows: float | None):
         self.buffers: list[torch.Tensor] = []
         self.rows = rows
         self._is_first = True
+        self._frozen: list[int] = []  # places in `buffers`
         self._counters: list[torch.Tensor] = []
         self._before: list[torch.Tensor] = []
         self._total: list[torch.Tensor] = []
@@ -35,17 +40,29 @@ class RunningStatistics:
         before: Mapping[str, torch.Tensor],
         agree: Callable[[list[bool]], list[bool]] = list,
     ) -> None:
-        """Select the buffers that differ from `before`.
+        """Select the buffers that differ from `before`, and the statistics of all norm layers.
 
         `agree` combines the flags of all ranks: a buffer that changed on any rank is selected.
         """
         buffers = list(model.buffers())
         local = {id(buffer) for buffer in changed_buffers(model, before)}
         flags = agree([id(buffer) in local for buffer in buffers])
-        changed = [buffer for buffer, is_changed in zip(buffers, flags, strict=True) if is_changed]
-        self.buffers = [buffer for buffer in changed if buffer.is_floating_point()]
+        norms = {id(b) for m in model.modules() if isinstance(m, _NormBase) for b in m.buffers()}
+        chosen = [
+            (buffer, is_changed)
+            for buffer, is_changed in zip(buffers, flags, strict=True)
+            if is_changed or (id(buffer) in norms and not buffer.is_meta)
+        ]
+        floats = [(buffer, flag) for buffer, flag in chosen if buffer.is_floating_point()]
+        self.buffers = [buffer for buffer, _ in floats]
+        self._frozen = [place for place, (_, is_changed) in enumerate(floats) if not is_changed]
         counted = [b for name, b in model.named_buffers() if name.endswith("num_batches_tracked")]
-        self._counters = [buffer for buffer in counted if any(buffer is each for each in changed)]
+        self._counters = [b for b in counted if any(b is each for each, _ in chosen)]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of elements of the tensors that `read` returns."""
+        return [*(b.numel() for b in self.buffers), *([len(self._frozen)] if self._frozen else [])]
 
     def begin(self) -> None:
         """Begin a step: keep a copy of the values."""
@@ -72,21 +89,35 @@ class RunningStatistics:
 
     @torch.no_grad()
     def part(self, targets: Any, inputs: Any) -> list[torch.Tensor]:
-        """Return a micro-batch's part of the mean, after its forward pass."""
+        """Return a micro-batch's part of what `read` returns, after its forward pass."""
         assert self.rows is not None
         if not self.buffers:
             return []
-        return list(torch._foreach_mul(self.buffers, count_rows(targets, inputs) / self.rows))
+        weight = count_rows(targets, inputs) / self.rows
+        return [*torch._foreach_mul(self.buffers, weight), *self._flags()]
 
-    def read(self) -> Sequence[torch.Tensor]:
-        """Return this rank's part of the mean, after `note` for all its micro-batches."""
-        return self._total or self.buffers
+    def read(self) -> list[torch.Tensor]:
+        """Return this rank's part of the mean, after `note` for all its micro-batches.
+
+        One tensor per buffer, and one that is not 0 for each frozen buffer that has changed.
+        """
+        return self._total or [*self.buffers, *self._flags()]
+
+    def _flags(self) -> list[torch.Tensor]:
+        frozen = [(self.buffers[place], self._before[place]) for place in self._frozen]
+        flags = [(buffer != before).any().to(self.buffers[0]) for buffer, before in frozen]
+        return [torch.stack(flags)] if flags else []
 
     @torch.no_grad()
     def write(self, values: Sequence[torch.Tensor]) -> None:
-        """Overwrite the buffers with `values`."""
-        if values and values is not self.buffers:
-            torch._foreach_copy_(self.buffers, list(values))
+        """Overwrite the buffers with combined values, as `read` orders them, of any shape."""
+        if not values or values[0] is self.buffers[0]:
+            return
+        new = [value.view_as(b).to(b) for value, b in zip(values, self.buffers, strict=False)]
+        for number, place in enumerate(self._frozen):
+            has_changed = values[-1][number].to(new[place].device) != 0
+            new[place] = torch.where(has_changed, new[place], self._before[place])
+        torch._foreach_copy_(self.buffers, new)
 
     @torch.no_grad()
     def undo(self, found_inf: torch.Tensor) -> None:
