@@ -172,7 +172,7 @@ def has_bf16(*ranks):
     [
         ((0, 1), "amp_bf16", "every rank has bf16 arithmetic in hardware"),
         ((0,), "fp32", "rank 1 has no bf16 arithmetic in hardware"),
-        ((), "fp32", "rank 1 has no bf16 arithmetic in hardware"),
+        ((), "fp32", "no rank has bf16 arithmetic in hardware"),
     ],
 )
 def test_auto_is_bf16_only_where_every_rank_has_it(ranks, chosen, why, tmp_path, capfd):

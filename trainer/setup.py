@@ -141,13 +141,14 @@ def resolve_precision(
                 raise CheckpointError("the strategy.precision of the run to resume is not a name")
     kept = group.tell_all(saved.get("strategy.precision"))
     is_native = all(map(is_bf16_native, world.devices))
-    (without,) = group.max(0 if is_native else world.rank + 1)
+    without, some = group.max(0 if is_native else world.rank + 1, is_native)
     chosen: Any = kept or choose_precision(not without)
     why = "every rank has bf16 arithmetic in hardware"
     if kept:
         why = "the run to resume has it"
     elif without:
-        why = f"rank {without - 1:.0f} has no bf16 arithmetic in hardware"
+        who = f"rank {without - 1:.0f} has no" if some else "no rank has"
+        why = f"{who} bf16 arithmetic in hardware"
     strategy = replace(config.strategy, precision=chosen)
     config = replace(config, strategy=strategy, auto_precision=chosen)
     with group.agreed("checking the precision"):
