@@ -4,10 +4,13 @@ signals."""
 import json
 import os
 import signal
+import sys
 import time
 
 import pytest
 from harness import CONF, TORCHRUN, ended, launch, wait_for
+
+from trainer.distributed import signals
 
 TINY = ["--config-dir", CONF, "task=tiny"]
 
@@ -203,6 +206,21 @@ def test_ctrl_c_stops_all_ranks_saves_and_says_how_to_go_on(kind, ranks, number,
     more = [*again.split("-m trainer ")[1].split(), f"run.steps={told['step'] + 5}"]
     resumed = command(*more, ranks=ranks)
     assert f"resumed at step {told['step']:,}" in resumed.stdout, resumed
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "none"])
+def test_a_second_ctrl_c_ends_the_run_but_not_that_of_torchrun(launcher, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if launcher == "torchrun":
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr(signals, "GRACE_S", -1.0)  # a busy machine: each comes late
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    request = signals.StopRequest()
+    for _ in range(2 if launcher == "torchrun" else 1):
+        request.receive(signal.SIGINT, None)
+    assert request.name == "SIGINT"
+    with pytest.raises(SystemExit, match="1"):
+        request.receive(signal.SIGINT, None)
 
 
 MISSPELT = {

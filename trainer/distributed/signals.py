@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from trainer.distributed.launchers import find_launcher
 from trainer.errors import ConfigError, RunError
 
-GRACE_S = 1.0  # torchrun repeats Ctrl-C at once; a second one from a person comes later
+GRACE_S = 1.0  # a person's second Ctrl-C comes later
 START_S = 3.0  # how long a rank that was asked to stop still waits for the others
 # submitit has SLURM send SIGUSR2 before the time limit.
 _BY_SUBMITIT = [signal.SIGUSR2] * ("SUBMITIT_EXECUTOR" in os.environ)
@@ -29,6 +29,8 @@ class StopRequest:
     def __init__(self) -> None:
         self.name: str | None = None
         self._since = 0.0
+        # torchrun repeats a Ctrl-C of the terminal; on a busy machine over a second later.
+        self._expected = "TORCHELASTIC_RUN_ID" in os.environ
 
     def __bool__(self) -> bool:
         return self.name is not None
@@ -42,8 +44,10 @@ class StopRequest:
         if self.name is None:
             self.name = signal.Signals(number).name
             self._since = time.monotonic()
-        elif self.seconds > GRACE_S:
+        elif self.seconds > GRACE_S and not self._expected:
             os._exit(1)  # a second request exits at once; published checkpoints stay valid
+        else:
+            self._expected = False
 
 
 def leave_pid_1() -> None:
