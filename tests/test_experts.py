@@ -1,12 +1,15 @@
 """Experts that the rows of some ranks do not use."""
 
 import inspect
+import re
 
 import pytest
 import torch
 from harness import CONF, check_parity, fit, fit_on, on_ranks
 from tiny import Tiny
 from torch import nn
+
+from trainer import ConfigError
 
 WORDS = (
     *("task=tiny", "data.global_batch=8", "run.steps=22", "experiment=parity"),
@@ -66,3 +69,60 @@ def test_unused_experts_are_named_without_the_setting(task, expert, strategy, co
     advice = "use it, set requires_grad=False, or set strategy.find_unused_parameters=true"
     assert f"{line}; {advice}" in err
     assert "Traceback" not in err and "enforce fail" not in err
+
+
+class Blocks(Sparse):
+    """Task whose experts are units, and which in the first steps uses all of them on each rank."""
+
+    count, first = 2, 4
+
+    def blocks(self, model):
+        return list(model.experts)
+
+    def augment(self, inputs, targets, random, train):
+        if self.step < self.first:
+            inputs[:, 0] = torch.arange(len(inputs)) % 2 * 2
+        return inputs, targets
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_units_that_some_ranks_do_not_run_are_named_before_they_are_gathered(first, tmp_path):
+    """Else parts of different experts would be joined, or gloo would end the process."""
+
+    def train():
+        task = type("Early", (Blocks,), {"first": first})
+        words = [*WORDS[:-1], "strategy=fsdp", "data.micro_batch=2", "dist.timeout_s=3"]
+        with pytest.raises((ConfigError, RuntimeError)) as error:
+            fit(tmp_path, *words, task=task)
+        return str(error.value)
+
+    lines = on_ranks(2, train)
+    others = "another rank does not" if first == 0 else "the other ranks do not"
+    must = "each rank must run the same blocks in the same order: return larger blocks, such as"
+    line = (
+        rf"blocks\(model\): rank \d (runs experts.\d|ends a forward pass) where {others}; {must} "
+    )
+    assert any(re.match(line, each) for each in lines), "\n".join(lines)
+
+
+class Dropped(Blocks):
+    """Task that leaves out a block in every third step, on all ranks."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.forward = lambda x: model.head(
+            torch.tanh(sum(e(model.embed(x)) for e in model.experts if e not in self.left_out))
+        )
+        return model
+
+    def train_step(self, batch):
+        self.left_out = [self.model.experts[0]] if self.step % 3 == 2 else []
+        return super().train_step(batch)
+
+    left_out = ()
+
+
+def test_a_block_that_all_ranks_leave_out_is_none_of_their_differences(tmp_path):
+    (one,) = on_ranks(1, lambda: fit(tmp_path, *WORDS, "strategy=single", task=Dropped))
+    two = fit_on(2, tmp_path / "2", *WORDS, "strategy=fsdp", task=Dropped)
+    check_parity(one, two, falls=False)

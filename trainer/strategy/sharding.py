@@ -7,7 +7,7 @@ the shards. A *unit* is a block of the task; the rest of the model is one unit m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 
 from trainer.distributed.world import RankGroup
 from trainer.strategy.exchange import exchange_over_gloo
+from trainer.strategy.unit_order import UnitOrder
 
 
 class Sharding:
@@ -34,6 +35,7 @@ class Sharding:
         self._reshard = reshard
         self._device = device
         self._units: list[Any] = []
+        self._order = UnitOrder(divided)
         axes = (copies, divided) if self._has_copies else (divided,)
         names = ("replicate", "shard")[-len(axes) :]
         ranks = torch.tensor(divided.ranks)
@@ -44,8 +46,8 @@ class Sharding:
         given = groups if self._has_copies else groups[0]
         self._mesh = DeviceMesh.from_group(given, device, mesh=ranks, mesh_dim_names=names)
 
-    def add(self, unit: nn.Module) -> None:
-        """Divide the parameters of a unit that no inner unit has."""
+    def add(self, unit: nn.Module, is_root: bool = False) -> None:
+        """Divide the parameters of a unit that no inner unit has. The root is the last one."""
         from torch.distributed.fsdp import fully_shard
 
         # FSDP does not take scalars, and other ranks have what is on the meta device
@@ -54,9 +56,12 @@ class Sharding:
             unit, mesh=self._mesh, reshard_after_forward=self._reshard, ignored_params=left_out
         )
         self._units.append(unit)
+        if not is_root:
+            self._order.watch(unit)
 
-    def close(self) -> None:
-        """Set what all units share, after the last one is added."""
+    def close(self, names: Mapping[nn.Module, str]) -> None:
+        """Set what all units share, after the last one is added; `names` are for messages."""
+        self._order.begin(self._units[-1], names)
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
@@ -82,6 +87,7 @@ class Sharding:
         """
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+        self._order.end()
         _clear_sharding_prop_cache()
         getattr(self._mesh, "_pg_registry", {}).clear()
 
@@ -113,7 +119,8 @@ class Sharding:
             unit.set_reshard_after_backward(False, recurse=False)
             unit.unshard()
         try:
-            yield
+            with self._order.paused():
+                yield
         finally:
             for unit in self._units:
                 unit.set_requires_gradient_sync(True, recurse=False)
