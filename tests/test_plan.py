@@ -18,7 +18,7 @@ from trainer.checkpoints.tensors import memory_of
 from trainer.plan.memory import MEASURED
 from trainer.plan.planning import Layout, make_plan
 from trainer.plan.trial import Kept
-from trainer.strategy.schedule import most_kept
+from trainer.strategy.pipeline_parallel.schedule import most_kept
 
 SHARDED = ["task=sharded", "run.steps=2", "data.path=streamed"]  # resident rows are views
 SMALL = [

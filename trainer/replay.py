@@ -22,7 +22,7 @@ from trainer.record.resume import FIXED
 from trainer.record.startup import STOPPED
 from trainer.report.reading import mesh_of
 from trainer.strategy.base import find_strategy
-from trainer.strategy.batchnorm import has_batchnorm
+from trainer.strategy.modules.batchnorm import has_batchnorm
 
 HELP = """usage: python -m trainer.replay DIR step=N [key=value ...] [--config-dir DIR]
 

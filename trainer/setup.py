@@ -42,9 +42,9 @@ from trainer.record import fingerprint, resume, weights
 from trainer.record.gate import check_soon
 from trainer.schedule import Schedule
 from trainer.strategy.base import Blueprint, convert, find_strategy
-from trainer.strategy.handover import Values, build_structure
 from trainer.strategy.mesh import Mesh, open_groups
-from trainer.strategy.tensor_memory import make_dense
+from trainer.strategy.mesh_model.materialize import Values, build_structure
+from trainer.strategy.modules.tensor_memory import make_dense
 from trainer.task import FUSED, Task
 from trainer.terminal import outlive_terminal
 

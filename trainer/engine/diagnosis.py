@@ -18,8 +18,8 @@ from trainer.distributed.watch.watcher import name_ranks
 from trainer.engine.engine import Engine
 from trainer.engine.means import weigh
 from trainer.engine.parts import Hooks
-from trainer.strategy.batchnorm import has_batchnorm
-from trainer.strategy.rehearsal import untouched
+from trainer.strategy.modules.batchnorm import has_batchnorm
+from trainer.strategy.modules.dry_run import untouched
 
 MOST_RANKS_NAMED = 8
 

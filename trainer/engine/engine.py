@@ -38,10 +38,10 @@ from trainer.engine.recording import Loss, Recorder
 from trainer.errors import ConfigError
 from trainer.schedule import Factor, rate_scale
 from trainer.strategy.base import Strategy
-from trainer.strategy.collectives import gather_parts, sizes_of
+from trainer.strategy.modules.dry_run import untouched
 from trainer.strategy.protocols import MicroBatches
-from trainer.strategy.rehearsal import untouched
 from trainer.strategy.shards import Shard, Source, read_into
+from trainer.strategy.tensor_parallel.collectives import gather_parts, sizes_of
 
 Shards = dict[str, dict[str, Shard]]
 

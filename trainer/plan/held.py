@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.plan.trial import Trial
-from trainer.strategy.handover import inner_first
+from trainer.strategy.mesh_model.materialize import inner_first
 
 Parts = Mapping[nn.Parameter, nn.Parameter]  # of the model's parameters: a rank's part of each
 

@@ -15,9 +15,9 @@ from trainer.errors import ConfigError
 from trainer.plan.held import Held, Parts
 from trainer.plan.passes import Passes
 from trainer.plan.trial import Trial
-from trainer.strategy.optimizer_trial import is_elementwise
-from trainer.strategy.schedule import most_kept
-from trainer.strategy.tree import nodes_of
+from trainer.strategy.exact_tree import nodes_of
+from trainer.strategy.mesh_model.optimizer_trial import is_elementwise
+from trainer.strategy.pipeline_parallel.schedule import most_kept
 
 MEASURED = "measured"  # by running it without values, or exact arithmetic
 ESTIMATED = "estimated"
@@ -190,7 +190,7 @@ def _measure(optimizer: Optimizer, trial: Trial, parts: Parts) -> States:
 
 
 def _own(trial: Trial, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
-    """Return the matrices that rank 0 owns, as trainer.strategy.gathered hands them out."""
+    """Return the matrices that rank 0 owns, as OwnedOptimizer hands them out."""
     loads = [0] * trial.mesh.num_parts("shard", "context", "tensor")
     owned = {}
     for parameter in parameters:

@@ -18,9 +18,9 @@ from trainer.engine.means import Means
 from trainer.engine.objective import Objective
 from trainer.errors import ConfigError, one_line
 from trainer.plan.trial import Trial
-from trainer.strategy.parameters import check_reached
-from trainer.strategy.recompute import Recomputed, recompute
-from trainer.strategy.rehearsal import FlopCounter
+from trainer.strategy.modules.activation_checkpoint import ActivationCheckpoint, recompute
+from trainer.strategy.modules.dry_run import FlopCounter
+from trainer.strategy.modules.reached_parameters import check_reached
 
 ACTIVATIONS, GRADIENTS = "sends of activations", "sends of gradients"
 
@@ -147,7 +147,7 @@ def run_passes(trial: Trial) -> list[Passes]:
 def _run(trial: Trial) -> list[Passes]:
     _rehearse_draws(trial)
     recompute(trial.model, trial.config.strategy.recompute, trial.blocks)
-    modules = [m for m in trial.model.modules() if isinstance(m.forward, Recomputed)]
+    modules = [m for m in trial.model.modules() if isinstance(m.forward, ActivationCheckpoint)]
     stages = range(len(trial.partition.blocks_of))
     followed = Followed(trial, len(stages))
     with _gradients_of(trial.model) as gradients:

@@ -19,9 +19,9 @@ from trainer.plan.held import Held
 from trainer.plan.memory import ESTIMATED, MEASURED
 from trainer.plan.passes import Passes
 from trainer.plan.trial import Trial
+from trainer.strategy.exact_tree import nodes_of
 from trainer.strategy.mesh import COPIES, Mesh
-from trainer.strategy.sums import buckets
-from trainer.strategy.tree import nodes_of
+from trainer.strategy.mesh_model.gradient_sums import buckets
 
 AGREED = 2  # values that ranks agree on with the gradients: weight of the batch, stop requests
 
@@ -131,7 +131,7 @@ def _sharded(trial: Trial, held: Held) -> list[Message]:
 
 
 def _sums(trial: Trial, held: Held) -> list[Message]:
-    """Return the sums of gradients at the end of a step, as trainer.strategy.sums takes them."""
+    """Return the sums of gradients at the end of a step, as GradientSums takes them."""
     mesh = trial.mesh
     partial = trial.partial
     members: dict[tuple[int, str, int], list[torch.Tensor]] = {}

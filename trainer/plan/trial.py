@@ -42,12 +42,12 @@ from trainer.setup import (
     try_optimizer,
 )
 from trainer.strategy.base import Blueprint, convert, find_strategy
-from trainer.strategy.batchnorm import normalize_groups
-from trainer.strategy.context import Context
-from trainer.strategy.handover import Values
+from trainer.strategy.context_parallel import Context
 from trainer.strategy.mesh import Mesh
-from trainer.strategy.partition import Partition
-from trainer.strategy.tensor_plan import Cut, divide_sequence
+from trainer.strategy.mesh_model.materialize import Values
+from trainer.strategy.mesh_model.partition import Partition
+from trainer.strategy.modules.batchnorm import normalize_groups
+from trainer.strategy.tensor_parallel.plan import Cut, divide_sequence
 from trainer.trainer import Finished
 
 NUM_READ = 2  # examples that are really read, for the shapes of a micro-batch

@@ -22,8 +22,8 @@ from trainer.distributed.world import World, explain_unseen_gpu, usable_cores
 from trainer.engine.precision import is_bf16_emulated
 from trainer.record import fingerprint
 from trainer.strategy.base import find_strategy
-from trainer.strategy.batchnorm import has_plain_batchnorm
 from trainer.strategy.mesh import Mesh
+from trainer.strategy.modules.batchnorm import has_plain_batchnorm
 
 RANK_COLUMNS = ("rank", "local_rank", "node", "host", "pid", "device")
 MOST_RANKS = 16

@@ -29,13 +29,15 @@ from trainer.data.order import Cut, Leaves, counted
 from trainer.distributed.group import Group
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.strategy.batchnorm import FunctionalBatchNorm, normalize_groups, synchronize
 from trainer.strategy.mesh import Mesh, is_divided
-from trainer.strategy.parameters import check_reached, describe_change
-from trainer.strategy.placement import place_blocks
+from trainer.strategy.modules.activation_checkpoint import ActivationCheckpoint, recompute
+from trainer.strategy.modules.batchnorm import FunctionalBatchNorm, normalize_groups, synchronize
+from trainer.strategy.modules.device_map import place_blocks
+from trainer.strategy.modules.dry_run import FlopCounter
+from trainer.strategy.modules.reached_parameters import check_reached, describe_change
+from trainer.strategy.modules.running_statistics import RunningStatistics
+from trainer.strategy.modules.tensor_memory import convert_dtype
 from trainer.strategy.protocols import Draws, MicroBatches, Objective, Precision
-from trainer.strategy.recompute import Recomputed, recompute
-from trainer.strategy.rehearsal import FlopCounter
 from trainer.strategy.shards import (
     Shard,
     Source,
@@ -45,8 +47,6 @@ from trainer.strategy.shards import (
     read_whole,
     tensors_of,
 )
-from trainer.strategy.statistics import RunningStatistics
-from trainer.strategy.tensor_memory import convert_dtype
 
 
 @dataclass(frozen=True)
@@ -382,7 +382,7 @@ class Strategy(ABC):
         """Apply torch.compile to modules if run.compile is set."""
         for module in modules if self._is_compiled else ():
             # Module.compile does not compile torch's own modules, such as nn.Sequential
-            if isinstance(module.forward, Recomputed):
+            if isinstance(module.forward, ActivationCheckpoint):
                 module.forward.inner = torch.compile(module.forward.inner)
             else:
                 module.forward = torch.compile(module.forward)

@@ -22,9 +22,9 @@ from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.strategy.base import Blueprint, Strategy
-from trainer.strategy.hooks import COMPRESSING, open_hook
+from trainer.strategy.comm_hooks import COMPRESSING, open_hook
+from trainer.strategy.modules.dry_run import untouched
 from trainer.strategy.protocols import MicroBatches, Objective
-from trainer.strategy.rehearsal import untouched
 from trainer.strategy.single import SingleDevice
 
 # torch 2.13 renames the option that turns off DDP's broadcast of buffers before every forward.

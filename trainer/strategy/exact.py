@@ -21,9 +21,9 @@ from trainer.data.order import Cut, Leaves, split
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.strategy.base import Blueprint, Strategy
+from trainer.strategy.exact_tree import Node, Tree, nodes_of
+from trainer.strategy.modules.dry_run import untouched
 from trainer.strategy.protocols import MicroBatches, Objective
-from trainer.strategy.rehearsal import untouched
-from trainer.strategy.tree import Node, Tree, nodes_of
 
 MOST_LEAVES = 8  # by default, if the global batch has such divisors: enough for 8 ranks
 

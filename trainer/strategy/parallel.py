@@ -24,15 +24,15 @@ from trainer.distributed.world import World
 from trainer.draws.mode import take_rows
 from trainer.errors import ConfigError
 from trainer.strategy.base import Blueprint, Strategy
-from trainer.strategy.batchnorm import FunctionalBatchNorm
-from trainer.strategy.divided import DividedModel
 from trainer.strategy.mesh import Mesh
+from trainer.strategy.mesh_model.full_model import PROVED_BYTES, TOLERANCES, check_proof, distance
+from trainer.strategy.mesh_model.tensors import DividedModel
+from trainer.strategy.modules.batchnorm import FunctionalBatchNorm
+from trainer.strategy.modules.dry_run import FlopCounter, untouched
+from trainer.strategy.pipeline_parallel.schedule import order
 from trainer.strategy.protocols import MicroBatches, Objective
-from trainer.strategy.rehearsal import FlopCounter, untouched
-from trainer.strategy.reunion import PROVED_BYTES, TOLERANCES, check_proof, distance
-from trainer.strategy.schedule import order
 from trainer.strategy.single import SingleDevice
-from trainer.strategy.vocabulary import gathered
+from trainer.strategy.tensor_parallel.loss_parallel import gathered
 
 COPIED = 1e-2  # a smaller relative difference of the gradients of copies is rounding
 Passed = tuple[torch.Tensor | None, Any]  # a micro-batch's loss, and what its stage sent
@@ -202,7 +202,7 @@ class MeshParallel(DividedModel):
 
     def _settle(self) -> None:
         if self._divided.stage is not None:
-            self._divided.stage.wire.settle()
+            self._divided.stage.p2p.settle()
 
     def forward_backward(self, batch: MicroBatches, objective: Objective) -> torch.Tensor:
         self.note_replaced()
@@ -283,12 +283,12 @@ class MeshParallel(DividedModel):
             torch.autograd.backward(total, self.precision.root(total, scale))
         else:
             assert stage
-            gradients = stage.wire.receive_gradients(passage.sent)
+            gradients = stage.p2p.receive_gradients(passage.sent)
             roots = [tensor for tensor in passage.sent if tensor.requires_grad]
             if roots:
                 torch.autograd.backward(roots, gradients)
         if stage:
-            stage.wire.send_gradients(passage.received)
+            stage.p2p.send_gradients(passage.received)
 
     @torch.no_grad()
     def _write_statistics(self, summed: torch.Tensor) -> None:
@@ -314,7 +314,7 @@ class MeshParallel(DividedModel):
         copies: dict[int, list[torch.Tensor]] = {}
         for name, parameter in self.parameters.items():
             if parameter.requires_grad and parameter.grad is not None:
-                number = self._divided.holdings.num_copies(name, self._wrapped[name])
+                number = self._divided.placements.num_copies(name, self._wrapped[name])
                 copies.setdefault(number, []).append(parameter.grad)
         norms = {
             n: get_total_norm([g.float() if g.dtype.itemsize < 4 else g for g in gradients])

@@ -11,8 +11,8 @@ from trainer.data.hook_errors import call
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.strategy.base import Blueprint, Strategy
+from trainer.strategy.modules.dry_run import untouched
 from trainer.strategy.protocols import MicroBatches, Objective
-from trainer.strategy.rehearsal import untouched
 
 
 class SingleDevice(Strategy):

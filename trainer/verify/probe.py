@@ -15,7 +15,7 @@ from trainer.engine.means import weigh
 from trainer.engine.parts import Hooks
 from trainer.run import Run
 from trainer.strategy.base import call
-from trainer.strategy.rehearsal import untouched
+from trainer.strategy.modules.dry_run import untouched
 from trainer.verify.evidence import Probe, Tensors
 from trainer.verify.holders import Holders, of_dataset, of_model, of_task
 

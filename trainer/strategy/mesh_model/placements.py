@@ -1,4 +1,4 @@
-"""Holdings: which ranks of a mesh have which part of each tensor."""
+"""Placements: which ranks of a mesh have which part of each tensor."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, cast
 import torch
 
 from trainer.strategy.mesh import SHARDED, WHOLE, Mesh
-from trainer.strategy.sharding import Sharding
+from trainer.strategy.sharded.fully_shard import Sharding
 from trainer.strategy.shards import Shard
-from trainer.strategy.tensor_plan import Cut
+from trainer.strategy.tensor_parallel.plan import Cut
 
 
-class Holdings:
+class Placements:
     """The parts of a model's tensors, by their names in the model.
 
     `cuts` are those of tensor parallel. `stages` are the stages of the pipeline that use a tensor,

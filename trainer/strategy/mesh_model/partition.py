@@ -15,13 +15,13 @@ from trainer.data.hook_errors import call
 from trainer.data.order import counted
 from trainer.errors import ConfigError
 from trainer.strategy.base import Blueprint
-from trainer.strategy.batchnorm import has_batchnorm
-from trainer.strategy.context import Context
+from trainer.strategy.context_parallel import Context
 from trainer.strategy.mesh import Mesh
-from trainer.strategy.pipeline import OnMeta
-from trainer.strategy.rehearsal import FlopCounter
-from trainer.strategy.tensor_plan import Cut, TensorPlan, divide_sequence
-from trainer.strategy.trace import DIVIDED, Trace, kept
+from trainer.strategy.modules.batchnorm import has_batchnorm
+from trainer.strategy.modules.dry_run import FlopCounter
+from trainer.strategy.pipeline_parallel.stage import OnMeta
+from trainer.strategy.pipeline_parallel.trace import DIVIDED, Trace, kept
+from trainer.strategy.tensor_parallel.plan import Cut, TensorPlan, divide_sequence
 
 Sizes = Sequence[tuple[str, Any]]  # of random draws
 

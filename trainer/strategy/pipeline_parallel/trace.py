@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.errors import ConfigError, one_line
-from trainer.strategy.pipeline import OnMeta
-from trainer.strategy.rehearsal import FlopCounter
-from trainer.strategy.vocabulary import ABOUT
+from trainer.strategy.modules.dry_run import FlopCounter
+from trainer.strategy.pipeline_parallel.stage import OnMeta
+from trainer.strategy.tensor_parallel.loss_parallel import ABOUT
 
 WITHOUT_VALUES = (
     "the model cannot run without values",

@@ -10,7 +10,7 @@ from torch import nn
 from trainer.distributed.world import RankGroup
 
 
-class Sums:
+class GradientSums:
     """The groups over which gradients are summed after the last backward pass of a step."""
 
     def __init__(self, bucket_mb: float):

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.errors import ConfigError
-from trainer.strategy.vocabulary import ABOUT
+from trainer.strategy.tensor_parallel.loss_parallel import ABOUT
 
 ADVICE = "use weight_decay for a penalty, an attribute of the task for a teacher, or strategy=ddp"
 _MIXED = re.compile(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from trainer.data.batches import count_rows
-from trainer.strategy.rehearsal import changed_buffers
+from trainer.strategy.modules.dry_run import changed_buffers
 
 
 class RunningStatistics:

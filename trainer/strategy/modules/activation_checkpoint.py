@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import ConfigError
-from trainer.strategy.rehearsal import FlopCounter
+from trainer.strategy.modules.dry_run import FlopCounter
 
 
-class Recomputed:
+class ActivationCheckpoint:
     """The forward pass of a module without its activations. Random draws are the same again.
 
     The second run changes no buffer, so running statistics are updated once. `inner` is the
@@ -72,4 +72,4 @@ def recompute(model: nn.Module, what: str | Sequence[str], blocks: Sequence[nn.M
                 raise ConfigError(f"strategy.recompute={pattern}: {why}")
             modules += found
     for module in dict.fromkeys(modules):
-        module.forward = Recomputed(module)
+        module.forward = ActivationCheckpoint(module)

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.strategy.tensor_plan import Cut
+from trainer.strategy.tensor_parallel.plan import Cut
 
 Take = Callable[[torch.Tensor], "tuple[Cut | None, bool]"]
 M_MMAP_THRESHOLD, LARGE = -3, 2**22  # of glibc's mallopt; bytes

@@ -11,16 +11,16 @@ from torch import nn
 from trainer.data.order import counted
 from trainer.distributed.world import RankGroup
 from trainer.strategy.base import Blueprint, call
-from trainer.strategy.context import Context
-from trainer.strategy.handover import Values, copy_structure, inner_first
-from trainer.strategy.holdings import Holdings
+from trainer.strategy.context_parallel import Context
 from trainer.strategy.mesh import COPIES, Mesh, open_group
-from trainer.strategy.partition import Partition
-from trainer.strategy.pipeline import Stage
-from trainer.strategy.schedule import bubble
-from trainer.strategy.sharding import Sharding
-from trainer.strategy.tensor_plan import Cut, divide_sequence
-from trainer.strategy.wire import Wire
+from trainer.strategy.mesh_model.materialize import Values, copy_structure, inner_first
+from trainer.strategy.mesh_model.partition import Partition
+from trainer.strategy.mesh_model.placements import Placements
+from trainer.strategy.pipeline_parallel.p2p import P2P
+from trainer.strategy.pipeline_parallel.schedule import bubble
+from trainer.strategy.pipeline_parallel.stage import Stage
+from trainer.strategy.sharded.fully_shard import Sharding
+from trainer.strategy.tensor_parallel.plan import Cut, divide_sequence
 
 MOST_WAITED = 0.25  # of a step, without a word of advice
 
@@ -64,7 +64,7 @@ class Division:
             self.sharding = Sharding(divided, groups["replicate"], device, reshard)
         self.copies = open_group(mesh, blueprint.world.groups, "data", *COPIES)
         self._tied = self._open_tied(partition.stages.values())
-        self.holdings = Holdings(mesh, self.sharding, cuts, partition.stages, partition.owners)
+        self.placements = Placements(mesh, self.sharding, cuts, partition.stages, partition.owners)
         self._fill(values)
 
     @property
@@ -80,14 +80,14 @@ class Division:
             names[tensor] = name
 
         def take(tensor: torch.Tensor) -> tuple[Cut | None, bool]:
-            return cuts.get(tensor), self.holdings.has(names[tensor])
+            return cuts.get(tensor), self.placements.has(names[tensor])
 
         own = self._own
         if self._mesh.pipeline > 1:
             axis = blueprint.world.groups["pipeline"]
-            wire = Wire(axis, blueprint.world.device)
+            p2p = P2P(axis, blueprint.world.device)
             numbers = self._partition.own
-            self.stage = Stage(model, blueprint.blocks, numbers, wire, blueprint.draws, call)
+            self.stage = Stage(model, blueprint.blocks, numbers, p2p, blueprint.draws, call)
             self.root = self.stage
             self.compiled = own
         for unit in self._inner:
@@ -112,16 +112,16 @@ class Division:
 
     def is_copied(self, name: str) -> bool:
         """Return True if each rank of the tensor axis finds the whole gradient of a parameter."""
-        return name not in self.holdings.cuts and name not in self._partial
+        return name not in self.placements.cuts and name not in self._partial
 
     def sums_of(self, name: str, parameter: torch.Tensor) -> Iterator[tuple[int, RankGroup]]:
         """Yield the groups over which a gradient is summed at the end of a step, each in its turn:
         copies of the parameter, ranks with parts of the positions, stages that share it."""
-        if not self.holdings.is_sharded(parameter):
+        if not self.placements.is_sharded(parameter):
             yield 0, self.copies
         if name in self._partial:
             yield 1, self._blueprint.world.groups["tensor"]
-        stages = self.holdings.stages(name)
+        stages = self.placements.stages(name)
         if len(stages) > 1:
             yield 2, self._tied[stages]
 

@@ -1,4 +1,4 @@
-"""The wire between neighbouring stages of a pipeline: activations down, their gradients up."""
+"""Exchange between neighbouring stages of a pipeline: activations down, their gradients up."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class _Arrival(torch.autograd.Function):
         return None, None, None
 
 
-class Wire:
+class P2P:
     """Messages of this stage to the next and the previous one.
 
     Gradients have a group of their own, so that both directions keep their order. A header is sent

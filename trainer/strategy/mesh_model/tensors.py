@@ -19,15 +19,21 @@ from torch.optim import Optimizer
 from trainer.distributed.group import Group
 from trainer.errors import ConfigError
 from trainer.strategy.base import Strategy
-from trainer.strategy.context import Context
-from trainer.strategy.divided_parameters import DividedParameters
-from trainer.strategy.division import Division
-from trainer.strategy.gathered import Gathered
+from trainer.strategy.context_parallel import Context
 from trainer.strategy.mesh import SHARDED, open_group
-from trainer.strategy.optimizer_trial import check_hooks, check_independence, is_elementwise
+from trainer.strategy.mesh_model.build import Division
+from trainer.strategy.mesh_model.divided_parameters import DividedParameters
+from trainer.strategy.mesh_model.full_model import reunite
+from trainer.strategy.mesh_model.gradient_sums import GradientSums
+from trainer.strategy.mesh_model.optimizer_trial import (
+    check_hooks,
+    check_independence,
+    is_elementwise,
+)
+from trainer.strategy.mesh_model.owned_optimizer import OwnedOptimizer
+from trainer.strategy.mesh_model.unused_parameters import UnusedParameters
+from trainer.strategy.modules.dry_run import changed_buffers
 from trainer.strategy.protocols import Objective
-from trainer.strategy.rehearsal import changed_buffers
-from trainer.strategy.reunion import reunite
 from trainer.strategy.shards import (
     Shard,
     Source,
@@ -36,8 +42,6 @@ from trainer.strategy.shards import (
     read_into,
     tensors_of,
 )
-from trainer.strategy.sums import Sums
-from trainer.strategy.unused import UnusedParameters
 
 
 class DividedModel(Strategy):
@@ -57,7 +61,7 @@ class DividedModel(Strategy):
 
     def _list_parameters(self) -> None:
         """Make plain parameters of the local parts; they share memory with the model's."""
-        holdings = self._divided.holdings
+        placements = self._divided.placements
         self._wrapped = self._registered()
         self._replaced = ""
         self._registers: list[tuple[dict[str, Any], str, Any]] = [
@@ -72,9 +76,9 @@ class DividedModel(Strategy):
         self.parameters = {}
         for name, parameter in self._wrapped.items():
             if parameter not in self._local:
-                shard = holdings.shard(name, parameter)
+                shard = placements.shard(name, parameter)
                 needs_grad = parameter.requires_grad
-                is_whole = not holdings.is_sharded(parameter)
+                is_whole = not placements.is_sharded(parameter)
                 local = parameter if is_whole else nn.Parameter(shard.tensor, needs_grad)
                 self._local[parameter] = self.parameters[name] = local
                 self._shard_of[local] = shard
@@ -85,7 +89,7 @@ class DividedModel(Strategy):
         if self._divided.sharding is not None:
             self._divided.sharding.fill_unused(lambda p: self._unused.note(self._local[p]))
         self._checked: set[int] = set()  # objectives whose loss was watched for a step
-        self._sums = Sums(self.config.bucket_mb)
+        self._sums = GradientSums(self.config.bucket_mb)
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 for turn, group in self._divided.sums_of(name, self._wrapped[name]):
@@ -111,7 +115,7 @@ class DividedModel(Strategy):
             return line
         for name, parameter in self._wrapped.items():
             part = self._shard_of[self._local[parameter]].tensor
-            now = self._divided.holdings.shard(name, parameter).tensor
+            now = self._divided.placements.shard(name, parameter).tensor
             if now.data_ptr() != part.data_ptr():
                 why = "has other memory than at the start, which alone is trained and saved"
                 return f"the parameter {name} {why}; write into it by copy_, not by .data ="
@@ -147,7 +151,7 @@ class DividedModel(Strategy):
         check_independence(optimizer)
         divided = [(p, self._shard_of[p]) for p in every if self._is_divided(p)]
         model = open_group(self.mesh, self.world.groups, "", "shard", "context", "tensor")
-        gathered = Gathered(optimizer, divided, model)
+        gathered = OwnedOptimizer(optimizer, divided, model)
         self._has_owners = True
         whole = {part: parameter for parameter, part in gathered.owned.items()}
         for group, own in zip(groups, locals_, strict=True):
@@ -156,25 +160,25 @@ class DividedModel(Strategy):
             ]
         for parameter, part in gathered.owned.items():
             name = self._names[parameter] = self._names[part]
-            is_written = self._divided.holdings.is_first_copy(name)
+            is_written = self._divided.placements.is_first_copy(name)
             self._shard_of[parameter] = Shard.whole(parameter.detach(), is_written, SHARDED)
         return every
 
     def _is_divided(self, parameter: nn.Parameter) -> bool:
         name = self._names[parameter]
-        return name in self._divided.holdings.cuts or parameter is not self._wrapped[name]
+        return name in self._divided.placements.cuts or parameter is not self._wrapped[name]
 
     def _reading(self, objective: Objective) -> AbstractContextManager[Any]:
         """Watch the loss of an objective, in the rehearsal and in its first step."""
         if id(objective) in self._checked:
             return nullcontext()
         named = self.module.named_parameters()
-        cuts = self._divided.holdings.cuts
+        cuts = self._divided.placements.cuts
         return DividedParameters(
             {
                 p: name
                 for name, p in named
-                if p.is_meta or name in cuts or self._divided.holdings.is_sharded(p)
+                if p.is_meta or name in cuts or self._divided.placements.is_sharded(p)
             }
         )
 
@@ -220,7 +224,7 @@ class DividedModel(Strategy):
 
     def _reunited(self) -> nn.Module:
         self.refresh()
-        find = self._divided.holdings.shard
+        find = self._divided.placements.shard
         buffers = {name: b for name, b in self.module.named_buffers() if not b.is_meta}
         parts = {name: find(name, buffer) for name, buffer in buffers.items()} | self._shards
         return reunite(self.structure, parts, self.world)
@@ -231,15 +235,15 @@ class DividedModel(Strategy):
     def shards(self) -> dict[str, Shard]:
         self.refresh()
         named = {name: t for name, t in tensors_of(self.module).items() if not t.is_meta}
-        find = self._divided.holdings.shard
+        find = self._divided.placements.shard
         return {name: self._shards.get(name) or find(name, t) for name, t in named.items()}
 
     def non_persistent(self) -> dict[str, Shard]:
         named = {name: b for name, b in non_persistent(self.module).items() if not b.is_meta}
-        return {name: self._divided.holdings.shard(name, b) for name, b in named.items()}
+        return {name: self._divided.placements.shard(name, b) for name, b in named.items()}
 
     def writers(self) -> list[int]:
-        return self._divided.holdings.writers()
+        return self._divided.placements.writers()
 
     def load(self, source: Source, extra: Mapping[str, Any]) -> None:
         check_model(tensors_of(self.structure), source.shapes())

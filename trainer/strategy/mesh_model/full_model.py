@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.distributed.world import RankGroup, World
 from trainer.errors import ConfigError
-from trainer.strategy.gathered import gather_json
-from trainer.strategy.handover import copy_structure
+from trainer.strategy.mesh_model.materialize import copy_structure
+from trainer.strategy.mesh_model.owned_optimizer import gather_json
 from trainer.strategy.shards import Shard, slices
 
 PROVED_BYTES = 2**30  # of a model whose outputs are compared at each start

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
 from trainer.distributed.world import RankGroup
-from trainer.strategy import collectives
+from trainer.strategy.tensor_parallel import collectives
 
 _TENSOR: Any = torch.Tensor
 _SHAPES = {_TENSOR.shape.__get__, _TENSOR.size}

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from trainer.distributed.world import RankGroup
-from trainer.strategy.exchange import exchange_over_gloo
-from trainer.strategy.unit_order import UnitOrder
+from trainer.strategy.sharded.gloo_collectives import exchange_over_gloo
+from trainer.strategy.sharded.unit_order import UnitOrder
 
 
 class Sharding:

@@ -1,4 +1,4 @@
-"""Gathered: an optimizer that needs whole matrices, such as Muon, over a divided model.
+"""Owned optimizer: an optimizer that needs whole matrices, such as Muon, over a divided model.
 
 Each parameter has an owner among the ranks that divide the model. Before a step the owner gathers
 the parameter and its gradient, and after it every rank gets its part back. The state stays with
@@ -40,7 +40,7 @@ class _Parameter:
             begin += count
 
 
-class Gathered:
+class OwnedOptimizer:
     """The parameters of one optimizer: `owned` maps each one that this rank owns to its part."""
 
     def __init__(

@@ -20,9 +20,9 @@ from torch import nn
 
 from trainer.distributed.world import RankGroup
 from trainer.errors import ConfigError
-from trainer.strategy import collectives
 from trainer.strategy.shards import Band, Shard
-from trainer.strategy.vocabulary import Parted
+from trainer.strategy.tensor_parallel import collectives
+from trainer.strategy.tensor_parallel.loss_parallel import Parted
 
 FORMS = "columns, columns/<n>, rows or vocabulary"
 Wrapped = Callable[[torch.Tensor], Any]

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from trainer.distributed.world import RankGroup
 from trainer.draws.rowwise import REOPENED
 from trainer.errors import ConfigError
-from trainer.strategy.collectives import gather_parts, joined, own_part
+from trainer.strategy.tensor_parallel.collectives import gather_parts, joined, own_part
 
 
 class Context(TorchFunctionMode):

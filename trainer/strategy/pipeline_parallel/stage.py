@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from trainer.errors import ConfigError
-from trainer.strategy.meta import compute_shapes, to_meta
-from trainer.strategy.rehearsal import FlopCounter
-from trainer.strategy.wire import Arrived, Wire
+from trainer.strategy.modules.dry_run import FlopCounter
+from trainer.strategy.modules.meta_shapes import compute_shapes, to_meta
+from trainer.strategy.pipeline_parallel.p2p import P2P, Arrived
 
 Call = Callable[[nn.Module, Any], Any]
 
@@ -78,7 +78,7 @@ class Stage(nn.Module):
         model: nn.Module,
         blocks: Sequence[nn.Module],
         own: range,
-        wire: Wire,
+        p2p: P2P,
         draws: Draws,
         call: Call,
     ):
@@ -86,7 +86,7 @@ class Stage(nn.Module):
         super().__init__()
         self.model = model
         self.passage = Passage()
-        self.wire = wire
+        self.p2p = p2p
         self._is_first = own.start == 0
         self._is_last = own.stop == len(blocks)
         self._draws = draws
@@ -161,8 +161,8 @@ class Stage(nn.Module):
         self._mix(False)
         leaves, tree = tree_flatten((args, kwargs))
         wanted = [n for n, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_meta]
-        self.wire.ask(self.model.training, wanted)
-        received, draws = self.wire.receive((*self._key, self._round))
+        self.p2p.ask(self.model.training, wanted)
+        received, draws = self.p2p.receive((*self._key, self._round))
         if len(received) != len(wanted):
             why = "the arguments of a block change between calls"
             raise ConfigError(f"strategy.mesh.pipeline: {why}; name other blocks")
@@ -195,8 +195,8 @@ class Stage(nn.Module):
         self._check_forward()
         self._round += self._is_first
         leaves = tree_leaves((args, kwargs))
-        sent = [self._with_value(leaves[n]) for n in self.wire.asked(self.model.training)]
-        self.wire.send((*self._key, self._round - 1), sent, self._draws.position())
+        sent = [self._with_value(leaves[n]) for n in self.p2p.asked(self.model.training)]
+        self.p2p.send((*self._key, self._round - 1), sent, self._draws.position())
         self.passage.sent.extend(sent)
         if self._round == self._rounds.get(self.model.training):
             raise Reached
