@@ -21,12 +21,12 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in (*FILES, 
 
 # A module imports only from its own room and the rooms to its left.
 ROOMS = [
-    "errors",
+    "core",  # errors, micro_batch, hook_errors, loading, terminal
     "config",
     "distributed",
     "schedule",
+    "rng",
     "data",
-    "draws",
     "strategy",
     "engine",
     "checkpoints",
@@ -39,12 +39,10 @@ RUN = (
     *("clock", "task", "setup", "capacity", "decisions", "failures", "run_checkpoints", "run"),
     "trainer",
 )
+CORE = ("errors", "hook_errors", "loading", "micro_batch", "terminal", "working_directory")
 TOP_LEVEL = {
-    "errors": "errors",
-    "loading": "errors",
-    "terminal": "errors",
-    "working_directory": "errors",
     "schedule": "schedule",
+    **dict.fromkeys(CORE, "core"),
     **dict.fromkeys(RUN, "run"),
     **dict.fromkeys(("__init__", "tasks"), "package"),
 }

@@ -24,22 +24,23 @@ from trainer.config.schema import Mesh as Sizes
 from trainer.config.targets import call_target, check_target
 from trainer.data.batches import Batches, EvalBatches, Preparation
 from trainer.data.order import check_batch
-from trainer.data.randomness import seed_all
 from trainer.data.sources import Collate, check_dataset
 from trainer.distributed.group import Group, choose_backend
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.rendezvous import check_init
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.distributed.world import World
-from trainer.draws.mode import Draws, take_rows
 from trainer.engine.ema import Ema
 from trainer.engine.evaluation import EvalSplit, Evaluator, check_torchmetrics
 from trainer.engine.parts import Parts
 from trainer.engine.precision import Precision, choose_precision, is_bf16_native
 from trainer.errors import CheckpointError, ConfigError, one_line, place_of
 from trainer.loading import uncollected
+from trainer.micro_batch import take_rows
 from trainer.record import fingerprint, resume, weights
 from trainer.record.gate import check_soon
+from trainer.rng.forward import Draws
+from trainer.rng.philox import seed_all
 from trainer.schedule import Schedule
 from trainer.strategy.base import Blueprint, convert, find_strategy
 from trainer.strategy.mesh import Mesh, open_groups

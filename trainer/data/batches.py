@@ -25,26 +25,15 @@ from trainer.data.order import (
     check_batch,
     counted,
 )
-from trainer.data.randomness import Random
 from trainer.data.sources import Collate, Piece, Source
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.watch.heartbeat import Heartbeat, Phase
 from trainer.errors import ConfigError, RunError
+from trainer.micro_batch import count_rows
+from trainer.rng.philox import Random
 
 MicroBatch = tuple[Any, Any]
 MOST_UNREADABLE = 10  # training examples; 1 % of the data, where that is more
-
-
-def count_rows(*trees: Any) -> int:
-    """Return the number of rows: the first axis of the first tensor that has an axis.
-
-    Every tensor is batch-first. Raises ConfigError if there is no such tensor.
-    """
-    for tree in trees:
-        for leaf in [tree] if isinstance(tree, torch.Tensor) else tree_leaves(tree):
-            if isinstance(leaf, torch.Tensor) and leaf.dim():
-                return leaf.shape[0]
-    raise ConfigError("neither targets nor outputs contain a tensor with a batch axis; one must")
 
 
 class Draws(Protocol):

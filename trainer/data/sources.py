@@ -28,7 +28,6 @@ from torch.utils.data import (
 from trainer.config.schema import Data
 from trainer.data.examples import find_flaw, find_odd, form_of, is_complex, length_of
 from trainer.data.order import IndexSampler
-from trainer.data.randomness import key_of, random_state, seed_example
 from trainer.data.workers import (
     POLL_S,
     SHARED,
@@ -40,6 +39,7 @@ from trainer.data.workers import (
     workers_named,
 )
 from trainer.errors import ConfigError, RunError, describe_with_place, one_line
+from trainer.rng.philox import key_of, random_state, seed_example
 
 AHEAD_BYTES = 2**18  # most bytes gathered at once, unless one micro-batch is larger
 MOST_IN_A_ROW = 10  # examples tried for one row: the wanted one and those after it

@@ -13,9 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from trainer.config.schema import Config
-from trainer.data.randomness import seed_all
 from trainer.distributed.watch.heartbeat import Phase
-from trainer.draws.mode import take_rows
 from trainer.engine.buffers import Buffers, load_buffers
 from trainer.engine.ema import Ema
 from trainer.engine.means import Means
@@ -36,6 +34,8 @@ from trainer.engine.outcome import Outcome
 from trainer.engine.parts import Parts
 from trainer.engine.recording import Loss, Recorder
 from trainer.errors import ConfigError
+from trainer.micro_batch import take_rows
+from trainer.rng.philox import seed_all
 from trainer.schedule import Factor, rate_scale
 from trainer.strategy.base import Strategy
 from trainer.strategy.modules.dry_run import untouched

@@ -17,9 +17,9 @@ from torch.utils._pytree import (
 )
 
 from trainer.config.schema import Config, Mesh
-from trainer.data.hook_errors import call
 from trainer.engine.evaluation import Evaluator
 from trainer.errors import ConfigError
+from trainer.hook_errors import call
 from trainer.trainer import Trainer, examine
 
 ROWS = 7  # of the examples; the batch sizes of 1 and ROWS are compared

@@ -12,11 +12,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from trainer.data.hook_errors import call
-from trainer.draws.mode import take_rows
 from trainer.engine.means import Means
 from trainer.engine.objective import Objective
 from trainer.errors import ConfigError, one_line
+from trainer.hook_errors import call
+from trainer.micro_batch import take_rows
 from trainer.plan.trial import Trial
 from trainer.strategy.modules.activation_checkpoint import ActivationCheckpoint, recompute
 from trainer.strategy.modules.dry_run import FlopCounter

@@ -23,16 +23,16 @@ from trainer.cli import load_task
 from trainer.config.schema import Config
 from trainer.config.targets import check_target
 from trainer.data.batches import MicroBatch, Preparation
-from trainer.data.hook_errors import call
 from trainer.data.order import BatchPlan, IndexSampler, check_batch
 from trainer.data.sources import Source, check_dataset
 from trainer.distributed.launchers import Launcher
 from trainer.distributed.world import World
-from trainer.draws.mode import Draws
 from trainer.engine.precision import Precision, choose_precision, is_bf16_native
 from trainer.errors import ConfigError
+from trainer.hook_errors import call
 from trainer.plan.counting import Note, count_groups, unnoticed
 from trainer.plan.devices import Device
+from trainer.rng.forward import Draws
 from trainer.setup import (
     check_layout,
     check_step,

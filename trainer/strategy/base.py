@@ -23,12 +23,13 @@ from torch.utils._pytree import tree_map_only
 
 from trainer.config.schema import Config
 from trainer.config.schema import Strategy as Settings
-from trainer.data.batches import MicroBatch, count_rows
-from trainer.data.hook_errors import call
+from trainer.data.batches import MicroBatch
 from trainer.data.order import Cut, Leaves, counted
 from trainer.distributed.group import Group
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
+from trainer.hook_errors import call
+from trainer.micro_batch import count_rows
 from trainer.strategy.mesh import Mesh, is_divided
 from trainer.strategy.modules.activation_checkpoint import ActivationCheckpoint, recompute
 from trainer.strategy.modules.batchnorm import FunctionalBatchNorm, normalize_groups, synchronize

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.distributed.world import RankGroup
-from trainer.draws.rowwise import REOPENED
 from trainer.errors import ConfigError
+from trainer.rng.functions import REOPENED
 from trainer.strategy.tensor_parallel.collectives import gather_parts, joined, own_part
 
 

@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from trainer.config.schema import Config
 from trainer.data.batches import MicroBatch
-from trainer.data.hook_errors import call
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
+from trainer.hook_errors import call
 from trainer.strategy.base import Blueprint, Strategy
 from trainer.strategy.comm_hooks import COMPRESSING, open_hook
 from trainer.strategy.modules.dry_run import untouched

@@ -16,10 +16,10 @@ from torch import nn
 
 from trainer.config.schema import Config
 from trainer.data.batches import MicroBatch
-from trainer.data.hook_errors import call
 from trainer.data.order import Cut, Leaves, split
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
+from trainer.hook_errors import call
 from trainer.strategy.base import Blueprint, Strategy
 from trainer.strategy.exact_tree import Node, Tree, nodes_of
 from trainer.strategy.modules.dry_run import untouched

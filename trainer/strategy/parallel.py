@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from trainer.config.schema import Config
-from trainer.data.batches import MicroBatch, count_rows
-from trainer.data.hook_errors import call
+from trainer.data.batches import MicroBatch
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World
-from trainer.draws.mode import take_rows
 from trainer.errors import ConfigError
+from trainer.hook_errors import call
+from trainer.micro_batch import count_rows, take_rows
 from trainer.strategy.base import Blueprint, Strategy
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.mesh_model.full_model import PROVED_BYTES, TOLERANCES, check_proof, distance

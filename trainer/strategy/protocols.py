@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from trainer.data.batches import MicroBatch
-from trainer.data.hook_errors import Rows
+from trainer.hook_errors import Rows
 
 
 class Precision(Protocol):
@@ -47,7 +47,7 @@ class MicroBatches(Protocol):
 
 
 class Draws(Protocol):
-    """Random draws by example, which the ranks with the same rows share (trainer/draws/mode.py)."""
+    """Random draws by example, which the ranks with the same rows share (rng/forward.py)."""
 
     rows: Rows
 

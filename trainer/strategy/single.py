@@ -7,9 +7,9 @@ from torch import nn
 
 from trainer.config.schema import Config
 from trainer.data.batches import MicroBatch
-from trainer.data.hook_errors import call
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
+from trainer.hook_errors import call
 from trainer.strategy.base import Blueprint, Strategy
 from trainer.strategy.modules.dry_run import untouched
 from trainer.strategy.protocols import MicroBatches, Objective

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from trainer.cli import load_task, run
 from trainer.config.compose import load_config
 from trainer.data.batches import LocalBatch
-from trainer.data.randomness import Random
 from trainer.engine.means import Values
 from trainer.engine.outcome import Outcome
 from trainer.record.directory import METRICS, read_entries
+from trainer.rng.philox import Random
 from trainer.strategy.base import Strategy
 from trainer.trainer import Trainer
 from trainer.verify.evidence import Notes, Tensors

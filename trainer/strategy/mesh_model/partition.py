@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from trainer.data.batches import count_rows
-from trainer.data.hook_errors import call
 from trainer.data.order import counted
 from trainer.errors import ConfigError
+from trainer.hook_errors import call
+from trainer.micro_batch import count_rows
 from trainer.strategy.base import Blueprint
 from trainer.strategy.context_parallel import Context
 from trainer.strategy.mesh import Mesh

@@ -17,8 +17,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.config.schema import Config
-from trainer.data.batches import count_rows
 from trainer.errors import ConfigError
+from trainer.micro_batch import count_rows
 
 SMALL = 2**15  # elements in a group; above it, copying on a CPU takes longer than a kernel call
 INSTANCES = "instance_norm"  # torch's function, which calls the same kernels for each row by itself

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from trainer.data.batches import count_rows
+from trainer.micro_batch import count_rows
 from trainer.strategy.modules.dry_run import changed_buffers
 
 

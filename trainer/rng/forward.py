@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
-from trainer.data.hook_errors import Rows
-from trainer.data.randomness import key_of, mixed, seed_layers, splitmix
-from trainer.draws.rowwise import HANDLERS, REOPENED, Numbers, Part
 from trainer.errors import ConfigError
+from trainer.hook_errors import Rows
+from trainer.micro_batch import take_rows
+from trainer.rng.functions import HANDLERS, REOPENED, Numbers, Part
+from trainer.rng.philox import key_of, mixed, seed_layers, splitmix
 
 _STEP = 0x1E3779B97F4A7C15  # odd, so the counters of a row take all 2**64 values
 Sizes = tuple[int, ...]
@@ -307,15 +307,6 @@ class Draws(TorchFunctionMode):
         if best is None and sizes and sizes[0] and sizes[0] % rows == 0:
             best = (0, sizes[0] // rows)
         return best
-
-
-def take_rows(batch: Any, rows: int) -> Any:
-    """Return `rows` rows of a batch; if it has fewer, repeat them from the first."""
-
-    def take(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[torch.arange(rows) % len(tensor)] if tensor.dim() else tensor
-
-    return tree_map_only(torch.Tensor, take, batch)
 
 
 def _find_places(update: str, noted: list[tuple[str, Sizes]], rows: int) -> set[Grown]:

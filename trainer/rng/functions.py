@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from trainer.data.randomness import seed_generators, splitmix
 from trainer.errors import ConfigError
+from trainer.rng.philox import seed_generators, splitmix
 
 Sizes = tuple[int, ...]
 Part = tuple[int, int, int]  # of a drawn tensor: axis, number of the part, number of parts
