@@ -31,12 +31,12 @@ ROOMS = [
     "engine",
     "checkpoints",
     "record",
-    "run",  # task, setup, decisions, run, trainer
+    "run",  # task, setup, run, trainer
     "package",  # __init__, tasks
     "verbs",
 ]
 RUN = (
-    *("clock", "task", "setup", "capacity", "decisions", "failures", "run_checkpoints", "run"),
+    *("clock", "task", "setup", "capacity", "failures", "run_checkpoints", "run"),
     "trainer",
 )
 CORE = ("errors", "hook_errors", "loading", "micro_batch", "terminal", "working_directory")

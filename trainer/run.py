@@ -14,15 +14,17 @@ from trainer.checkpoints.transaction import steps
 from trainer.clock import Clock
 from trainer.config.hints import suggest
 from trainer.config.schema import Checkpoint, Eval, Log
-from trainer.decisions import Decisions, Requests, RolledBack
 from trainer.distributed.launchers import requeue
 from trainer.distributed.signals import REQUEUE
 from trainer.distributed.watch.heartbeat import Phase
+from trainer.engine.decisions import Actions, Decisions, Requests, RolledBack
+from trainer.engine.diagnosis import name_bad_examples
 from trainer.engine.drift import check_drift
 from trainer.engine.engine import Engine
 from trainer.engine.outcome import Outcome
 from trainer.errors import ConfigError, RunError, describe
 from trainer.record import fingerprint, resume, startup
+from trainer.record.directory import BAD_STEP
 from trainer.record.opening import open_directory
 from trainer.record.record import Record
 from trainer.record.startup import STOPPED, Summary
@@ -74,7 +76,15 @@ class Run:
         self.record = opened.record
         self.saver = opened.saver
         self.state.recall(opened.evaluation, *self._judged_by())
-        self.decisions = Decisions(self, setup.parts, rolled_back)
+        actions = Actions(
+            directory=opened.directory,
+            say=opened.record.say,
+            note_bad_step=lambda step, why: opened.record.note(step, {BAD_STEP: why}),
+            withdraw=opened.saver.withdraw,
+            name_bad_examples=self._name_bad_examples,
+        )
+        asked = (self.requests, actions, rolled_back)
+        self.decisions = Decisions(setup.parts, self.state, self.num_steps, *asked)
         self._first_step = self.step
         self._began_s = self._clock.read()
         self._logged = (self.step, self._began_s)
@@ -215,6 +225,11 @@ class Run:
         if self.wants_save or self.is_due(config.eval) or self.is_due(config.checkpoint):
             self.decisions.flush()
         self._is_sound = True
+
+    def _name_bad_examples(self, step: int) -> str:
+        parts = self._setup.parts
+        batch = self.batches.of_step(step - 1)
+        return name_bad_examples(self.engine, parts.hooks, batch, parts.ranks.group)
 
     # Record -------------------------------------------------------------------------------------
 

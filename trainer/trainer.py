@@ -16,9 +16,9 @@ from trainer.capacity import resolve_micro_batch
 from trainer.checkpoints.state import read_on_all_ranks
 from trainer.config.schema import Config
 from trainer.data.batches import LocalBatch
-from trainer.decisions import RolledBack
 from trainer.distributed.ranks import open_ranks
 from trainer.distributed.world import World
+from trainer.engine.decisions import RolledBack
 from trainer.engine.engine import open_ema
 from trainer.engine.evaluation import Evaluator
 from trainer.engine.means import Values, check_name

@@ -5,22 +5,46 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from trainer.config.packages import naming_words
 from trainer.data.order import counted
 from trainer.distributed import entry
 from trainer.distributed.signals import StopRequest
-from trainer.engine.diagnosis import name_bad_examples
 from trainer.engine.outcome import OneStepLate, Outcome, StepReport
 from trainer.engine.parts import Parts
 from trainer.errors import ConfigError, RunError
-from trainer.record.directory import BAD_STEP
 
-if TYPE_CHECKING:
-    from trainer.run import Run
+
+class Progress(Protocol):
+    """The progress of a run: its step, its evaluations without a better metric, and its end."""
+
+    step: int
+    stale: int
+    ended: str
+    ended_of: int
+
+    def end(self, reason: str, num_steps: int) -> None: ...
+    def at(self, step: int) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True)
+class Actions:
+    """What a decision does to the record and the checkpoints of the run in `directory`.
+
+    `withdraw` makes the checkpoints from a step on invalid. `name_bad_examples` says which
+    examples made the step not finite; every rank calls it.
+    """
+
+    directory: Path
+    say: Callable[[str], None]
+    note_bad_step: Callable[[int, str], None]
+    withdraw: Callable[[int], None]
+    name_bad_examples: Callable[[int], str]
 
 
 class RolledBack(Exception):
@@ -60,11 +84,24 @@ class Decisions:
     `stopped_by` is the reason once the ranks agreed to stop before the end.
     """
 
-    def __init__(self, run: Run, parts: Parts, rolled_back: Collection[int]):
+    def __init__(
+        self,
+        parts: Parts,
+        state: Progress,
+        num_steps: int,
+        requests: Requests,
+        actions: Actions,
+        rolled_back: Collection[int],
+    ):
         """`rolled_back` holds the steps after which the run was already rolled back."""
         self.stopped_by = ""
-        self._run = run
-        self._parts = parts
+        self._config = parts.config
+        self._group = parts.ranks.group
+        self._precision = parts.precision
+        self._state = state
+        self._num_steps = num_steps
+        self._requests = requests
+        self._actions = actions
         self._rolled_back = rolled_back
         self._reports = OneStepLate()
         self._num_skipped = 0
@@ -72,26 +109,26 @@ class Decisions:
     @property
     def ended_by(self) -> str:
         """The reason why the run ended before its last step; empty without one."""
-        limit, stale = self._run.config.run.stop_after_evals, self._run.state.stale
+        limit, stale = self._config.run.stop_after_evals, self._state.stale
         if limit is not None and stale >= limit:
-            metric = self._run.config.best_metric
+            metric = self._config.best_metric
             return f"no better {metric} in {counted(stale, 'evaluation')} (run.stop_after_evals)"
-        return self._run.state.ended if self._run.state.ended_of == self._run.num_steps else ""
+        return self._state.ended if self._state.ended_of == self._num_steps else ""
 
     def agree_on_stop(self) -> None:
         """Stop or end after this step, for the reasons of the ranks. A collective."""
-        requests = self._run.requests
-        every = self._parts.ranks.group.gather_text(json.dumps([requests.stop, requests.end]))
+        asked = [self._requests.stop, self._requests.end]
+        every = self._group.gather_text(json.dumps(asked))
         stops, ends = zip(*map(json.loads, every), strict=True)
         self.stopped_by = next(filter(None, stops), "")
         if end := next(filter(None, ends), ""):
-            self._run.state.end(end, self._run.num_steps)
+            self._state.end(end, self._num_steps)
         elif not self.stopped_by:
             self.stopped_by = "a failed checkpoint or record"  # the end raises its error
 
     def evaluated(self) -> None:
         """End the run if a rank asked for that in an evaluation. A collective."""
-        if self._parts.ranks.group.max(float(bool(self._run.requests.end)))[0]:
+        if self._group.max(float(bool(self._requests.end)))[0]:
             self.agree_on_stop()
 
     def push(self, outcome: Outcome) -> None:
@@ -103,58 +140,55 @@ class Decisions:
         if not isinstance(outcome, Outcome):
             returned = f"train_step returned {type(outcome).__name__}"
             raise ConfigError(f"{returned}: end it with return self.update(batch)")
-        self._judge(self._reports.push(outcome), self._run.step - 1)
+        self._judge(self._reports.push(outcome), self._state.step - 1)
 
     def flush(self) -> None:
         """Decide on the last outcome."""
-        self._judge(self._reports.flush(), self._run.step)
+        self._judge(self._reports.flush(), self._state.step)
 
     def _judge(self, report: StepReport | None, step: int) -> None:
         if report is None:
             return
         if not report.has_weight:
             why = "the weights of its examples sum to 0, so no parameter was updated"
-            self._run.record.say(f"warning: step {step}: {why}")
+            self._actions.say(f"warning: step {step}: {why}")
         elif report.is_skipped:
             self._judge_skipped(step)
         else:
             self._num_skipped = 0
-        if report.is_stop_requested and self._run.step < self._run.num_steps:
+        if report.is_stop_requested and self._state.step < self._num_steps:
             self.agree_on_stop()
 
     def _judge_skipped(self, step: int) -> None:
         """Apply `run.on_bad_step` to a non-finite step, which changed nothing."""
-        run = self._run
-        policy = run.config.run.on_bad_step
-        precision = self._parts.precision
+        actions = self._actions
+        policy = self._config.run.on_bad_step
+        precision = self._precision
         self._num_skipped += 1
         if precision.is_scaled and self._num_skipped < precision.max_skipped:
             why = "the scaled gradient is not finite, so the update was skipped"
-            run.record.say(f"warning: step {step}: {why}")
-            run.record.note(step, {BAD_STEP: why})
+            actions.say(f"warning: step {step}: {why}")
+            actions.note_bad_step(step, why)
             return
-        line = f"step {step}: {self._name_bad_examples(step)}"
+        with self._state.at(step - 1):
+            line = f"step {step}: {actions.name_bad_examples(step)}"
         if self._num_skipped == precision.max_skipped:
             count = f"no finite gradient in {self._num_skipped} steps in a row"
             raise RunError(f"{line}; and {count}")
         is_repeated = step in self._rolled_back
         if policy == "stop" or is_repeated:
             repeated = "it failed again after a rollback; " if is_repeated else ""
-            words = [str(run.directory), f"step={step}"]
-            words += naming_words(run.config, Path(run.config.folder, run.directory))
-            advice = f"inspect it with python -m trainer.replay {shlex.join(words)}"
-            raise RunError(f"{line}; {repeated}{entry.as_started(advice)}")
+            raise RunError(f"{line}; {repeated}{self._advice(step)}")
         if policy == "rollback":
-            run.record.say(f"warning: {line}; rolling back to the newest checkpoint")
-            with self._parts.ranks.group.agreed("rolling back to a checkpoint"):
-                run.saver.withdraw(step)
-            raise RolledBack(run.directory, step)
-        run.record.say(f"warning: {line}; the update was skipped")
-        run.record.note(step, {BAD_STEP: f"{line}; the update was skipped"})
+            actions.say(f"warning: {line}; rolling back to the newest checkpoint")
+            with self._group.agreed("rolling back to a checkpoint"):
+                actions.withdraw(step)
+            raise RolledBack(actions.directory, step)
+        actions.say(f"warning: {line}; the update was skipped")
+        actions.note_bad_step(step, f"{line}; the update was skipped")
 
-    def _name_bad_examples(self, step: int) -> str:
-        run = self._run
-        batch = run.batches.of_step(step - 1)
-        with run.state.at(step - 1):
-            parts = self._parts
-            return name_bad_examples(run.engine, parts.hooks, batch, parts.ranks.group)
+    def _advice(self, step: int) -> str:
+        directory = self._actions.directory
+        words = [str(directory), f"step={step}"]
+        words += naming_words(self._config, Path(self._config.folder, directory))
+        return entry.as_started(f"inspect it with python -m trainer.replay {shlex.join(words)}")
