@@ -31,17 +31,17 @@ ROOMS = [
     "engine",
     "checkpoints",
     "record",
-    "run",  # task, setup, run, trainer
+    "task",
+    "setup",
+    "run",  # run, run_checkpoints, failures, trainer
     "package",  # __init__, tasks
     "verbs",
 ]
-RUN = (
-    *("clock", "task", "setup", "capacity", "failures", "run_checkpoints", "run"),
-    "trainer",
-)
+RUN = ("clock", "failures", "run_checkpoints", "run", "trainer")
 CORE = ("errors", "hook_errors", "loading", "micro_batch", "terminal", "working_directory")
 TOP_LEVEL = {
     "schedule": "schedule",
+    "task": "task",
     **dict.fromkeys(CORE, "core"),
     **dict.fromkeys(RUN, "run"),
     **dict.fromkeys(("__init__", "tasks"), "package"),
@@ -187,7 +187,7 @@ def test_early_checks_do_not_import_torch():
         import trainer, trainer.checkpoints.__main__
         from trainer.config.compose import load_config
         from trainer.distributed.launchers import find_launcher
-        from trainer.record.gate import check_soon
+        from trainer.setup.early_checks import check_soon
         check_soon(load_config(["task=cifar"]), find_launcher())
         print("torch" in sys.modules)"""
     words = [sys.executable, "-c", code]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from trainer import ConfigError, ResidentDataset, World, load_config
-from trainer.setup import check_layout
+from trainer.setup.checks import check_layout
 from trainer.strategy.modules.batchnorm import SyncBatchNorm, synchronize
 
 TINY = ["task=tiny", "optim.lr=0.3", *PARITY]

@@ -28,7 +28,7 @@ def load_for_these_ranks(
     config = load_run_config(place, overrides, config_dirs)
     if any(word.startswith("strategy") for word in overrides):
         return config
-    from trainer.setup import for_these_ranks
+    from trainer.setup.checks import for_these_ranks
 
     return for_these_ranks(config)
 

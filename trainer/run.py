@@ -25,11 +25,11 @@ from trainer.engine.outcome import Outcome
 from trainer.errors import ConfigError, RunError, describe
 from trainer.record import fingerprint, resume, startup
 from trainer.record.directory import BAD_STEP
-from trainer.record.opening import open_directory
 from trainer.record.record import Record
 from trainer.record.startup import STOPPED, Summary
 from trainer.run_checkpoints import Checkpointer, restore
-from trainer.setup import Setup, build_schedule
+from trainer.setup.build import Setup, build_schedule
+from trainer.setup.opening import Opened, open_directory
 from trainer.task import Task
 
 
@@ -76,15 +76,7 @@ class Run:
         self.record = opened.record
         self.saver = opened.saver
         self.state.recall(opened.evaluation, *self._judged_by())
-        actions = Actions(
-            directory=opened.directory,
-            say=opened.record.say,
-            note_bad_step=lambda step, why: opened.record.note(step, {BAD_STEP: why}),
-            withdraw=opened.saver.withdraw,
-            name_bad_examples=self._name_bad_examples,
-        )
-        asked = (self.requests, actions, rolled_back)
-        self.decisions = Decisions(setup.parts, self.state, self.num_steps, *asked)
+        self.decisions = self._open_decisions(opened, rolled_back)
         self._first_step = self.step
         self._began_s = self._clock.read()
         self._logged = (self.step, self._began_s)
@@ -225,6 +217,17 @@ class Run:
         if self.wants_save or self.is_due(config.eval) or self.is_due(config.checkpoint):
             self.decisions.flush()
         self._is_sound = True
+
+    def _open_decisions(self, opened: Opened, rolled_back: Collection[int]) -> Decisions:
+        actions = Actions(
+            directory=opened.directory,
+            say=opened.record.say,
+            note_bad_step=lambda step, why: opened.record.note(step, {BAD_STEP: why}),
+            withdraw=opened.saver.withdraw,
+            name_bad_examples=self._name_bad_examples,
+        )
+        asked = (self.requests, actions, rolled_back)
+        return Decisions(self._setup.parts, self.state, self.num_steps, *asked)
 
     def _name_bad_examples(self, step: int) -> str:
         parts = self._setup.parts

@@ -17,8 +17,8 @@ from trainer.engine.python_state import PythonState
 from trainer.errors import ConfigError
 from trainer.record import fingerprint, resume, weights
 from trainer.record.directory import strict
-from trainer.record.opening import Opened
-from trainer.setup import Setup
+from trainer.setup.build import Setup
+from trainer.setup.opening import Opened
 
 MOST_NAMED = 4
 AGAIN = "so a resume starts from its first value"

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.capacity import resolve_micro_batch
 from trainer.checkpoints.state import read_on_all_ranks
 from trainer.config.schema import Config
 from trainer.data.batches import LocalBatch
@@ -29,15 +28,10 @@ from trainer.failures import failures_named
 from trainer.record import fingerprint, resume
 from trainer.record.startup import Summary
 from trainer.run import Run
-from trainer.setup import (
-    Setup,
-    agree_on_origin,
-    check_evaluation,
-    check_training,
-    complete_world,
-    resolve_precision,
-    try_optimizer,
-)
+from trainer.setup.agreement import agree_on_origin, complete_world, resolve_precision
+from trainer.setup.build import Setup
+from trainer.setup.capacity import resolve_micro_batch
+from trainer.setup.checks import check_evaluation, check_training, try_optimizer
 from trainer.strategy.base import Strategy
 from trainer.task import Task
 

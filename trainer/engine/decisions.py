@@ -34,7 +34,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class Actions:
-    """What a decision does to the record and the checkpoints of the run in `directory`.
+    """Actions of a decision on the record and the checkpoints of the run in `directory`.
 
     `withdraw` makes the checkpoints from a step on invalid. `name_bad_examples` says which
     examples made the step not finite; every rank calls it.

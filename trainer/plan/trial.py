@@ -33,14 +33,8 @@ from trainer.hook_errors import call
 from trainer.plan.counting import Note, count_groups, unnoticed
 from trainer.plan.devices import Device
 from trainer.rng.forward import Draws
-from trainer.setup import (
-    check_layout,
-    check_step,
-    collate_of,
-    list_blocks,
-    make_model,
-    try_optimizer,
-)
+from trainer.setup.build import check_step, collate_of, list_blocks, make_model
+from trainer.setup.checks import check_layout, try_optimizer
 from trainer.strategy.base import Blueprint, convert, find_strategy
 from trainer.strategy.context_parallel import Context
 from trainer.strategy.mesh import Mesh

@@ -1,173 +1,44 @@
-"""Setup of a task: the early checks, the exchange between ranks, and the data and the model."""
+"""The data and the model of a task, built alike on all ranks."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from trainer.checkpoints.tensors import check_tensors
 from trainer.config.hints import suggest
-from trainer.config.schema import Config
-from trainer.config.schema import Mesh as Sizes
-from trainer.config.targets import call_target, check_target
 from trainer.data.batches import Batches, EvalBatches, Preparation
-from trainer.data.order import check_batch
 from trainer.data.sources import Collate, check_dataset
-from trainer.distributed.group import Group, choose_backend
+from trainer.distributed.group import Group
 from trainer.distributed.ranks import Ranks
-from trainer.distributed.rendezvous import check_init
 from trainer.distributed.watch.heartbeat import Phase
-from trainer.distributed.world import World
 from trainer.engine.ema import Ema
 from trainer.engine.evaluation import EvalSplit, Evaluator, check_torchmetrics
 from trainer.engine.parts import Parts
-from trainer.engine.precision import Precision, choose_precision, is_bf16_native
-from trainer.errors import CheckpointError, ConfigError, one_line, place_of
-from trainer.loading import uncollected
+from trainer.engine.precision import Precision
+from trainer.errors import ConfigError, one_line, place_of
 from trainer.micro_batch import take_rows
-from trainer.record import fingerprint, resume, weights
-from trainer.record.gate import check_soon
+from trainer.record import fingerprint
 from trainer.rng.forward import Draws
 from trainer.rng.philox import seed_all
 from trainer.schedule import Schedule
 from trainer.strategy.base import Blueprint, convert, find_strategy
-from trainer.strategy.mesh import Mesh, open_groups
+from trainer.strategy.mesh import Mesh
 from trainer.strategy.mesh_model.materialize import Values, build_structure
 from trainer.strategy.modules.tensor_memory import make_dense
-from trainer.task import FUSED, Task
+from trainer.task import Task
 from trainer.terminal import outlive_terminal
 
-COPIES = Sizes("auto", 1, 1, 1, 1)  # of the model, on any number of ranks
 PREPARATION = timedelta(days=7)  # for downloads, while dist.timeout_s is for collectives
-
-# Early checks: of config, environment and manifests, before any socket or directory is opened
-
-
-def check_layout(config: Config, world: World) -> None:
-    """Raise ConfigError if this layout cannot run the configuration."""
-    Precision.check(config.strategy.precision, world.device)
-    kind = find_strategy(config.strategy)
-    kind.check(config, world)
-    choose_backend(config.dist, world)
-    check_init(config.dist, world)
-    ranks = Mesh.of(config.strategy.mesh, world).data_size
-    check_batch(config.data.global_batch, kind.cut(config), ranks)
-
-
-def for_these_ranks(config: Config) -> Config:
-    """Return the settings of a run to evaluate: its strategy, or ddp if that needs other ranks."""
-    world = World.from_environment()
-    block = config.strategy
-    try:
-        check_layout(config, world.with_devices(find_strategy(block).find_devices(block, world)))
-    except ConfigError:
-        block = replace(block, name="ddp", mesh=COPIES, sequence=False, devices_per_rank=1)
-        config = replace(config, strategy=replace(block, comm_hook="none", device_ids=None))
-    return config
-
-
-def check_training(config: Config, world: World) -> resume.Origin:
-    """Run the early checks of `fit`, and return the origin of the run.
-
-    It is the run directory and the checkpoint to resume from, known on rank 0 only.
-    """
-    if "train" in config.eval.splits:
-        why = "its means would have the names of training; use log.train_metrics=true"
-        raise ConfigError(f"eval.splits={config.eval.splits}: must not have train: {why}")
-    check_layout(config, world)
-    check_target(config.optim, "optim", config.packages, Optimizer)
-    return check_soon(config, world.launcher)
-
-
-@uncollected()
-def try_optimizer(config: Config) -> None:
-    """Last early check: build torch's optimizer, which checks its arguments, in a second."""
-    if config.optim["_target_"] in FUSED:
-        weights = [torch.zeros(1, requires_grad=True)]
-        call_target(config.optim, "optim", config.packages, Optimizer, weights)
-
-
-def check_evaluation(config: Config, world: World, fitted: Path | None) -> resume.Origin:
-    """Run the early checks of `evaluate`, and return the checkpoint to read, on rank 0 only.
-
-    It is that of `run.resume`, else of the run directory `fitted`, else none.
-    """
-    check_layout(config, world)
-    if world.rank:
-        return resume.Origin()
-    return resume.find_checkpoint(config, config.run.resume or (str(fitted) if fitted else None))
-
-
-def agree_on_origin(
-    config: Config, world: World, group: Group, origin: resume.Origin
-) -> resume.Origin:
-    """Look for the previous attempt again, now with the starters of all ranks. A collective."""
-    with group.agreed("finding the run directory"):
-        if world.rank == 0:
-            origin = resume.find_previous_attempt(config, world.launcher) or origin
-            if config.run.init_from is not None and origin.source is None:
-                weights.check(config)
-        if origin.refused:
-            raise ConfigError(origin.refused)
-    return origin
-
-
-def resolve_precision(
-    config: Config, world: World, group: Group, origin: resume.Origin
-) -> tuple[Config, list[str]]:
-    """Return the config with `strategy.precision=auto` resolved, and a line with the reason.
-
-    A resume keeps the precision of its run. A new run gets amp_bf16 if the devices of all ranks
-    have bf16 arithmetic, otherwise fp32. A collective.
-    """
-    if config.strategy.precision not in ("auto", config.auto_precision):
-        return config, []
-    saved: dict[str, Any] = {}
-    with group.agreed("choosing the precision"):
-        if world.rank == 0:
-            saved = resume.read_saved(config, origin)
-            if not isinstance(saved.get("strategy.precision"), str | None):
-                raise CheckpointError("the strategy.precision of the run to resume is not a name")
-    kept = group.tell_all(saved.get("strategy.precision"))
-    is_native = all(map(is_bf16_native, world.devices))
-    without, some = group.max(0 if is_native else world.rank + 1, is_native)
-    chosen: Any = kept or choose_precision(not without)
-    why = "every rank has bf16 arithmetic in hardware"
-    if kept:
-        why = "the run to resume has it"
-    elif without:
-        who = f"rank {without - 1:.0f} has no" if some else "no rank has"
-        why = f"{who} bf16 arithmetic in hardware"
-    strategy = replace(config.strategy, precision=chosen)
-    config = replace(config, strategy=strategy, auto_precision=chosen)
-    with group.agreed("checking the precision"):
-        check_layout(config, world)
-    return config, [f"strategy.precision=auto: {chosen}, because {why}"]
-
-
-def complete_world(world: World, config: Config, ranks: Ranks) -> World:
-    """Return this rank's world with the groups of the mesh, on rank 0 with the starters of all
-    ranks. A collective."""
-    group = ranks.group
-    mesh = Mesh.of(config.strategy.mesh, world)
-    if mesh.is_divided:
-        ranks.heartbeat.set_place(mesh.place(mesh.rank))
-    world = world.with_groups(open_groups(mesh, config.dist.timeout_s, ranks.heartbeat.wait_in))
-    lines = group.collect_text(" ".join(world.launcher.starters))
-    starters = tuple(dict.fromkeys(" ".join(lines).split()))
-    return replace(world, launcher=replace(world.launcher, starters=starters))
 
 
 class Setup:
