@@ -16,7 +16,7 @@ from trainer.cli import run, single
 from trainer.data.ledger import digests, extend
 from trainer.data.order import Order, counted
 from trainer.errors import ConfigError, visible
-from trainer.record import directory as rundir
+from trainer.record import files as rundir
 
 HELP = """usage: python -m trainer.audit DIR [--long]
 

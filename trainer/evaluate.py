@@ -9,7 +9,7 @@ from trainer.cli import load_task, run, run_directory, take_words
 from trainer.config.compose import load_run_config
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
-from trainer.record.directory import strict
+from trainer.record.files import strict
 
 HELP = """usage: python -m trainer.evaluate DIR [split=test] [key=value ...] [--config-dir DIR]
 

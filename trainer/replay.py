@@ -17,7 +17,7 @@ from trainer.config.schema import Config, Mesh
 from trainer.data.order import BatchPlan
 from trainer.engine.diagnosis import Example, examine
 from trainer.errors import CheckpointError, ConfigError, visible
-from trainer.record.directory import METRICS, read_entries
+from trainer.record.files import METRICS, read_entries
 from trainer.record.resume import FIXED
 from trainer.record.startup import STOPPED
 from trainer.report.reading import mesh_of

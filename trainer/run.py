@@ -24,9 +24,9 @@ from trainer.engine.engine import Engine
 from trainer.engine.outcome import Outcome
 from trainer.errors import ConfigError, RunError, describe
 from trainer.record import fingerprint, resume, startup
-from trainer.record.directory import BAD_STEP
-from trainer.record.record import Record
+from trainer.record.files import BAD_STEP
 from trainer.record.startup import STOPPED, Summary
+from trainer.record.trackers.base import Record
 from trainer.run_checkpoints import Checkpointer, restore
 from trainer.setup.build import Setup, build_schedule
 from trainer.setup.opening import Opened, open_directory

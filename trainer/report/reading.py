@@ -17,7 +17,7 @@ from trainer.config.typed import build, convert
 from trainer.data import content
 from trainer.distributed.world import World
 from trainer.errors import CheckpointError, ConfigError, one_line
-from trainer.record import directory as rundir
+from trainer.record import files as rundir
 from trainer.strategy.mesh import AXES, Mesh
 
 SPEED = "speed/"  # curves that differ between any two runs

@@ -11,7 +11,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.distributed.world import World
 from trainer.engine.precision import choose_precision, is_bf16_native
 from trainer.errors import CheckpointError, ConfigError
-from trainer.record import resume, weights
+from trainer.record import init_from, resume
 from trainer.setup.checks import check_layout
 from trainer.strategy.mesh import Mesh, open_groups
 
@@ -24,7 +24,7 @@ def agree_on_origin(
         if world.rank == 0:
             origin = resume.find_previous_attempt(config, world.launcher) or origin
             if config.run.init_from is not None and origin.source is None:
-                weights.check(config)
+                init_from.check(config)
         if origin.refused:
             raise ConfigError(origin.refused)
     return origin

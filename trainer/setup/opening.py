@@ -14,14 +14,14 @@ from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.loading import uncollected
 from trainer.record import startup
-from trainer.record.console import Console
-from trainer.record.directory import CONFIG, read_evaluation, read_exit
+from trainer.record.files import CONFIG, read_evaluation, read_exit
 from trainer.record.lease import Lease
-from trainer.record.metrics import RecordFiles
-from trainer.record.record import Record, Sink
 from trainer.record.resume import Origin, take
-from trainer.record.services import open_services
-from trainer.record.trackers import TensorBoard
+from trainer.record.trackers.base import Record, Sink
+from trainer.record.trackers.console import Console
+from trainer.record.trackers.jsonl import RecordFiles
+from trainer.record.trackers.services import open_services
+from trainer.record.trackers.tensorboard import TensorBoard
 from trainer.strategy.base import Strategy
 
 SHARED_WITHIN_S = 5.0  # network file systems show a new directory after a while

@@ -17,7 +17,7 @@ from trainer.config.compose import load_config
 from trainer.data.batches import LocalBatch
 from trainer.engine.means import Values
 from trainer.engine.outcome import Outcome
-from trainer.record.directory import METRICS, read_entries
+from trainer.record.files import METRICS, read_entries
 from trainer.rng.philox import Random
 from trainer.strategy.base import Strategy
 from trainer.trainer import Trainer

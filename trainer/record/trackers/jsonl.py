@@ -18,9 +18,9 @@ from trainer.checkpoints.files import replace_file
 from trainer.config.plain_files import open_plain
 from trainer.data.order import counted
 from trainer.errors import CheckpointError
-from trainer.record import directory as files
+from trainer.record import files
 from trainer.record.lease import Lease
-from trainer.record.record import Sink
+from trainer.record.trackers.base import Sink
 
 MOST_RECENT = 10_000  # lines that can be restored after another program has shortened the file
 CHECK_S = 1.0  # between two checks of the lease

@@ -15,8 +15,8 @@ import torch
 
 from trainer.checkpoints.disk import Disk
 from trainer.config.schema import Log
-from trainer.record.directory import METRICS, read_entries
-from trainer.record.record import Sink
+from trainer.record.files import METRICS, read_entries
+from trainer.record.trackers.base import Sink
 
 REOPEN_S = 5.0  # after a failed write of TensorBoard's files
 

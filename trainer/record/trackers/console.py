@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.errors import visible
-from trainer.record.record import Sink
+from trainer.record.trackers.base import Sink
 from trainer.terminal import CurrentOutput
 
 SHOWN = {  # once they are logged

@@ -1,11 +1,10 @@
-"""Trackers besides TensorBoard: a CSV file, Weights & Biases, and MLflow, by their own SDKs.
+"""Trackers of vendors, by their own SDKs: Weights & Biases and MLflow.
 
 None of them can end or delay a run: what fails is left out, with a warning.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
@@ -15,7 +14,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,9 @@ from typing import Any
 from trainer.config.plain_files import read_json
 from trainer.config.schema import Config
 from trainer.errors import one_line
-from trainer.record import directory as files
-from trainer.record.record import Sink
+from trainer.record import files
+from trainer.record.trackers.base import Sink
+from trainer.record.trackers.csv_file import CsvFile
 
 PATIENCE_S = 30.0  # at the end, for what was not sent yet
 KNOWN = "trackers.json"  # in the run directory: its runs in the services
@@ -41,44 +40,6 @@ def open_services(config: Config, directory: Path, step: int, say: Say) -> list[
     for name in [name for name in names if name in SERVICES]:
         sinks.append(SERVICES[name](config, directory, step, say))
     return sinks
-
-
-class CsvFile(Sink):
-    """metrics.csv: a row (step, name, value) for each value of metrics.jsonl."""
-
-    def __init__(self, directory: Path, say: Say):
-        """Write anew what metrics.jsonl has, which may have been cut at a resume."""
-        path = directory / "metrics.csv"
-        self._say = say
-        self._file: Any = None
-        entries = [entry for _, entry in files.read_entries(directory / files.METRICS)]
-        try:
-            files.replace_file(path, "step,name,value\n")
-            self._file = path.open("a", encoding="utf-8", newline="")
-        except OSError as error:
-            self._fail(error)
-        for entry in entries:
-            self.scalars(entry["step"], {k: v for k, v in entry.items() if "/" in k})
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        if self._file is None:
-            return
-        try:
-            rows = [(step, name, value) for name, value in values.items()]
-            csv.writer(self._file, lineterminator="\n").writerows(rows)
-            self._file.flush()
-        except OSError as error:
-            self._fail(error)
-
-    def close(self) -> None:
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
-
-    def _fail(self, error: OSError) -> None:
-        self._file = None
-        why = f"{error.strerror}; the run continues without it"
-        self._say(f"warning: log.trackers: metrics.csv: {why}")
 
 
 class Service(Sink):
