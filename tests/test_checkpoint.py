@@ -20,7 +20,7 @@ from harness import stored
 
 from trainer.checkpoints import packing
 from trainer.checkpoints import transaction as checkpoint
-from trainer.checkpoints.tensors import KINDS
+from trainer.checkpoints.tensor_files import KINDS
 from trainer.errors import CheckpointError, RunError
 from trainer.strategy.shards import Shard
 

@@ -14,7 +14,7 @@ from harness.training import compose
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.checkpoints.tensors import memory_of
+from trainer.checkpoints.tensor_files import memory_of
 from trainer.plan.memory import MEASURED
 from trainer.plan.planning import Layout, make_plan
 from trainer.plan.trial import Kept

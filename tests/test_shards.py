@@ -17,14 +17,14 @@ from harness import CONF, on_ranks, stored
 from safetensors.torch import load_file
 
 from trainer import CheckpointError, ConfigError, RunError, load_config
-from trainer.checkpoints import packing, tensors, transaction
+from trainer.checkpoints import packing, tensor_files, transaction
 from trainer.checkpoints.__main__ import main as checkpoints_verb
 from trainer.checkpoints.disk import Disk
 from trainer.checkpoints.gathering import gather
+from trainer.checkpoints.reading import Files, open_content
 from trainer.checkpoints.saver import DiskSaver, Mail, Snapshot
-from trainer.checkpoints.sources import Files, open_content
 from trainer.checkpoints.state import read_on_all_ranks
-from trainer.checkpoints.tensors import DTYPES, check_index, is_covered, merge, write_shards
+from trainer.checkpoints.tensor_files import DTYPES, check_index, is_covered, merge, write_shards
 from trainer.checkpoints.transaction import Loaded
 from trainer.distributed.group import process_group
 from trainer.distributed.world import World
@@ -209,7 +209,7 @@ def test_tied_tensors_are_written_once_and_read_under_both_names(is_copied, tmp_
         part = Shard(weight[offset : offset + size], (5, 3), (offset, 0), True)
         shards = {"model": {"inner": part, "outer": part, "copy": whole(weight.clone())}}
         shards["model"]["copy"] = shards["model"]["copy"]._replace(is_written=offset == 0)
-        parts.append(tensors.private_copy(shards) if is_copied else shards)
+        parts.append(tensor_files.private_copy(shards) if is_copied else shards)
     index = written(tmp_path, *parts)["model"]
     assert index["outer"]["same_as"] == "inner" and "same_as" not in index["copy"]
     files = [load_file(tmp_path / f"model-r0000{rank}.safetensors") for rank in (0, 1)]
@@ -311,9 +311,9 @@ def state(dtype=torch.float32):
 def halves(content, ranks=2):
     """Return the shards of some ranks that divide each matrix by rows."""
     parts = []
-    places = [(kind, name) for kind in tensors.KINDS for name in content[kind]]
+    places = [(kind, name) for kind in tensor_files.KINDS for name in content[kind]]
     for rank in range(ranks):
-        parts.append({kind: {} for kind in tensors.KINDS})
+        parts.append({kind: {} for kind in tensor_files.KINDS})
         for kind, name in places:
             tensor = content[kind][name]
             shard = Shard.whole(tensor, rank == 0)
@@ -386,7 +386,7 @@ def test_every_rank_reads_the_same_tensors(is_seen, number, tmp_path):
         restored, skipped = read_on_all_ranks(group, lambda: ([path], True))
         found = restored.content
         boxes = {}
-        for kind in tensors.KINDS:
+        for kind in tensor_files.KINDS:
             source = found.sources[kind]
             for name, shape in source.shapes().items():
                 if kind == "optimizer" and (group.world.rank == 1 or name.endswith("step")):
@@ -418,11 +418,11 @@ def test_parts_of_all_ranks_are_gathered_on_rank_0(tmp_path):
         return gather(own, group)
 
     first, *others = in_group(3, body)
-    for kind in tensors.KINDS:
+    for kind in tensor_files.KINDS:
         found = {name: shard.tensor for name, shard in first[kind].items()}
         stored.check_same_bits(dict(sorted(found.items())), dict(sorted(content[kind].items())))
         assert all(shard.is_written for shard in first[kind].values())
-    assert others == [{kind: {} for kind in tensors.KINDS}] * 2
+    assert others == [{kind: {} for kind in tensor_files.KINDS}] * 2
 
 
 # Export -------------------------------------------------------------------------------------------

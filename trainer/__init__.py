@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trainer.config.compose import load_config
     from trainer.config.schema import Config
     from trainer.config.typed import limit
-    from trainer.data.sources import ResidentDataset
+    from trainer.data.loaders import ResidentDataset
     from trainer.distributed.world import World
     from trainer.rng.philox import Random
     from trainer.task import Split
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Config": "trainer.config.schema",
     "Random": "trainer.rng.philox",
-    "ResidentDataset": "trainer.data.sources",
+    "ResidentDataset": "trainer.data.loaders",
     "Split": "trainer.task",
     "Summary": "trainer.trainer",
     "Trainer": "trainer.trainer",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from trainer.checkpoints.manifest import Manifest
-from trainer.checkpoints.sources import Content, open_content, share
+from trainer.checkpoints.reading import Content, open_content, share
 from trainer.checkpoints.transaction import TRIES, Loaded, is_gone
 from trainer.config.typed import build
 from trainer.distributed.group import Group

@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 from trainer.config.schema import Config
 from trainer.data.examples import find_flaw, length_of
 from trainer.data.ledger import Ledger
+from trainer.data.loaders import Collate, Piece, Source
 from trainer.data.order import (
     BatchPlan,
     Cut,
@@ -25,7 +26,6 @@ from trainer.data.order import (
     check_batch,
     counted,
 )
-from trainer.data.sources import Collate, Piece, Source
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.watch.heartbeat import Heartbeat, Phase
 from trainer.errors import ConfigError, RunError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoints.tensors import write_tensors
+from trainer.checkpoints.tensor_files import write_tensors
 from trainer.errors import RunError
 from trainer.export.model import Trained, tensors_in
 

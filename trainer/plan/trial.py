@@ -23,8 +23,8 @@ from trainer.cli import load_task
 from trainer.config.schema import Config
 from trainer.config.targets import check_target
 from trainer.data.batches import MicroBatch, Preparation
+from trainer.data.loaders import Source, check_dataset
 from trainer.data.order import BatchPlan, IndexSampler, check_batch
-from trainer.data.sources import Source, check_dataset
 from trainer.distributed.launchers import Launcher
 from trainer.distributed.world import World
 from trainer.engine.precision import Precision, choose_precision, is_bf16_native

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoints.packing import check_stored
-from trainer.checkpoints.sources import Content, Tensors, share
+from trainer.checkpoints.reading import Content, Tensors, share
 from trainer.checkpoints.state import read_on_all_ranks
 from trainer.config.schema import Config
 from trainer.data.order import counted

@@ -140,7 +140,7 @@ class RunFiles:
 
     def load_tensors(self, step: int) -> Mapping[str, Any]:
         """Return the sources of a checkpoint's tensors by kind. Raises CheckpointError."""
-        from trainer.checkpoints.sources import open_content
+        from trainer.checkpoints.reading import open_content
 
         content = open_content(transaction.load(self.checkpoints[step]))
         content.hold()

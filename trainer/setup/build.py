@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
-from trainer.checkpoints.tensors import check_tensors
+from trainer.checkpoints.tensor_files import check_tensors
 from trainer.config.hints import suggest
 from trainer.data.batches import Batches, EvalBatches, Preparation
-from trainer.data.sources import Collate, check_dataset
+from trainer.data.loaders import Collate, check_dataset
 from trainer.distributed.group import Group
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.watch.heartbeat import Phase

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoints import packing
-from trainer.checkpoints.tensors import DTYPES, INDEX, KINDS, box_name, check_index
+from trainer.checkpoints.tensor_files import DTYPES, INDEX, KINDS, box_name, check_index
 from trainer.checkpoints.transaction import Loaded
 from trainer.config.plain_files import parse_json
 from trainer.distributed.group import Group
