@@ -170,10 +170,10 @@ class Task:
 class Config:
     """All settings. `optim` and `schedule` contain a `_target_` and its arguments.
 
-    Four fields are not settings. `folder` is the working directory at load time: relative paths
+    Three fields are not settings. `folder` is the working directory at load time: relative paths
     start there, even after a task calls os.chdir. `unlisted` are the names that were given in
     task.options and are not in the task's YAML, and `implied` those that only the task's `Options`
-    give. `auto_precision` is the precision that strategy.precision=auto became.
+    give.
     """
 
     run: Run
@@ -190,7 +190,6 @@ class Config:
     folder: str = field(default_factory=os.getcwd, metadata=NO_SETTING)
     unlisted: list[str] = field(default_factory=list, metadata=NO_SETTING)
     implied: list[str] = field(default_factory=list, metadata=NO_SETTING)
-    auto_precision: str = field(default="", metadata=NO_SETTING)
 
     @property
     def runs(self) -> Path:
@@ -233,7 +232,7 @@ class Config:
     def plain(self) -> dict[str, Any]:
         """Return the groups of settings as nested dicts."""
         groups = dataclasses.asdict(self)
-        for name in ("folder", "unlisted", "implied", "auto_precision"):
+        for name in ("folder", "unlisted", "implied"):
             del groups[name]
         return groups
 

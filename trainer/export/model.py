@@ -150,7 +150,6 @@ def on_one_process(config: Config) -> Config:
     return replace(
         config,
         strategy=strategy,
-        auto_precision="",
         run=replace(config.run, compile=False),
         data=replace(config.data, micro_batch=None, workers=0),
         eval=replace(config.eval, micro_batch=ROWS),

@@ -132,7 +132,7 @@ class Trial:
         chosen: Any = choose_precision(native)
         self.notes.append(f"strategy.precision=auto: planned with {chosen}")
         strategy = replace(config.strategy, precision=chosen)
-        return replace(config, strategy=strategy, auto_precision=chosen)
+        return replace(config, strategy=strategy)
 
     def _check(self) -> None:
         """Run the early checks of a start, on the planned device instead of this machine's."""

@@ -14,7 +14,7 @@ import signal
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import get_context, parent_process
@@ -32,7 +32,6 @@ from trainer.distributed.watch.heartbeat import Phase
 from trainer.distributed.world import World
 from trainer.engine.evaluation import Evaluator
 from trainer.errors import ConfigError, RunError, one_line, visible
-from trainer.record import resume
 from trainer.strategy.base import find_strategy
 from trainer.strategy.mesh import Mesh
 from trainer.task import Task
@@ -102,27 +101,22 @@ def list_sizes(config: Config, world: World) -> list[int]:
 
 
 def resolve_micro_batch(
-    task: Task, ranks: Ranks, origin: resume.Origin, steps: Steps
+    task: Task, ranks: Ranks, kept: Mapping[str, Any], steps: Steps
 ) -> tuple[Config, list[str]]:
     """Return the config with data.micro_batch=auto as a number, and a line with the reason.
 
-    A resume keeps the number of its run. `steps` makes the first steps of a task's run. Raises
-    ConfigError if the smallest micro-batch does not fit, or if the task cannot be started in
+    A resume keeps the number of its run, in `kept`. `steps` makes the first steps of a task's run.
+    Raises ConfigError if the smallest micro-batch does not fit, or if the task cannot be started in
     another process. A collective.
     """
     config = task.config
     if config.data.micro_batch != "auto":
         return config, []
     ranks.heartbeat.enter(Phase.BUILD)
-    saved: dict[str, Any] = {}
-    with ranks.group.agreed("reading the run to resume"):
-        if task.world.rank == 0:
-            saved = resume.read_saved(config, origin)
-    kept = ranks.group.tell_all(saved.get("data.micro_batch"))
     sizes = list_sizes(config, task.world)
-    if isinstance(kept, int):
-        rows = next((size for size in sizes if size <= kept), sizes[-1])
-        why = f"the run to resume has {kept}"
+    if (most := kept["data.micro_batch"]) is not None:
+        rows = next((size for size in sizes if size <= most), sizes[-1])
+        why = f"the run to resume has {most}"
     else:
         trials = Trials(task, ranks, steps)
         rows = find_largest(sizes, trials.fits)
