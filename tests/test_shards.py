@@ -17,11 +17,11 @@ from harness import CONF, on_ranks, stored
 from safetensors.torch import load_file
 
 from trainer import CheckpointError, ConfigError, RunError, load_config
-from trainer.checkpoints import packing, tensor_files, transaction
+from trainer.checkpoints import tensor_files, transaction
 from trainer.checkpoints.__main__ import main as checkpoints_verb
 from trainer.checkpoints.disk import Disk
 from trainer.checkpoints.gathering import gather
-from trainer.checkpoints.reading import Files, open_content
+from trainer.checkpoints.reading import Files
 from trainer.checkpoints.saver import DiskSaver, Mail, Snapshot
 from trainer.checkpoints.state import read_on_all_ranks
 from trainer.checkpoints.tensor_files import DTYPES, check_index, is_covered, merge, write_shards
@@ -32,6 +32,7 @@ from trainer.strategy.shards import Shard, read_whole, slices
 
 OF_RUN = {
     **{"run": "a", "strategy": "ddp", "world_size": 2, "ledger": "c", "sessions": [[0, 2]]},
+    **{"machine": {}, "code": {}},
     **{"replaced": {}, "metrics": {}, "data": {"train": {"length": 200}}},
     "config": {"data.global_batch": 20, "run.seed": 0},
 }
@@ -325,40 +326,6 @@ def halves(content, ranks=2):
     return parts
 
 
-def save_as_format_2(root, content, facts):
-    """Write what the first edition wrote of the same state."""
-    training = {**content["training"], "ema": content["ema"]}
-    extra = training.pop("extra")
-    (optimizer,) = training["optimizers"]
-    own = {"exp_avg": content["optimizer"]["0/a.weight/exp_avg"], "kept": 2}
-    own["step"] = content["optimizer"]["0/a.weight/step"]
-    training["optimizers"] = [{**optimizer, "state": {"a.weight": own}}]
-    files = {"model.pt": {**content["model"], **extra}, "training.pt": training}
-    staging = transaction.stage(root, 1)
-    packed = packing.packed(files)
-    listed = {name: transaction.write_one(staging, name, data) for name, data in packed}
-    transaction.publish(staging, root, 1, listed, facts, lambda: None)
-    path = transaction.final_path(root, 1)
-    manifest = json.loads((path / "manifest.json").read_text()) | {"format": 2}
-    del manifest["sha256"]
-    text = json.dumps({**manifest, "sha256": transaction.digest(manifest)})
-    (path / "manifest.json").write_text(text)
-    return path
-
-
-def test_formats_2_and_3_have_the_same_content(tmp_path):
-    content = state()
-    old = transaction.load(save_as_format_2(tmp_path / "2", content, OF_RUN))
-    new = transaction.load(stored.save(tmp_path / "3", 1, halves(content), content["training"], {}))
-    assert sorted(old.files) == ["model.pt", "training.pt"]
-    for loaded in (old, new):
-        stored.check_same_bits(stored.content_of(loaded), content)
-        found = open_content(loaded).sources["optimizer"]
-        box = found.read("0/a.weight/exp_avg", (1, 2), (3, 2))
-        assert torch.equal(box, content["optimizer"]["0/a.weight/exp_avg"][1:4, 2:4])
-        assert found.dtype("0/a.weight/step") == torch.float32
-
-
 def in_group(ranks, body):
     config = load_config(["task=tiny"], [CONF]).dist
 
@@ -369,15 +336,11 @@ def in_group(ranks, body):
     return on_ranks(ranks, on_rank)
 
 
-@pytest.mark.parametrize("number", [2, 3], ids=["format 2", "format 3"])
 @pytest.mark.parametrize("is_seen", [True, False], ids=["shared disk", "disk of rank 0"])
-def test_every_rank_reads_the_same_tensors(is_seen, number, tmp_path):
+def test_every_rank_reads_the_same_tensors(is_seen, tmp_path):
     content = state(torch.bfloat16)
-    if number == 2:
-        path = save_as_format_2(tmp_path / "checkpoints", content, OF_RUN)
-    else:
-        root = tmp_path / "checkpoints"
-        path = stored.save(root, 1, halves(content, 3), content["training"], OF_RUN)
+    root = tmp_path / "checkpoints"
+    path = stored.save(root, 1, halves(content, 3), content["training"], OF_RUN)
 
     def body(group):
         if group.world.rank and not is_seen:

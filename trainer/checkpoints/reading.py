@@ -1,4 +1,4 @@
-"""Sources: the tensors of a checkpoint of any format, read in the parts that a rank needs."""
+"""Reading the tensors of a checkpoint, in the parts that a rank needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from trainer.distributed.group import Group
 from trainer.errors import CheckpointError, one_line
 from trainer.strategy.shards import Source, slices
 
-MODEL = "model.pt"  # of format 2
 TRAINING = "training.pt"
 CPU = torch.device("cpu")
 MOST_HELD = 64  # files of a kind: each rank would open them
@@ -26,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 class Tensors:
-    """Tensors in memory: those of a checkpoint of format 2."""
+    """Tensors in memory, such as those of a file of weights."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self._tensors = tensors
@@ -46,7 +45,7 @@ class Tensors:
 
 
 class Files:
-    """Tensors in the safetensors files of a checkpoint of format 3."""
+    """Tensors in the safetensors files of a checkpoint."""
 
     def __init__(self, folder: Path, entries: Mapping[str, Mapping[str, Any]]):
         self._folder = folder
@@ -165,45 +164,21 @@ class Content:
 
 
 def open_content(loaded: Loaded) -> Content:
-    """Open a verified checkpoint of format 2 or 3. Raises CheckpointError."""
+    """Open a verified checkpoint. Raises CheckpointError."""
     files = loaded.files
-    is_old = loaded.manifest["format"] == 2
-    needed = (MODEL if is_old else INDEX, TRAINING)
-    for file in needed:
+    for file in (INDEX, TRAINING):
         if file not in files:
             name = loaded.path.name
             raise CheckpointError(f"{name}: has no {file}, so it is not a run's checkpoint")
     training = packing.unpack(files[TRAINING], CPU)
-    data = files[needed[0]]
     try:
-        if is_old:
-            return _of_format_2(packing.unpack(data, CPU), training)
-        index = check_index(parse_json(data), loaded.manifest["files"])
+        index = check_index(parse_json(files[INDEX]), loaded.manifest["files"])
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = one_line(error) or type(error).__name__
-        wrong = ": its files are not of a run" if is_old else f"/{INDEX}: is not an index"
-        raise CheckpointError(f"{loaded.path}{wrong}: {reason}") from None
+        raise CheckpointError(f"{loaded.path}/{INDEX}: is not an index: {reason}") from None
     return Content({kind: Files(loaded.path, index[kind]) for kind in KINDS}, training)
-
-
-def _of_format_2(state: dict[str, Any], training: dict[str, Any]) -> Content:
-    """Divide the state of format 2 as format 3 does, into tensors and plain values."""
-    model = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    extra = {name: value for name, value in state.items() if name not in model}
-    optimizer: dict[str, torch.Tensor] = {}
-    for number, saved in enumerate(training["optimizers"]):
-        for name, values in saved["state"].items():
-            tensors = {k: v for k, v in values.items() if isinstance(v, torch.Tensor)}
-            optimizer |= {f"{number}/{name}/{key}": v for key, v in tensors.items()}
-            for key in tensors:
-                del values[key]
-    averages = {k: v for k, v in training["ema"].items() if isinstance(v, torch.Tensor)}
-    sources = {"model": model, "optimizer": optimizer, "ema": averages}
-    made = {kind: Tensors(sources.get(kind, {})) for kind in KINDS}
-    plain = {key: value for key, value in training.items() if key != "ema"}
-    return Content(made, {**plain, "extra": extra})
 
 
 def share(group: Group, content: Content | None) -> Content:

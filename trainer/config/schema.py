@@ -24,18 +24,6 @@ _LAYOUT = """
 """
 LAYOUT = tuple(_LAYOUT.split())
 
-# Settings that older runs lack, with the values that keep the behaviour of those runs.
-ONCE = {
-    **{"run.dropout": "torch", "run.norm_rows": None, "checkpoint.sharded": "auto"},
-    **{"strategy.mesh.replicate": "auto", "strategy.mesh.shard": 1, "strategy.mesh.tensor": 1},
-    **{"strategy.mesh.context": 1, "strategy.mesh.pipeline": 1},
-    **{"strategy.schedule": "1f1b", "strategy.sequence": False},
-    **{"strategy.reshard": True, "strategy.recompute": "none"},
-    **{"eval.splits": ["eval"], "log.trackers": ["tensorboard"]},
-    **{"run.min_improvement": 0.0, "log.train_metrics": False, "run.freeze": []},
-    **dict.fromkeys(("run.init_from", "run.max_minutes", "run.stop_after_evals")),
-}
-
 
 @dataclass
 class Run:

@@ -14,7 +14,7 @@ from torch import nn
 from trainer.checkpoints import packing
 from trainer.checkpoints.manifest import Manifest
 from trainer.config.packages import naming_words
-from trainer.config.schema import ONCE, Config
+from trainer.config.schema import Config
 from trainer.data.order import BatchPlan, counted
 from trainer.distributed import entry
 from trainer.distributed.group import choose_backend
@@ -211,7 +211,7 @@ def resumed(
     if manifest is None:
         is_asked = config.run.resume == "auto"
         return ["run.resume=auto: found no checkpoint; starting at step 0"] if is_asked else []
-    saved = {**ONCE, **manifest.config}
+    saved = manifest.config
     lines = [f"resumed at step {manifest.step:,} of {num_steps:,}"]
     for name, now in fingerprint.of_machine(world).items():
         if (then := manifest.machine.get(name, now)) != now:
