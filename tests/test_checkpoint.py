@@ -60,7 +60,7 @@ def save(root: Path, step: int, metric: float | None = None, **more) -> Path:
     return stored.save(root, step, parts, given["training"], facts, **more)
 
 
-def whole(loaded: checkpoint.Loaded | None) -> int:
+def whole(loaded: checkpoint.CheckpointFiles | None) -> int:
     """Return the step of a checkpoint, after checking that its content is complete."""
     assert loaded is not None
     assert list(loaded.files) == FILES

@@ -21,11 +21,11 @@ from trainer.checkpoints import tensor_files, transaction
 from trainer.checkpoints.__main__ import main as checkpoints_verb
 from trainer.checkpoints.disk import Disk
 from trainer.checkpoints.gathering import gather
-from trainer.checkpoints.reading import Files
+from trainer.checkpoints.reading import FileTensors
 from trainer.checkpoints.saver import DiskSaver, Mail, Snapshot
 from trainer.checkpoints.state import read_on_all_ranks
 from trainer.checkpoints.tensor_files import DTYPES, check_index, is_covered, merge, write_shards
-from trainer.checkpoints.transaction import Loaded
+from trainer.checkpoints.transaction import CheckpointFiles
 from trainer.distributed.group import process_group
 from trainer.distributed.world import World
 from trainer.strategy.shards import Shard, read_whole, slices
@@ -79,7 +79,7 @@ def written(folder, *parts):
 
 def read_back(folder, *parts):
     """Write the shards of each rank; return the tensors of the kind model as they are read."""
-    return read_whole(Files(folder, written(folder, *parts)["model"]))
+    return read_whole(FileTensors(folder, written(folder, *parts)["model"]))
 
 
 # Boxes --------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_tied_tensors_are_written_once_and_read_under_both_names(is_copied, tmp_
     assert index["outer"]["same_as"] == "inner" and "same_as" not in index["copy"]
     files = [load_file(tmp_path / f"model-r0000{rank}.safetensors") for rank in (0, 1)]
     assert [set(file) for file in files] == [{"inner", "copy"}, {"inner"}]
-    source = Files(tmp_path, index)
+    source = FileTensors(tmp_path, index)
     stored.check_same_bits(read_whole(source), dict.fromkeys(("inner", "outer", "copy"), weight))
     assert torch.equal(source.read("outer", (2, 1), (2, 2)), weight[2:4, 1:3])
 
@@ -258,7 +258,7 @@ def test_any_box_of_any_division_is_that_of_the_whole(chance, tmp_path):
     for number in range(20):
         given = {str(n): filled(shape_of(chance, least=n % 2)) for n in range(6)}
         folder = tmp_path / str(number)
-        source = Files(folder, written(folder, *divided(given, chance))["model"])
+        source = FileTensors(folder, written(folder, *divided(given, chance))["model"])
         assert source.shapes() == {name: tuple(tensor.shape) for name, tensor in given.items()}
         stored.check_same_bits(read_whole(source), given)
         for name, tensor in given.items():
@@ -345,7 +345,7 @@ def test_every_rank_reads_the_same_tensors(is_seen, tmp_path):
     def body(group):
         if group.world.rank and not is_seen:
             path.with_name("elsewhere").mkdir(exist_ok=True)
-            Loaded.read = classmethod(refuse)
+            CheckpointFiles.read = classmethod(refuse)
         restored, skipped = read_on_all_ranks(group, lambda: ([path], True))
         found = restored.content
         boxes = {}

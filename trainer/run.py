@@ -13,7 +13,7 @@ from trainer.checkpoints.saver import Saver
 from trainer.checkpoints.transaction import steps
 from trainer.clock import Clock
 from trainer.config.hints import suggest
-from trainer.config.schema import Checkpoint, Eval, Log
+from trainer.config.schema import CheckpointSettings, EvalSettings, LogSettings
 from trainer.distributed.launchers import requeue
 from trainer.distributed.signals import REQUEUE
 from trainer.distributed.watch.heartbeat import Phase
@@ -29,7 +29,7 @@ from trainer.record.startup import STOPPED, Summary
 from trainer.record.trackers.base import Record
 from trainer.run_checkpoints import Checkpointer, restore
 from trainer.setup.build import Setup, build_schedule
-from trainer.setup.opening import Opened, open_directory
+from trainer.setup.opening import RunDirectory, open_directory
 from trainer.task import Task
 
 
@@ -182,7 +182,9 @@ class Run:
         """True if the run was stopped before an evaluation that is due."""
         return self.is_due(self.config.eval) and self.state.evaluated < self.state.step
 
-    def is_due(self, block: Log | Eval | Checkpoint, steps_ahead: int = 0) -> bool:
+    def is_due(
+        self, block: LogSettings | EvalSettings | CheckpointSettings, steps_ahead: int = 0
+    ) -> bool:
         """Return True if logging, evaluation or saving is due; always at the end of the run."""
         step = self.state.step + steps_ahead
         if step == 0 or step == self.num_steps or self.decisions.ended_by:
@@ -218,7 +220,7 @@ class Run:
             self.decisions.flush()
         self._is_sound = True
 
-    def _open_decisions(self, opened: Opened, rolled_back: Collection[int]) -> Decisions:
+    def _open_decisions(self, opened: RunDirectory, rolled_back: Collection[int]) -> Decisions:
         actions = Actions(
             directory=opened.directory,
             say=opened.record.say,

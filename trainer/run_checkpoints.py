@@ -18,7 +18,7 @@ from trainer.errors import ConfigError
 from trainer.record import fingerprint, init_from, resume
 from trainer.record.files import strict
 from trainer.setup.build import Setup
-from trainer.setup.opening import Opened
+from trainer.setup.opening import RunDirectory
 
 MOST_NAMED = 4
 AGAIN = "so a resume starts from its first value"
@@ -35,7 +35,7 @@ class Checkpointer:
         setup: Setup,
         engine: Engine,
         batches: Batches,
-        opened: Opened,
+        opened: RunDirectory,
         data: dict[str, dict[str, Any]],
         code: dict[str, str],
     ):

@@ -37,7 +37,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
-class Finished:
+class FitResult:
     """The part of a finished run that a Trainer keeps; `directory` is None if `fit` never ran.
 
     `model` is None if it was divided over the ranks.
@@ -56,7 +56,7 @@ class Trainer(Task):
 
     def __init__(self, config: Config, world: World | None = None):
         super().__init__(config, world)
-        self._run: Setup | Run | Finished | None = None
+        self._run: Setup | Run | FitResult | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -183,7 +183,7 @@ class Trainer(Task):
             with open_session(self, origin, first_steps) as session:
                 return _train(self, session)
         finally:
-            if not isinstance(self._run, Finished):
+            if not isinstance(self._run, FitResult):
                 self._run = None  # nothing is open any more
 
     def evaluate(self) -> dict[str, float]:
@@ -225,7 +225,7 @@ def examine(task: Trainer, use: Callable[[Evaluator], Found | None]) -> Found:
 
     Raises KeyboardInterrupt after a stop request, if `use` returns None.
     """
-    fitted = task._run.directory if isinstance(task._run, Finished) else None
+    fitted = task._run.directory if isinstance(task._run, FitResult) else None
     task._run = None
     origin = check_evaluation(task.config, task.world, fitted)
     opened = open_session(task, origin)
@@ -237,7 +237,7 @@ def examine(task: Trainer, use: Callable[[Evaluator], Found | None]) -> Found:
         restored, skipped = found
         if restored:
             restored.load(setup.parts.strategy, ema)
-            task._run = Finished(setup.model, restored.manifest.step, fitted)
+            task._run = FitResult(setup.model, restored.manifest.step, fitted)
         made = use(setup.open_evaluator(ema, lambda: bool(session.ranks.stop)))
         task._run = _finished(setup.parts.strategy, task.step, fitted)
         del setup, ema  # a divided model must not outlive its group
@@ -264,8 +264,8 @@ def first_steps(task: Trainer) -> None:
                 run.engine.end_step()
 
 
-def _finished(strategy: Strategy, step: int, directory: Path | None) -> Finished:
-    return Finished(strategy.close(), step, directory)
+def _finished(strategy: Strategy, step: int, directory: Path | None) -> FitResult:
+    return FitResult(strategy.close(), step, directory)
 
 
 def _running(run: object) -> Run:

@@ -189,7 +189,7 @@ def join(*outcomes: Any) -> Any:
     return joined
 
 
-def newest(directory: Path) -> checkpoint.Loaded:
+def newest(directory: Path) -> checkpoint.CheckpointFiles:
     loaded, skipped = checkpoint.load_newest(directory / "checkpoints")
     assert loaded is not None and not skipped
     return loaded

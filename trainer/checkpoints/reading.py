@@ -12,11 +12,11 @@ import torch
 
 from trainer.checkpoints import packing
 from trainer.checkpoints.tensor_files import DTYPES, INDEX, KINDS, box_name, check_index
-from trainer.checkpoints.transaction import Loaded
+from trainer.checkpoints.transaction import CheckpointFiles
 from trainer.config.plain_files import parse_json
 from trainer.distributed.group import Group
 from trainer.errors import CheckpointError, one_line
-from trainer.strategy.shards import Source, slices
+from trainer.strategy.shards import TensorSource, slices
 
 TRAINING = "training.pt"
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ class Tensors:
     def skip(self, name: str) -> None: ...
 
 
-class Files:
+class FileTensors:
     """Tensors in the safetensors files of a checkpoint."""
 
     def __init__(self, folder: Path, entries: Mapping[str, Mapping[str, Any]]):
@@ -118,13 +118,15 @@ class Files:
     def skip(self, name: str) -> None: ...
 
 
-class Sent:
+class RemoteTensors:
     """Tensors that rank 0 reads and sends, one at a time, to ranks that do not see its disk.
 
     Every rank must read or skip the same names in the same order; boxes of one name in a row.
     """
 
-    def __init__(self, group: Group, entries: Mapping[str, tuple[Shape, str]], own: Source | None):
+    def __init__(
+        self, group: Group, entries: Mapping[str, tuple[Shape, str]], own: TensorSource | None
+    ):
         self._group = group
         self._entries = entries
         self._own = own
@@ -163,7 +165,7 @@ class Content:
             source.hold()
 
 
-def open_content(loaded: Loaded) -> Content:
+def open_content(loaded: CheckpointFiles) -> Content:
     """Open a verified checkpoint. Raises CheckpointError."""
     files = loaded.files
     for file in (INDEX, TRAINING):
@@ -178,7 +180,7 @@ def open_content(loaded: Loaded) -> Content:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = one_line(error) or type(error).__name__
         raise CheckpointError(f"{loaded.path}/{INDEX}: is not an index: {reason}") from None
-    return Content({kind: Files(loaded.path, index[kind]) for kind in KINDS}, training)
+    return Content({kind: FileTensors(loaded.path, index[kind]) for kind in KINDS}, training)
 
 
 def share(group: Group, content: Content | None) -> Content:
@@ -195,5 +197,5 @@ def share(group: Group, content: Content | None) -> Content:
     packed = [bytes(data) for _, data in packing.packed(plain)]
     training = packing.unpack(group.share_bytes(packed[0] if packed else None), CPU)
     own: Mapping[str, Any] = content.sources if content else dict.fromkeys(entries)
-    sources = {kind: Sent(group, entries[kind], own[kind]) for kind in entries}
+    sources = {kind: RemoteTensors(group, entries[kind], own[kind]) for kind in entries}
     return Content(sources, training)

@@ -18,7 +18,7 @@ from trainer.checkpoints import packing, tensor_files, transaction
 from trainer.checkpoints.disk import Disk
 from trainer.checkpoints.manifest import read_manifest
 from trainer.checkpoints.reading import TRAINING
-from trainer.config.schema import Checkpoint
+from trainer.config.schema import CheckpointSettings
 from trainer.errors import CheckpointError, RunError
 from trainer.strategy.shards import Shard
 
@@ -120,7 +120,7 @@ class Saver:
 class PartSaver(Saver):
     """The saver of a rank that writes its own shards."""
 
-    def __init__(self, directory: Path, keep: Checkpoint, mail: Mail):
+    def __init__(self, directory: Path, keep: CheckpointSettings, mail: Mail):
         super().__init__(directory)
         self._keep = keep
         self._mail = mail
@@ -177,7 +177,7 @@ class DiskSaver(PartSaver):
     def __init__(
         self,
         directory: Path,
-        keep: Checkpoint,
+        keep: CheckpointSettings,
         disk: Disk,
         check_owner: Callable[[], None],
         flush_record: Callable[[], None],

@@ -26,7 +26,7 @@ LAYOUT = tuple(_LAYOUT.split())
 
 
 @dataclass
-class Run:
+class RunSettings:
     name: str | None
     dir: str
     seed: Annotated[int, limit(min=0, max=2**63 - 1)]
@@ -49,7 +49,7 @@ class Run:
 
 
 @dataclass
-class Data:
+class DataSettings:
     global_batch: Annotated[int, limit(min=1)]
     micro_batch: Annotated[int, limit(min=1)] | Literal["auto"] | None
     workers: Annotated[int, limit(min=0)]
@@ -67,7 +67,7 @@ Axis = Annotated[int, limit(min=1)]
 
 
 @dataclass
-class Mesh:
+class MeshSizes:
     """Sizes of the mesh's axes: their product is the number of ranks. One may be auto: the rest."""
 
     replicate: Axis | Literal["auto"]
@@ -78,7 +78,7 @@ class Mesh:
 
 
 @dataclass
-class Strategy:
+class StrategySettings:
     name: str
     precision: Literal["auto", "fp64", "fp32", "tf32", "amp_bf16", "amp_fp16", "bf16", "fp16"]
     sync_batchnorm: bool
@@ -89,7 +89,7 @@ class Strategy:
     static_graph: bool
     find_unused_parameters: bool
     comm_hook: Literal["none", "fp16", "bf16", "powersgd", "parameter_server"]
-    mesh: Mesh
+    mesh: MeshSizes
     reshard: bool
     schedule: Literal["1f1b", "gpipe"]
     sequence: bool
@@ -97,7 +97,7 @@ class Strategy:
 
 
 @dataclass
-class Dist:
+class DistSettings:
     backend: Literal["auto", "nccl", "gloo", "mpi"]
     init: Literal["env", "tcp", "file"]
     address: str | None
@@ -108,7 +108,7 @@ class Dist:
 
 
 @dataclass
-class Launch:
+class LaunchSettings:
     name: Literal["inline", "elastic", "spawn"]
     nproc_per_node: str | None
     max_restarts: Annotated[int, limit(min=0)]
@@ -116,7 +116,7 @@ class Launch:
 
 
 @dataclass
-class Checkpoint:
+class CheckpointSettings:
     every_steps: Annotated[int | None, limit(min=1)]
     every_epochs: Annotated[int | None, limit(min=1)]
     keep_last: Annotated[int, limit(min=1)]
@@ -129,7 +129,7 @@ class Checkpoint:
 
 
 @dataclass
-class Eval:
+class EvalSettings:
     splits: list[str]
     every_steps: Annotated[int | None, limit(min=1)]
     every_epochs: Annotated[int | None, limit(min=1)]
@@ -137,7 +137,7 @@ class Eval:
 
 
 @dataclass
-class Log:
+class LogSettings:
     every_steps: Annotated[int, limit(min=1)]
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "csv"]]
     train_metrics: bool
@@ -147,7 +147,7 @@ class Log:
 
 
 @dataclass
-class Task:
+class TaskSettings:
     name: str
     trainer: str
     packages: list[str]
@@ -164,15 +164,15 @@ class Config:
     give.
     """
 
-    run: Run
-    data: Data
-    strategy: Strategy
-    dist: Dist
-    launch: Launch
-    checkpoint: Checkpoint
-    eval: Eval
-    log: Log
-    task: Task
+    run: RunSettings
+    data: DataSettings
+    strategy: StrategySettings
+    dist: DistSettings
+    launch: LaunchSettings
+    checkpoint: CheckpointSettings
+    eval: EvalSettings
+    log: LogSettings
+    task: TaskSettings
     optim: dict[str, Any]
     schedule: dict[str, Any]
     folder: str = field(default_factory=os.getcwd, metadata=NO_SETTING)

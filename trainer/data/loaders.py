@@ -25,7 +25,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from trainer.config.schema import Data
+from trainer.config.schema import DataSettings
 from trainer.data.examples import find_flaw, find_odd, form_of, is_complex, length_of
 from trainer.data.order import IndexSampler
 from trainer.data.workers import (
@@ -97,7 +97,7 @@ def check_dataset(dataset: Any, split: str, path: str) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Source(Dataset):
+class ExampleSource(Dataset):
     """A user's dataset, read by micro-batches: `source[epoch, indices]`.
 
     The random generators are seeded for each example, so its transforms are the same in any
@@ -107,7 +107,7 @@ class Source(Dataset):
 
     dataset: Any
     split: str
-    config: Data
+    config: DataSettings
     seed: int
     device: torch.device
     collate: Collate = default_collate
@@ -247,7 +247,7 @@ class ResidentLoader:
     much as a layer.
     """
 
-    def __init__(self, source: Source, sampler: IndexSampler):
+    def __init__(self, source: ExampleSource, sampler: IndexSampler):
         self._tensors = [tensor.to(source.device) for tensor in source.dataset.tensors]
         self._sampler = sampler
 
@@ -273,7 +273,7 @@ class ResidentLoader:
 class StreamedLoader:
     """Loader that reads examples one by one, in `data.workers` processes or in this one."""
 
-    def __init__(self, source: Source, sampler: IndexSampler):
+    def __init__(self, source: ExampleSource, sampler: IndexSampler):
         self._replaced: dict[str, int] = {}
         config = source.config
         if config.workers:

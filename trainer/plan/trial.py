@@ -23,7 +23,7 @@ from trainer.cli import load_task
 from trainer.config.schema import Config
 from trainer.config.targets import check_target
 from trainer.data.batches import MicroBatch, Preparation
-from trainer.data.loaders import Source, check_dataset
+from trainer.data.loaders import ExampleSource, check_dataset
 from trainer.data.order import BatchPlan, IndexSampler, check_batch
 from trainer.distributed.launchers import Launcher
 from trainer.distributed.world import World
@@ -41,8 +41,8 @@ from trainer.strategy.mesh import Mesh
 from trainer.strategy.mesh_model.materialize import Values
 from trainer.strategy.mesh_model.partition import Partition
 from trainer.strategy.modules.batchnorm import normalize_groups
-from trainer.strategy.tensor_parallel.plan import Cut, divide_sequence
-from trainer.trainer import Finished
+from trainer.strategy.tensor_parallel.plan import MatrixPart, divide_sequence
+from trainer.trainer import FitResult
 
 NUM_READ = 2  # examples that are really read, for the shapes of a micro-batch
 
@@ -53,7 +53,7 @@ def _new_mode() -> FakeTensorMode:
 
 
 @dataclass
-class Kept:
+class SharedParts:
     """The parts that trials of one run with different layouts share."""
 
     dataset: Any = None
@@ -69,7 +69,7 @@ class Trial:
     maps the parameters to the undivided ones. Raises ConfigError where a real start does.
     """
 
-    def __init__(self, config: Config, world: World, device: Device | None, kept: Kept):
+    def __init__(self, config: Config, world: World, device: Device | None, kept: SharedParts):
         self.notes: list[str] = []
         self.device = device
         self.config = self._resolve_precision(config)
@@ -92,7 +92,7 @@ class Trial:
         if config.data.micro_batch == "auto":
             self.notes.append(f"data.micro_batch=auto: planned with {self.rows}, as if all fit")
         model = self._build()
-        self.task._run = Finished(model, 0, None)  # hooks may use task.model
+        self.task._run = FitResult(model, 0, None)  # hooks may use task.model
         few = self._read_examples()
         if any(is_lazy(p) for p in model.parameters()):
             with torch.no_grad():
@@ -175,7 +175,9 @@ class Trial:
         config = self.config
         cpu = torch.device("cpu")
         collate = collate_of(self.task)
-        self._source = Source(self.dataset, "train", config.data, config.run.seed, cpu, collate)
+        self._source = ExampleSource(
+            self.dataset, "train", config.data, config.run.seed, cpu, collate
+        )
         to_model = partial(convert, self.precision, config.strategy.channels_last)
         methods = (self.task.split_batch, self.task.augment, to_model)
         prepare = Preparation(*methods, config.run.seed, cpu, self.draws, collate)
@@ -221,7 +223,7 @@ class Trial:
         vars(made).update(vars(tensor))  # such as a mark for the optimizer
         return made
 
-    def _whole(self, part: nn.Parameter, cut: Cut | None) -> nn.Parameter:
+    def _whole(self, part: nn.Parameter, cut: MatrixPart | None) -> nn.Parameter:
         if cut is None:
             return part
         with self.mode:

@@ -19,7 +19,7 @@ from trainer.distributed.group import Group
 from trainer.engine.engine import Engine
 from trainer.errors import ConfigError, one_line
 from trainer.record import resume
-from trainer.strategy.shards import Source, tensors_of
+from trainer.strategy.shards import TensorSource, tensors_of
 
 KEY = "run.init_from"
 FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -42,14 +42,14 @@ def check(config: Config) -> None:
 
 
 @dataclass
-class Matched:
+class MatchingTensors:
     """Those tensors of a source that have the name and shape of one of the model.
 
     It is a Source. `shapes_here` are those of the model's tensors, `names` maps names of the model
     to names of the source.
     """
 
-    sources: Sequence[Source]
+    sources: Sequence[TensorSource]
     shapes_here: Mapping[str, tuple[int, ...]]
     prefix: str = ""
     loaded: dict[str, int] = field(default_factory=dict)  # the number of their source
@@ -67,7 +67,7 @@ class Matched:
                 else:
                     self.reshaped.append(f"{own} {tuple(shape)}, here {self.shapes_here[own]}")
 
-    def _place(self, name: str) -> tuple[Source, str]:
+    def _place(self, name: str) -> tuple[TensorSource, str]:
         source = self.sources[self.loaded[name]]
         return source, name if name in source.shapes() else self.prefix + name
 
@@ -107,11 +107,13 @@ def _check_finite(config: Config, engine: Engine, loaded: Container[str]) -> Non
         raise ConfigError(f"{given}: NaN, infinite, or too large for {own[bad[0]].dtype}")
 
 
-def _find(config: Config, model: Mapping[str, torch.Tensor], group: Group) -> tuple[Matched, str]:
+def _find(
+    config: Config, model: Mapping[str, torch.Tensor], group: Group
+) -> tuple[MatchingTensors, str]:
     """Return the tensors that fit the model's, and a report. A collective, as reading may be."""
     sources = _open(config, model, group)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.items()}
-    found = max((Matched(sources, shapes, prefix) for prefix in ("", *PREFIXES)), key=_fit)
+    found = max((MatchingTensors(sources, shapes, prefix) for prefix in ("", *PREFIXES)), key=_fit)
     given = f"{KEY}={config.run.init_from}"
     if not found.loaded:
         theirs = ", ".join([name for source in sources for name in source.shapes()][:MOST_NAMED])
@@ -133,7 +135,7 @@ def _find(config: Config, model: Mapping[str, torch.Tensor], group: Group) -> tu
     return found, f"{given}: {'; '.join(parts)}"
 
 
-def _fit(found: Matched) -> int:
+def _fit(found: MatchingTensors) -> int:
     return len(found.loaded)
 
 

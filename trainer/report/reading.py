@@ -11,8 +11,7 @@ from typing import Any
 from trainer.checkpoints import transaction
 from trainer.checkpoints.manifest import Manifest
 from trainer.config.plain_files import read_yaml
-from trainer.config.schema import Mesh as Sizes
-from trainer.config.schema import flatten
+from trainer.config.schema import MeshSizes, flatten
 from trainer.config.typed import build, convert
 from trainer.data import content
 from trainer.distributed.world import World
@@ -174,7 +173,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 def mesh_of(manifest: Manifest) -> Mesh:
     """Return the mesh of a run's last layout, as its rank 0 saw it, as if on one machine."""
     saved = {axis: manifest.config.get(f"strategy.mesh.{axis}") for axis in AXES}
-    sizes = build(Sizes, saved, "strategy.mesh.")
+    sizes = build(MeshSizes, saved, "strategy.mesh.")
     size = manifest.world_size
     return Mesh.of(sizes, World(world_size=size, local_world_size=size))
 

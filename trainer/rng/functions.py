@@ -27,7 +27,7 @@ warnings.filterwarnings("ignore", "Dropout mask should only be used for testing"
 ALPHA = -1.7580993408473766  # SELU at minus infinity: alpha dropout's value of a dropped element
 
 
-class Draws(Protocol):
+class DrawsByRow(Protocol):
     """The object that decides which draws are by row, and has the keys."""
 
     def numbers(self, name: str, sizes: Sizes, device: torch.device) -> Numbers | None: ...
@@ -43,7 +43,7 @@ class Numbers:
 
     def __init__(
         self,
-        draws: Draws,
+        draws: DrawsByRow,
         keys: torch.Tensor,
         sizes: Sizes,
         axis: int,
@@ -110,7 +110,9 @@ class Numbers:
 def _dropout(is_feature: bool = False, is_alpha: bool = False) -> Handler:
     """Return a handler for one of torch's dropout functions, with torch's arithmetic."""
 
-    def handle(draws: Draws, func: Any, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    def handle(
+        draws: DrawsByRow, func: Any, input: torch.Tensor, p: float, train: bool
+    ) -> torch.Tensor:
         sizes = tuple(input.shape)
         if is_feature:
             sizes = (*sizes[:2], *[1] * (len(sizes) - 2))
@@ -131,7 +133,7 @@ def _dropout(is_feature: bool = False, is_alpha: bool = False) -> Handler:
 
 
 def _attention(
-    draws: Draws,
+    draws: DrawsByRow,
     func: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -183,7 +185,7 @@ def _fill(numbers: Numbers, out: torch.Tensor, kind: str, *args: Any) -> torch.T
 def _method(kind: str, **defaults: float) -> Handler:
     """Return a handler for a method that fills its tensor: `tensor.normal_(mean, std)`."""
 
-    def handle(draws: Draws, func: Any, out: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def handle(draws: DrawsByRow, func: Any, out: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if out.is_complex():
             return _by_micro_batch(draws, func, out, *args, **kwargs)
         own = kwargs.pop("generator", None)
@@ -201,7 +203,7 @@ def _method(kind: str, **defaults: float) -> Handler:
 def _factory(kind: str, *bounds: Any) -> Handler:
     """Return a handler for a function that creates a tensor and fills it."""
 
-    def handle(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def handle(draws: DrawsByRow, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("generator") is not None or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         own = {"device": "meta", "requires_grad": False, "pin_memory": False}
@@ -231,7 +233,9 @@ def _bounds(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
     return int(numbers[0] if len(numbers) > 1 else low), int(numbers[-1])
 
 
-def _normal(draws: Draws, func: Any, mean: Any, std: Any = 1.0, *args: Any, **kwargs: Any) -> Any:
+def _normal(
+    draws: DrawsByRow, func: Any, mean: Any, std: Any = 1.0, *args: Any, **kwargs: Any
+) -> Any:
     """Draw torch.normal, whose mean, std or both may be tensors."""
     tensors = [value for value in (mean, std) if isinstance(value, torch.Tensor)]
     numbers = None
@@ -246,7 +250,7 @@ def _normal(draws: Draws, func: Any, mean: Any, std: Any = 1.0, *args: Any, **kw
     return _factory("normal_", mean, std)(draws, func, mean, std, *args, **kwargs)
 
 
-def _bernoulli(draws: Draws, func: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _bernoulli(draws: DrawsByRow, func: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     numbers = None
     if kwargs.get("generator") is None and kwargs.get("out") is None:
         numbers = draws.numbers("bernoulli", tuple(input.shape), input.device)
@@ -259,7 +263,7 @@ def _bernoulli(draws: Draws, func: Any, input: torch.Tensor, *args: Any, **kwarg
 # Functions without a formula here -----------------------------------------------------------------
 
 
-def _row_by_row(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _row_by_row(draws: DrawsByRow, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Call torch's own function for one row after another, seeded with the row's key."""
     first = args[0]
     numbers = None
@@ -289,7 +293,7 @@ def _chunk(value: Any, length: int, rows: int, row: int, axis: int) -> Any:
     return value.narrow(axis, row * (length // rows), length // rows)
 
 
-def _by_micro_batch(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _by_micro_batch(draws: DrawsByRow, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a kernel that draws internally, such as a recurrent one between its layers."""
     rate = next((number for number, a in enumerate(args) if isinstance(a, float)), None)
     if func in RECURRENT and rate is not None and not (args[rate] and args[rate + 1]):

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from trainer.config.schema import Config
-from trainer.config.schema import Mesh as Sizes
+from trainer.config.schema import Config, MeshSizes
 from trainer.config.targets import call_target, check_target
 from trainer.data.order import check_batch
 from trainer.distributed.group import choose_backend
@@ -24,7 +23,7 @@ from trainer.strategy.base import find_strategy
 from trainer.strategy.mesh import Mesh
 from trainer.task import FUSED
 
-COPIES = Sizes("auto", 1, 1, 1, 1)  # of the model, on any number of ranks
+COPIES = MeshSizes("auto", 1, 1, 1, 1)  # of the model, on any number of ranks
 
 
 def check_layout(config: Config, world: World) -> None:

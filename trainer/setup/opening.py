@@ -28,7 +28,7 @@ SHARED_WITHIN_S = 5.0  # network file systems show a new directory after a while
 
 
 @dataclass(frozen=True)
-class Opened:
+class RunDirectory:
     """An open run directory. `evaluation` has the metrics that it already holds of this step.
 
     `is_shared` is True if each rank that has a part of the model can write it there.
@@ -44,7 +44,7 @@ class Opened:
 
 def open_directory(
     config: Config, ranks: Ranks, origin: Origin, step: int, strategy: Strategy
-) -> Opened:
+) -> RunDirectory:
     """Create the run directory, or take over the resumed one. A collective.
 
     Raises ConfigError on every rank if the directory is in use or cannot be created, or is not
@@ -64,7 +64,7 @@ def open_directory(
     is_shared = _check_shared(config, group, directory, len(strategy.writers()) > 1)
     writers = strategy.writers() if is_shared else [0]
     mail = Mail(group.store, group.world.rank, writers, config.dist.timeout_s)
-    opened: Opened | None = None
+    opened: RunDirectory | None = None
     with group.agreed("opening the record"):
         if lease is not None:
             try:
@@ -80,7 +80,7 @@ def open_directory(
         return replace(opened, is_shared=is_shared, warnings=warnings)
     has_part = group.world.rank in writers
     saver = PartSaver(directory, config.checkpoint, mail) if has_part else Saver(directory)
-    return Opened(directory, Record(), saver, evaluation, [], is_shared)
+    return RunDirectory(directory, Record(), saver, evaluation, [], is_shared)
 
 
 def _check_shared(config: Config, group: Group, directory: Path, is_needed: bool) -> bool:
@@ -109,7 +109,7 @@ def _open(
     step: int,
     strategy: Strategy,
     mail: Mail,
-) -> Opened:
+) -> RunDirectory:
     console = Console(step)
     keep = replace(config.checkpoint, best_metric=config.best_metric, best_mode=config.best_mode)
     disk = Disk(directory, keep, console.say)
@@ -122,4 +122,4 @@ def _open(
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best
     evaluation = read_evaluation(directory, step)
     warnings = startup.lack_of_room(directory, strategy.module, kept)
-    return Opened(directory, record, saver, evaluation, warnings)
+    return RunDirectory(directory, record, saver, evaluation, warnings)

@@ -30,7 +30,7 @@ from trainer.strategy.mesh_model.tensors import DividedModel
 from trainer.strategy.modules.batchnorm import FunctionalBatchNorm
 from trainer.strategy.modules.dry_run import FlopCounter, untouched
 from trainer.strategy.pipeline_parallel.schedule import order
-from trainer.strategy.protocols import MicroBatches, Objective
+from trainer.strategy.protocols import MicroBatches, ObjectiveProtocol
 from trainer.strategy.single import SingleDevice
 from trainer.strategy.tensor_parallel.loss_parallel import gathered
 
@@ -70,7 +70,7 @@ class MeshParallel(DividedModel):
 
     # Training -----------------------------------------------------------------------------------
 
-    def prepare(self, batch: MicroBatch, objective: Objective) -> None:
+    def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         with untouched(self.module) as before:
             watch = FunctionalBatchNorm.watch(self.structure, self.blueprint.config)
             with FlopCounter() as counter, watch:
@@ -122,7 +122,7 @@ class MeshParallel(DividedModel):
         return self.mesh.divides_model and size > PROVED_BYTES
 
     @torch.no_grad()
-    def _prove(self, batch: MicroBatch, objective: Objective) -> None:
+    def _prove(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         """Raise ConfigError if the divided model has other outputs, or another loss.
 
         A plan can be wrong without an error: columns instead of columns/3, or no positions. So can
@@ -151,7 +151,7 @@ class MeshParallel(DividedModel):
         limit = 0.1 if is_narrow else TOLERANCES[self.precision.dtype]
         check_proof(str(self.mesh), found.tolist(), limit)
 
-    def _loss_sums(self, inputs: Any, targets: Any, objective: Objective) -> torch.Tensor:
+    def _loss_sums(self, inputs: Any, targets: Any, objective: ObjectiveProtocol) -> torch.Tensor:
         """Return `objective.sums` over the ranks that divide the rows' positions."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.world.device)
         inputs, targets = self._cut(inputs, targets)
@@ -204,7 +204,7 @@ class MeshParallel(DividedModel):
         if self._divided.stage is not None:
             self._divided.stage.p2p.settle()
 
-    def forward_backward(self, batch: MicroBatches, objective: Objective) -> torch.Tensor:
+    def forward_backward(self, batch: MicroBatches, objective: ObjectiveProtocol) -> torch.Tensor:
         self.note_replaced()
         self.statistics.begin()
         totals = self._forward_backward(batch, objective).to(torch.float64, copy=True)
@@ -228,7 +228,7 @@ class MeshParallel(DividedModel):
         self._write_statistics(others[sum(map(len, reached)) :])
         return totals.to(self.precision.wide)
 
-    def _forward_backward(self, batch: Any, objective: Objective) -> torch.Tensor:
+    def _forward_backward(self, batch: Any, objective: ObjectiveProtocol) -> torch.Tensor:
         """Compute this rank's part of the gradients, in the parameters; return what is carried."""
         self._unused.begin()
         totals: torch.Tensor | None = None
@@ -256,7 +256,7 @@ class MeshParallel(DividedModel):
         self._unused.drop(len(batch))
         return totals
 
-    def _pass(self, batch: MicroBatch, objective: Objective) -> tuple[Passed, torch.Tensor]:
+    def _pass(self, batch: MicroBatch, objective: ObjectiveProtocol) -> tuple[Passed, torch.Tensor]:
         """Run a micro-batch forward; return the loss and its passage, and what is carried."""
         self.statistics.rewind()
         inputs, targets = self._cut(*batch)

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     plan = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     for name, overrides in plan["runs"]:
         config = load_config(overrides, plan["config_dirs"])
-        recorder = Recorder(plan["kill"])
+        recorder = StepRecorder(plan["kill"])
         task = recorded(load_task(config), recorder)(config)
         directory = task.fit().directory
         rank = task.world.rank
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-class Recorder:
+class StepRecorder:
     """Recorder of one rank's evidence, kept outside the user's task to use none of its names."""
 
     def __init__(self, kill: Sequence[int] | None):
@@ -98,7 +98,7 @@ class Recorder:
             self.notes.record = [entry for _, entry in read_entries(directory / METRICS)]
 
 
-def recorded(base: Any, recorder: Recorder) -> Any:
+def recorded(base: Any, recorder: StepRecorder) -> Any:
     """Return the user's task class with a recorder, which does not change what is learned."""
 
     class Updating(Trainer):

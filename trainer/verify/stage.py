@@ -24,7 +24,7 @@ _FRAME = re.compile(r'  File "([^"]+)", line (\d+), in (.+)')
 _PACKAGE = str(Path(trainer.__file__).parent)
 
 
-class Stage:
+class TrialRuns:
     """Folder in which layouts are run, and the precisions to run them in."""
 
     def __init__(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoints.disk import Disk
-from trainer.config.schema import Log
+from trainer.config.schema import LogSettings
 from trainer.record.files import METRICS, read_entries
 from trainer.record.trackers.base import Sink
 
@@ -24,7 +24,9 @@ REOPEN_S = 5.0  # after a failed write of TensorBoard's files
 class TensorBoard(Sink):
     """Curves, hyperparameters, images, histograms of the weights, and profiles."""
 
-    def __init__(self, directory: Path, step: int, is_resumed: bool, config: Log, disk: Disk):
+    def __init__(
+        self, directory: Path, step: int, is_resumed: bool, config: LogSettings, disk: Disk
+    ):
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = directory / "tensorboard"

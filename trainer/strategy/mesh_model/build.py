@@ -20,7 +20,7 @@ from trainer.strategy.pipeline_parallel.p2p import P2P
 from trainer.strategy.pipeline_parallel.schedule import bubble
 from trainer.strategy.pipeline_parallel.stage import Stage
 from trainer.strategy.sharded.fully_shard import Sharding
-from trainer.strategy.tensor_parallel.plan import Cut, divide_sequence
+from trainer.strategy.tensor_parallel.plan import MatrixPart, divide_sequence
 
 MOST_WAITED = 0.25  # of a step, without a word of advice
 
@@ -79,7 +79,7 @@ class Division:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             names[tensor] = name
 
-        def take(tensor: torch.Tensor) -> tuple[Cut | None, bool]:
+        def take(tensor: torch.Tensor) -> tuple[MatrixPart | None, bool]:
             return cuts.get(tensor), self.placements.has(names[tensor])
 
         own = self._own

@@ -19,9 +19,9 @@ from torch.nn.parameter import is_lazy
 
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.strategy.tensor_parallel.plan import Cut
+from trainer.strategy.tensor_parallel.plan import MatrixPart
 
-Take = Callable[[torch.Tensor], "tuple[Cut | None, bool]"]
+Take = Callable[[torch.Tensor], "tuple[MatrixPart | None, bool]"]
 M_MMAP_THRESHOLD, LARGE = -3, 2**22  # of glibc's mallopt; bytes
 
 
@@ -105,7 +105,9 @@ class Values:
                         self._filled[tensor] = self._received(tensor, *take(tensor))
                     setattr(module, key, self._filled[tensor])
 
-    def _received(self, tensor: torch.Tensor, cut: Cut | None, is_held: bool) -> torch.Tensor:
+    def _received(
+        self, tensor: torch.Tensor, cut: MatrixPart | None, is_held: bool
+    ) -> torch.Tensor:
         whole = tensor if cut is None else cut.source
         made: torch.Tensor = torch.empty(whole.shape, dtype=whole.dtype, device=self._device)
         if (real := self._real.pop(whole, None)) is not None:

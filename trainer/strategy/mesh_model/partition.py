@@ -21,7 +21,7 @@ from trainer.strategy.modules.batchnorm import has_batchnorm
 from trainer.strategy.modules.dry_run import FlopCounter
 from trainer.strategy.pipeline_parallel.stage import OnMeta
 from trainer.strategy.pipeline_parallel.trace import DIVIDED, Trace, kept
-from trainer.strategy.tensor_parallel.plan import Cut, TensorPlan, divide_sequence
+from trainer.strategy.tensor_parallel.plan import MatrixPart, TensorPlan, divide_sequence
 
 Sizes = Sequence[tuple[str, Any]]  # of random draws
 
@@ -52,7 +52,7 @@ class Partition:
         self.stages: dict[str, tuple[int, ...]] = {}
         self.owners: dict[str, int] = {}
         self.shared: list[str] = []
-        self.cuts: dict[torch.Tensor, Cut] = {}
+        self.cuts: dict[torch.Tensor, MatrixPart] = {}
         self.draws: list[tuple[tuple[int, int, int], ...]] = []
         self.flops = 0.0
         if mesh.divides_model:

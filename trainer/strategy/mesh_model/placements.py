@@ -10,7 +10,7 @@ import torch
 from trainer.strategy.mesh import SHARDED, WHOLE, Mesh
 from trainer.strategy.sharded.fully_shard import Sharding
 from trainer.strategy.shards import Shard
-from trainer.strategy.tensor_parallel.plan import Cut
+from trainer.strategy.tensor_parallel.plan import MatrixPart
 
 
 class Placements:
@@ -25,7 +25,7 @@ class Placements:
         self,
         mesh: Mesh,
         sharding: Sharding | None,
-        cuts: Mapping[str, Cut],
+        cuts: Mapping[str, MatrixPart],
         stages: Mapping[str, tuple[int, ...]],
         owners: Mapping[str, int],
     ):

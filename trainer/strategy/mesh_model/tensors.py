@@ -33,10 +33,10 @@ from trainer.strategy.mesh_model.optimizer_trial import (
 from trainer.strategy.mesh_model.owned_optimizer import OwnedOptimizer
 from trainer.strategy.mesh_model.unused_parameters import UnusedParameters
 from trainer.strategy.modules.dry_run import changed_buffers
-from trainer.strategy.protocols import Objective
+from trainer.strategy.protocols import ObjectiveProtocol
 from trainer.strategy.shards import (
     Shard,
-    Source,
+    TensorSource,
     check_model,
     non_persistent,
     read_into,
@@ -168,7 +168,7 @@ class DividedModel(Strategy):
         name = self._names[parameter]
         return name in self._divided.placements.cuts or parameter is not self._wrapped[name]
 
-    def _reading(self, objective: Objective) -> AbstractContextManager[Any]:
+    def _reading(self, objective: ObjectiveProtocol) -> AbstractContextManager[Any]:
         """Watch the loss of an objective, in the rehearsal and in its first step."""
         if id(objective) in self._checked:
             return nullcontext()
@@ -245,7 +245,7 @@ class DividedModel(Strategy):
     def writers(self) -> list[int]:
         return self._divided.placements.writers()
 
-    def load(self, source: Source, extra: Mapping[str, Any]) -> None:
+    def load(self, source: TensorSource, extra: Mapping[str, Any]) -> None:
         check_model(tensors_of(self.structure), source.shapes())
         read_into(self.shards(), source)
         if extra:

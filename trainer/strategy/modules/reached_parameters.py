@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from trainer.config.schema import Strategy as Settings
+from trainer.config.schema import StrategySettings
 from trainer.errors import ConfigError
 
 Known = Mapping[str, tuple[nn.Parameter, bool]]  # at the start, and whether they were trained
@@ -33,7 +33,7 @@ def describe_change(known: Known, now: Mapping[str, nn.Parameter]) -> str:
     return ""
 
 
-def check_reached(config: Settings, parameters: Mapping[str, nn.Parameter]) -> None:
+def check_reached(config: StrategySettings, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise ConfigError naming a parameter to train without a gradient, unless that is allowed.
 
     Another rank may have a gradient for it, and reduce it.

@@ -39,7 +39,7 @@ class Header:
         return cls(tuple((getattr(torch, d), tuple(shape), g) for d, shape, g in forms), draws)
 
 
-class Arrived:
+class ReceivedTensor:
     """A received tensor, and its gradient after backward.
 
     The tensor is the result of an operation, not a leaf, so that a block may change it in place.
@@ -114,7 +114,7 @@ class P2P:
         for tensor in tensors:
             self._post(tensor.detach(), self._rank + 1, self._down)
 
-    def receive(self, key: Hashable) -> tuple[list[Arrived], int]:
+    def receive(self, key: Hashable) -> tuple[list[ReceivedTensor], int]:
         """Return the tensors, and the number of random draws so far."""
         if key not in self._known:
             self._known[key] = Header.decode(self._receive_json(self._rank - 1))
@@ -123,10 +123,10 @@ class P2P:
         for dtype, shape, needs_grad in header.forms:
             tensor = torch.empty(shape, dtype=dtype, device=self._device)
             self._receive(tensor, self._rank - 1, self._down)
-            arrived.append(Arrived(tensor, needs_grad))
+            arrived.append(ReceivedTensor(tensor, needs_grad))
         return arrived, header.draws
 
-    def send_gradients(self, received: Sequence[Arrived]) -> None:
+    def send_gradients(self, received: Sequence[ReceivedTensor]) -> None:
         """Send the gradients of received tensors to the stage that they came from."""
         for each in received:
             if each.needs_grad:

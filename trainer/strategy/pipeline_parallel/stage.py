@@ -9,7 +9,7 @@ inputs itself, such as a mask, it does not receive.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,20 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from trainer.errors import ConfigError
+from trainer.rng.forward import Draws
 from trainer.strategy.modules.dry_run import FlopCounter
 from trainer.strategy.modules.meta_shapes import compute_shapes, to_meta
-from trainer.strategy.pipeline_parallel.p2p import P2P, Arrived
+from trainer.strategy.pipeline_parallel.p2p import P2P, ReceivedTensor
 
 Call = Callable[[nn.Module, Any], Any]
-
-
-class Draws(Protocol):
-    """Random draws by example: their number for these rows so far, 0 while they are off."""
-
-    @property
-    def is_on(self) -> bool: ...
-    def position(self) -> int: ...
-    def advance(self, position: int) -> None: ...
 
 
 class OnMeta(TorchDispatchMode):
@@ -53,7 +45,7 @@ class OnMeta(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Reached(BaseException):
+class EndOfStage(BaseException):
     """The forward pass of a stage is done; the user's code after it does not run."""
 
 
@@ -61,7 +53,7 @@ class Passage:
     """The tensors that a stage received and sent in a forward pass."""
 
     def __init__(self) -> None:
-        self.received: list[Arrived] = []
+        self.received: list[ReceivedTensor] = []
         self.sent: list[torch.Tensor] = []
 
 
@@ -122,7 +114,7 @@ class Stage(nn.Module):
         self._is_forward = True
         try:
             outputs = self._call(self.model, inputs)
-        except Reached:
+        except EndOfStage:
             return self.passage.sent
         except Exception:
             if self._is_last or not self.passage.sent or self.model.training in self._rounds:
@@ -199,7 +191,7 @@ class Stage(nn.Module):
         self.p2p.send((*self._key, self._round - 1), sent, self._draws.position())
         self.passage.sent.extend(sent)
         if self._round == self._rounds.get(self.model.training):
-            raise Reached
+            raise EndOfStage
         self._mix(True)
         return tree_map_only(torch.Tensor, to_meta, (args, kwargs))
 

@@ -37,7 +37,7 @@ _SHAPED = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape}
 _FLAT = {torch.Tensor.flatten, torch.flatten}
 
 
-class Parted(torch.Tensor):
+class VocabularyPart(torch.Tensor):
     """This rank's part of a tensor of scores, which looks like the whole.
 
     Cross-entropy is computed from the parts. So are changes of dtype, and of shape where the scores
@@ -51,7 +51,7 @@ class Parted(torch.Tensor):
     @staticmethod
     def of(part: torch.Tensor, length: int, axis: RankGroup, dim: int = -1) -> torch.Tensor:
         """Return a part whose whole has `length` scores along `dim`."""
-        made: Parted = _StandIn(part) if hasattr(part, "fake_mode") else _Mark.apply(part)
+        made: VocabularyPart = _StandIn(part) if hasattr(part, "fake_mode") else _Mark.apply(part)
         made._axis = axis
         made._length = length
         made._dim = dim % part.dim()
@@ -64,7 +64,7 @@ class Parted(torch.Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             first = args[0] if args else None
-            if isinstance(first, Parted) and (name := _short(func)) is not None:
+            if isinstance(first, VocabularyPart) and (name := _short(func)) is not None:
                 made = name(first, func, args[1:], kwargs)
                 if made is not NotImplemented:
                     return made
@@ -76,7 +76,7 @@ class Parted(torch.Tensor):
         return self.as_subclass(torch.Tensor)
 
     def _like(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        return Parted.of(part, self._length, self._axis, dim)
+        return VocabularyPart.of(part, self._length, self._axis, dim)
 
     def whole(self) -> torch.Tensor:
         """Return the whole tensor. A collective."""
@@ -88,7 +88,7 @@ class Parted(torch.Tensor):
         return torch.Size(shape)
 
 
-class _StandIn(Parted):
+class _StandIn(VocabularyPart):
     """A part that is one of torch's fake tensors, which cannot change their class."""
 
     _part: torch.Tensor
@@ -115,7 +115,7 @@ class _Mark(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor) -> Any:
-        return torch.Tensor._make_subclass(Parted, part)
+        return torch.Tensor._make_subclass(VocabularyPart, part)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ class _Mark(torch.autograd.Function):
 
 def gathered(tree: Any) -> Any:
     """Return a tree with whole tensors instead of parts. A collective."""
-    return tree_map_only(Parted, Parted.whole, tree)
+    return tree_map_only(VocabularyPart, VocabularyPart.whole, tree)
 
 
 def _short(func: Any) -> Any:
@@ -144,22 +144,22 @@ def _short(func: Any) -> Any:
     return _flatten if func in _FLAT else None
 
 
-def _about(scores: Parted, func: Any, args: Any, kwargs: Any) -> Any:
+def _about(scores: VocabularyPart, func: Any, args: Any, kwargs: Any) -> Any:
     return func(scores, *args, **kwargs)  # itself: a hook on a view would never be called
 
 
-def _size(scores: Parted, func: Any, args: Any, kwargs: Any) -> Any:
+def _size(scores: VocabularyPart, func: Any, args: Any, kwargs: Any) -> Any:
     sizes = scores.sizes()
     if not args and not kwargs:
         return sizes
     return sizes[kwargs["dim"] if kwargs else args[0]] if func is torch.Tensor.size else sizes
 
 
-def _alike(scores: Parted, func: Any, args: Any, kwargs: Any) -> Any:
+def _alike(scores: VocabularyPart, func: Any, args: Any, kwargs: Any) -> Any:
     return scores._like(func(scores.plain(), *args, **kwargs), scores._dim)
 
 
-def _move(scores: Parted, func: Any, args: Any, kwargs: Any) -> Any:
+def _move(scores: VocabularyPart, func: Any, args: Any, kwargs: Any) -> Any:
     """Move axes, and find the axis of the scores by its length on the meta device."""
     plain = scores.plain()
     mark = torch.empty([int(dim == scores._dim) + 1 for dim in range(plain.dim())], device="meta")
@@ -167,7 +167,7 @@ def _move(scores: Parted, func: Any, args: Any, kwargs: Any) -> Any:
     return scores._like(func(plain, *args, **kwargs), dim)
 
 
-def _shape(scores: Parted, func: Any, args: Any, kwargs: Any) -> Any:
+def _shape(scores: VocabularyPart, func: Any, args: Any, kwargs: Any) -> Any:
     """Reshape the axes before the scores, if these are the last axis and stay it."""
     plain = scores.plain()
     sizes = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
@@ -181,14 +181,14 @@ def _shape(scores: Parted, func: Any, args: Any, kwargs: Any) -> Any:
     return scores._like(plain.reshape(*before, plain.shape[-1]), len(before))
 
 
-def _flatten(scores: Parted, func: Any, args: Any, kwargs: Any) -> Any:
+def _flatten(scores: VocabularyPart, func: Any, args: Any, kwargs: Any) -> Any:
     plain = scores.plain()
     made = func(plain, *args, **kwargs)
     is_kept = scores._dim == plain.dim() - 1 and made.shape[-1] == plain.shape[-1]
     return scores._like(made, made.dim() - 1) if is_kept and made.dim() > 1 else NotImplemented
 
 
-def _cross_entropy(scores: Parted, func: Any, args: Any, kwargs: Any) -> Any:
+def _cross_entropy(scores: VocabularyPart, func: Any, args: Any, kwargs: Any) -> Any:
     """Compute F.cross_entropy over axis 1, or over the only axis."""
     names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction")
     given = dict(zip((*names, "label_smoothing"), args, strict=False)) | kwargs

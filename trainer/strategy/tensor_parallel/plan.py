@@ -22,13 +22,13 @@ from trainer.distributed.world import RankGroup
 from trainer.errors import ConfigError
 from trainer.strategy.shards import Band, Shard
 from trainer.strategy.tensor_parallel import collectives
-from trainer.strategy.tensor_parallel.loss_parallel import Parted
+from trainer.strategy.tensor_parallel.loss_parallel import VocabularyPart
 
 FORMS = "columns, columns/<n>, rows or vocabulary"
 Wrapped = Callable[[torch.Tensor], Any]
 
 
-class Cut:
+class MatrixPart:
     """How a parameter is divided: `part` cuts a whole tensor, `shard` describes such a part.
 
     `source` is the whole parameter on the meta device.
@@ -72,7 +72,7 @@ class TensorPlan:
         Between the `sequential` modules' inputs and outputs each rank has its part of the
         positions. Raises ConfigError for a name, form or size that does not fit.
         """
-        self.cuts: dict[torch.Tensor, Cut] = {}
+        self.cuts: dict[torch.Tensor, MatrixPart] = {}
         self._axis = axis
         self._inside = {module for block in sequential for module in block.modules()}
         self._names = {module: name for name, module in model.named_modules()}
@@ -139,7 +139,7 @@ class TensorPlan:
                 raise ConfigError(f"strategy.mesh.tensor={size}: {why}")
             sizes = collectives.sizes_of(length // number, self._axis)
             first, count = sum(sizes[: self._axis.rank]), sizes[self._axis.rank]
-            cut = Cut(whole, dim, [(p * sum(sizes) + first, count) for p in range(number)])
+            cut = MatrixPart(whole, dim, [(p * sum(sizes) + first, count) for p in range(number)])
             part = nn.Parameter(cut.part(whole.detach()), whole.requires_grad)
             vars(part).update(vars(whole))
             self._made[whole] = part
@@ -184,7 +184,7 @@ class _Head(_Columns):
     """The forward pass of the nn.Linear that scores a vocabulary."""
 
     def __call__(self, inputs: torch.Tensor) -> Any:
-        return Parted.of(super().__call__(inputs), self._module.out_features, self._axis)
+        return VocabularyPart.of(super().__call__(inputs), self._module.out_features, self._axis)
 
 
 class _Rows(_Columns):
