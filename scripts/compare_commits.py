@@ -31,7 +31,7 @@ import torch
 SCRIPTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(SCRIPTS.parent))
 
-from trainer.checkpoints.sources import open_content  # noqa: E402
+from trainer.checkpoints.reading import open_content  # noqa: E402
 from trainer.checkpoints.transaction import load  # noqa: E402
 from trainer.strategy.shards import read_whole  # noqa: E402
 

@@ -12,8 +12,8 @@ import pytest
 from harness import CONF
 from harness.launch import children_of, environment_of_a_command
 
-from trainer.capacity import find_largest
 from trainer.errors import ConfigError
+from trainer.setup.capacity import find_largest
 
 WORDS = [
     *("task=tiny", f"--config-dir={CONF}", "task.trainer=narrow.Narrow", "run.name=found"),

@@ -12,7 +12,7 @@ from tiny import Tiny
 
 from trainer.errors import CheckpointError
 from trainer.record.lease import Lease
-from trainer.record.metrics import MetricsFile
+from trainer.record.trackers.jsonl import MetricsFile
 
 WORDS = ["task=tiny", "run.steps=9", "log.every_steps=1", "eval.every_epochs=null"]
 SAVES = ["checkpoint.every_steps=3", "checkpoint.every_epochs=null", "checkpoint.keep_last=9"]
@@ -144,7 +144,7 @@ def curve(directory):
 
 @pytest.mark.parametrize("task", [All, Copied, Removed], ids=lambda task: task.what)
 def test_a_run_goes_on_though_its_directory_is_meddled_with(task, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("trainer.record.metrics.CHECK_S", 0.0)
+    monkeypatch.setattr("trainer.record.trackers.jsonl.CHECK_S", 0.0)
     run = fit_on(2, tmp_path, *WORDS, *SAVES, task=task)
     out = capfd.readouterr().out
     directory = run["directory"]

@@ -11,7 +11,7 @@ from harness import check_parity, fit_on
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.draws.mode import Draws
+from trainer.rng.forward import Draws
 
 CPU = torch.device("cpu")
 ROWS = 12

@@ -12,7 +12,7 @@ from tiny import Tiny
 from torch import nn
 
 from trainer.data.order import BatchPlan, split
-from trainer.strategy.tree import Node, Tree, nodes_of
+from trainer.strategy.exact_tree import Node, Tree, nodes_of
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 TEXT = [

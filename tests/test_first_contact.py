@@ -226,7 +226,7 @@ def test_kept_precision_is_checked_like_one_that_is_given(tmp_path):
     on_ranks(1, resume)
 
 
-def test_auto_is_resolved_anew_for_another_checkpoint(tmp_path):
+def test_auto_is_resolved_anew_for_another_checkpoint(tmp_path, capfd):
     """evaluate has resolved it to fp32; fit then keeps the precision of the run to resume."""
 
     def train():
@@ -235,13 +235,14 @@ def test_auto_is_resolved_anew_for_another_checkpoint(tmp_path):
         has_bf16()
         trainer = Tiny(compose(tmp_path, *AUTO[:2], "run.steps=3", "run.name=b"))
         trainer.evaluate()
-        assert trainer.config.strategy.precision == "fp32"
         trainer.load_checkpoint(directory / "checkpoints/step-00000002")
-        trainer.fit()
-        assert trainer.config.strategy.precision == "amp_bf16"
+        summary = trainer.fit()
+        assert trainer.config.strategy.precision == "auto"
+        assert "precision: amp_bf16\n" in (summary.directory / "config.yaml").read_text()
 
     compose(tmp_path, *AUTO)
     on_ranks(1, train)
+    assert "strategy.precision=auto: fp32" in capfd.readouterr().err
 
 
 def test_rank_that_is_bound_to_its_core_is_not_called_slow(monkeypatch):

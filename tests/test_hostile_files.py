@@ -72,15 +72,6 @@ def publish(root, training=None, model=None, index=None, raw=None, **facts):
     return write(root, files, raw, **facts)
 
 
-def publish_old(root, training=None, model=None):
-    """Write a checkpoint of format 2."""
-    files = {
-        "model.pt": model or saved({"weight": torch.zeros(2)}),
-        "training.pt": training or saved({"optimizers": [], "ema": {}}),
-    }
-    return write(root, files, format=2)
-
-
 def write(root, contents, raw=None, **facts):
     path = root / STEP
     path.mkdir(parents=True)
@@ -108,8 +99,8 @@ def refused(path, within_s=20):
 def test_the_checkpoints_of_these_tests_load_when_nothing_is_wrong_with_them(tmp_path):
     metrics = {"eval/loss": None, "eval/a": 1.5}
     path = publish(tmp_path / "3", metrics=metrics, config={}, data={})
-    for loaded in map(checkpoint.load, (path, publish_old(tmp_path / "2"))):
-        assert torch.equal(content_of(loaded)["model"]["weight"], torch.zeros(2))
+    weight = content_of(checkpoint.load(path))["model"]["weight"]
+    assert torch.equal(weight, torch.zeros(2))
 
 
 # Content of the files -----------------------------------------------------------------------------
@@ -239,20 +230,10 @@ def old_format(value):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    ("writer", "part"),
-    [
-        pytest.param(publish, "training", id="training"),
-        pytest.param(publish_old, "training", id="training of format 2", marks=pytest.mark.slow),
-        pytest.param(publish_old, "model", id="model of format 2", marks=pytest.mark.slow),
-    ],
-)
 @pytest.mark.parametrize("make", CONTENTS.values(), ids=CONTENTS)
-def test_file_with_more_than_tensors_and_plain_values_is_refused(
-    make, writer, part, tmp_path, monkeypatch
-):
+def test_file_with_more_than_tensors_and_plain_values_is_refused(make, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    line = refused(writer(tmp_path / "root", **{part: make()}))
+    line = refused(publish(tmp_path / "root", training=make()))
     assert line.startswith("the checkpoint holds more than tensors and plain values: ")
     assert names(tmp_path) == ["root"]
 
@@ -268,27 +249,6 @@ def test_checkpoint_of_a_run_is_never_refused_as_hostile(tmp_path):
     }
     found = packing.unpack(saved(tree), CPU)
     assert found["n"] == tree["n"] and found["part"].shape == (2,) and found["deep"] == tree["deep"]
-
-
-WRONG_TRAINING = {
-    "nothing": {},
-    "list": [1, 2],
-    "optimizers in a number": {"optimizers": 1, "ema": {}},
-    "optimizer without a state": {"optimizers": [{}], "ema": {}},
-    "state in a list": {"optimizers": [{"state": [1]}], "ema": {}},
-    "averages in a list": {"optimizers": [], "ema": [1]},
-}
-
-
-@pytest.mark.parametrize("value", WRONG_TRAINING.values(), ids=WRONG_TRAINING)
-def test_training_state_of_another_form_is_refused(value, tmp_path):
-    line = refused(publish_old(tmp_path, training=saved(value)))
-    assert line.startswith(f"{tmp_path / STEP}: its files are not of a run: ")
-
-
-def test_model_state_of_another_form_is_refused(tmp_path):
-    line = refused(publish_old(tmp_path, model=saved([torch.zeros(2)])))
-    assert line.startswith(f"{tmp_path / STEP}: its files are not of a run: ")
 
 
 def headed(header, data=bytes(8)):
@@ -514,6 +474,8 @@ OF_RUN = {
         "strategy": "ddp",
         "world_size": 2,
         "ledger": "c",
+        "machine": {},
+        "code": {},
         "sessions": [[0, 2]],
         "metrics": {"a": None},
     },

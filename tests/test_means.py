@@ -10,12 +10,12 @@ import torch.distributed as dist
 from harness import CONF, on_ranks
 
 from trainer import load_config
-from trainer.data.batches import count_rows
 from trainer.distributed.group import Group, process_group
 from trainer.distributed.world import World
 from trainer.engine.means import Means, weigh
 from trainer.engine.objective import Objective
 from trainer.errors import ConfigError
+from trainer.micro_batch import count_rows
 
 ALONE = Group(World(), dist.HashStore())
 STEPS = 7

@@ -16,8 +16,8 @@ from torch import nn
 from trainer import ResidentDataset, RunError, Trainer
 from trainer.audit import main as audit
 from trainer.replay import main as replay
-from trainer.strategy.placement import place_blocks
-from trainer.strategy.schedule import bubble, order
+from trainer.strategy.modules.device_map import place_blocks
+from trainer.strategy.pipeline_parallel.schedule import bubble, order
 from trainer.tasks.resnet import ResNet
 
 TENSOR = ["strategy.mesh.tensor=2"]

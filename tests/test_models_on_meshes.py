@@ -10,7 +10,7 @@ from meshed import WORDS, Meshed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.strategy.reunion import distance
+from trainer.strategy.mesh_model.full_model import distance
 
 PRECISE = ["task=meshed", "strategy.precision=fp64"]
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from trainer.data.order import BatchPlan, Cut, check_batch
 from trainer.errors import ConfigError
-from trainer.strategy.batchnorm import SMALL, normalize_groups, synchronize
-from trainer.strategy.statistics import RunningStatistics
+from trainer.strategy.modules.batchnorm import SMALL, normalize_groups, synchronize
+from trainer.strategy.modules.running_statistics import RunningStatistics
 
 GROUPS, ROWS = 4, 3
 KINDS = {

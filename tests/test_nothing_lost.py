@@ -17,7 +17,7 @@ from harness import CONF, check_equal_bits, fit, fit_on, newest, on_ranks, slow_
 from harness.internals import checkpoint, packing
 from harness.stored import check_same_bits, content_of, save
 
-from trainer.checkpoints import tensors
+from trainer.checkpoints import tensor_files
 from trainer.checkpoints.saver import DiskSaver, Snapshot
 from trainer.errors import CheckpointError, ConfigError, RunError
 from trainer.record.lease import Lease
@@ -211,13 +211,13 @@ def test_background_checkpoint_is_of_its_step_though_training_continues(tmp_path
     """The writer takes longer than a step; it stores what a run that waits for each save stores."""
     recipe = [*RECIPE, *EVERY_3, "checkpoint.keep_last=20", "task.options.norm=true", "optim=adamw"]
     waited = fit_on(1, tmp_path / "waited", *recipe, "checkpoint.background=false")
-    real = tensors.write_shards
+    real = tensor_files.write_shards
 
     def slow(*arguments):
         time.sleep(0.02)
         return real(*arguments)
 
-    monkeypatch.setattr(tensors, "write_shards", slow)
+    monkeypatch.setattr(tensor_files, "write_shards", slow)
     behind = fit_on(1, tmp_path / "behind", *recipe)
     paths = checkpoint.steps(waited["directory"] / "checkpoints")
     assert list(paths) == list(range(3, 31, 3))

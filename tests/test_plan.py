@@ -14,11 +14,11 @@ from harness.training import compose
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.checkpoints.tensors import memory_of
+from trainer.checkpoints.tensor_files import memory_of
 from trainer.plan.memory import MEASURED
-from trainer.plan.planning import Layout, make_plan
-from trainer.plan.trial import Kept
-from trainer.strategy.schedule import most_kept
+from trainer.plan.planning import PlannedLayout, make_plan
+from trainer.plan.trial import SharedParts
+from trainer.strategy.pipeline_parallel.schedule import most_kept
 
 SHARDED = ["task=sharded", "run.steps=2", "data.path=streamed"]  # resident rows are views
 SMALL = [
@@ -32,8 +32,8 @@ LARGE = [
 
 
 def plan(folder, *words, ranks=1, local_ranks=None, device=None):
-    layout = Layout(ranks, local_ranks or min(ranks, 8), device)
-    return make_plan(compose(folder, *words), layout, Kept())
+    layout = PlannedLayout(ranks, local_ranks or min(ranks, 8), device)
+    return make_plan(compose(folder, *words), layout, SharedParts())
 
 
 def sizes(made):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import dropout
 
-from trainer.data.randomness import Random, key_of, philox, seed_example, seed_layers
+from trainer.rng.philox import Random, key_of, philox, seed_example, seed_layers
 
 CPU = torch.device("cpu")
 FULL = 0xFFFFFFFF

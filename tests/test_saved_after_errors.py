@@ -9,7 +9,7 @@ from harness import check_equal_bits, fit, fit_on, newest, on_ranks, slow_but
 from meshed import Meshed
 from tiny import Items, Tiny
 
-from trainer.record.trackers import TensorBoard
+from trainer.record.trackers.tensorboard import TensorBoard
 
 WORDS = ["task=tiny", "run.steps=8", "eval.every_steps=3", "log.every_steps=2"]
 WORDS += ["checkpoint.every_epochs=null", "eval.every_epochs=null"]

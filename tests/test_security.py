@@ -20,7 +20,7 @@ from trainer.cli import load_task
 from trainer.config.compose import load_run_config, to_yaml
 from trainer.config.targets import call_target, check_target
 from trainer.errors import visible
-from trainer.record.console import Console
+from trainer.record.trackers.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--config-dir", CONF, "task=tiny"]
@@ -125,8 +125,8 @@ DANGEROUS = [
         "trainer.checkpoints.transaction.load",
     ),
     *(
-        "trainer.record.directory.write_exit",
-        "trainer.record.directory.replace_file",
+        "trainer.record.files.write_exit",
+        "trainer.record.files.replace_file",
         "trainer.record.lease.Lease",
         "trainer.__main__.run",
     ),

@@ -17,21 +17,22 @@ from harness import CONF, on_ranks, stored
 from safetensors.torch import load_file
 
 from trainer import CheckpointError, ConfigError, RunError, load_config
-from trainer.checkpoints import packing, tensors, transaction
+from trainer.checkpoints import tensor_files, transaction
 from trainer.checkpoints.__main__ import main as checkpoints_verb
 from trainer.checkpoints.disk import Disk
 from trainer.checkpoints.gathering import gather
+from trainer.checkpoints.reading import FileTensors
 from trainer.checkpoints.saver import DiskSaver, Mail, Snapshot
-from trainer.checkpoints.sources import Files, open_content
 from trainer.checkpoints.state import read_on_all_ranks
-from trainer.checkpoints.tensors import DTYPES, check_index, is_covered, merge, write_shards
-from trainer.checkpoints.transaction import Loaded
+from trainer.checkpoints.tensor_files import DTYPES, check_index, is_covered, merge, write_shards
+from trainer.checkpoints.transaction import CheckpointFiles
 from trainer.distributed.group import process_group
 from trainer.distributed.world import World
 from trainer.strategy.shards import Shard, read_whole, slices
 
 OF_RUN = {
     **{"run": "a", "strategy": "ddp", "world_size": 2, "ledger": "c", "sessions": [[0, 2]]},
+    **{"machine": {}, "code": {}},
     **{"replaced": {}, "metrics": {}, "data": {"train": {"length": 200}}},
     "config": {"data.global_batch": 20, "run.seed": 0},
 }
@@ -78,7 +79,7 @@ def written(folder, *parts):
 
 def read_back(folder, *parts):
     """Write the shards of each rank; return the tensors of the kind model as they are read."""
-    return read_whole(Files(folder, written(folder, *parts)["model"]))
+    return read_whole(FileTensors(folder, written(folder, *parts)["model"]))
 
 
 # Boxes --------------------------------------------------------------------------------------------
@@ -209,12 +210,12 @@ def test_tied_tensors_are_written_once_and_read_under_both_names(is_copied, tmp_
         part = Shard(weight[offset : offset + size], (5, 3), (offset, 0), True)
         shards = {"model": {"inner": part, "outer": part, "copy": whole(weight.clone())}}
         shards["model"]["copy"] = shards["model"]["copy"]._replace(is_written=offset == 0)
-        parts.append(tensors.private_copy(shards) if is_copied else shards)
+        parts.append(tensor_files.private_copy(shards) if is_copied else shards)
     index = written(tmp_path, *parts)["model"]
     assert index["outer"]["same_as"] == "inner" and "same_as" not in index["copy"]
     files = [load_file(tmp_path / f"model-r0000{rank}.safetensors") for rank in (0, 1)]
     assert [set(file) for file in files] == [{"inner", "copy"}, {"inner"}]
-    source = Files(tmp_path, index)
+    source = FileTensors(tmp_path, index)
     stored.check_same_bits(read_whole(source), dict.fromkeys(("inner", "outer", "copy"), weight))
     assert torch.equal(source.read("outer", (2, 1), (2, 2)), weight[2:4, 1:3])
 
@@ -257,7 +258,7 @@ def test_any_box_of_any_division_is_that_of_the_whole(chance, tmp_path):
     for number in range(20):
         given = {str(n): filled(shape_of(chance, least=n % 2)) for n in range(6)}
         folder = tmp_path / str(number)
-        source = Files(folder, written(folder, *divided(given, chance))["model"])
+        source = FileTensors(folder, written(folder, *divided(given, chance))["model"])
         assert source.shapes() == {name: tuple(tensor.shape) for name, tensor in given.items()}
         stored.check_same_bits(read_whole(source), given)
         for name, tensor in given.items():
@@ -311,9 +312,9 @@ def state(dtype=torch.float32):
 def halves(content, ranks=2):
     """Return the shards of some ranks that divide each matrix by rows."""
     parts = []
-    places = [(kind, name) for kind in tensors.KINDS for name in content[kind]]
+    places = [(kind, name) for kind in tensor_files.KINDS for name in content[kind]]
     for rank in range(ranks):
-        parts.append({kind: {} for kind in tensors.KINDS})
+        parts.append({kind: {} for kind in tensor_files.KINDS})
         for kind, name in places:
             tensor = content[kind][name]
             shard = Shard.whole(tensor, rank == 0)
@@ -323,40 +324,6 @@ def halves(content, ranks=2):
                 shard = Shard(part, tuple(tensor.shape), (min(size * rank, len(tensor)), 0), True)
             parts[rank][kind][name] = shard
     return parts
-
-
-def save_as_format_2(root, content, facts):
-    """Write what the first edition wrote of the same state."""
-    training = {**content["training"], "ema": content["ema"]}
-    extra = training.pop("extra")
-    (optimizer,) = training["optimizers"]
-    own = {"exp_avg": content["optimizer"]["0/a.weight/exp_avg"], "kept": 2}
-    own["step"] = content["optimizer"]["0/a.weight/step"]
-    training["optimizers"] = [{**optimizer, "state": {"a.weight": own}}]
-    files = {"model.pt": {**content["model"], **extra}, "training.pt": training}
-    staging = transaction.stage(root, 1)
-    packed = packing.packed(files)
-    listed = {name: transaction.write_one(staging, name, data) for name, data in packed}
-    transaction.publish(staging, root, 1, listed, facts, lambda: None)
-    path = transaction.final_path(root, 1)
-    manifest = json.loads((path / "manifest.json").read_text()) | {"format": 2}
-    del manifest["sha256"]
-    text = json.dumps({**manifest, "sha256": transaction.digest(manifest)})
-    (path / "manifest.json").write_text(text)
-    return path
-
-
-def test_formats_2_and_3_have_the_same_content(tmp_path):
-    content = state()
-    old = transaction.load(save_as_format_2(tmp_path / "2", content, OF_RUN))
-    new = transaction.load(stored.save(tmp_path / "3", 1, halves(content), content["training"], {}))
-    assert sorted(old.files) == ["model.pt", "training.pt"]
-    for loaded in (old, new):
-        stored.check_same_bits(stored.content_of(loaded), content)
-        found = open_content(loaded).sources["optimizer"]
-        box = found.read("0/a.weight/exp_avg", (1, 2), (3, 2))
-        assert torch.equal(box, content["optimizer"]["0/a.weight/exp_avg"][1:4, 2:4])
-        assert found.dtype("0/a.weight/step") == torch.float32
 
 
 def in_group(ranks, body):
@@ -369,24 +336,20 @@ def in_group(ranks, body):
     return on_ranks(ranks, on_rank)
 
 
-@pytest.mark.parametrize("number", [2, 3], ids=["format 2", "format 3"])
 @pytest.mark.parametrize("is_seen", [True, False], ids=["shared disk", "disk of rank 0"])
-def test_every_rank_reads_the_same_tensors(is_seen, number, tmp_path):
+def test_every_rank_reads_the_same_tensors(is_seen, tmp_path):
     content = state(torch.bfloat16)
-    if number == 2:
-        path = save_as_format_2(tmp_path / "checkpoints", content, OF_RUN)
-    else:
-        root = tmp_path / "checkpoints"
-        path = stored.save(root, 1, halves(content, 3), content["training"], OF_RUN)
+    root = tmp_path / "checkpoints"
+    path = stored.save(root, 1, halves(content, 3), content["training"], OF_RUN)
 
     def body(group):
         if group.world.rank and not is_seen:
             path.with_name("elsewhere").mkdir(exist_ok=True)
-            Loaded.read = classmethod(refuse)
+            CheckpointFiles.read = classmethod(refuse)
         restored, skipped = read_on_all_ranks(group, lambda: ([path], True))
         found = restored.content
         boxes = {}
-        for kind in tensors.KINDS:
+        for kind in tensor_files.KINDS:
             source = found.sources[kind]
             for name, shape in source.shapes().items():
                 if kind == "optimizer" and (group.world.rank == 1 or name.endswith("step")):
@@ -418,11 +381,11 @@ def test_parts_of_all_ranks_are_gathered_on_rank_0(tmp_path):
         return gather(own, group)
 
     first, *others = in_group(3, body)
-    for kind in tensors.KINDS:
+    for kind in tensor_files.KINDS:
         found = {name: shard.tensor for name, shard in first[kind].items()}
         stored.check_same_bits(dict(sorted(found.items())), dict(sorted(content[kind].items())))
         assert all(shard.is_written for shard in first[kind].values())
-    assert others == [{kind: {} for kind in tensors.KINDS}] * 2
+    assert others == [{kind: {} for kind in tensor_files.KINDS}] * 2
 
 
 # Export -------------------------------------------------------------------------------------------

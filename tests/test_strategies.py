@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from trainer import ConfigError, ResidentDataset, World, load_config
-from trainer.setup import check_layout
-from trainer.strategy.batchnorm import SyncBatchNorm, synchronize
+from trainer.setup.checks import check_layout
+from trainer.strategy.modules.batchnorm import SyncBatchNorm, synchronize
 
 TINY = ["task=tiny", "optim.lr=0.3", *PARITY]
 NORM = [*TINY, "task.options.norm=true", "strategy.sync_batchnorm=true"]

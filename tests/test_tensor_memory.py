@@ -7,7 +7,7 @@ from tiny import Tiny
 from torch import nn
 
 from trainer.errors import ConfigError
-from trainer.strategy.tensor_memory import convert_dtype, make_dense
+from trainer.strategy.modules.tensor_memory import convert_dtype, make_dense
 
 WORDS = (
     *("task=tiny", "optim=adamw", "optim.lr=0.01", "data.global_batch=22", "log.every_steps=1"),

@@ -26,7 +26,7 @@ def prove(monkeypatch, capfd):
         return SimpleNamespace(returncode=0, stderr="")
 
     def run(task, *words):
-        monkeypatch.setattr(verify.Stage, "launch", launch)
+        monkeypatch.setattr(verify.TrialRuns, "launch", launch)
         trainer = f"task.trainer={task.__module__}.{task.__name__}"
         code = verify.main(["--config-dir", CONF, "task=tiny", trainer, "optim.lr=0.3", *words])
         return code, capfd.readouterr().out

@@ -17,15 +17,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trainer.checkpoints import transaction as checkpoint
 from trainer.checkpoints.disk import Disk
 from trainer.checkpoints.saver import DiskSaver, Mail, Saver, Snapshot
-from trainer.config.schema import Log
-from trainer.record.console import Console
+from trainer.config.schema import LogSettings
 from trainer.record.lease import Lease
-from trainer.record.metrics import RecordFiles
-from trainer.record.record import Record
-from trainer.record.trackers import TensorBoard
+from trainer.record.trackers.base import Record
+from trainer.record.trackers.console import Console
+from trainer.record.trackers.jsonl import RecordFiles
+from trainer.record.trackers.tensorboard import TensorBoard
 from trainer.strategy.shards import Shard
 
-LOG = Log(1, ["tensorboard"], False, 0, None, None)
+LOG = LogSettings(1, ["tensorboard"], False, 0, None, None)
 KEEP: Any = SimpleNamespace(
     keep_last=1,
     keep_best=0,

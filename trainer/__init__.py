@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from trainer.config.compose import load_config
     from trainer.config.schema import Config
     from trainer.config.typed import limit
-    from trainer.data.randomness import Random
-    from trainer.data.sources import ResidentDataset
+    from trainer.data.loaders import ResidentDataset
     from trainer.distributed.world import World
+    from trainer.rng.philox import Random
     from trainer.task import Split
     from trainer.trainer import Summary, Trainer
 
 _HOMES = {
     "Config": "trainer.config.schema",
-    "Random": "trainer.data.randomness",
-    "ResidentDataset": "trainer.data.sources",
+    "Random": "trainer.rng.philox",
+    "ResidentDataset": "trainer.data.loaders",
     "Split": "trainer.task",
     "Summary": "trainer.trainer",
     "Trainer": "trainer.trainer",

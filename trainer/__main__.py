@@ -11,7 +11,7 @@ from trainer.config.schema import Config
 from trainer.distributed.launchers import MARK, find_launcher
 from trainer.distributed.signals import catch_early
 from trainer.errors import visible
-from trainer.record.gate import check_soon
+from trainer.setup.early_checks import check_soon
 
 HELP = """usage: python -m trainer task=<name> [group=option ...] [key=value ...] [--config-dir DIR]
        torchrun --nproc_per_node=<ranks> -m trainer task=<name> ...

@@ -16,7 +16,7 @@ from trainer.cli import run, single
 from trainer.data.ledger import digests, extend
 from trainer.data.order import Order, counted
 from trainer.errors import ConfigError, visible
-from trainer.record import directory as rundir
+from trainer.record import files as rundir
 
 HELP = """usage: python -m trainer.audit DIR [--long]
 
@@ -34,7 +34,7 @@ BLOCK = 2**20  # examples per block: memory does not grow with the data
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Agreement:
     """Number of saves that agree with the recomputed order, and the steps of one that differs."""
 
     num_equal: int
@@ -172,7 +172,7 @@ def _read_chains(directory: Path) -> dict[int, str]:
     }
 
 
-def _compare(manifest: dict[str, Any], chains: dict[int, str]) -> Comparison:
+def _compare(manifest: dict[str, Any], chains: dict[int, str]) -> Agreement:
     """Compare the chain of each save with the order recomputed up to the newest checkpoint."""
     config = manifest["config"]
     length = manifest["data"]["train"]["length"]
@@ -183,10 +183,10 @@ def _compare(manifest: dict[str, Any], chains: dict[int, str]) -> Comparison:
         if step not in chains:
             continue
         if chains[step] != chain:
-            return Comparison(num_equal, f"{last_equal + 1:,} to {step:,}")
+            return Agreement(num_equal, f"{last_equal + 1:,} to {step:,}")
         last_equal = step
         num_equal += 1
-    return Comparison(num_equal)
+    return Agreement(num_equal)
 
 
 def _name_sessions(manifest: dict[str, Any]) -> list[str]:
@@ -216,7 +216,7 @@ def _name_data(data: dict[str, Any]) -> list[str]:
     return [f"at each resume the train data had this length, {compared}"]
 
 
-def _name_examples(manifest: dict[str, Any], comparison: Comparison, num_later: int) -> list[str]:
+def _name_examples(manifest: dict[str, Any], comparison: Agreement, num_later: int) -> list[str]:
     config = manifest["config"]
     length = manifest["data"]["train"]["length"]
     replaced = manifest["replaced"]

@@ -9,7 +9,7 @@ from trainer.cli import load_task, run, run_directory, take_words
 from trainer.config.compose import load_run_config
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
-from trainer.record.directory import strict
+from trainer.record.files import strict
 
 HELP = """usage: python -m trainer.evaluate DIR [split=test] [key=value ...] [--config-dir DIR]
 
@@ -28,7 +28,7 @@ def load_for_these_ranks(
     config = load_run_config(place, overrides, config_dirs)
     if any(word.startswith("strategy") for word in overrides):
         return config
-    from trainer.setup import for_these_ranks
+    from trainer.setup.checks import for_these_ranks
 
     return for_these_ranks(config)
 

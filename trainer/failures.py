@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from trainer.capacity import memory_named
 from trainer.config.schema import Config
 from trainer.data.workers import workers_named
 from trainer.distributed.group import Group
 from trainer.errors import RunError, place_of
-from trainer.strategy.divided_parameters import parts_named
+from trainer.setup.capacity import memory_named
 from trainer.strategy.mesh import Mesh
+from trainer.strategy.mesh_model.divided_parameters import parts_named
 
 
 class EarlyExit(SystemExit):

@@ -13,16 +13,16 @@ from trainer.checkpoints import transaction
 from trainer.checkpoints.manifest import MANIFEST, Manifest
 from trainer.cli import load_task, run, run_directory, take_words
 from trainer.config.compose import load_run_config
-from trainer.config.schema import Config, Mesh
+from trainer.config.schema import Config, MeshSizes
 from trainer.data.order import BatchPlan
 from trainer.engine.diagnosis import Example, examine
 from trainer.errors import CheckpointError, ConfigError, visible
-from trainer.record.directory import METRICS, read_entries
+from trainer.record.files import METRICS, read_entries
 from trainer.record.resume import FIXED
 from trainer.record.startup import STOPPED
 from trainer.report.reading import mesh_of
 from trainer.strategy.base import find_strategy
-from trainer.strategy.batchnorm import has_batchnorm
+from trainer.strategy.modules.batchnorm import has_batchnorm
 
 HELP = """usage: python -m trainer.replay DIR step=N [key=value ...] [--config-dir DIR]
 
@@ -31,12 +31,12 @@ micro-batches of the run's size. Then prints the examples of that step whose los
 finite, and those with the largest losses. DIR is a run directory; nothing is written to it.
 
 Exit codes: 0 the step is finite, 1 it is not finite, 2 the run has no such step."""
-ALONE = Mesh("auto", 1, 1, 1, 1)
+ALONE = MeshSizes("auto", 1, 1, 1, 1)
 SHOWN = 5
 ADVICE = "give one run directory and one step: python -m trainer.replay DIR step=N"
 
 
-class Replayed(Exception):
+class EndOfReplay(Exception):
     """The step was reached and examined."""
 
     def __init__(self, examples: list[Example], has_batchnorm: bool):
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         config = _on_one_process(config, directory, step, scratch)
         try:
             _stopping_at(load_task(config), step)(config).fit()
-        except Replayed as replayed:
+        except EndOfReplay as replayed:
             if replayed.has_batchnorm:
                 why = "BatchNorm used its running statistics"
                 print(f"{why}, so these are not the losses of training")
@@ -139,7 +139,7 @@ def _stopping_at(base: type, step: int) -> Any:
         def train_step(self, batch: Any) -> Any:
             if self.step == step - 1:
                 examples = examine(self._run.engine, self, batch)
-                raise Replayed(examples, has_batchnorm(self.model))
+                raise EndOfReplay(examples, has_batchnorm(self.model))
             return super().train_step(batch)
 
     return Replay

@@ -13,21 +13,23 @@ from trainer.checkpoints.saver import Saver
 from trainer.checkpoints.transaction import steps
 from trainer.clock import Clock
 from trainer.config.hints import suggest
-from trainer.config.schema import Checkpoint, Eval, Log
-from trainer.decisions import Decisions, Requests, RolledBack
+from trainer.config.schema import CheckpointSettings, EvalSettings, LogSettings
 from trainer.distributed.launchers import requeue
 from trainer.distributed.signals import REQUEUE
 from trainer.distributed.watch.heartbeat import Phase
+from trainer.engine.decisions import Actions, Decisions, Requests, RolledBack
+from trainer.engine.diagnosis import name_bad_examples
 from trainer.engine.drift import check_drift
 from trainer.engine.engine import Engine
 from trainer.engine.outcome import Outcome
 from trainer.errors import ConfigError, RunError, describe
 from trainer.record import fingerprint, resume, startup
-from trainer.record.opening import open_directory
-from trainer.record.record import Record
+from trainer.record.files import BAD_STEP
 from trainer.record.startup import STOPPED, Summary
+from trainer.record.trackers.base import Record
 from trainer.run_checkpoints import Checkpointer, restore
-from trainer.setup import Setup, build_schedule
+from trainer.setup.build import Setup, build_schedule
+from trainer.setup.opening import RunDirectory, open_directory
 from trainer.task import Task
 
 
@@ -74,7 +76,7 @@ class Run:
         self.record = opened.record
         self.saver = opened.saver
         self.state.recall(opened.evaluation, *self._judged_by())
-        self.decisions = Decisions(self, setup.parts, rolled_back)
+        self.decisions = self._open_decisions(opened, rolled_back)
         self._first_step = self.step
         self._began_s = self._clock.read()
         self._logged = (self.step, self._began_s)
@@ -180,7 +182,9 @@ class Run:
         """True if the run was stopped before an evaluation that is due."""
         return self.is_due(self.config.eval) and self.state.evaluated < self.state.step
 
-    def is_due(self, block: Log | Eval | Checkpoint, steps_ahead: int = 0) -> bool:
+    def is_due(
+        self, block: LogSettings | EvalSettings | CheckpointSettings, steps_ahead: int = 0
+    ) -> bool:
         """Return True if logging, evaluation or saving is due; always at the end of the run."""
         step = self.state.step + steps_ahead
         if step == 0 or step == self.num_steps or self.decisions.ended_by:
@@ -215,6 +219,22 @@ class Run:
         if self.wants_save or self.is_due(config.eval) or self.is_due(config.checkpoint):
             self.decisions.flush()
         self._is_sound = True
+
+    def _open_decisions(self, opened: RunDirectory, rolled_back: Collection[int]) -> Decisions:
+        actions = Actions(
+            directory=opened.directory,
+            say=opened.record.say,
+            note_bad_step=lambda step, why: opened.record.note(step, {BAD_STEP: why}),
+            withdraw=opened.saver.withdraw,
+            name_bad_examples=self._name_bad_examples,
+        )
+        asked = (self.requests, actions, rolled_back)
+        return Decisions(self._setup.parts, self.state, self.num_steps, *asked)
+
+    def _name_bad_examples(self, step: int) -> str:
+        parts = self._setup.parts
+        batch = self.batches.of_step(step - 1)
+        return name_bad_examples(self.engine, parts.hooks, batch, parts.ranks.group)
 
     # Record -------------------------------------------------------------------------------------
 

@@ -15,10 +15,10 @@ from trainer.distributed.watch.heartbeat import Phase
 from trainer.engine.engine import Engine
 from trainer.engine.python_state import PythonState
 from trainer.errors import ConfigError
-from trainer.record import fingerprint, resume, weights
-from trainer.record.directory import strict
-from trainer.record.opening import Opened
-from trainer.setup import Setup
+from trainer.record import fingerprint, init_from, resume
+from trainer.record.files import strict
+from trainer.setup.build import Setup
+from trainer.setup.opening import RunDirectory
 
 MOST_NAMED = 4
 AGAIN = "so a resume starts from its first value"
@@ -35,7 +35,7 @@ class Checkpointer:
         setup: Setup,
         engine: Engine,
         batches: Batches,
-        opened: Opened,
+        opened: RunDirectory,
         data: dict[str, dict[str, Any]],
         code: dict[str, str],
     ):
@@ -156,7 +156,7 @@ def restore(
     size = setup.world.world_size
     restored, skipped = read_on_all_ranks(group, lambda: resume.find_checkpoints(origin))
     if restored is None:
-        lines = [*skipped, *weights.start_from(config, engine, group)]
+        lines = [*skipped, *init_from.start_from(config, engine, group)]
         return TrainState.begin(size), None, lines
     manifest = restored.manifest
     training = restored.content.training

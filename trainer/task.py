@@ -26,11 +26,11 @@ from trainer.config.schema import Config
 from trainer.config.targets import call_target
 from trainer.config.typed import build, defaults_of, unknown
 from trainer.data.batches import LocalBatch
-from trainer.data.randomness import Random
 from trainer.distributed.world import World
 from trainer.engine.means import Values
 from trainer.engine.outcome import Outcome
 from trainer.errors import ConfigError
+from trainer.rng.philox import Random
 from trainer.strategy.base import find_strategy
 
 Split = str  # "train", "eval", or a name in eval.splits

@@ -12,13 +12,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.capacity import resolve_micro_batch
 from trainer.checkpoints.state import read_on_all_ranks
 from trainer.config.schema import Config
 from trainer.data.batches import LocalBatch
-from trainer.decisions import RolledBack
-from trainer.distributed.ranks import open_ranks
 from trainer.distributed.world import World
+from trainer.engine.decisions import RolledBack
 from trainer.engine.engine import open_ema
 from trainer.engine.evaluation import Evaluator
 from trainer.engine.means import Values, check_name
@@ -26,18 +24,12 @@ from trainer.engine.optimizers import check_optimizers
 from trainer.engine.outcome import Outcome
 from trainer.errors import ConfigError, visible
 from trainer.failures import failures_named
-from trainer.record import fingerprint, resume
+from trainer.record import resume
 from trainer.record.startup import Summary
 from trainer.run import Run
-from trainer.setup import (
-    Setup,
-    agree_on_origin,
-    check_evaluation,
-    check_training,
-    complete_world,
-    resolve_precision,
-    try_optimizer,
-)
+from trainer.setup.agreement import Session, open_session
+from trainer.setup.build import Setup
+from trainer.setup.checks import check_evaluation, check_training, try_optimizer
 from trainer.strategy.base import Strategy
 from trainer.task import Task
 
@@ -45,7 +37,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
-class Finished:
+class FitResult:
     """The part of a finished run that a Trainer keeps; `directory` is None if `fit` never ran.
 
     `model` is None if it was divided over the ranks.
@@ -64,7 +56,7 @@ class Trainer(Task):
 
     def __init__(self, config: Config, world: World | None = None):
         super().__init__(config, world)
-        self._run: Setup | Run | Finished | None = None
+        self._run: Setup | Run | FitResult | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -187,31 +179,12 @@ class Trainer(Task):
         self._run = None
         origin = check_training(self.config, self.world)
         try_optimizer(self.config)
-        facts = fingerprint.of_start(self.config, type(self))
-        rolled_back: set[int] = set()
-        with open_ranks(self.config.dist, self.world, facts) as ranks:
-            self.world = complete_world(self.world, self.config, ranks)
-            origin = agree_on_origin(self.config, self.world, ranks.group, origin)
-            self.config, notes = resolve_precision(self.config, self.world, ranks.group, origin)
-            self.config, found = resolve_micro_batch(self, ranks, origin, first_steps)
-            notes += found
-            while True:
-                try:
-                    with failures_named(ranks.group, self.config):
-                        self._run = Setup(self, ranks, ("train", *self.config.eval.splits), notes)
-                        opened = Run(self, self._run, origin, rolled_back)
-                        with opened as self._run, failures_named(ranks.group, self.config):
-                            del opened  # a reference to DDP's wrapper must not outlive its group
-                            summary = loop(self, self._run)
-                        strategy = self._run.engine.strategy
-                        self._run = _finished(strategy, self.step, summary.directory)
-                        del strategy
-                        self.world = self.world.with_groups({})  # which end with the block
-                        return summary
-                except RolledBack as back:
-                    rolled_back.add(back.step)
-                    origin = resume.roll_back(back.directory, origin)
-                    self._run = None  # free the wrapper before the next one is built
+        try:
+            with open_session(self, origin, first_steps) as session:
+                return _train(self, session)
+        finally:
+            if not isinstance(self._run, FitResult):
+                self._run = None  # nothing is open any more
 
     def evaluate(self) -> dict[str, float]:
         """Return the metrics on the splits of `eval.splits`, `{"eval/loss": ...}`. A collective.
@@ -225,33 +198,51 @@ class Trainer(Task):
         return examine(self, Evaluator.evaluate)
 
 
-def examine(task: Trainer, use: Callable[[Evaluator], Found | None]) -> Found:
-    """Return what `use` makes of an evaluator with the weights that `Trainer.evaluate` names.
+def _train(task: Trainer, session: Session) -> Summary:
+    """Train, again from the newest checkpoint after each rollback."""
+    group = session.ranks.group
+    origin = session.origin
+    rolled_back: set[int] = set()
+    while True:
+        try:
+            with failures_named(group, task.config):
+                splits = ("train", *task.config.eval.splits)
+                task._run = Setup(task, session.ranks, splits, session.notes)
+                opened = Run(task, task._run, origin, rolled_back)
+                with opened as task._run, failures_named(group, task.config):
+                    del opened  # a reference to DDP's wrapper must not outlive its group
+                    summary = loop(task, task._run)
+                task._run = _finished(task._run.engine.strategy, task.step, summary.directory)
+                return summary
+        except RolledBack as back:
+            rolled_back.add(back.step)
+            origin = resume.roll_back(back.directory, origin)
+            task._run = None  # free the wrapper before the next one is built
 
-    A collective. Raises KeyboardInterrupt after a stop request, if `use` returns None.
+
+def examine(task: Trainer, use: Callable[[Evaluator], Found | None]) -> Found:
+    """Load the weights as `Trainer.evaluate` does, and return `use(evaluator)`. A collective.
+
+    Raises KeyboardInterrupt after a stop request, if `use` returns None.
     """
-    fitted = task._run.directory if isinstance(task._run, Finished) else None
+    fitted = task._run.directory if isinstance(task._run, FitResult) else None
     task._run = None
     origin = check_evaluation(task.config, task.world, fitted)
-    facts = fingerprint.of_start(task.config, type(task))
-    opened = open_ranks(task.config.dist, task.world, facts)
-    with opened as ranks, failures_named(ranks.group, task.config):
-        task.world = complete_world(task.world, task.config, ranks)
-        task.config, notes = resolve_precision(task.config, task.world, ranks.group, origin)
-        setup = Setup(task, ranks, task.config.eval.splits)
+    opened = open_session(task, origin)
+    with opened as session, failures_named(session.ranks.group, task.config):
+        setup = Setup(task, session.ranks, task.config.eval.splits)
         task._run = setup
         ema = open_ema(task.config, setup.parts.strategy)
-        found = read_on_all_ranks(ranks.group, lambda: resume.find_checkpoints(origin))
+        found = read_on_all_ranks(session.ranks.group, lambda: resume.find_checkpoints(origin))
         restored, skipped = found
         if restored:
             restored.load(setup.parts.strategy, ema)
-            task._run = Finished(setup.model, restored.manifest.step, fitted)
-        made = use(setup.open_evaluator(ema, lambda: bool(ranks.stop)))
+            task._run = FitResult(setup.model, restored.manifest.step, fitted)
+        made = use(setup.open_evaluator(ema, lambda: bool(session.ranks.stop)))
         task._run = _finished(setup.parts.strategy, task.step, fitted)
-        task.world = task.world.with_groups({})
         del setup, ema  # a divided model must not outlive its group
     if task.world.rank == 0:
-        for line in [*notes, *skipped]:
+        for line in [*session.notes, *skipped]:
             print(visible(line), file=sys.stderr)
     if made is None:
         raise KeyboardInterrupt
@@ -263,10 +254,8 @@ def first_steps(task: Trainer) -> None:
 
     A collective.
     """
-    config = task.config
-    with open_ranks(config.dist, task.world, {}) as ranks:
-        task.world = complete_world(task.world, config, ranks)
-        setup = Setup(task, ranks, ("train", *config.eval.splits))
+    with open_session(task, resume.Origin()) as session:
+        setup = Setup(task, session.ranks, ("train", *task.config.eval.splits))
         with Run(task, setup, resume.Origin()) as run:
             task._run = run
             for _ in range(2):
@@ -275,8 +264,8 @@ def first_steps(task: Trainer) -> None:
                 run.engine.end_step()
 
 
-def _finished(strategy: Strategy, step: int, directory: Path | None) -> Finished:
-    return Finished(strategy.close(), step, directory)
+def _finished(strategy: Strategy, step: int, directory: Path | None) -> FitResult:
+    return FitResult(strategy.close(), step, directory)
 
 
 def _running(run: object) -> Run:

@@ -102,7 +102,7 @@ class Shape:
         except RunError as error:
             raise OSError(str(error)) from None
 
-    def step_of(self, loaded: checkpoint.Loaded | None) -> int | None:
+    def step_of(self, loaded: checkpoint.CheckpointFiles | None) -> int | None:
         """Return the step; raise AssertionError unless the content is exactly what was saved."""
         if loaded is None:
             return None

@@ -144,7 +144,7 @@ def _mutate(value: Any, chance: random.Random) -> tuple[str, str]:
     if kind == "value":
         container[key] = chance.choice(VALUES)
     elif kind == "raw":
-        container[key] = "@@"
+        container[key] = ""
         raw = chance.choice(RAW)
     elif kind == "remove" or not isinstance(container, dict):
         del container[key]
@@ -161,7 +161,7 @@ def _mutate(value: Any, chance: random.Random) -> tuple[str, str]:
 def _dump(value: Any, raw: str, is_yaml: bool = False) -> bytes:
     with suppress(ValueError):  # 10**400 has too many digits for yaml and repr
         text = yaml.safe_dump(value) if is_yaml else json.dumps(value)
-        for mark in ('"@@"', "'@@'"):
+        for mark in ('""', "''"):
             text = text.replace(mark, raw)
         return text.encode(errors="surrogateescape")
     return b"1" * 5000

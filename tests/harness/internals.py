@@ -3,9 +3,9 @@
 from trainer import audit, doctor, evaluate, replay
 from trainer.checkpoints import manifest, packing
 from trainer.checkpoints import transaction as checkpoint
-from trainer.checkpoints.sources import open_content
+from trainer.checkpoints.reading import open_content
 from trainer.cli import load_task
-from trainer.record import directory as rundir
+from trainer.record import files as rundir
 from trainer.record import resume
 from trainer.strategy.shards import read_whole
 

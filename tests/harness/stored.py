@@ -71,7 +71,7 @@ def save(
     return savers[0].path_of(step)
 
 
-def content_of(loaded: checkpoint.Loaded) -> dict[str, Any]:
+def content_of(loaded: checkpoint.CheckpointFiles) -> dict[str, Any]:
     """Return all that a checkpoint holds: tensors of the kinds model, optimizer and ema, and
     `training`, its plain values."""
     content = open_content(loaded)
@@ -79,16 +79,16 @@ def content_of(loaded: checkpoint.Loaded) -> dict[str, Any]:
     return {**tensors, "training": content.training}
 
 
-def tensors_of(loaded: checkpoint.Loaded, kind: str = "model") -> dict[str, torch.Tensor]:
+def tensors_of(loaded: checkpoint.CheckpointFiles, kind: str = "model") -> dict[str, torch.Tensor]:
     """Return the tensors of one kind; those of the kind optimizer as <number>/<name>/<key>."""
     return read_whole(open_content(loaded).sources[kind])
 
 
-def plain_of(loaded: checkpoint.Loaded) -> dict[str, Any]:
+def plain_of(loaded: checkpoint.CheckpointFiles) -> dict[str, Any]:
     return open_content(loaded).training
 
 
-def optimizers_of(loaded: checkpoint.Loaded) -> dict[str, Any]:
+def optimizers_of(loaded: checkpoint.CheckpointFiles) -> dict[str, Any]:
     """Return the state of the optimizers: their tensors, and their options and plain values."""
     return {"tensors": tensors_of(loaded, "optimizer"), "plain": plain_of(loaded)["optimizers"]}
 

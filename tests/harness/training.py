@@ -133,7 +133,7 @@ def _recorded_state(found: dict[str, Any]) -> Iterator[None]:
         strategy = run.engine.strategy
         shards = strategy.shards()
         if hasattr(strategy, "_divided"):  # stages that do not own a buffer may have an old one
-            owners = strategy._divided.holdings._owners
+            owners = strategy._divided.placements._owners
             own = strategy.mesh["pipeline"]
             shards = {name: s for name, s in shards.items() if owners.get(name, own) == own}
         found["parts"] = {name: s.tensor.detach().clone() for name, s in shards.items()}
@@ -189,7 +189,7 @@ def join(*outcomes: Any) -> Any:
     return joined
 
 
-def newest(directory: Path) -> checkpoint.Loaded:
+def newest(directory: Path) -> checkpoint.CheckpointFiles:
     loaded, skipped = checkpoint.load_newest(directory / "checkpoints")
     assert loaded is not None and not skipped
     return loaded

@@ -75,7 +75,7 @@ def _list(paths: Sequence[Path]) -> int:
 def _export(place: Path, is_one: bool, target: Path) -> int:
     if target.exists():
         raise ConfigError(f"--export {target}: already exists; give another name")
-    from trainer.checkpoints.sources import open_content
+    from trainer.checkpoints.reading import open_content
 
     def read(path: Path) -> tuple[Any, Any]:
         loaded = checkpoint.load(path)
@@ -99,7 +99,7 @@ def _export(place: Path, is_one: bool, target: Path) -> int:
 
 def _write(sources: Mapping[str, Any], facts: Mapping[str, str], target: Path) -> int:
     """Write the weights and their averages to a new safetensors file; return their number."""
-    from trainer.checkpoints.tensors import write_tensors
+    from trainer.checkpoints.tensor_files import write_tensors
 
     places = {
         f"{prefix}{name}": (sources[kind], name, shape)

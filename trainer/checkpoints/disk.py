@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.config.schema import Checkpoint
+from trainer.config.schema import CheckpointSettings
 from trainer.errors import RunError
 
 # Process limits whose errors look like disk errors: the limit, its shell command, its unit.
@@ -25,7 +25,7 @@ FEW_INODES = 8  # a checkpoint has fewer files; those of one that failed are rem
 class Disk:
     """The disk of a run directory. `failure`, if set, ends the run at the next step."""
 
-    def __init__(self, directory: Path, config: Checkpoint, say: Callable[[str], None]):
+    def __init__(self, directory: Path, config: CheckpointSettings, say: Callable[[str], None]):
         self.failure: Exception | None = None
         self._directory = directory
         self._stops = config.on_error == "stop"

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +15,6 @@ from trainer.config.typed import build, convert, limit
 from trainer.errors import CheckpointError, ConfigError
 
 FORMAT = 3
-READABLE = (2, 3)
 MANIFEST = "manifest.json"
 STEP_NAME = re.compile(r"step-(\d{8,})")
 _PLACE = re.compile(r"\d{1,18}/(\d{1,18})")  # <epoch>/<index>
@@ -42,8 +41,8 @@ class Manifest:
     config: dict[str, Any]
     metrics: dict[str, Any]
     files: dict[str, Any]
-    machine: dict[str, Any] = field(default_factory=dict)  # empty in the first edition
-    code: dict[str, Any] = field(default_factory=dict)  # digests by module; empty in older ones
+    machine: dict[str, Any]
+    code: dict[str, Any]  # digests by module
 
     @classmethod
     def of_run(cls, raw: Mapping[str, Any], path: Path) -> Manifest:
@@ -100,9 +99,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{place}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise CheckpointError(f"{place}: cannot be read as a manifest") from None
-    if manifest.get("format") not in READABLE:
-        known = " and ".join(map(str, READABLE))
-        why = f"has format {manifest.get('format')}, this version reads formats {known}"
+    if manifest.get("format") != FORMAT:
+        why = f"has format {manifest.get('format')}, this version reads format {FORMAT}"
         raise CheckpointError(f"{path}: {why}")
     if not is_well_formed or not number or manifest.get("step") != int(number[1]):
         raise CheckpointError(f"{place}: does not belong to this checkpoint")

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainer.checkpoints import packing, tensors, transaction
+from trainer.checkpoints import packing, tensor_files, transaction
 from trainer.checkpoints.disk import Disk
 from trainer.checkpoints.manifest import read_manifest
-from trainer.checkpoints.sources import TRAINING
-from trainer.config.schema import Checkpoint
+from trainer.checkpoints.reading import TRAINING
+from trainer.config.schema import CheckpointSettings
 from trainer.errors import CheckpointError, RunError
 from trainer.strategy.shards import Shard
 
@@ -38,7 +38,7 @@ class Snapshot:
 
     def private_copy(self) -> Snapshot:
         """Copy the values that training changes, without those that other ranks write."""
-        shards = tensors.private_copy(self.shards)
+        shards = tensor_files.private_copy(self.shards)
         return replace(self, shards=shards, training=copy.deepcopy(self.training))
 
     @property
@@ -120,7 +120,7 @@ class Saver:
 class PartSaver(Saver):
     """The saver of a rank that writes its own shards."""
 
-    def __init__(self, directory: Path, keep: Checkpoint, mail: Mail):
+    def __init__(self, directory: Path, keep: CheckpointSettings, mail: Mail):
         super().__init__(directory)
         self._keep = keep
         self._mail = mail
@@ -146,7 +146,7 @@ class PartSaver(Saver):
     def _save(self, staging: Path, snapshot: Snapshot) -> None:
         """Write this rank's files and tell rank 0 what they hold, or what failed."""
         try:
-            written = tensors.write_shards(staging, self._mail.rank, snapshot.shards)
+            written = tensor_files.write_shards(staging, self._mail.rank, snapshot.shards)
         except OSError as error:
             problem = [error.errno, error.strerror, str(error.filename or staging)]
             self._mail.post(staging, {"problem": problem})  # rank 0 decides what it means
@@ -177,7 +177,7 @@ class DiskSaver(PartSaver):
     def __init__(
         self,
         directory: Path,
-        keep: Checkpoint,
+        keep: CheckpointSettings,
         disk: Disk,
         check_owner: Callable[[], None],
         flush_record: Callable[[], None],
@@ -260,7 +260,7 @@ class DiskSaver(PartSaver):
     def _publish(self, staging: Path, snapshot: Snapshot) -> None:
         try:
             self._flush_record()
-            files, index = tensors.write_shards(staging, 0, snapshot.shards)
+            files, index = tensor_files.write_shards(staging, 0, snapshot.shards)
         finally:
             lines = self._mail.collect(staging)  # before the directory may be removed
         indices = [index]
@@ -272,8 +272,8 @@ class DiskSaver(PartSaver):
                 raise CheckpointError(problem)
             files |= line["written"][0]
             indices.append(line["written"][1])
-        text = json.dumps(tensors.merge(indices)).encode()
-        files[tensors.INDEX] = transaction.write_one(staging, tensors.INDEX, text)
+        text = json.dumps(tensor_files.merge(indices)).encode()
+        files[tensor_files.INDEX] = transaction.write_one(staging, tensor_files.INDEX, text)
         for name, data in packing.packed({TRAINING: snapshot.training}):
             files[name] = transaction.write_one(staging, name, data)
         facts = snapshot.facts

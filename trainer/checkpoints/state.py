@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from trainer.checkpoints.manifest import Manifest
-from trainer.checkpoints.sources import Content, open_content, share
-from trainer.checkpoints.transaction import TRIES, Loaded, is_gone
+from trainer.checkpoints.reading import Content, open_content, share
+from trainer.checkpoints.transaction import TRIES, CheckpointFiles, is_gone
 from trainer.config.typed import build
 from trainer.distributed.group import Group
 from trainer.engine.buffers import load_buffers
@@ -117,7 +117,7 @@ class TrainState:
 
 
 @dataclass(frozen=True)
-class Restored:
+class Restoration:
     """A verified checkpoint, the same on every rank."""
 
     manifest: Manifest
@@ -147,7 +147,7 @@ def wrong_state_named() -> Iterator[None]:
 
 def read_on_all_ranks(
     group: Group, find: Callable[[], tuple[list[Path], bool]]
-) -> tuple[Restored | None, list[str]]:
+) -> tuple[Restoration | None, list[str]]:
     """Open and verify the newest valid checkpoint of those that `find` returns on rank 0.
 
     `find` returns paths, the newest first, and whether the first one must be valid. If all ranks
@@ -183,13 +183,13 @@ def read_on_all_ranks(
     return None, []
 
 
-def _open(group: Group, path: Path) -> Restored:
+def _open(group: Group, path: Path) -> Restoration:
     """Verify and open a checkpoint. Raises the same CheckpointError on every rank."""
     is_root = group.world.rank == 0
-    loaded: Loaded | None = None
+    loaded: CheckpointFiles | None = None
     with group.agreed("reading the checkpoint"):
         with suppress(CheckpointError) if not is_root else nullcontext():
-            loaded = Loaded.read(path)
+            loaded = CheckpointFiles.read(path)
         if is_root and loaded:
             Manifest.of_run(loaded.manifest, path)
     raw = group.tell_all(loaded.manifest if loaded and is_root else None)
@@ -198,7 +198,7 @@ def _open(group: Group, path: Path) -> Restored:
     manifest = Manifest.of_run(raw, path)
     content: Content | None = None
     with group.agreed("verifying the checkpoint"):
-        own = Loaded(path, raw)
+        own = CheckpointFiles(path, raw)
         if not is_unseen:
             own.files.verify(sorted(own.files)[group.world.rank :: group.world.world_size])
         elif is_root:
@@ -206,4 +206,4 @@ def _open(group: Group, path: Path) -> Restored:
         if is_root or not is_unseen:
             content = open_content(own)
             content.hold()
-    return Restored(manifest, share(group, content) if is_unseen else cast(Content, content))
+    return Restoration(manifest, share(group, content) if is_unseen else cast(Content, content))

@@ -37,7 +37,7 @@ TRIES = 100  # to list checkpoints, while a run removes all that were listed
 Found = TypeVar("Found")
 
 
-class Files(Mapping[str, bytes]):
+class FileContents(Mapping[str, bytes]):
     """The files of a checkpoint by name, read when they are asked for."""
 
     def __init__(self, path: Path, entries: Mapping[str, Any]):
@@ -89,20 +89,20 @@ def _check(place: Path, entry: Mapping[str, Any], size: int, sha256: str) -> Non
 
 
 @dataclass(frozen=True)
-class Loaded:
+class CheckpointFiles:
     """A checkpoint with a valid manifest; `load` also verifies its files."""
 
     path: Path
     manifest: dict[str, Any]
 
     @classmethod
-    def read(cls, path: Path) -> Loaded:
+    def read(cls, path: Path) -> CheckpointFiles:
         """Read and verify the manifest only. Raises CheckpointError."""
         return cls(path, read_manifest(path))
 
     @property
-    def files(self) -> Files:
-        return Files(self.path, self.manifest["files"])
+    def files(self) -> FileContents:
+        return FileContents(self.path, self.manifest["files"])
 
 
 def final_path(root: Path, step: int) -> Path:
@@ -171,12 +171,12 @@ def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     write_file(folder / MANIFEST, text.encode())
 
 
-def load(path: Path) -> Loaded:
+def load(path: Path) -> CheckpointFiles:
     """Read the manifest of the checkpoint at `path`, and verify each file.
 
     Raises CheckpointError, with the reason, if any byte differs from what was written.
     """
-    loaded = Loaded.read(path)
+    loaded = CheckpointFiles.read(path)
     loaded.files.verify(loaded.files)
     return loaded
 
@@ -223,7 +223,7 @@ def find_newest(root: Path, read: Callable[[Path], Found]) -> tuple[Found | None
     return None, skipped
 
 
-def load_newest(root: Path) -> tuple[Loaded | None, list[str]]:
+def load_newest(root: Path) -> tuple[CheckpointFiles | None, list[str]]:
     """Load the newest valid checkpoint; return it and a line for each newer, invalid one."""
     return find_newest(root, load)
 

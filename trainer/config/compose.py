@@ -34,7 +34,7 @@ from trainer.config.plain_files import (
     read_yaml,
 )
 from trainer.config.rules import check
-from trainer.config.schema import LAYOUT, ONCE, Config, flatten
+from trainer.config.schema import LAYOUT, Config, flatten
 from trainer.config.typed import show
 from trainer.errors import ConfigError, one_line
 
@@ -183,8 +183,6 @@ def _read_saved(home: Path, wrong: str) -> Any:
         groups = [field.name for field in dataclasses.fields(Config) if not field.metadata]
         if not all(OmegaConf.is_dict(block) for block in (saved, *map(saved.get, groups))):
             raise ConfigError(f"{wrong}: some groups of settings are missing")
-        for key, value in ONCE.items():
-            OmegaConf.update(saved, key, OmegaConf.select(saved, key, default=value))
         OmegaConf.set_struct(saved, True)
         saved.run.name = None  # the directory may have been renamed or moved
         for key, value in MEETING.items():

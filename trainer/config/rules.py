@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.guard import check_no_secret
-from trainer.config.schema import Config, Dist, Launch
+from trainer.config.schema import Config, DistSettings, LaunchSettings
 from trainer.config.typed import build, convert, show
 from trainer.errors import ConfigError
 
@@ -109,7 +109,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:100]}...{text[-20:]}"
 
 
-def _find_launch_problems(block: Launch) -> Problems:
+def _find_launch_problems(block: LaunchSettings) -> Problems:
     ranks = block.nproc_per_node
     is_count = ranks is not None and ranks.isdecimal() and int(ranks) > 0
     if ranks not in (None, "gpu", "cpu", "auto") and not is_count:
@@ -121,7 +121,7 @@ def _find_launch_problems(block: Launch) -> Problems:
         yield "launch.max_restarts", "launch=spawn does not restart ranks; use launch=elastic"
 
 
-def _find_dist_problems(block: Dist) -> Problems:
+def _find_dist_problems(block: DistSettings) -> Problems:
     init = block.init
     for key, method in (("address", "tcp"), ("path", "file")):
         value = getattr(block, key)

@@ -24,21 +24,9 @@ _LAYOUT = """
 """
 LAYOUT = tuple(_LAYOUT.split())
 
-# Settings that older runs lack, with the values that keep the behaviour of those runs.
-ONCE = {
-    **{"run.dropout": "torch", "run.norm_rows": None, "checkpoint.sharded": "auto"},
-    **{"strategy.mesh.replicate": "auto", "strategy.mesh.shard": 1, "strategy.mesh.tensor": 1},
-    **{"strategy.mesh.context": 1, "strategy.mesh.pipeline": 1},
-    **{"strategy.schedule": "1f1b", "strategy.sequence": False},
-    **{"strategy.reshard": True, "strategy.recompute": "none"},
-    **{"eval.splits": ["eval"], "log.trackers": ["tensorboard"]},
-    **{"run.min_improvement": 0.0, "log.train_metrics": False, "run.freeze": []},
-    **dict.fromkeys(("run.init_from", "run.max_minutes", "run.stop_after_evals")),
-}
-
 
 @dataclass
-class Run:
+class RunSettings:
     name: str | None
     dir: str
     seed: Annotated[int, limit(min=0, max=2**63 - 1)]
@@ -61,7 +49,7 @@ class Run:
 
 
 @dataclass
-class Data:
+class DataSettings:
     global_batch: Annotated[int, limit(min=1)]
     micro_batch: Annotated[int, limit(min=1)] | Literal["auto"] | None
     workers: Annotated[int, limit(min=0)]
@@ -79,7 +67,7 @@ Axis = Annotated[int, limit(min=1)]
 
 
 @dataclass
-class Mesh:
+class MeshSizes:
     """Sizes of the mesh's axes: their product is the number of ranks. One may be auto: the rest."""
 
     replicate: Axis | Literal["auto"]
@@ -90,7 +78,7 @@ class Mesh:
 
 
 @dataclass
-class Strategy:
+class StrategySettings:
     name: str
     precision: Literal["auto", "fp64", "fp32", "tf32", "amp_bf16", "amp_fp16", "bf16", "fp16"]
     sync_batchnorm: bool
@@ -101,7 +89,7 @@ class Strategy:
     static_graph: bool
     find_unused_parameters: bool
     comm_hook: Literal["none", "fp16", "bf16", "powersgd", "parameter_server"]
-    mesh: Mesh
+    mesh: MeshSizes
     reshard: bool
     schedule: Literal["1f1b", "gpipe"]
     sequence: bool
@@ -109,7 +97,7 @@ class Strategy:
 
 
 @dataclass
-class Dist:
+class DistSettings:
     backend: Literal["auto", "nccl", "gloo", "mpi"]
     init: Literal["env", "tcp", "file"]
     address: str | None
@@ -120,7 +108,7 @@ class Dist:
 
 
 @dataclass
-class Launch:
+class LaunchSettings:
     name: Literal["inline", "elastic", "spawn"]
     nproc_per_node: str | None
     max_restarts: Annotated[int, limit(min=0)]
@@ -128,7 +116,7 @@ class Launch:
 
 
 @dataclass
-class Checkpoint:
+class CheckpointSettings:
     every_steps: Annotated[int | None, limit(min=1)]
     every_epochs: Annotated[int | None, limit(min=1)]
     keep_last: Annotated[int, limit(min=1)]
@@ -141,7 +129,7 @@ class Checkpoint:
 
 
 @dataclass
-class Eval:
+class EvalSettings:
     splits: list[str]
     every_steps: Annotated[int | None, limit(min=1)]
     every_epochs: Annotated[int | None, limit(min=1)]
@@ -149,7 +137,7 @@ class Eval:
 
 
 @dataclass
-class Log:
+class LogSettings:
     every_steps: Annotated[int, limit(min=1)]
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "csv"]]
     train_metrics: bool
@@ -159,7 +147,7 @@ class Log:
 
 
 @dataclass
-class Task:
+class TaskSettings:
     name: str
     trainer: str
     packages: list[str]
@@ -170,27 +158,26 @@ class Task:
 class Config:
     """All settings. `optim` and `schedule` contain a `_target_` and its arguments.
 
-    Four fields are not settings. `folder` is the working directory at load time: relative paths
+    Three fields are not settings. `folder` is the working directory at load time: relative paths
     start there, even after a task calls os.chdir. `unlisted` are the names that were given in
     task.options and are not in the task's YAML, and `implied` those that only the task's `Options`
-    give. `auto_precision` is the precision that strategy.precision=auto became.
+    give.
     """
 
-    run: Run
-    data: Data
-    strategy: Strategy
-    dist: Dist
-    launch: Launch
-    checkpoint: Checkpoint
-    eval: Eval
-    log: Log
-    task: Task
+    run: RunSettings
+    data: DataSettings
+    strategy: StrategySettings
+    dist: DistSettings
+    launch: LaunchSettings
+    checkpoint: CheckpointSettings
+    eval: EvalSettings
+    log: LogSettings
+    task: TaskSettings
     optim: dict[str, Any]
     schedule: dict[str, Any]
     folder: str = field(default_factory=os.getcwd, metadata=NO_SETTING)
     unlisted: list[str] = field(default_factory=list, metadata=NO_SETTING)
     implied: list[str] = field(default_factory=list, metadata=NO_SETTING)
-    auto_precision: str = field(default="", metadata=NO_SETTING)
 
     @property
     def runs(self) -> Path:
@@ -233,7 +220,7 @@ class Config:
     def plain(self) -> dict[str, Any]:
         """Return the groups of settings as nested dicts."""
         groups = dataclasses.asdict(self)
-        for name in ("folder", "unlisted", "implied", "auto_precision"):
+        for name in ("folder", "unlisted", "implied"):
             del groups[name]
         return groups
 

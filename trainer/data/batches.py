@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 from trainer.config.schema import Config
 from trainer.data.examples import find_flaw, length_of
 from trainer.data.ledger import Ledger
+from trainer.data.loaders import Collate, ExampleSource, Piece
 from trainer.data.order import (
     BatchPlan,
     Cut,
@@ -25,35 +26,15 @@ from trainer.data.order import (
     check_batch,
     counted,
 )
-from trainer.data.randomness import Random
-from trainer.data.sources import Collate, Piece, Source
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.watch.heartbeat import Heartbeat, Phase
 from trainer.errors import ConfigError, RunError
+from trainer.micro_batch import count_rows
+from trainer.rng.forward import Draws
+from trainer.rng.philox import Random
 
 MicroBatch = tuple[Any, Any]
 MOST_UNREADABLE = 10  # training examples; 1 % of the data, where that is more
-
-
-def count_rows(*trees: Any) -> int:
-    """Return the number of rows: the first axis of the first tensor that has an axis.
-
-    Every tensor is batch-first. Raises ConfigError if there is no such tensor.
-    """
-    for tree in trees:
-        for leaf in [tree] if isinstance(tree, torch.Tensor) else tree_leaves(tree):
-            if isinstance(leaf, torch.Tensor) and leaf.dim():
-                return leaf.shape[0]
-    raise ConfigError("neither targets nor outputs contain a tensor with a batch axis; one must")
-
-
-class Draws(Protocol):
-    """Source of the random draws in forward and loss; `begin` sets the rows to draw for."""
-
-    def begin(
-        self, step: int, number: int, indices: torch.Tensor, split: str = "train"
-    ) -> None: ...
-    def end(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -180,7 +161,9 @@ class Batches:
             most = f"must be at most the {num_examples} training examples"
             raise ConfigError(f"data.global_batch={data.global_batch}: {most}")
         micro_batch = check_batch(data.global_batch, cut, size)
-        source = Source(dataset, "train", data, prepare.seed, prepare.device, prepare.collate)
+        source = ExampleSource(
+            dataset, "train", data, prepare.seed, prepare.device, prepare.collate
+        )
         self.plan = BatchPlan(num_examples, data.global_batch, micro_batch, size, cut.unit)
         self.steps_per_epoch = self.plan.steps_per_epoch
         self.ledger = Ledger(self.plan, rank, is_counted)
@@ -285,7 +268,7 @@ class EvalBatches:
         data = config.data
         self.split = "eval" if split == "train" else split
         own = (prepare.seed, prepare.device, prepare.collate)
-        source = Source(dataset, self.split, data, *own)
+        source = ExampleSource(dataset, self.split, data, *own)
         rows = config.eval.micro_batch or check_batch(data.global_batch, cut, size)
         place = (rank, size, source.index_device, cut.is_fixed)
         self._shard = ShardSampler(len(dataset), rows, *place)

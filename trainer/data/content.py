@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
-from trainer.data.randomness import seed_example
+from trainer.rng.philox import seed_example
 
 ROWS = 64  # of a tensor of floats, at equal distances
 MOST_BYTES = 2**22  # of another tensor, hashed as a whole or else in rows: 10 ms

@@ -10,8 +10,8 @@ from functools import cached_property
 import torch
 from torch.utils.data import Sampler
 
-from trainer.data.randomness import key_of
 from trainer.errors import ConfigError
+from trainer.rng.philox import key_of
 
 _MASK = 0xFFFFFFFF
 _ROUNDS = 8

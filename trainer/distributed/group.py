@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.config.schema import Dist
+from trainer.config.schema import DistSettings
 from trainer.distributed import mpi
 from trainer.distributed.rendezvous import meet, part, read_keys
 from trainer.distributed.watch.watcher import LOST, name_ranks
@@ -287,7 +287,7 @@ def _find_difference(lines: list[str]) -> str:
     return ""
 
 
-def choose_backend(config: Dist, world: World) -> str:
+def choose_backend(config: DistSettings, world: World) -> str:
     """Resolve `auto`: nccl if every local rank has its own GPU, else gloo.
 
     Raises ConfigError if the configured backend cannot work here.
@@ -340,7 +340,7 @@ def _quietly() -> Iterator[None]:
 
 @contextmanager
 def process_group(
-    config: Dist, world: World, facts: Mapping[str, Any] | None = None
+    config: DistSettings, world: World, facts: Mapping[str, Any] | None = None
 ) -> Iterator[Group]:
     """Open the process group for the duration of the block, after all ranks compared `facts`.
 

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from trainer.config.schema import Launch
+from trainer.config.schema import LaunchSettings
 from trainer.distributed import entry
 from trainer.distributed.launchers import CODES, MARK, MASTER, RANKS
 from trainer.distributed.signals import SIGNALS, check_start
@@ -29,7 +29,7 @@ from trainer.errors import RunError
 _ERRORS = (ChildFailedError, SignalException, mp.ProcessExitedException, mp.ProcessRaisedException)
 
 
-def launch(config: Launch, words: Sequence[str]) -> int:
+def launch(config: LaunchSettings, words: Sequence[str]) -> int:
     """Run `python -m trainer <words>` as several ranks, and wait for them to exit.
 
     Returns 0 if all ranks succeed, else the first of 2, 1 and 75 that is an exit code of a rank in

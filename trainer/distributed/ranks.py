@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.config.schema import Dist
+from trainer.config.schema import DistSettings
 from trainer.distributed.group import Group, process_group
 from trainer.distributed.signals import StopRequest, stop_requests
 from trainer.distributed.watch.heartbeat import Heartbeat, watched
@@ -42,7 +42,7 @@ class Ranks:
 
 
 @contextmanager
-def open_ranks(config: Dist, world: World, facts: Mapping[str, Any]) -> Iterator[Ranks]:
+def open_ranks(config: DistSettings, world: World, facts: Mapping[str, Any]) -> Iterator[Ranks]:
     """Open the process group for the duration of the block, after all ranks compared `facts`.
 
     Stop requests are caught and hangs are detected meanwhile. Raises ConfigError if rendezvous

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from trainer.config.schema import Dist
+from trainer.config.schema import DistSettings
 from trainer.distributed.signals import check_start
 from trainer.distributed.watch.watcher import name_ranks
 from trainer.distributed.world import World
@@ -35,7 +35,7 @@ GRACE_S = 0.6  # the other ranks wait this much longer than rank 0 for its reply
 num_meetings = 0  # started by this process; after the first, all ranks fail at the same time
 
 
-def check_init(config: Dist, world: World) -> None:
+def check_init(config: DistSettings, world: World) -> None:
     """Raise ConfigError for settings, each valid alone, with which the ranks cannot connect."""
     if config.init == "env" and world.world_size > 1:
         _ = world.launcher.master
@@ -43,7 +43,7 @@ def check_init(config: Dist, world: World) -> None:
         raise ConfigError(f"dist.path={config.path}: {folder} is not a directory; make it")
 
 
-def meet(config: Dist, world: World) -> dist.Store:
+def meet(config: DistSettings, world: World) -> dist.Store:
     """Connect all ranks and return their store, with a new prefix.
 
     Raises ConfigError within `dist.timeout_s` plus two seconds, naming ranks that are missing or
@@ -61,7 +61,7 @@ def meet(config: Dist, world: World) -> dist.Store:
         raise ConfigError(f"rendezvous at {place} failed: {lost}") from None
 
 
-def part(config: Dist, world: World) -> None:
+def part(config: DistSettings, world: World) -> None:
     """Remove the file of `dist.init=file` after the last collective: torch 2.13 may keep it."""
     if config.init == "file" and world.world_size > 1:
         _file_of(config).unlink(missing_ok=True)
@@ -70,7 +70,7 @@ def part(config: Dist, world: World) -> None:
 # The store ----------------------------------------------------------------------------------------
 
 
-def _describe_place(config: Dist, world: World) -> str:
+def _describe_place(config: DistSettings, world: World) -> str:
     """Return the address or the file of the store."""
     if config.init != "file":
         return config.address or "{}:{}".format(*world.launcher.master)
@@ -97,7 +97,7 @@ def _is_file(store: dist.Store) -> bool:
     return isinstance(store, dist.FileStore)
 
 
-def _file_of(config: Dist) -> Path:
+def _file_of(config: DistSettings) -> Path:
     """Return the store's file; under torchrun each launch and restart has its own."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     launch = [os.environ[name] for name in names if name in os.environ]
@@ -112,7 +112,9 @@ def _is_store(path: Path) -> bool:
         return FIRST_ENTRY.startswith(file.read(len(FIRST_ENTRY)))
 
 
-def _open(config: Dist, world: World, deadline: float, may_serve: bool = True) -> dist.Store:
+def _open(
+    config: DistSettings, world: World, deadline: float, may_serve: bool = True
+) -> dist.Store:
     if config.init == "file":
         path = _file_of(config)
         if not _is_store(path):
@@ -167,7 +169,7 @@ class _Meeting:
     asks for every hello before its own to be repeated: a process that exited does not repeat it.
     """
 
-    def __init__(self, config: Dist, world: World, place: str):
+    def __init__(self, config: DistSettings, world: World, place: str):
         self._config = config
         self._world = world
         self._place = place

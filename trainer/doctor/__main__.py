@@ -13,7 +13,7 @@ from trainer.distributed.group import choose_backend
 from trainer.distributed.rendezvous import check_init, part
 from trainer.doctor.examination import Examination
 from trainer.errors import ConfigError
-from trainer.setup import check_layout
+from trainer.setup.checks import check_layout
 from trainer.task import Task
 
 HELP = """usage: python -m trainer.doctor [key=value ...] [--config-dir DIR] [--json]

@@ -12,7 +12,7 @@ from trainer.engine.digest import digest
 from trainer.strategy.base import Strategy
 from trainer.strategy.shards import (
     Shard,
-    Source,
+    TensorSource,
     check_model,
     non_persistent,
     read_into,
@@ -63,7 +63,7 @@ def _print(shard: Shard) -> tuple[torch.Size, int]:
     return shard.tensor.shape, digest(shard.tensor)
 
 
-def load_buffers(strategy: Strategy, source: Source) -> None:
+def load_buffers(strategy: Strategy, source: TensorSource) -> None:
     """Load what `Buffers.shards` returned. Raises CheckpointError for another model's buffers."""
     saved = source.shapes()
     built = non_persistent(strategy.structure)

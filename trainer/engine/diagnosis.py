@@ -11,15 +11,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from trainer.data.batches import LocalBatch, count_rows
-from trainer.data.hook_errors import call
+from trainer.data.batches import LocalBatch
 from trainer.distributed.group import Group
 from trainer.distributed.watch.watcher import name_ranks
 from trainer.engine.engine import Engine
 from trainer.engine.means import weigh
 from trainer.engine.parts import Hooks
-from trainer.strategy.batchnorm import has_batchnorm
-from trainer.strategy.rehearsal import untouched
+from trainer.hook_errors import call
+from trainer.micro_batch import count_rows
+from trainer.strategy.modules.batchnorm import has_batchnorm
+from trainer.strategy.modules.dry_run import untouched
 
 MOST_RANKS_NAMED = 8
 

@@ -9,7 +9,7 @@ import torch
 
 from trainer.errors import CheckpointError
 from trainer.strategy.base import Strategy
-from trainer.strategy.shards import Shard, Source, read_into
+from trainer.strategy.shards import Shard, TensorSource, read_into
 
 
 class Ema:
@@ -54,7 +54,7 @@ class Ema:
         return self._shards
 
     @torch.no_grad()
-    def load(self, source: Source) -> None:
+    def load(self, source: TensorSource) -> None:
         """Load the averages; without any in the checkpoint, start from its weights.
 
         Raises CheckpointError if the averages are of another model.

@@ -13,9 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from trainer.config.schema import Config
-from trainer.data.randomness import seed_all
 from trainer.distributed.watch.heartbeat import Phase
-from trainer.draws.mode import take_rows
 from trainer.engine.buffers import Buffers, load_buffers
 from trainer.engine.ema import Ema
 from trainer.engine.means import Means
@@ -36,12 +34,14 @@ from trainer.engine.outcome import Outcome
 from trainer.engine.parts import Parts
 from trainer.engine.recording import Loss, Recorder
 from trainer.errors import ConfigError
+from trainer.micro_batch import take_rows
+from trainer.rng.philox import seed_all
 from trainer.schedule import Factor, rate_scale
 from trainer.strategy.base import Strategy
-from trainer.strategy.collectives import gather_parts, sizes_of
+from trainer.strategy.modules.dry_run import untouched
 from trainer.strategy.protocols import MicroBatches
-from trainer.strategy.rehearsal import untouched
-from trainer.strategy.shards import Shard, Source, read_into
+from trainer.strategy.shards import Shard, TensorSource, read_into
+from trainer.strategy.tensor_parallel.collectives import gather_parts, sizes_of
 
 Shards = dict[str, dict[str, Shard]]
 
@@ -296,7 +296,7 @@ class Engine:
         kinds = {"model": self.strategy.shards(), "optimizer": state, "ema": averages}
         return {**kinds, "buffer": self.buffers.shards()}
 
-    def load(self, sources: Mapping[str, Source], training: Mapping[str, Any]) -> None:
+    def load(self, sources: Mapping[str, TensorSource], training: Mapping[str, Any]) -> None:
         """Load the tensors by kind as `shards` names them, and what `state_dict` returned.
 
         Raises CheckpointError if they are of another model or optimizer.
@@ -318,14 +318,14 @@ class Engine:
         if self.ema:
             self.ema.load(sources["ema"])
 
-    def initialise(self, source: Source) -> None:
+    def initialise(self, source: TensorSource) -> None:
         """Start from the weights of a source, which may have some of the model's tensors only."""
         read_into(self.strategy.shards(), source)
         self.strategy.refresh()
         if self.ema:
             self.ema.restart()
 
-    def _read_state(self, number: int, source: Source) -> dict[str, dict[str, torch.Tensor]]:
+    def _read_state(self, number: int, source: TensorSource) -> dict[str, dict[str, torch.Tensor]]:
         """Return this rank's parts of an optimizer's state, by parameter name and key."""
         strategy = self.strategy
         groups = self.optimizers[number].param_groups

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from trainer.data.batches import EvalBatches, count_rows
-from trainer.data.hook_errors import LOSS, METRICS, call_hook
+from trainer.data.batches import EvalBatches
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.engine.ema import Ema
 from trainer.engine.means import Means, Values, as_number, check_named, check_signs, weigh
 from trainer.engine.parts import Parts
 from trainer.errors import ConfigError
+from trainer.hook_errors import LOSS, METRICS, call_hook
+from trainer.micro_batch import count_rows
 
 Use = Callable[[Any, Any, int], None]  # of outputs, targets, and the number of real rows
 ASK_EVERY_S = 0.5  # how often the ranks agree on whether to stop

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from trainer.data.batches import count_rows
-from trainer.data.hook_errors import LOSS, Rows, call_hook
 from trainer.engine.means import Means, Values, check_signs, weigh
 from trainer.errors import ConfigError
+from trainer.hook_errors import LOSS, Rows, call_hook
+from trainer.micro_batch import count_rows
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from trainer.data.examples import find_flaw
-from trainer.data.hook_errors import MOST_SHOWN, is_of_torch
 from trainer.errors import CheckpointError, ConfigError, RunError, one_line
-from trainer.strategy.optimizer_trial import check_closure, is_elementwise
+from trainer.hook_errors import MOST_SHOWN, is_of_torch
+from trainer.strategy.mesh_model.optimizer_trial import check_closure, is_elementwise
 
 _WRONG = "the checkpoint is of another optimizer"
 

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from trainer.config.schema import Config
 from trainer.distributed.ranks import Ranks
-from trainer.draws.mode import Draws
 from trainer.engine.means import Values
 from trainer.engine.precision import Precision
+from trainer.rng.forward import Draws
 from trainer.strategy.base import Strategy
 
 

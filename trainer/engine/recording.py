@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from trainer.data.batches import count_rows
 from trainer.engine.means import Means, Values, check_name, check_named, weigh
 from trainer.engine.parts import Hooks
 from trainer.errors import ConfigError
+from trainer.micro_batch import count_rows
 
 Loss = Callable[[Any, Any], Values]
 

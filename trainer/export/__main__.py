@@ -14,7 +14,7 @@ from trainer.checkpoints import manifest
 from trainer.cli import check_alone, load_task, run, run_directory, take_words
 from trainer.config.compose import load_run_config
 from trainer.errors import ConfigError, RunError
-from trainer.export.model import Trained, load_trained, on_one_process, tensors_in
+from trainer.export.model import ExportModel, load_trained, on_one_process, tensors_in
 from trainer.export.notes import describe
 from trainer.export.tensorrt import build_engine, check_tensorrt
 
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _default(place: str, trained: Trained, suffix: str) -> Path:
+def _default(place: str, trained: ExportModel, suffix: str) -> Path:
     home = Path(place)
     home = home.resolve().parent.parent if (home / manifest.MANIFEST).is_file() else home
     return home / "export" / f"step-{trained.task.step:08d}{suffix}"
@@ -79,7 +79,7 @@ def _files_of(out: Path) -> list[Path]:
     return [out, Path(f"{out}.md"), Path(f"{out}.npz")]
 
 
-def _write(form: str, trained: Trained, path: Path) -> list[str]:
+def _write(form: str, trained: ExportModel, path: Path) -> list[str]:
     """Write the files of an export and return lines about it, after it was compared."""
     task = trained.task
     facts = {"task": task.config.task.name, "step": str(task.step)}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trainer.errors import ConfigError, RunError, one_line
-from trainer.export.model import ROWS, Flat, Trained, rows_of, tensors_in
+from trainer.export.model import ROWS, ExportModel, Flat, rows_of, tensors_in
 
 NEEDS = "format=onnx: needs pip install 'lockstep-trainer[export]'"
 LIMIT = 1e-5  # of the largest difference to PyTorch, relative to outputs above 1
@@ -20,7 +20,7 @@ MOST_BYTES = 1.8e9  # of a file: protobuf ends at 2 GiB
 Differences = dict[int, float]  # the largest one by batch size
 
 
-def write_graph(trained: Trained, path: Path, facts: dict[str, str]) -> Flat:
+def write_graph(trained: ExportModel, path: Path, facts: dict[str, str]) -> Flat:
     """Write a model as ONNX; weights above 1.8 GB go to a second file beside it.
 
     Raises ConfigError if a package is missing, or if torch cannot export the model.
@@ -98,7 +98,7 @@ def _strip(made: Any) -> None:
 
 
 @torch.no_grad()
-def compare(trained: Trained, flat: Flat, path: Path) -> Differences:
+def compare(trained: ExportModel, flat: Flat, path: Path) -> Differences:
     """Return the largest difference between ONNX Runtime and PyTorch, by batch size.
 
     Raises RunError if one is above LIMIT.

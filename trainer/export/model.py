@@ -16,14 +16,14 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from trainer.config.schema import Config, Mesh
-from trainer.data.hook_errors import call
+from trainer.config.schema import Config, MeshSizes
 from trainer.engine.evaluation import Evaluator
 from trainer.errors import ConfigError
+from trainer.hook_errors import call
 from trainer.trainer import Trainer, examine
 
 ROWS = 7  # of the examples; the batch sizes of 1 and ROWS are compared
-ALONE = Mesh(1, 1, 1, 1, 1)
+ALONE = MeshSizes(1, 1, 1, 1, 1)
 
 
 class Flat(nn.Module):
@@ -80,7 +80,7 @@ def _name_inputs(model: nn.Module, example: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Trained:
+class ExportModel:
     """A trained model in evaluation mode on the CPU, and the first examples of a split.
 
     `inputs` are what the model takes, for `rows` examples.
@@ -110,9 +110,9 @@ class Trained:
         return found
 
 
-def load_trained(task: Trainer) -> Trained:
+def load_trained(task: Trainer) -> ExportModel:
     """Return the weights that an evaluation uses. Raises CheckpointError or ConfigError."""
-    found: list[Trained] = []
+    found: list[ExportModel] = []
 
     def keep(evaluator: Evaluator) -> bool:
         with evaluator.first_batch() as (model, inputs, rows):
@@ -120,7 +120,7 @@ def load_trained(task: Trainer) -> Trained:
             weights = {name: t.cpu().clone() for name, t in model.state_dict().items()}
         model.load_state_dict(weights)
         has_average = task.config.run.ema_decay is not None
-        found.append(Trained(task, model.cpu().eval(), own, rows, has_average))
+        found.append(ExportModel(task, model.cpu().eval(), own, rows, has_average))
         return True
 
     examine(task, keep)
@@ -150,7 +150,6 @@ def on_one_process(config: Config) -> Config:
     return replace(
         config,
         strategy=strategy,
-        auto_precision="",
         run=replace(config.run, compile=False),
         data=replace(config.data, micro_batch=None, workers=0),
         eval=replace(config.eval, micro_batch=ROWS),

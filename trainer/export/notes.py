@@ -12,7 +12,7 @@ import torch
 
 import trainer
 from trainer.errors import visible
-from trainer.export.model import Trained
+from trainer.export.model import ExportModel
 from trainer.task import Task
 
 # The hooks that make an example into the model's inputs, in the order in which they are called.
@@ -25,7 +25,7 @@ PLAIN = (bool, int, float, str, tuple, list, dict)  # constants to show
 
 
 def describe(
-    trained: Trained,
+    trained: ExportModel,
     name: str,
     inputs: Mapping[str, torch.Tensor],
     outputs: Mapping[str, torch.Tensor],

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainer.errors import ConfigError, RunError
-from trainer.export.model import ROWS, Flat, Trained, tensors_in
+from trainer.export.model import ROWS, ExportModel, Flat, tensors_in
 
 MOST_ROWS = 64  # of a batch of the engine
 OFTEN = ROWS  # the batch that it is tuned for
@@ -30,7 +30,7 @@ def check_tensorrt(place: str) -> None:
         raise ConfigError(f"format=tensorrt: needs {missing}; {there} (docs/export.md)")
 
 
-def build_engine(trained: Trained, flat: Flat, graph: Path, path: Path) -> list[str]:
+def build_engine(trained: ExportModel, flat: Flat, graph: Path, path: Path) -> list[str]:
     """Build an engine for batches of 1 to 64 rows, in fp32. Raises RunError if TensorRT cannot."""
     import tensorrt as trt  # type: ignore[import-not-found,unused-ignore]
 

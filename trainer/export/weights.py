@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoints.tensors import write_tensors
+from trainer.checkpoints.tensor_files import write_tensors
 from trainer.errors import RunError
-from trainer.export.model import Trained, tensors_in
+from trainer.export.model import ExportModel, tensors_in
 
 
 @torch.no_grad()
-def write_weights(trained: Trained, path: Path, facts: dict[str, str]) -> list[str]:
+def write_weights(trained: ExportModel, path: Path, facts: dict[str, str]) -> list[str]:
     """Write the model's weights and buffers; tied ones are there once for each name.
 
     Raises RunError if a model with the weights of the file has other outputs.

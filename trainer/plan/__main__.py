@@ -41,15 +41,15 @@ def main(arguments: Sequence[str]) -> int:
     disk_gb_s = _read_rate(own, "disk_gb_s")
     from trainer.plan.advice import find_fitting
     from trainer.plan.devices import find_device
-    from trainer.plan.planning import Layout, Plan, make_plan
+    from trainer.plan.planning import Plan, PlannedLayout, make_plan
     from trainer.plan.report import Advice, show
-    from trainer.plan.trial import Kept
+    from trainer.plan.trial import SharedParts
 
     if "devices" in own and "device" not in own:
         raise ConfigError(f"devices={own['devices']}: needs device=<name>, an entry of it")
     device = find_device(own["device"], own.get("devices")) if "device" in own else None
-    layout = Layout(ranks, local_ranks, device)
-    kept = Kept()
+    layout = PlannedLayout(ranks, local_ranks, device)
+    kept = SharedParts()
 
     def replan(changed: Sequence[str]) -> Plan:
         return make_plan(load_config(changed, config_dirs), layout, kept)

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from trainer.plan.trial import Trial
-from trainer.strategy.handover import inner_first
+from trainer.strategy.mesh_model.materialize import inner_first
 
 Parts = Mapping[nn.Parameter, nn.Parameter]  # of the model's parameters: a rank's part of each
 
 
 @dataclass(frozen=True)
-class Held:
+class StageTensors:
     """Parameters and buffers of the first rank of a stage, of which no rank of it has more.
 
     `parts` maps the parameters of the model that the stage uses to the rank's part of each.
@@ -31,7 +31,7 @@ class Held:
     written: set[nn.Parameter]
 
 
-def hold(trial: Trial, stage: int) -> Held:
+def hold(trial: Trial, stage: int) -> StageTensors:
     """Return what the first rank of a stage holds."""
     stages = trial.partition.stages
     own: dict[nn.Parameter, tuple[int, ...]] = {}
@@ -42,7 +42,7 @@ def hold(trial: Trial, stage: int) -> Held:
     units, num_blocks = _list_units(trial, stage, parts) if trial.is_sharded else ([], 0)
     buffers = [b for name, b in trial.model.named_buffers() if stage in stages.get(name, (0,))]
     written = {p for p, used in own.items() if used[0] == stage}
-    return Held(stage, parts, units, num_blocks, buffers, written)
+    return StageTensors(stage, parts, units, num_blocks, buffers, written)
 
 
 def _part(trial: Trial, parameter: nn.Parameter) -> nn.Parameter:

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from trainer.engine.optimizers import check_optimizers
 from trainer.errors import ConfigError
-from trainer.plan.held import Held, Parts
+from trainer.plan.held import Parts, StageTensors
 from trainer.plan.passes import Passes
 from trainer.plan.trial import Trial
-from trainer.strategy.optimizer_trial import is_elementwise
-from trainer.strategy.schedule import most_kept
-from trainer.strategy.tree import nodes_of
+from trainer.strategy.exact_tree import nodes_of
+from trainer.strategy.mesh_model.optimizer_trial import is_elementwise
+from trainer.strategy.pipeline_parallel.schedule import most_kept
 
 MEASURED = "measured"  # by running it without values, or exact arithmetic
 ESTIMATED = "estimated"
@@ -65,7 +65,7 @@ def size_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def list_memory(trial: Trial, held: Held, states: States, passes: Passes) -> list[Row]:
+def list_memory(trial: Trial, held: StageTensors, states: States, passes: Passes) -> list[Row]:
     """Return the rows of the table of a rank's memory."""
     parts = held.parts
     trained = [part for part in parts.values() if part.requires_grad]
@@ -115,7 +115,7 @@ def _activations(trial: Trial, stage: int, passes: Passes) -> Row:
     return Row(ACTIVATIONS, total, MEASURED if is_measured else ESTIMATED, note)
 
 
-def _list_gathered(trial: Trial, held: Held) -> list[Row]:
+def _list_gathered(trial: Trial, held: StageTensors) -> list[Row]:
     """Return the rows for units of FSDP that are whole for a while."""
     parts = held.parts
     sizes = [trial.num_shards * size_of(parts[p] for p in unit) for unit in held.units]
@@ -190,7 +190,7 @@ def _measure(optimizer: Optimizer, trial: Trial, parts: Parts) -> States:
 
 
 def _own(trial: Trial, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
-    """Return the matrices that rank 0 owns, as trainer.strategy.gathered hands them out."""
+    """Return the matrices that rank 0 owns, as OwnedOptimizer hands them out."""
     loads = [0] * trial.mesh.num_parts("shard", "context", "tensor")
     owned = {}
     for parameter in parameters:

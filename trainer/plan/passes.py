@@ -12,21 +12,21 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from trainer.data.hook_errors import call
-from trainer.draws.mode import take_rows
 from trainer.engine.means import Means
 from trainer.engine.objective import Objective
 from trainer.errors import ConfigError, one_line
+from trainer.hook_errors import call
+from trainer.micro_batch import take_rows
 from trainer.plan.trial import Trial
-from trainer.strategy.parameters import check_reached
-from trainer.strategy.recompute import Recomputed, recompute
-from trainer.strategy.rehearsal import FlopCounter
+from trainer.strategy.modules.activation_checkpoint import ActivationCheckpoint, recompute
+from trainer.strategy.modules.dry_run import FlopCounter
+from trainer.strategy.modules.reached_parameters import check_reached
 
 ACTIVATIONS, GRADIENTS = "sends of activations", "sends of gradients"
 
 
 @dataclass(frozen=True)
-class Sent:
+class Traffic:
     """Messages of one kind in the passes of a micro-batch: their number, and a rank's bytes."""
 
     axis: str
@@ -50,11 +50,11 @@ class Passes:
     flops: float = 0.0
     flops_again: float = 0.0
     gradients: Sequence[int] = ()
-    sent: Sequence[Sent] = ()
+    sent: Sequence[Traffic] = ()
     problem: str = ""
 
 
-class Followed:
+class PipelinePass:
     """A pass through the stages of a pipeline: what each one saves, computes and sends.
 
     Autograd runs the stages backward one after another, as it takes the newest operation first.
@@ -96,9 +96,9 @@ class Followed:
         found[0] += 1
         found[1] += num_bytes
 
-    def sent(self, stage: int) -> list[Sent]:
+    def sent(self, stage: int) -> list[Traffic]:
         found = self._sent[stage].items()
-        return [Sent(*key, int(count), num_bytes) for key, (count, num_bytes) in found]
+        return [Traffic(*key, int(count), num_bytes) for key, (count, num_bytes) in found]
 
     def go_to(self, stage: int) -> None:
         """Continue in a stage."""
@@ -147,9 +147,9 @@ def run_passes(trial: Trial) -> list[Passes]:
 def _run(trial: Trial) -> list[Passes]:
     _rehearse_draws(trial)
     recompute(trial.model, trial.config.strategy.recompute, trial.blocks)
-    modules = [m for m in trial.model.modules() if isinstance(m.forward, Recomputed)]
+    modules = [m for m in trial.model.modules() if isinstance(m.forward, ActivationCheckpoint)]
     stages = range(len(trial.partition.blocks_of))
-    followed = Followed(trial, len(stages))
+    followed = PipelinePass(trial, len(stages))
     with _gradients_of(trial.model) as gradients:
         _follow(trial, followed)
     made = [
@@ -160,7 +160,7 @@ def _run(trial: Trial) -> list[Passes]:
         again: Any = module.forward
         module.forward = again.inner
     if modules:
-        whole = Followed(trial, len(stages))
+        whole = PipelinePass(trial, len(stages))
         with _sizes_of(modules, whole) as sizes:
             _follow(trial, whole)
         every = zip(made, sizes, whole.forward, strict=True)
@@ -197,7 +197,7 @@ def _cut(trial: Trial, inputs: Any, targets: Any) -> Iterator[tuple[Any, Any]]:
         yield trial.context.cut(inputs, targets)
 
 
-def _follow(trial: Trial, followed: Followed) -> None:
+def _follow(trial: Trial, followed: PipelinePass) -> None:
     """Run forward and backward."""
     objective = _objective(trial)
     blocks_of = trial.partition.blocks_of if trial.mesh.pipeline > 1 else ()
@@ -226,7 +226,7 @@ def _follow(trial: Trial, followed: Followed) -> None:
     trial.model.zero_grad(set_to_none=True)
 
 
-def _follow_into(block: nn.Module, stage: int, followed: Followed) -> Any:
+def _follow_into(block: nn.Module, stage: int, followed: PipelinePass) -> Any:
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         followed.enter(stage, (args, kwargs))
 
@@ -254,7 +254,7 @@ def _gradients_of(model: nn.Module) -> Iterator[list[int]]:
 
 
 @contextmanager
-def _sizes_of(modules: list[nn.Module], followed: Followed) -> Iterator[list[int]]:
+def _sizes_of(modules: list[nn.Module], followed: PipelinePass) -> Iterator[list[int]]:
     """Yield the most bytes that a module saves in forward, by stage, filled as modules run."""
     most = [0] * len(followed.saved)
     before: dict[nn.Module, int] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trainer.checkpoints import packing
 from trainer.config.schema import Config
 from trainer.plan.devices import Device
-from trainer.plan.held import Held, hold
+from trainer.plan.held import StageTensors, hold
 from trainer.plan.memory import (
     ACTIVATIONS,
     Row,
@@ -20,14 +20,14 @@ from trainer.plan.memory import (
 from trainer.plan.passes import Passes, run_passes
 from trainer.plan.speed import Speed, estimate
 from trainer.plan.traffic import Message, list_messages
-from trainer.plan.trial import Kept, Trial, place
+from trainer.plan.trial import SharedParts, Trial, place
 from trainer.record import startup
 from trainer.strategy.mesh import DATA
 from trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlannedLayout:
     """Where a plan applies: ranks in all and per node, and the device, if it is known."""
 
     ranks: int
@@ -36,7 +36,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointSize:
     """Bytes of a checkpoint's tensors, and most bytes that one rank writes."""
 
     num_bytes: int
@@ -52,7 +52,7 @@ class Plan:
     """
 
     config: Config
-    layout: Layout
+    layout: PlannedLayout
     axes: dict[str, int]
     stage: int
     batches: dict[str, int]
@@ -61,7 +61,7 @@ class Plan:
     notes: list[str]
     memory: list[Row]
     messages: list[Message]
-    checkpoint: Checkpoint
+    checkpoint: CheckpointSize
     flops: float  # per example
     speed: Speed | None
     has_blocks: bool
@@ -88,7 +88,7 @@ class Plan:
         return self.total <= device.room
 
 
-def make_plan(config: Config, layout: Layout, kept: Kept) -> Plan:
+def make_plan(config: Config, layout: PlannedLayout, kept: SharedParts) -> Plan:
     """Plan a run, on a rank of the stage that needs the most memory.
 
     Raises ConfigError where a real start does.
@@ -143,8 +143,8 @@ def _list_notes(trial: Trial, passes: Passes) -> list[str]:
 
 
 def _measure_checkpoint(
-    trial: Trial, stages: Sequence[Held], states: Sequence[States]
-) -> Checkpoint:
+    trial: Trial, stages: Sequence[StageTensors], states: Sequence[States]
+) -> CheckpointSize:
     """Return the bytes of weights, optimizer state and moving average."""
     is_whole = len(stages) == 1 and not trial.is_sharded and trial.mesh.tensor == 1
     whole = states[0] if is_whole else measure_states(trial, trial.whole)
@@ -154,7 +154,7 @@ def _measure_checkpoint(
     buffers = packing.size_of(trial.model.state_dict()) - size_of(every)
     total = buffers + (1 + has_average) * weights + whole.num_bytes
     if is_whole or trial.config.checkpoint.sharded is False:
-        return Checkpoint(total, total, whole.source)
+        return CheckpointSize(total, total, whole.source)
     most = 0
     for held, state in zip(stages, states, strict=True):
         written = {p: part for p, part in held.parts.items() if p in held.written}
@@ -163,4 +163,4 @@ def _measure_checkpoint(
         if len(stages) == 1:
             mine += buffers
         most = max(most, mine)
-    return Checkpoint(total, most, whole.source)
+    return CheckpointSize(total, most, whole.source)

@@ -12,7 +12,7 @@ from trainer.plan.passes import Passes
 from trainer.plan.traffic import Message
 from trainer.plan.trial import Trial
 from trainer.strategy.mesh import AXES
-from trainer.strategy.schedule import bubble
+from trainer.strategy.pipeline_parallel.schedule import bubble
 
 
 @dataclass(frozen=True)

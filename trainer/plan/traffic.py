@@ -15,13 +15,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.data.order import counted, split
 from trainer.plan.counting import ALL_GATHER, ALL_REDUCE, reduced
-from trainer.plan.held import Held
+from trainer.plan.held import StageTensors
 from trainer.plan.memory import ESTIMATED, MEASURED
 from trainer.plan.passes import Passes
 from trainer.plan.trial import Trial
+from trainer.strategy.exact_tree import nodes_of
 from trainer.strategy.mesh import COPIES, Mesh
-from trainer.strategy.sums import buckets
-from trainer.strategy.tree import nodes_of
+from trainer.strategy.mesh_model.gradient_sums import buckets
 
 AGREED = 2  # values that ranks agree on with the gradients: weight of the batch, stop requests
 
@@ -41,7 +41,7 @@ class Message:
     note: str = ""
 
 
-def list_messages(trial: Trial, held: Held, passes: Passes) -> list[Message]:
+def list_messages(trial: Trial, held: StageTensors, passes: Passes) -> list[Message]:
     """Return the messages of a step of a rank."""
     if trial.mesh.size == 1:
         return []
@@ -73,7 +73,7 @@ def _within(trial: Trial, passes: Passes) -> list[Message]:
     return rows
 
 
-def _replicated(trial: Trial, held: Held, passes: Passes) -> list[Message]:
+def _replicated(trial: Trial, held: StageTensors, passes: Passes) -> list[Message]:
     size = trial.mesh.replicate
     trained = [p for p in trial.model.parameters() if p.requires_grad]
     itemsize = max(4, trial.precision.dtype.itemsize)
@@ -101,7 +101,7 @@ def count_buckets(sizes: Sequence[int], bucket_mb: float) -> int:
     return count
 
 
-def _sharded(trial: Trial, held: Held) -> list[Message]:
+def _sharded(trial: Trial, held: StageTensors) -> list[Message]:
     parts = held.parts
     axis = name_axes(trial.mesh, "shard", "context")
     passes = trial.plan.accumulation
@@ -130,8 +130,8 @@ def _sharded(trial: Trial, held: Held) -> list[Message]:
     return rows
 
 
-def _sums(trial: Trial, held: Held) -> list[Message]:
-    """Return the sums of gradients at the end of a step, as trainer.strategy.sums takes them."""
+def _sums(trial: Trial, held: StageTensors) -> list[Message]:
+    """Return the sums of gradients at the end of a step, as GradientSums takes them."""
     mesh = trial.mesh
     partial = trial.partial
     members: dict[tuple[int, str, int], list[torch.Tensor]] = {}
@@ -157,7 +157,7 @@ def _sums(trial: Trial, held: Held) -> list[Message]:
     return rows
 
 
-def _agreements(trial: Trial, held: Held) -> list[Message]:
+def _agreements(trial: Trial, held: StageTensors) -> list[Message]:
     mesh = trial.mesh
     checked = 2 * trial.config.strategy.find_unused_parameters
     others = checked + _count_statistics(trial, held.buffers)
@@ -172,7 +172,7 @@ def _agreements(trial: Trial, held: Held) -> list[Message]:
     return rows
 
 
-def _exact(trial: Trial, held: Held) -> list[Message]:
+def _exact(trial: Trial, held: StageTensors) -> list[Message]:
     size = trial.mesh.replicate
     leaves = trial.config.data.global_batch // trial.rows
     vectors = len(nodes_of(*split((0, leaves), size, 0)))

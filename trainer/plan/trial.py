@@ -23,32 +23,26 @@ from trainer.cli import load_task
 from trainer.config.schema import Config
 from trainer.config.targets import check_target
 from trainer.data.batches import MicroBatch, Preparation
-from trainer.data.hook_errors import call
+from trainer.data.loaders import ExampleSource, check_dataset
 from trainer.data.order import BatchPlan, IndexSampler, check_batch
-from trainer.data.sources import Source, check_dataset
 from trainer.distributed.launchers import Launcher
 from trainer.distributed.world import World
-from trainer.draws.mode import Draws
 from trainer.engine.precision import Precision, choose_precision, is_bf16_native
 from trainer.errors import ConfigError
+from trainer.hook_errors import call
 from trainer.plan.counting import Note, count_groups, unnoticed
 from trainer.plan.devices import Device
-from trainer.setup import (
-    check_layout,
-    check_step,
-    collate_of,
-    list_blocks,
-    make_model,
-    try_optimizer,
-)
+from trainer.rng.forward import Draws
+from trainer.setup.build import check_step, collate_of, list_blocks, make_model
+from trainer.setup.checks import check_layout, try_optimizer
 from trainer.strategy.base import Blueprint, convert, find_strategy
-from trainer.strategy.batchnorm import normalize_groups
-from trainer.strategy.context import Context
-from trainer.strategy.handover import Values
+from trainer.strategy.context_parallel import Context
 from trainer.strategy.mesh import Mesh
-from trainer.strategy.partition import Partition
-from trainer.strategy.tensor_plan import Cut, divide_sequence
-from trainer.trainer import Finished
+from trainer.strategy.mesh_model.materialize import Values
+from trainer.strategy.mesh_model.partition import Partition
+from trainer.strategy.modules.batchnorm import normalize_groups
+from trainer.strategy.tensor_parallel.plan import MatrixPart, divide_sequence
+from trainer.trainer import FitResult
 
 NUM_READ = 2  # examples that are really read, for the shapes of a micro-batch
 
@@ -59,7 +53,7 @@ def _new_mode() -> FakeTensorMode:
 
 
 @dataclass
-class Kept:
+class SharedParts:
     """The parts that trials of one run with different layouts share."""
 
     dataset: Any = None
@@ -75,7 +69,7 @@ class Trial:
     maps the parameters to the undivided ones. Raises ConfigError where a real start does.
     """
 
-    def __init__(self, config: Config, world: World, device: Device | None, kept: Kept):
+    def __init__(self, config: Config, world: World, device: Device | None, kept: SharedParts):
         self.notes: list[str] = []
         self.device = device
         self.config = self._resolve_precision(config)
@@ -98,7 +92,7 @@ class Trial:
         if config.data.micro_batch == "auto":
             self.notes.append(f"data.micro_batch=auto: planned with {self.rows}, as if all fit")
         model = self._build()
-        self.task._run = Finished(model, 0, None)  # hooks may use task.model
+        self.task._run = FitResult(model, 0, None)  # hooks may use task.model
         few = self._read_examples()
         if any(is_lazy(p) for p in model.parameters()):
             with torch.no_grad():
@@ -138,7 +132,7 @@ class Trial:
         chosen: Any = choose_precision(native)
         self.notes.append(f"strategy.precision=auto: planned with {chosen}")
         strategy = replace(config.strategy, precision=chosen)
-        return replace(config, strategy=strategy, auto_precision=chosen)
+        return replace(config, strategy=strategy)
 
     def _check(self) -> None:
         """Run the early checks of a start, on the planned device instead of this machine's."""
@@ -181,7 +175,9 @@ class Trial:
         config = self.config
         cpu = torch.device("cpu")
         collate = collate_of(self.task)
-        self._source = Source(self.dataset, "train", config.data, config.run.seed, cpu, collate)
+        self._source = ExampleSource(
+            self.dataset, "train", config.data, config.run.seed, cpu, collate
+        )
         to_model = partial(convert, self.precision, config.strategy.channels_last)
         methods = (self.task.split_batch, self.task.augment, to_model)
         prepare = Preparation(*methods, config.run.seed, cpu, self.draws, collate)
@@ -227,7 +223,7 @@ class Trial:
         vars(made).update(vars(tensor))  # such as a mark for the optimizer
         return made
 
-    def _whole(self, part: nn.Parameter, cut: Cut | None) -> nn.Parameter:
+    def _whole(self, part: nn.Parameter, cut: MatrixPart | None) -> nn.Parameter:
         if cut is None:
             return part
         with self.mode:

@@ -15,7 +15,7 @@ from trainer.config.compose import to_yaml
 from trainer.config.schema import Config
 from trainer.distributed.launchers import Launcher
 from trainer.errors import CheckpointError, ConfigError, RunError
-from trainer.record import directory as files
+from trainer.record import files
 from trainer.record.lease import NAME, Lease, check_free, last_facts, read_facts
 
 # These cannot change within a run: they determine the samples.

@@ -14,7 +14,7 @@ from torch import nn
 from trainer.checkpoints import packing
 from trainer.checkpoints.manifest import Manifest
 from trainer.config.packages import naming_words
-from trainer.config.schema import ONCE, Config
+from trainer.config.schema import Config
 from trainer.data.order import BatchPlan, counted
 from trainer.distributed import entry
 from trainer.distributed.group import choose_backend
@@ -22,8 +22,8 @@ from trainer.distributed.world import World, explain_unseen_gpu, usable_cores
 from trainer.engine.precision import is_bf16_emulated
 from trainer.record import fingerprint
 from trainer.strategy.base import find_strategy
-from trainer.strategy.batchnorm import has_plain_batchnorm
 from trainer.strategy.mesh import Mesh
+from trainer.strategy.modules.batchnorm import has_plain_batchnorm
 
 RANK_COLUMNS = ("rank", "local_rank", "node", "host", "pid", "device")
 MOST_RANKS = 16
@@ -211,7 +211,7 @@ def resumed(
     if manifest is None:
         is_asked = config.run.resume == "auto"
         return ["run.resume=auto: found no checkpoint; starting at step 0"] if is_asked else []
-    saved = {**ONCE, **manifest.config}
+    saved = manifest.config
     lines = [f"resumed at step {manifest.step:,} of {num_steps:,}"]
     for name, now in fingerprint.of_machine(world).items():
         if (then := manifest.machine.get(name, now)) != now:

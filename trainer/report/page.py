@@ -8,7 +8,7 @@ from pathlib import Path
 
 import trainer
 from trainer.errors import ConfigError, visible
-from trainer.record.directory import replace_file
+from trainer.record.files import replace_file
 from trainer.report.charts import describe, draw
 from trainer.report.reading import Curve
 

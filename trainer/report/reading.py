@@ -11,13 +11,12 @@ from typing import Any
 from trainer.checkpoints import transaction
 from trainer.checkpoints.manifest import Manifest
 from trainer.config.plain_files import read_yaml
-from trainer.config.schema import ONCE, flatten
-from trainer.config.schema import Mesh as Sizes
+from trainer.config.schema import MeshSizes, flatten
 from trainer.config.typed import build, convert
 from trainer.data import content
 from trainer.distributed.world import World
 from trainer.errors import CheckpointError, ConfigError, one_line
-from trainer.record import directory as rundir
+from trainer.record import files as rundir
 from trainer.strategy.mesh import AXES, Mesh
 
 SPEED = "speed/"  # curves that differ between any two runs
@@ -140,7 +139,7 @@ class RunFiles:
 
     def load_tensors(self, step: int) -> Mapping[str, Any]:
         """Return the sources of a checkpoint's tensors by kind. Raises CheckpointError."""
-        from trainer.checkpoints.sources import open_content
+        from trainer.checkpoints.reading import open_content
 
         content = open_content(transaction.load(self.checkpoints[step]))
         content.hold()
@@ -163,7 +162,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: cannot be read: {one_line(error)}") from None
-    settings = {**ONCE, **(flatten(raw) if isinstance(raw, dict) else {})}
+    settings = flatten(raw) if isinstance(raw, dict) else {}
     for name, kind in _NEEDED.items():
         if name not in settings:
             raise ConfigError(f"{path}: was not written by a run: it has no {name}")
@@ -173,8 +172,8 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 def mesh_of(manifest: Manifest) -> Mesh:
     """Return the mesh of a run's last layout, as its rank 0 saw it, as if on one machine."""
-    saved = {**ONCE, **manifest.config}
-    sizes = build(Sizes, {axis: saved[f"strategy.mesh.{axis}"] for axis in AXES}, "strategy.mesh.")
+    saved = {axis: manifest.config.get(f"strategy.mesh.{axis}") for axis in AXES}
+    sizes = build(MeshSizes, saved, "strategy.mesh.")
     size = manifest.world_size
     return Mesh.of(sizes, World(world_size=size, local_world_size=size))
 

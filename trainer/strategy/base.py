@@ -21,32 +21,33 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from trainer.config.schema import Config
-from trainer.config.schema import Strategy as Settings
-from trainer.data.batches import MicroBatch, count_rows
-from trainer.data.hook_errors import call
+from trainer.config.schema import Config, StrategySettings
+from trainer.data.batches import MicroBatch
 from trainer.data.order import Cut, Leaves, counted
 from trainer.distributed.group import Group
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.strategy.batchnorm import FunctionalBatchNorm, normalize_groups, synchronize
+from trainer.hook_errors import call
+from trainer.micro_batch import count_rows
+from trainer.rng.forward import Draws
 from trainer.strategy.mesh import Mesh, is_divided
-from trainer.strategy.parameters import check_reached, describe_change
-from trainer.strategy.placement import place_blocks
-from trainer.strategy.protocols import Draws, MicroBatches, Objective, Precision
-from trainer.strategy.recompute import Recomputed, recompute
-from trainer.strategy.rehearsal import FlopCounter
+from trainer.strategy.modules.activation_checkpoint import ActivationCheckpoint, recompute
+from trainer.strategy.modules.batchnorm import FunctionalBatchNorm, normalize_groups, synchronize
+from trainer.strategy.modules.device_map import place_blocks
+from trainer.strategy.modules.dry_run import FlopCounter
+from trainer.strategy.modules.reached_parameters import check_reached, describe_change
+from trainer.strategy.modules.running_statistics import RunningStatistics
+from trainer.strategy.modules.tensor_memory import convert_dtype
+from trainer.strategy.protocols import MicroBatches, ObjectiveProtocol, PrecisionProtocol
 from trainer.strategy.shards import (
     Shard,
-    Source,
+    TensorSource,
     check_model,
     is_extra,
     non_persistent,
     read_whole,
     tensors_of,
 )
-from trainer.strategy.statistics import RunningStatistics
-from trainer.strategy.tensor_memory import convert_dtype
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Blueprint:
 
     config: Config
     world: World
-    precision: Precision
+    precision: PrecisionProtocol
     model: nn.Module
     blocks: Sequence[nn.Module]
     tensor_plan: Mapping[str, str]
@@ -113,7 +114,7 @@ class Strategy(ABC):
         return world.divide_threads()
 
     @classmethod
-    def find_devices(cls, config: Settings, world: World) -> tuple[torch.device, ...]:
+    def find_devices(cls, config: StrategySettings, world: World) -> tuple[torch.device, ...]:
         """Return the devices of this rank: GPUs in the order of the local ranks, else the CPU.
 
         Raises ConfigError if torch does not see such a GPU.
@@ -131,7 +132,7 @@ class Strategy(ABC):
         return tuple(torch.device("cuda", number) for number in numbers)
 
     @classmethod
-    def gpu_numbers(cls, config: Settings, world: World, count: int) -> Sequence[int]:
+    def gpu_numbers(cls, config: StrategySettings, world: World, count: int) -> Sequence[int]:
         """Return the numbers of this rank's GPUs, of the `count` that torch sees."""
         each = config.devices_per_rank
         if each == 1:
@@ -190,11 +191,11 @@ class Strategy(ABC):
         return model
 
     @abstractmethod
-    def prepare(self, batch: MicroBatch, objective: Objective) -> None:
+    def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         """Rehearse one micro-batch and wrap the model for training; its weights do not change."""
 
     @abstractmethod
-    def forward_backward(self, batch: MicroBatches, objective: Objective) -> torch.Tensor:
+    def forward_backward(self, batch: MicroBatches, objective: ObjectiveProtocol) -> torch.Tensor:
         """Compute the gradients of a global batch from this rank's rows.
 
         Returns the values that the objective carries, (2,), summed over all ranks.
@@ -303,7 +304,7 @@ class Strategy(ABC):
         state = self.module.state_dict().items()
         return {name: value for name, value in state if is_extra(name, value)}
 
-    def load(self, source: Source, extra: Mapping[str, Any]) -> None:
+    def load(self, source: TensorSource, extra: Mapping[str, Any]) -> None:
         """Load the tensors of a whole model, and what `extra_state` returned.
 
         Raises CheckpointError, naming the first difference, if the state is of another model.
@@ -358,7 +359,7 @@ class Strategy(ABC):
             trained = {name: p for name, p in self.parameters.items() if id(p) in ids}
             check_reached(self.config, trained)
 
-    def _rehearse(self, batch: MicroBatch, objective: Objective) -> None:
+    def _rehearse(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         """Run forward and backward once on the unwrapped module.
 
         Lazy layers create their weights, and the operations are counted.
@@ -382,13 +383,13 @@ class Strategy(ABC):
         """Apply torch.compile to modules if run.compile is set."""
         for module in modules if self._is_compiled else ():
             # Module.compile does not compile torch's own modules, such as nn.Sequential
-            if isinstance(module.forward, Recomputed):
+            if isinstance(module.forward, ActivationCheckpoint):
                 module.forward.inner = torch.compile(module.forward.inner)
             else:
                 module.forward = torch.compile(module.forward)
 
 
-def find_strategy(settings: Settings) -> type[Strategy]:
+def find_strategy(settings: StrategySettings) -> type[Strategy]:
     """Return the strategy of trainer/strategy/<name>.py, or the one that it needs for the mesh.
 
     Raises ConfigError if there is none.
@@ -405,7 +406,9 @@ def find_strategy(settings: Settings) -> type[Strategy]:
     return strategy
 
 
-def convert(precision: Precision, is_channels_last: bool, inputs: Any, targets: Any) -> MicroBatch:
+def convert(
+    precision: PrecisionProtocol, is_channels_last: bool, inputs: Any, targets: Any
+) -> MicroBatch:
     """Convert a micro-batch to the dtype of the weights, images to the model's memory format."""
     inputs = precision.cast(inputs)
     if is_channels_last:

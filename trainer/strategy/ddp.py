@@ -17,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from trainer.config.schema import Config
 from trainer.data.batches import MicroBatch
-from trainer.data.hook_errors import call
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
+from trainer.hook_errors import call
 from trainer.strategy.base import Blueprint, Strategy
-from trainer.strategy.hooks import COMPRESSING, open_hook
-from trainer.strategy.protocols import MicroBatches, Objective
-from trainer.strategy.rehearsal import untouched
+from trainer.strategy.comm_hooks import COMPRESSING, open_hook
+from trainer.strategy.modules.dry_run import untouched
+from trainer.strategy.protocols import MicroBatches, ObjectiveProtocol
 from trainer.strategy.single import SingleDevice
 
 # torch 2.13 renames the option that turns off DDP's broadcast of buffers before every forward.
@@ -69,7 +69,7 @@ class DistributedDataParallel(Strategy):
         self._ride = nn.Parameter(torch.zeros(2))
         self._last: torch.Tensor = self._ride
 
-    def prepare(self, batch: MicroBatch, objective: Objective) -> None:
+    def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         if not dist.is_initialized():  # one process on a machine without a network
             hook = self.config.comm_hook
             raise ConfigError(f"strategy.comm_hook={hook}: needs a network interface; use none")
@@ -95,7 +95,7 @@ class DistributedDataParallel(Strategy):
             hook.remove()
         self._last = reached[-1]
 
-    def forward_backward(self, batch: MicroBatches, objective: Objective) -> torch.Tensor:
+    def forward_backward(self, batch: MicroBatches, objective: ObjectiveProtocol) -> torch.Tensor:
         last = len(batch)
         self.statistics.begin()
         for number, (inputs, targets) in enumerate(batch, 1):

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from trainer.config.schema import Config
-from trainer.config.schema import Strategy as Settings
+from trainer.config.schema import Config, StrategySettings
 from trainer.data.batches import MicroBatch
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.strategy.protocols import Objective
+from trainer.strategy.protocols import ObjectiveProtocol
 from trainer.strategy.single import SingleDevice
 
 
@@ -41,10 +40,10 @@ class DataParallel(SingleDevice):
         return super().draws_by_example(config, world) and len(world.devices) == 1
 
     @classmethod
-    def gpu_numbers(cls, config: Settings, world: World, count: int) -> Sequence[int]:
+    def gpu_numbers(cls, config: StrategySettings, world: World, count: int) -> Sequence[int]:
         return config.device_ids or range(count)
 
-    def prepare(self, batch: MicroBatch, objective: Objective) -> None:
+    def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         super().prepare(batch, objective)
         if self.world.device.type == "cuda":
             self._wrapped = nn.DataParallel(self.module, list(self.world.devices))

@@ -16,14 +16,14 @@ from torch import nn
 
 from trainer.config.schema import Config
 from trainer.data.batches import MicroBatch
-from trainer.data.hook_errors import call
 from trainer.data.order import Cut, Leaves, split
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
+from trainer.hook_errors import call
 from trainer.strategy.base import Blueprint, Strategy
-from trainer.strategy.protocols import MicroBatches, Objective
-from trainer.strategy.rehearsal import untouched
-from trainer.strategy.tree import Node, Tree, nodes_of
+from trainer.strategy.exact_tree import Node, Tree, nodes_of
+from trainer.strategy.modules.dry_run import untouched
+from trainer.strategy.protocols import MicroBatches, ObjectiveProtocol
 
 MOST_LEAVES = 8  # by default, if the global batch has such divisors: enough for 8 ranks
 
@@ -98,14 +98,14 @@ class Exact(Strategy):
         self._strides: list[tuple[int, ...]] = []
         self._reduce_begun: Callable[[Any], Any] = id
 
-    def prepare(self, batch: MicroBatch, objective: Objective) -> None:
+    def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         with untouched(self.module) as before:
             self._rehearse(batch, objective)
             self.statistics.find(self.module, before, self._any_rank)
             self._check_reached()
         self._strides = [parameter.stride() for parameter in self._parameters]
 
-    def forward_backward(self, batch: MicroBatches, objective: Objective) -> torch.Tensor:
+    def forward_backward(self, batch: MicroBatches, objective: ObjectiveProtocol) -> torch.Tensor:
         assert self.leaves is not None
         tree = Tree()
         self.statistics.begin()

@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
-from trainer.config.schema import Mesh as Sizes
+from trainer.config.schema import MeshSizes
 from trainer.distributed.world import RankGroup, World, unnoticed
 from trainer.errors import ConfigError
 
@@ -39,7 +39,7 @@ class Mesh:
     tensor: int = 1
 
     @classmethod
-    def of(cls, sizes: Sizes, world: World) -> Mesh:
+    def of(cls, sizes: MeshSizes, world: World) -> Mesh:
         """Return the mesh of these sizes over all ranks.
 
         Raises ConfigError if the product of the axes is not the number of ranks.
@@ -160,7 +160,7 @@ class Mesh:
         return ", ".join(f"{axis} {found[axis]}" for axis, n in self.sizes.items() if n > 1)
 
 
-def is_divided(sizes: Sizes) -> bool:
+def is_divided(sizes: MeshSizes) -> bool:
     """Return True if an axis divides the model, on some number of ranks."""
     return any(size != 1 for axis, size in asdict(sizes).items() if axis != "replicate")
 

@@ -17,22 +17,22 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from trainer.config.schema import Config
-from trainer.data.batches import MicroBatch, count_rows
-from trainer.data.hook_errors import call
+from trainer.data.batches import MicroBatch
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World
-from trainer.draws.mode import take_rows
 from trainer.errors import ConfigError
+from trainer.hook_errors import call
+from trainer.micro_batch import count_rows, take_rows
 from trainer.strategy.base import Blueprint, Strategy
-from trainer.strategy.batchnorm import FunctionalBatchNorm
-from trainer.strategy.divided import DividedModel
 from trainer.strategy.mesh import Mesh
-from trainer.strategy.protocols import MicroBatches, Objective
-from trainer.strategy.rehearsal import FlopCounter, untouched
-from trainer.strategy.reunion import PROVED_BYTES, TOLERANCES, check_proof, distance
-from trainer.strategy.schedule import order
+from trainer.strategy.mesh_model.full_model import PROVED_BYTES, TOLERANCES, check_proof, distance
+from trainer.strategy.mesh_model.tensors import DividedModel
+from trainer.strategy.modules.batchnorm import FunctionalBatchNorm
+from trainer.strategy.modules.dry_run import FlopCounter, untouched
+from trainer.strategy.pipeline_parallel.schedule import order
+from trainer.strategy.protocols import MicroBatches, ObjectiveProtocol
 from trainer.strategy.single import SingleDevice
-from trainer.strategy.vocabulary import gathered
+from trainer.strategy.tensor_parallel.loss_parallel import gathered
 
 COPIED = 1e-2  # a smaller relative difference of the gradients of copies is rounding
 Passed = tuple[torch.Tensor | None, Any]  # a micro-batch's loss, and what its stage sent
@@ -70,7 +70,7 @@ class MeshParallel(DividedModel):
 
     # Training -----------------------------------------------------------------------------------
 
-    def prepare(self, batch: MicroBatch, objective: Objective) -> None:
+    def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         with untouched(self.module) as before:
             watch = FunctionalBatchNorm.watch(self.structure, self.blueprint.config)
             with FlopCounter() as counter, watch:
@@ -122,7 +122,7 @@ class MeshParallel(DividedModel):
         return self.mesh.divides_model and size > PROVED_BYTES
 
     @torch.no_grad()
-    def _prove(self, batch: MicroBatch, objective: Objective) -> None:
+    def _prove(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         """Raise ConfigError if the divided model has other outputs, or another loss.
 
         A plan can be wrong without an error: columns instead of columns/3, or no positions. So can
@@ -151,7 +151,7 @@ class MeshParallel(DividedModel):
         limit = 0.1 if is_narrow else TOLERANCES[self.precision.dtype]
         check_proof(str(self.mesh), found.tolist(), limit)
 
-    def _loss_sums(self, inputs: Any, targets: Any, objective: Objective) -> torch.Tensor:
+    def _loss_sums(self, inputs: Any, targets: Any, objective: ObjectiveProtocol) -> torch.Tensor:
         """Return `objective.sums` over the ranks that divide the rows' positions."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.world.device)
         inputs, targets = self._cut(inputs, targets)
@@ -202,9 +202,9 @@ class MeshParallel(DividedModel):
 
     def _settle(self) -> None:
         if self._divided.stage is not None:
-            self._divided.stage.wire.settle()
+            self._divided.stage.p2p.settle()
 
-    def forward_backward(self, batch: MicroBatches, objective: Objective) -> torch.Tensor:
+    def forward_backward(self, batch: MicroBatches, objective: ObjectiveProtocol) -> torch.Tensor:
         self.note_replaced()
         self.statistics.begin()
         totals = self._forward_backward(batch, objective).to(torch.float64, copy=True)
@@ -228,7 +228,7 @@ class MeshParallel(DividedModel):
         self._write_statistics(others[sum(map(len, reached)) :])
         return totals.to(self.precision.wide)
 
-    def _forward_backward(self, batch: Any, objective: Objective) -> torch.Tensor:
+    def _forward_backward(self, batch: Any, objective: ObjectiveProtocol) -> torch.Tensor:
         """Compute this rank's part of the gradients, in the parameters; return what is carried."""
         self._unused.begin()
         totals: torch.Tensor | None = None
@@ -256,7 +256,7 @@ class MeshParallel(DividedModel):
         self._unused.drop(len(batch))
         return totals
 
-    def _pass(self, batch: MicroBatch, objective: Objective) -> tuple[Passed, torch.Tensor]:
+    def _pass(self, batch: MicroBatch, objective: ObjectiveProtocol) -> tuple[Passed, torch.Tensor]:
         """Run a micro-batch forward; return the loss and its passage, and what is carried."""
         self.statistics.rewind()
         inputs, targets = self._cut(*batch)
@@ -283,12 +283,12 @@ class MeshParallel(DividedModel):
             torch.autograd.backward(total, self.precision.root(total, scale))
         else:
             assert stage
-            gradients = stage.wire.receive_gradients(passage.sent)
+            gradients = stage.p2p.receive_gradients(passage.sent)
             roots = [tensor for tensor in passage.sent if tensor.requires_grad]
             if roots:
                 torch.autograd.backward(roots, gradients)
         if stage:
-            stage.wire.send_gradients(passage.received)
+            stage.p2p.send_gradients(passage.received)
 
     @torch.no_grad()
     def _write_statistics(self, summed: torch.Tensor) -> None:
@@ -314,7 +314,7 @@ class MeshParallel(DividedModel):
         copies: dict[int, list[torch.Tensor]] = {}
         for name, parameter in self.parameters.items():
             if parameter.requires_grad and parameter.grad is not None:
-                number = self._divided.holdings.num_copies(name, self._wrapped[name])
+                number = self._divided.placements.num_copies(name, self._wrapped[name])
                 copies.setdefault(number, []).append(parameter.grad)
         norms = {
             n: get_total_norm([g.float() if g.dtype.itemsize < 4 else g for g in gradients])

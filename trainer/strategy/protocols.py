@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 from trainer.data.batches import MicroBatch
-from trainer.data.hook_errors import Rows
 
 
-class Precision(Protocol):
+class PrecisionProtocol(Protocol):
     """Precision of a run, as strategies use it."""
 
     dtype: torch.dtype
@@ -24,7 +23,7 @@ class Precision(Protocol):
     def root(self, total: torch.Tensor, factor: float) -> torch.Tensor: ...
 
 
-class Objective(Protocol):
+class ObjectiveProtocol(Protocol):
     """A loss as strategies use it: (outputs, targets) -> (sum to differentiate, carried values).
 
     The gradient of the sum is multiplied by `scale`. Carried values are summed over the ranks
@@ -44,16 +43,3 @@ class MicroBatches(Protocol):
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[MicroBatch]: ...
-
-
-class Draws(Protocol):
-    """Random draws by example, which the ranks with the same rows share (trainer/draws/mode.py)."""
-
-    rows: Rows
-
-    @property
-    def is_on(self) -> bool: ...
-    def position(self) -> int: ...
-    def advance(self, position: int) -> None: ...
-    def watch(self, compute: Callable[[], Any], rows: int) -> list[tuple[str, Any]]: ...
-    def divide(self, cuts: list[tuple[tuple[int, int, int], ...]]) -> None: ...

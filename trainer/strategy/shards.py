@@ -68,7 +68,7 @@ class Shard(NamedTuple):
             begin += length
         return tuple(bands)
 
-    def read(self, source: Source, name: str) -> torch.Tensor:
+    def read(self, source: TensorSource, name: str) -> torch.Tensor:
         """Return this part of a source's tensor."""
         parts = [source.read(name, offset, box.shape) for box, offset in self.boxes()]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -79,7 +79,7 @@ def slices(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Tensors of a checkpoint by name, read in parts.
 
     Reading may be a collective for each name: every rank reads or skips all, in their order.
@@ -90,14 +90,14 @@ class Source(Protocol):
     def skip(self, name: str) -> None: ...
 
 
-def read_whole(source: Source) -> dict[str, torch.Tensor]:
+def read_whole(source: TensorSource) -> dict[str, torch.Tensor]:
     """Return every tensor of a source."""
     shapes = source.shapes()
     return {name: source.read(name, (0,) * len(shape), shape) for name, shape in shapes.items()}
 
 
 @torch.no_grad()
-def read_into(shards: Mapping[str, Shard], source: Source) -> None:
+def read_into(shards: Mapping[str, Shard], source: TensorSource) -> None:
     """Overwrite shards with their parts of a source, one tensor at a time."""
     for name in source.shapes():
         if name in shards:

@@ -7,12 +7,12 @@ from torch import nn
 
 from trainer.config.schema import Config
 from trainer.data.batches import MicroBatch
-from trainer.data.hook_errors import call
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
+from trainer.hook_errors import call
 from trainer.strategy.base import Blueprint, Strategy
-from trainer.strategy.protocols import MicroBatches, Objective
-from trainer.strategy.rehearsal import untouched
+from trainer.strategy.modules.dry_run import untouched
+from trainer.strategy.protocols import MicroBatches, ObjectiveProtocol
 
 
 class SingleDevice(Strategy):
@@ -29,12 +29,12 @@ class SingleDevice(Strategy):
             raise ConfigError(f"strategy=single: {started}; use strategy=ddp")
         super().check(config, world)
 
-    def prepare(self, batch: MicroBatch, objective: Objective) -> None:
+    def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         with untouched(self.module) as before:
             self._rehearse(batch, objective)
             self.statistics.find(self.module, before)
 
-    def forward_backward(self, batch: MicroBatches, objective: Objective) -> torch.Tensor:
+    def forward_backward(self, batch: MicroBatches, objective: ObjectiveProtocol) -> torch.Tensor:
         totals = None
         self.statistics.begin()
         for inputs, targets in batch:

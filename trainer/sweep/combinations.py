@@ -98,7 +98,7 @@ def _name(combinations: Sequence[list[str]], configs: Sequence[Config]) -> str:
 
 def _check_jobs(jobs: Sequence[Job], configs: Sequence[Config], is_here: bool) -> None:
     """Run the early checks of every job. The number of ranks on a cluster is not known here."""
-    from trainer.setup import check_training, try_optimizer
+    from trainer.setup.checks import check_training, try_optimizer
 
     tasks = [_as_rank_0(job, config) for job, config in zip(jobs, configs, strict=True)]
     for task in tasks if is_here else ():

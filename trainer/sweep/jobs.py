@@ -22,7 +22,7 @@ from trainer.config.typed import build
 from trainer.distributed import entry
 from trainer.distributed.signals import SIGNALS
 from trainer.errors import ConfigError, visible
-from trainer.record import directory as rundir
+from trainer.record import files as rundir
 from trainer.record.lease import Lease
 
 STOPPED = 75

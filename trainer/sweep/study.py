@@ -31,7 +31,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Trial:
+class StudyTrial:
     """Values of the swept settings, and the result `value`, None until it is known."""
 
     params: dict[str, Any]
@@ -130,21 +130,23 @@ class Study:
         num_trials = self._settings.n_trials
         return min(num_trials, len(self._points)) if self._points else num_trials
 
-    def open_trial(self, number: int) -> Trial:
+    def open_trial(self, number: int) -> StudyTrial:
         """Return the trial of this number: a finished, an interrupted, or a new one."""
         study = self._load(number)
         trials = study.get_trials(deepcopy=False)
         frozen = trials[number] if number < len(trials) else None
         if frozen is not None and frozen.state.is_finished():
             value = self._worst if frozen.value is None else frozen.value
-            return Trial(dict(frozen.params), value)
+            return StudyTrial(dict(frozen.params), value)
         if frozen is None and self._points:
             study.enqueue_trial(self._points[number])
         if frozen is None or frozen.state == self._optuna.trial.TrialState.WAITING:
             trial = study.ask()
         else:
             trial = self._optuna.trial.Trial(study, frozen._trial_id)
-        return Trial({name: _suggest(trial, name, self._space[name]) for name in self._space}, None)
+        return StudyTrial(
+            {name: _suggest(trial, name, self._space[name]) for name in self._space}, None
+        )
 
     def tell(self, number: int, value: float | None) -> None:
         """Store a job's result; None counts as the worst value."""

@@ -12,7 +12,7 @@ from trainer.config.compose import load_config
 from trainer.engine.precision import choose_precision, is_bf16_native
 from trainer.errors import ConfigError
 from trainer.strategy.base import find_strategy
-from trainer.strategy.hooks import COMPRESSING
+from trainer.strategy.comm_hooks import COMPRESSING
 from trainer.task import Task
 from trainer.verify.layouts import (
     LAYOUTS,
@@ -20,7 +20,7 @@ from trainer.verify.layouts import (
     prove_layouts,
 )
 from trainer.verify.resume import prove_resume
-from trainer.verify.stage import Stage
+from trainer.verify.stage import TrialRuns
 from trainer.verify.table import show, show_left_out
 
 HELP = """usage: python -m trainer.verify task=<name> [layouts=ranks-2,ranks-3] [steps=10]
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         config = load_config(overrides, config_dirs)
     steps = _read_integer(own, "steps", 10)
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
-        stage = Stage(Path(folder), overrides, config_dirs, config, steps)
+        stage = TrialRuns(Path(folder), overrides, config_dirs, config, steps)
         if is_resume:
             kills = _read_integer(own, "kills", 3)
             seed = _read_integer(own, "seed", 0, least=0)

@@ -19,7 +19,7 @@ from trainer.verify.comparison import (
     judge_reference,
 )
 from trainer.verify.reasons import rounding
-from trainer.verify.stage import FP64, Stage
+from trainer.verify.stage import FP64, TrialRuns
 
 ONCE = ["checkpoint.every_epochs=null", "checkpoint.every_steps=null", "eval.every_epochs=null"]
 
@@ -109,7 +109,7 @@ def _parse(name: str) -> Layout:
 
 
 def prove_layouts(
-    stage: Stage, layouts: Iterable[Layout], is_bits: bool = False, may_refuse: bool = False
+    stage: TrialRuns, layouts: Iterable[Layout], is_bits: bool = False, may_refuse: bool = False
 ) -> list[Finding]:
     """Train on one rank and in each layout, and compare, in every precision of the stage.
 

@@ -9,13 +9,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from trainer.data.batches import MicroBatch, count_rows
+from trainer.data.batches import MicroBatch
 from trainer.data.order import Order
 from trainer.engine.means import weigh
 from trainer.engine.parts import Hooks
+from trainer.micro_batch import count_rows
 from trainer.run import Run
 from trainer.strategy.base import call
-from trainer.strategy.rehearsal import untouched
+from trainer.strategy.modules.dry_run import untouched
 from trainer.verify.evidence import Probe, Tensors
 from trainer.verify.holders import Holders, of_dataset, of_model, of_task
 

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from trainer.cli import load_task, run
 from trainer.config.compose import load_config
 from trainer.data.batches import LocalBatch
-from trainer.data.randomness import Random
 from trainer.engine.means import Values
 from trainer.engine.outcome import Outcome
-from trainer.record.directory import METRICS, read_entries
+from trainer.record.files import METRICS, read_entries
+from trainer.rng.philox import Random
 from trainer.strategy.base import Strategy
 from trainer.trainer import Trainer
 from trainer.verify.evidence import Notes, Tensors
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     plan = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     for name, overrides in plan["runs"]:
         config = load_config(overrides, plan["config_dirs"])
-        recorder = Recorder(plan["kill"])
+        recorder = StepRecorder(plan["kill"])
         task = recorded(load_task(config), recorder)(config)
         directory = task.fit().directory
         rank = task.world.rank
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-class Recorder:
+class StepRecorder:
     """Recorder of one rank's evidence, kept outside the user's task to use none of its names."""
 
     def __init__(self, kill: Sequence[int] | None):
@@ -98,7 +98,7 @@ class Recorder:
             self.notes.record = [entry for _, entry in read_entries(directory / METRICS)]
 
 
-def recorded(base: Any, recorder: Recorder) -> Any:
+def recorded(base: Any, recorder: StepRecorder) -> Any:
     """Return the user's task class with a recorder, which does not change what is learned."""
 
     class Updating(Trainer):

@@ -17,7 +17,7 @@ from trainer.verify.comparison import (
     judge_reference,
 )
 from trainer.verify.evidence import Evidence
-from trainer.verify.stage import FP64, Stage
+from trainer.verify.stage import FP64, TrialRuns
 
 LEAST_STEPS = 5  # checkpoints follow every second step: a kill in step 4 leaves one
 RANKS = 2  # of the uninterrupted run and of the killed runs
@@ -25,7 +25,7 @@ SAVES = ["checkpoint.every_steps=2", "checkpoint.every_epochs=null", "checkpoint
 LOST = "state kept outside of model, optimizer and step, or unseeded random numbers"
 
 
-def prove_resume(stage: Stage, kills: int, seed: int) -> list[Finding]:
+def prove_resume(stage: TrialRuns, kills: int, seed: int) -> list[Finding]:
     """Kill a run at random steps, resume it, and compare it with an uninterrupted run.
 
     Bits must be equal on the same number of ranks, results up to rounding on 1 and 3 ranks.

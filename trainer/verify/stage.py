@@ -16,7 +16,7 @@ from trainer.config.schema import Config
 from trainer.distributed import entry
 from trainer.distributed.launchers import CODES
 from trainer.errors import ConfigError, RunError
-from trainer.strategy.hooks import COMPRESSING
+from trainer.strategy.comm_hooks import COMPRESSING
 from trainer.verify.evidence import Evidence, Notes, join_shards
 
 FP64 = "fp64"
@@ -24,7 +24,7 @@ _FRAME = re.compile(r'  File "([^"]+)", line (\d+), in (.+)')
 _PACKAGE = str(Path(trainer.__file__).parent)
 
 
-class Stage:
+class TrialRuns:
     """Folder in which layouts are run, and the precisions to run them in."""
 
     def __init__(

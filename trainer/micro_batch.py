@@ -1,0 +1,31 @@
+"""The rows of a micro-batch: trees of tensors whose first axis is the batch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from trainer.errors import ConfigError
+
+
+def count_rows(*trees: Any) -> int:
+    """Return the number of rows: the first axis of the first tensor that has an axis.
+
+    Every tensor is batch-first. Raises ConfigError if there is no such tensor.
+    """
+    for tree in trees:
+        for leaf in [tree] if isinstance(tree, torch.Tensor) else tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor) and leaf.dim():
+                return leaf.shape[0]
+    raise ConfigError("neither targets nor outputs contain a tensor with a batch axis; one must")
+
+
+def take_rows(batch: Any, rows: int) -> Any:
+    """Return `rows` rows of a batch; if it has fewer, repeat them from the first."""
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[torch.arange(rows) % len(tensor)] if tensor.dim() else tensor
+
+    return tree_map_only(torch.Tensor, take, batch)

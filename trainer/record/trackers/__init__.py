@@ -1,0 +1,1 @@
+"""Trackers: the destinations of the record of a run."""

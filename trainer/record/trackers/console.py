@@ -1,0 +1,93 @@
+"""The console: lines, tables, and progress as a bar on a terminal or else as regular lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.errors import visible
+from trainer.record.trackers.base import Sink
+from trainer.terminal import CurrentOutput
+
+SHOWN = {  # once they are logged
+    "train/loss": "loss {:,.4f}",
+    "optim/lr": "lr {:,.4f}",
+    "speed/examples_per_s": "{:,.0f} examples/s",
+}
+LINE_EVERY_S = 5.0
+BAR_EVERY_S = 0.2
+
+
+class Console(Sink):
+    """Rank 0's terminal, or the file that its output is redirected to."""
+
+    def __init__(self, step: int):
+        """`step` is the step at which this process starts."""
+        from rich.console import Console as Terminal
+
+        file: Any = CurrentOutput()
+        width = None if file.isatty() else 120
+        self._terminal = Terminal(file=file, width=width, highlight=False)
+        self._every_s = BAR_EVERY_S if self._terminal.is_terminal else LINE_EVERY_S
+        self._bar: Any = None
+        self._values: dict[str, float] = {}
+        self._first_step = step
+        self._began = time.monotonic()
+        self._last = self._began
+
+    def say(self, text: str) -> None:
+        self._terminal.print(visible(text), markup=False, soft_wrap=True)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*columns, box=None, header_style="bold")
+        for row in rows:
+            table.add_row(*(Text(visible(cell)) for cell in row))  # Text shows brackets as they are
+        self._terminal.print(table)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._values |= values
+
+    def progress(self, step: int, num_steps: int, is_last: bool) -> None:
+        now = time.monotonic()
+        if now - self._last < self._every_s and not is_last:
+            return
+        self._last = now
+        per_step = (now - self._began) / max(1, step - self._first_step)
+        left = _clock(per_step * (num_steps - step))
+        values = self._values
+        parts = [words.format(values[name]) for name, words in SHOWN.items() if name in values]
+        shown = "  ".join([*parts, f"{left} left"])
+        if not self._terminal.is_terminal:
+            self.say(f"step {step:,}/{num_steps:,}  {shown}")
+            self._values.clear()  # a line between two logs would repeat them
+            return
+        if self._bar is None:
+            self._open_bar(num_steps)
+        self._bar.update(0, completed=step, shown=shown)
+        self._bar.refresh()
+        if is_last:
+            self.close()
+
+    def _open_bar(self, num_steps: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        label = TextColumn("{task.fields[shown]}")
+        columns = (TextColumn("step"), BarColumn(None), MofNCompleteColumn(), label)
+        self._bar = Progress(*columns, console=self._terminal, auto_refresh=False, transient=True)
+        self._bar.add_task("train", total=num_steps, shown="")
+        self._bar.start()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = None
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

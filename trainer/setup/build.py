@@ -1,0 +1,258 @@
+"""The data and the model of a task, built alike on all ranks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import default_collate
+
+from trainer.checkpoints.tensor_files import check_tensors
+from trainer.config.hints import suggest
+from trainer.data.batches import Batches, EvalBatches, Preparation
+from trainer.data.loaders import Collate, check_dataset
+from trainer.distributed.group import Group
+from trainer.distributed.ranks import Ranks
+from trainer.distributed.watch.heartbeat import Phase
+from trainer.engine.ema import Ema
+from trainer.engine.evaluation import EvalSplit, Evaluator, check_torchmetrics
+from trainer.engine.parts import Parts
+from trainer.engine.precision import Precision
+from trainer.errors import ConfigError, one_line, place_of
+from trainer.micro_batch import take_rows
+from trainer.record import fingerprint
+from trainer.rng.forward import Draws
+from trainer.rng.philox import seed_all
+from trainer.schedule import Schedule
+from trainer.strategy.base import Blueprint, convert, find_strategy
+from trainer.strategy.mesh import Mesh
+from trainer.strategy.mesh_model.materialize import Values, build_structure
+from trainer.strategy.modules.tensor_memory import make_dense
+from trainer.task import Task
+from trainer.terminal import outlive_terminal
+
+PREPARATION = timedelta(days=7)  # for downloads, while dist.timeout_s is for collectives
+
+
+class Setup:
+    """Data and model of a task, built identically on every rank before training."""
+
+    step = 0
+
+    def __init__(self, task: Task, ranks: Ranks, splits: Sequence[str], notes: Sequence[str] = ()):
+        """Raise ConfigError if a hook of the task returns an invalid object. A collective.
+
+        `notes` are lines that the start shows.
+        """
+        config = task.config
+        world = task.world
+        precision = Precision(config.strategy.precision, world.device)
+        to_model = partial(convert, precision, config.strategy.channels_last)
+        self.config = config
+        self.world = world
+        self.notes = notes
+        self._ranks = ranks
+        kind = find_strategy(config.strategy)
+        self.threads = kind.set_threads(world)
+        self._cut = kind.cut(config)
+        self.datasets: dict[str, Any] = {}
+        self._metrics: dict[str, dict[str, Any]] = {}  # torchmetrics by split and name
+        self._mesh = Mesh.of(config.strategy.mesh, world)
+        seed = config.run.seed
+        methods = (task.split_batch, task.augment, to_model)
+        draws = Draws(seed, world.device, kind.draws_by_example(config, world))
+        self._prepare = Preparation(*methods, seed, world.device, draws, collate_of(task))
+        ranks.heartbeat.enter(Phase.BUILD)
+        _prepare_data(task, ranks.group)
+        with ranks.group.agreed("building data and model"):
+            for split in splits:
+                self._open_data(task, split)
+            model = make_model(task, kind.builds_on_rank_0 and world.rank > 0)
+            ranks.end_child()
+        outlive_terminal()  # the task may have replaced the streams
+        if kind.builds_on_rank_0:
+            model = _build_in_turns(task, ranks.group, model)
+        with ranks.group.agreed("dividing the model"):
+            assert model is not None
+            check_step(task, self._mesh)
+            blocks = list_blocks(task, model)
+            plan = task.tensor_plan()
+            model = model.train()
+            strategy = kind.build(
+                Blueprint(config, world, precision, model, blocks, plan, draws, self._sample)
+            )
+        self.parts = Parts(config, task, strategy, precision, draws, ranks)
+        ranks.group.check_equal(fingerprint.of_built(self.datasets, strategy.structure))
+
+    @property
+    def model(self) -> nn.Module:
+        return self.parts.strategy.module
+
+    @property
+    def is_cut_fixed(self) -> bool:
+        """Return True if the micro-batches have the same rows in every layout."""
+        return self._cut.is_fixed
+
+    def _sample(self) -> Any:
+        """Return the inputs of a few rows."""
+        if "train" in self.datasets:
+            inputs, _ = next(iter(self.open_batches().of_step(0)))
+        else:
+            inputs, _, _ = next(iter(self._evaluated[0].batches))
+        return take_rows(inputs, 2 * (self.config.norm_rows or 1))
+
+    def _open_data(self, task: Task, split: str) -> None:
+        data = _build_dataset(task, split)
+        if data is None and split != "train":
+            return
+        check_dataset(data, split, self.config.data.path)
+        self.datasets[split] = data
+        if split in self.config.eval.splits:
+            metrics = check_torchmetrics(task.build_metrics(split))
+            device = self.world.device
+            self._metrics[split] = {name: metric.to(device) for name, metric in metrics.items()}
+
+    def open_batches(self) -> Batches:
+        """Return the training data as local batches."""
+        return self._batches
+
+    @cached_property
+    def _batches(self) -> Batches:
+        data = self.datasets["train"]
+        mesh = self._mesh
+        numbers = (mesh.data_rank, mesh.data_size)
+        return Batches(
+            data, self.config, self._cut, *numbers, self._prepare, self._ranks, mesh.is_first
+        )
+
+    def open_evaluator(self, ema: Ema | None, wants_stop: Callable[[], bool]) -> Evaluator:
+        """Return the evaluator of `eval.splits`."""
+        return Evaluator(self.parts, self._evaluated, ema, wants_stop)
+
+    @cached_property
+    def _evaluated(self) -> list[EvalSplit]:
+        numbers = (self._mesh.data_rank, self._mesh.data_size)
+        found = []
+        for split, metrics in self._metrics.items():
+            data = self.datasets[split]
+            batches = EvalBatches(data, self.config, self._cut, *numbers, self._prepare, split)
+            found.append(EvalSplit(split, batches, metrics))
+        return found
+
+
+def _build_dataset(task: Task, split: str) -> Any:
+    """Return the task's data set. Raise ConfigError if it does not know a split of the user's."""
+    try:
+        return task.build_dataset(split)
+    except (ValueError, KeyError) as error:
+        if split in ("train", "eval"):
+            raise
+        why = f"build_dataset raised {type(error).__name__}: {one_line(error)}"
+        advice = "name a split that it knows"
+        raise ConfigError(f"split {split!r}: {why} ({place_of(error)}); {advice}") from error
+
+
+def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Exclude the parameters whose names match from training."""
+    names = dict(model.named_parameters())
+    for pattern in patterns:
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            some = ", ".join(list(names)[:4])
+            why = f"no parameter has such a name; the model has {some}{suggest(pattern, names)}"
+            raise ConfigError(f"run.freeze: {pattern}: {why}")
+        for name in matched:
+            names[name].requires_grad_(False)
+    if patterns and not any(p.requires_grad for p in names.values()):
+        raise ConfigError(f"run.freeze={list(patterns)}: leaves no parameter to train")
+
+
+def make_model(task: Task, is_structure_enough: bool) -> nn.Module | None:
+    """Build and check the task's model; without values where these come from rank 0.
+
+    Returns None if it cannot be built without values.
+    """
+    seed_all(task.config.run.seed)
+    model = build_structure(task.build_model, task) if is_structure_enough else task.build_model()
+    if not isinstance(model, nn.Module):
+        if is_structure_enough:
+            return None
+        returned = f"a {type(model).__name__}"
+        raise ConfigError(f"build_model returned {returned}: must be a torch.nn.Module")
+    if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
+        must = "must be the model without a wrapper; the strategy wraps it"
+        raise ConfigError(f"build_model returned a {type(model).__name__}: {must}")
+    check_tensors(model, is_structure_enough)
+    _freeze(model, task.config.run.freeze)
+    make_dense(model)
+    return model
+
+
+def _build_in_turns(task: Task, group: Group, model: nn.Module | None) -> nn.Module | None:
+    """Build the model with values where it could not be built without, a rank of a node at a time.
+
+    Returns its structure only. A collective.
+    """
+    world = task.world
+    (missing,) = group.max(float(model is None))
+    if not missing:
+        return model
+    for turn in range(world.local_world_size):
+        with group.agreed("building the model"):
+            if model is None and turn == world.local_rank:
+                model = make_model(task, False)
+                assert model is not None
+                Values(model, world, torch.float32)  # drops the values
+    return model
+
+
+def list_blocks(task: Task, model: nn.Module) -> list[nn.Module]:
+    """Return the task's blocks. Raise ConfigError unless they are different parts of the model."""
+    blocks = task.blocks(model)
+    parts = set(map(id, model.modules()))
+    if not isinstance(blocks, list) or any(id(block) not in parts for block in blocks):
+        raise ConfigError("blocks(model): must return a list of modules of the model")
+    if len(set(blocks)) < len(blocks) or model in blocks:
+        raise ConfigError("blocks(model): must not name a module twice, or the model itself")
+    return blocks
+
+
+def check_step(task: Task, mesh: Mesh) -> None:
+    """Raise ConfigError for a train_step of the task's own over a pipeline."""
+    step = inspect.unwrap(type(task).train_step)
+    if mesh.pipeline > 1 and step.__module__ != "trainer.trainer":
+        why = f"{type(task).__name__} has a train_step of its own, and a stage has no outputs"
+        advice = "choose another axis, or leave train_step out"
+        raise ConfigError(f"strategy.mesh.pipeline={mesh.pipeline}: {why}; {advice}")
+
+
+def _prepare_data(task: Task, group: Group) -> None:
+    """Call the task's own `prepare` on one rank of each node. A collective."""
+    if type(task).prepare is not Task.prepare:
+        with group.agreed("preparing the data", PREPARATION):
+            if task.world.local_rank == 0:
+                task.prepare()
+
+
+def collate_of(task: Task) -> Collate:
+    """Return the task's own collate, else torch's."""
+    is_own = type(task).collate is not Task.collate
+    return task.collate if is_own else default_collate
+
+
+def build_schedule(task: Task, num_steps: int) -> Schedule:
+    """Return the task's schedule. Raise ConfigError unless its factors are numbers."""
+    is_configured = type(task).build_schedule is Task.build_schedule
+    target = f"schedule ({task.config.schedule['_target_']})"
+    schedule = Schedule(
+        task.build_schedule(num_steps), target if is_configured else "build_schedule"
+    )
+    schedule.check(num_steps)
+    return schedule

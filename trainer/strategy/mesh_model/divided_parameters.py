@@ -1,0 +1,77 @@
+"""A task that uses the parameters of a divided model itself, in its loss or its train_step."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from trainer.errors import ConfigError
+from trainer.strategy.tensor_parallel.loss_parallel import ABOUT
+
+ADVICE = "use weight_decay for a penalty, an attribute of the task for a teacher, or strategy=ddp"
+_MIXED = re.compile(
+    r"mixed torch\.Tensor and DTensor|on device meta|[Mm]eta tensor|FSDP does not support deepcopy"
+)
+_FREED = re.compile(r"setStorage: .* storage of size 0|expected device \w+ but got meta")
+
+
+class DividedParameters(TorchFunctionMode):
+    """Raises ConfigError where a loss uses one of `parts`: parameters that ranks have in parts."""
+
+    def __init__(self, parts: Mapping[torch.Tensor, str]):
+        super().__init__()
+        self._parts = parts
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in ABOUT:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor) and leaf in self._parts:
+                    why = f"the loss uses {self._parts[leaf]}, which this mesh divides"
+                    raise ConfigError(f"strategy.mesh: {why}; {ADVICE}")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def parts_named(is_divided: bool) -> Iterator[None]:
+    """Raise ConfigError where the task's code mixes tensors with parts of parameters, or takes
+    gradients of gradients through parameters that are not there any more."""
+    try:
+        yield
+    except (RuntimeError, AssertionError, ConfigError) as error:
+        if not is_divided:
+            raise
+        if _FREED.search(str(error)):
+            why = "a gradient of a gradient needs parameters that are freed, or on other ranks"
+            advice = "use strategy=ddp, or under fsdp torch.autograd.grad in forward"
+            raise ConfigError(f"strategy.mesh: {why}; {advice}") from error
+        if not _MIXED.search(str(error)):
+            raise
+        place = _task_line(error.__context__ or error)  # of torch's error, which a hook's may hide
+        why = f"{place} uses parameters that this mesh divides, or that other ranks have"
+        raise ConfigError(f"strategy.mesh: {why}; {ADVICE}") from error
+
+
+def _task_line(error: BaseException) -> str:
+    """Return `file.py:12`, the last line outside of torch, this package and the stdlib."""
+    package = str(Path(__file__).parents[1])
+    library = str(Path(traceback.__file__).parent)
+    frames = traceback.extract_tb(error.__traceback__)
+    others = [f for f in frames if not f.filename.startswith((package, "<"))]
+    own = [
+        frame
+        for frame in others
+        if "/torch/" not in frame.filename
+        and ("site-packages" in frame.filename or not frame.filename.startswith(library))
+    ]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}"

@@ -1,0 +1,112 @@
+"""Reunion: the whole model on each rank, from the parts of all ranks, to compute without them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from trainer.distributed.world import RankGroup, World
+from trainer.errors import ConfigError
+from trainer.strategy.mesh_model.materialize import copy_structure
+from trainer.strategy.mesh_model.owned_optimizer import gather_json
+from trainer.strategy.shards import Shard, slices
+
+PROVED_BYTES = 2**30  # of a model whose outputs are compared at each start
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative; narrower types: 0.1
+
+LEAST_OF_WEIGHTS = 1e-4  # relative: sums of 32 bits
+ALONE = (
+    "compute each value from its own row and position (shift targets in split_batch), and read no"
+    " parameters in loss"
+)
+PROVED = (  # the outputs, the loss, and its weight, of the divided model beside the whole one
+    (
+        "the outputs of the divided model are {} from those of the whole",
+        "check tensor_plan, and take positions as an input",
+    ),
+    ("the loss of the divided model is {} from that of the whole", ALONE),
+    ("the weight of the loss of the divided model is {} from that of the whole", ALONE),
+)
+
+
+@torch.no_grad()
+def reunite(structure: nn.Module, shards: Mapping[str, Shard], world: World) -> nn.Module:
+    """Return the whole model with the values of all ranks' parts. A collective.
+
+    `shards` are this rank's parts of all parameters and buffers.
+    """
+    ranks = tuple(range(world.world_size))
+    own = [
+        [name, number, str(box.dtype).removeprefix("torch."), shard.shape, offset, list(box.shape)]
+        for name, shard in shards.items()
+        if shard.is_written
+        for number, (box, offset) in enumerate(shard.boxes())
+    ]
+    values: dict[str, torch.Tensor] = {}
+    every = gather_json(own, RankGroup(ranks, world.rank, dist.group.WORLD))
+    for rank, entries in enumerate(every):
+        for name, number, dtype, shape, offset, size in entries:
+            box = torch.empty(size, dtype=getattr(torch, dtype), device=world.device)
+            if rank == world.rank:
+                box.copy_(list(shards[name].boxes())[number][0])
+            dist.broadcast(box, rank)
+            whole = values.setdefault(name, box.new_empty(shape))
+            whole[slices(offset, size)] = box
+    return _filled(structure, values)
+
+
+def _filled(structure: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
+    model = copy_structure(structure)
+    made: dict[torch.Tensor, Any] = {}
+    for prefix, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in list(tensors.items()):
+                if tensor is None:
+                    continue
+                if tensor not in made:
+                    value = values[f"{prefix}.{key}" if prefix else key]
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[tensor] = value
+                    if is_parameter:
+                        made[tensor] = nn.Parameter(value, tensor.requires_grad)
+                setattr(module, key, made[tensor])
+    return model.train(structure.training)
+
+
+def distance(outputs: Any, expected: Any) -> float:
+    """Return the largest difference of two trees of tensors, relative to the largest value.
+
+    Infinities and NaNs must be at the same places; the other values are compared.
+    """
+    most = 0.0
+    for one, other in zip(tree_leaves(outputs), tree_leaves(expected), strict=True):
+        if isinstance(other, torch.Tensor) and other.is_floating_point() and other.numel():
+            if one.shape != other.shape:
+                return float("inf")
+            is_finite = other.isfinite()
+            if not torch.equal(one.isfinite(), is_finite):
+                return float("inf")
+            others = [t[~is_finite].nan_to_num(0.0, 1.0, -1.0) for t in (one, other)]
+            if not torch.equal(*others):
+                return float("inf")
+            one, other = one[is_finite].double(), other[is_finite].double()
+            if other.numel():
+                scale = other.abs().max().clamp_min(1e-30)
+                most = max(most, float((one - other).abs().max() / scale))
+    return most
+
+
+def check_proof(mesh: str, found: Sequence[float], limit: float) -> None:
+    """Raise ConfigError if a divided model is not the whole one.
+
+    `found` are the relative differences of its outputs, its loss, and the weight of its loss.
+    """
+    limits = (limit, limit, LEAST_OF_WEIGHTS)
+    for worst, most, (what, advice) in zip(found, limits, PROVED, strict=True):
+        if not worst <= most:
+            raise ConfigError(f"strategy.mesh: {mesh}: {what.format(f'{worst:.1e}')}; {advice}")

@@ -1,0 +1,151 @@
+"""Handover: rank 0 builds the model, and every rank gets each tensor when it is divided.
+
+So the initial weights have the same bits on every mesh, and a host holds one model at a time.
+Building on torch's meta device everywhere would not do: `trunc_normal_`, `orthogonal_` and others
+silently do nothing there (torch 2.13), and DTensors draw the same numbers on every shard.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from trainer.distributed.world import World
+from trainer.errors import ConfigError
+from trainer.strategy.tensor_parallel.plan import MatrixPart
+
+Take = Callable[[torch.Tensor], "tuple[MatrixPart | None, bool]"]
+M_MMAP_THRESHOLD, LARGE = -3, 2**22  # of glibc's mallopt; bytes
+
+
+def build_structure(build: Callable[[], nn.Module], task: object) -> nn.Module | None:
+    """Build a model without values on torch's meta device; None if it cannot be built there.
+
+    It cannot if building reads values, or makes tensors that are neither parameters nor buffers,
+    or gives the task a tensor or module, such as a teacher.
+    """
+    try:
+        with torch.device("meta"):
+            model = build()
+    except Exception:  # any error of the task's code: it is built for real then, where it shows
+        return None
+    kept = [v for key, v in vars(task).items() if key != "_run"]
+    tensors = [v for module in model.modules() for v in vars(module).values()] + kept
+    for teacher in (v for v in kept if isinstance(v, nn.Module) and v is not model):
+        tensors += [*teacher.parameters(), *teacher.buffers()]
+    if any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in tensors):
+        return None
+    return model
+
+
+def return_memory() -> None:
+    """Let glibc return freed tensors of 4 MB and more to the system; it keeps up to 32 MB each."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGE)
+
+
+class Values:
+    """The values of a model's parameters and buffers, kept on rank 0 until they are handed over."""
+
+    def __init__(self, model: nn.Module, world: World, dtype: torch.dtype):
+        """Take the values out of a model, which keeps its structure on the meta device.
+
+        Raises ConfigError for a lazy layer: its parameters do not exist yet.
+        """
+        if world.device.type == "cpu":
+            return_memory()
+        self._device = world.device
+        self._dtype = dtype
+        self._real: dict[torch.Tensor, torch.Tensor] = {}
+        self._filled: dict[torch.Tensor, Any] = {}
+        replaced: dict[torch.Tensor, Any] = {}
+        for name, module in model.named_modules():
+            if any(is_lazy(p) for p in module.parameters(recurse=False)):
+                given = f"{name} is a {type(module).__name__}"
+                raise ConfigError(f"strategy.mesh: {given}; give its sizes, or use ddp")
+            for tensors in (module._parameters, module._buffers):
+                for key, tensor in list(tensors.items()):
+                    if tensor is None:
+                        continue
+                    if tensor not in replaced:
+                        replaced[tensor] = self._without_value(tensor)
+                        if world.rank == 0:
+                            self._real[replaced[tensor]] = tensor.detach()
+                    setattr(module, key, replaced[tensor])
+
+    def _without_value(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_converted = tensor.is_floating_point()
+        dtype = self._dtype if is_converted else tensor.dtype
+        empty: torch.Tensor = torch.empty_like(tensor, device="meta", dtype=dtype)
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, tensor.requires_grad)
+        vars(empty).update(vars(tensor))  # such as a mark for the optimizer
+        return empty
+
+    def fill(self, modules: Iterable[nn.Module], take: Take) -> None:
+        """Give the tensors of modules their values, sent by rank 0. A collective.
+
+        `take(empty)` returns the cut of a tensor that has been divided, else None, and whether this
+        rank has a part of it.
+        """
+        for module in modules:
+            for tensors in (module._parameters, module._buffers):
+                for key, tensor in list(tensors.items()):
+                    if tensor is None or not tensor.is_meta:
+                        continue
+                    if tensor not in self._filled:
+                        self._filled[tensor] = self._received(tensor, *take(tensor))
+                    setattr(module, key, self._filled[tensor])
+
+    def _received(
+        self, tensor: torch.Tensor, cut: MatrixPart | None, is_held: bool
+    ) -> torch.Tensor:
+        whole = tensor if cut is None else cut.source
+        made: torch.Tensor = torch.empty(whole.shape, dtype=whole.dtype, device=self._device)
+        if (real := self._real.pop(whole, None)) is not None:
+            made.copy_(real)
+        dist.broadcast(made, 0)
+        if not is_held:
+            return tensor
+        if cut is not None:
+            made = cut.part(made).contiguous()
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, tensor.requires_grad)
+        vars(made).update(vars(tensor))
+        return made
+
+
+def copy_structure(model: nn.Module) -> nn.Module:
+    """Return a copy of a model on the meta device, with the marks of its parameters."""
+    made = copy.deepcopy(model)
+    for old, new in zip(model.parameters(), made.parameters(), strict=True):
+        vars(new).update(vars(old))
+    return made
+
+
+def inner_first(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the blocks, inner ones first.
+
+    Raises ConfigError for a block that shares a parameter with the rest of the model: FSDP would
+    separate the two.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    holders: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(parameter, []).append(name)
+    for block in blocks:
+        prefix = f"{names[block]}."
+        for parameter in block.parameters():
+            outside = [name for name in holders[parameter] if not name.startswith(prefix)]
+            if outside:
+                why = f"shares a parameter with {outside[0]}; leave it out of blocks"
+                raise ConfigError(f"blocks(model): {names[block]} {why}")
+    return sorted(blocks, key=lambda block: -names[block].count("."))

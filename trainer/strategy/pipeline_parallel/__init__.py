@@ -1,0 +1,1 @@
+"""Blocks of a model divided over stages, and the exchange between stages."""

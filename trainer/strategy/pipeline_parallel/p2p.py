@@ -1,0 +1,168 @@
+"""Exchange between neighbouring stages of a pipeline: activations down, their gradients up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer.distributed.world import RankGroup
+from trainer.errors import RunError
+
+
+@dataclass(frozen=True)
+class Header:
+    """The form of a message: dtype, shape and need of a gradient, for each tensor.
+
+    `draws` is the number of random draws of the row so far.
+    """
+
+    forms: tuple[tuple[torch.dtype, tuple[int, ...], bool], ...]
+    draws: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], draws: int) -> Header:
+        forms = tuple((t.dtype, tuple(t.shape), t.requires_grad) for t in tensors)
+        return cls(forms, draws)
+
+    def encode(self) -> list[Any]:
+        forms = [[str(d).removeprefix("torch."), shape, g] for d, shape, g in self.forms]
+        return [forms, self.draws]
+
+    @classmethod
+    def decode(cls, raw: Any) -> Header:
+        forms, draws = raw
+        return cls(tuple((getattr(torch, d), tuple(shape), g) for d, shape, g in forms), draws)
+
+
+class ReceivedTensor:
+    """A received tensor, and its gradient after backward.
+
+    The tensor is the result of an operation, not a leaf, so that a block may change it in place.
+    """
+
+    def __init__(self, tensor: torch.Tensor, needs_grad: bool):
+        self.needs_grad = needs_grad
+        self._raw = tensor.detach()
+        self._gradients: list[torch.Tensor] = []
+        self.tensor = tensor
+        if needs_grad:
+            root = torch.empty((), device=tensor.device, requires_grad=True)
+            self.tensor = _Arrival.apply(tensor, root, self._gradients)
+
+    def gradient(self) -> torch.Tensor:
+        """Return the gradient; zeros if nothing depends on the tensor."""
+        return self._gradients[0] if self._gradients else torch.zeros_like(self._raw)
+
+
+class _Arrival(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, root: torch.Tensor, kept: list[Any]) -> Any:
+        ctx.kept = kept
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.kept.append(gradient)
+        return None, None, None
+
+
+class P2P:
+    """Messages of this stage to the next and the previous one.
+
+    Gradients have a group of their own, so that both directions keep their order. A header is sent
+    once for each kind of message, `key`, which both sides know.
+    """
+
+    def __init__(self, axis: RankGroup, device: torch.device):
+        self._down = axis
+        self._up = axis.open(axis.ranks, axis.name)
+        self._rank = axis.rank
+        self._device = device
+        self._sent: dict[Hashable, Header] = {}
+        self._known: dict[Hashable, Header] = {}
+        self._wanted: dict[Hashable, list[int]] = {}
+        self._under_way: list[tuple[Any, torch.Tensor]] = []
+
+    def ask(self, mode: Hashable, wanted: list[int]) -> None:
+        """Tell the previous stage, once, which of the arguments of the first block it must send."""
+        if mode not in self._wanted:
+            self._wanted[mode] = wanted
+            self._send_json(wanted, self._rank - 1)
+
+    def asked(self, mode: Hashable) -> list[int]:
+        """Return which of the arguments of its first block the next stage asked for."""
+        key = ("asked", mode)
+        if key not in self._wanted:
+            self._wanted[key] = self._receive_json(self._rank + 1)
+        return self._wanted[key]
+
+    def send(self, key: Hashable, tensors: Sequence[torch.Tensor], draws: int) -> None:
+        header = Header.of(tensors, draws)
+        if key not in self._sent:
+            self._sent[key] = header
+            self._send_json(header.encode(), self._rank + 1)
+        elif self._sent[key] != header:
+            why = "the activations changed their sizes or their random draws"
+            advice = "make them depend on the sizes of the inputs only"
+            raise RunError(f"strategy.mesh.pipeline: {why} between micro-batches alike: {advice}")
+        for tensor in tensors:
+            self._post(tensor.detach(), self._rank + 1, self._down)
+
+    def receive(self, key: Hashable) -> tuple[list[ReceivedTensor], int]:
+        """Return the tensors, and the number of random draws so far."""
+        if key not in self._known:
+            self._known[key] = Header.decode(self._receive_json(self._rank - 1))
+        header = self._known[key]
+        arrived = []
+        for dtype, shape, needs_grad in header.forms:
+            tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            self._receive(tensor, self._rank - 1, self._down)
+            arrived.append(ReceivedTensor(tensor, needs_grad))
+        return arrived, header.draws
+
+    def send_gradients(self, received: Sequence[ReceivedTensor]) -> None:
+        """Send the gradients of received tensors to the stage that they came from."""
+        for each in received:
+            if each.needs_grad:
+                self._post(each.gradient(), self._rank - 1, self._up)
+
+    def receive_gradients(self, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the gradients of the sent tensors that need one."""
+        gradients = [torch.empty_like(t.detach()).contiguous() for t in sent if t.requires_grad]
+        for gradient in gradients:
+            self._receive(gradient, self._rank + 1, self._up)
+        return gradients
+
+    def settle(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        with self._down.waiting():
+            for work, _ in self._under_way:
+                work.wait()
+        self._under_way.clear()
+
+    def _post(self, tensor: torch.Tensor, target: int, axis: RankGroup) -> None:
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, group=axis.group, group_dst=target)
+        self._under_way.append((work, tensor))
+
+    def _receive(self, tensor: torch.Tensor, source: int, axis: RankGroup) -> None:
+        with axis.waiting() as group:
+            dist.recv(tensor, group=group, group_src=source)
+
+    def _send_json(self, value: Any, target: int) -> None:
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        for tensor in (torch.tensor([len(data)]), data):
+            self._post(tensor.to(self._device), target, self._down)
+
+    def _receive_json(self, source: int) -> Any:
+        size = torch.empty(1, dtype=torch.int64, device=self._device)
+        self._receive(size, source, self._down)
+        data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        self._receive(data, source, self._down)
+        return json.loads(data.cpu().numpy().tobytes())

@@ -1,0 +1,1 @@
+"""Parameters divided over ranks by FSDP2."""

@@ -1,0 +1,1 @@
+"""Matrices divided over ranks, by the tensor_plan of a task."""
