@@ -114,7 +114,7 @@ def make_page() -> str:
         if entry.metadata:
             continue
         group = entry.name
-        kind = getattr(schema, group.capitalize(), None)
+        kind = getattr(schema, f"{group.capitalize()}Settings", None)
         parts.append(f"## {group}\n")
         if kind is not None:
             parts.append("\n".join(table_of(group, kind)) + "\n")

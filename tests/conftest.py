@@ -72,6 +72,9 @@ def leaves_nothing_behind():
     assert torch.get_num_threads() == 1, "a fit in this process: use on_ranks(1, ...)"
     environment["PYTEST_CURRENT_TEST"] = os.environ.get("PYTEST_CURRENT_TEST", "")
     assert dict(os.environ) == environment
+    begun = time.monotonic()
+    while threading.active_count() > threads and time.monotonic() - begun < END_S:
+        time.sleep(0.01)  # a library's pool of threads ends behind its last result
     assert threading.active_count() <= threads
     assert set(Path().iterdir()) - {Path(".pytest_cache")} <= files, (
         "files in the working directory"
