@@ -215,6 +215,22 @@ def test_saved_configuration_that_no_run_has_written_is_refused_soon(text, base)
     assert str(raised.value).startswith(f"{RUN}: its config.yaml was not written by a run: ")
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("  resume:", "  xresume:"),
+        ("strategy:\n  name: ddp", "strategy:\n  xname: ddp"),
+        ("  channels_last: false", "  channels_last: '???'"),
+    ],
+)
+def test_saved_setting_with_another_name_or_no_value_is_one_line(old, new, base):
+    """Also where overrides choose a group of settings anew, as predict does."""
+    change(base / RUN, old, new)
+    with pytest.raises(ConfigError) as raised:
+        load_run_config(RUN, ["strategy=single"], [CONF])
+    assert "\n" not in str(raised.value)
+
+
 def test_saved_configuration_that_is_too_large_or_no_file_is_refused(base):
     path = base / RUN / "config.yaml"
     path.write_text("a: " + "x" * 2**18)

@@ -82,9 +82,21 @@ def load_run_config(
     """
     options = find_options(config_dirs)
     home = _find_home(place, prefix)
-    saved = _read_saved(home, f"{prefix}{place}: its config.yaml was not written by a run")
-    saved.run.resume = place
+    wrong = f"{prefix}{place}: its config.yaml was not written by a run"
+    saved = _read_saved(home, wrong)
     parsed = [override for override in parse(overrides) if override.key_or_group != "run.resume"]
+    with _explained(f"{wrong}: "):
+        saved.run.resume = place
+        _choose_again(saved, parsed, options, config_dirs)
+    config = _override(saved, parsed, options, prefix=f"{place}/config.yaml: ")
+    check_saved(config, home, {override.key_or_group for override in parsed}, config_dirs)
+    return config
+
+
+def _choose_again(
+    saved: Any, parsed: Sequence[Any], options: Options, config_dirs: Sequence[str]
+) -> None:
+    """Replace whole groups of saved settings by the options that overrides choose."""
     for group, choice in _choose(parsed, options).items():
         if group in ("task", "experiment"):
             why = "the run directory already has a task; override single settings"
@@ -99,9 +111,6 @@ def load_run_config(
         else:  # a group of the user's own
             with _explained(f"{group}={choice}: "), open_dict(saved):
                 saved.merge_with(composed)
-    config = _override(saved, parsed, options, prefix=f"{place}/config.yaml: ")
-    check_saved(config, home, {override.key_or_group for override in parsed}, config_dirs)
-    return config
 
 
 def _preset(path: Path) -> Any:
