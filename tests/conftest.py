@@ -26,7 +26,7 @@ import torch
 import torch._dynamo  # once before any fork: it would take a second in each child
 import torch.distributed as dist
 from harness.launch import SCRIPTS, children_of, kill_with_descendants
-from harness.waiting import QUIET_S, seconds_of_importing_torch
+from harness.waiting import QUIET_S, seconds_of_importing_torch, wait_for
 
 sys.dont_write_bytecode = False
 torch.set_num_threads(1)  # a parent with an OpenMP pool hangs its forked children
@@ -72,10 +72,8 @@ def leaves_nothing_behind():
     assert torch.get_num_threads() == 1, "a fit in this process: use on_ranks(1, ...)"
     environment["PYTEST_CURRENT_TEST"] = os.environ.get("PYTEST_CURRENT_TEST", "")
     assert dict(os.environ) == environment
-    begun = time.monotonic()
-    while threading.active_count() > threads and time.monotonic() - begun < END_S:
-        time.sleep(0.01)  # a library's pool of threads ends behind its last result
-    assert threading.active_count() <= threads
+    # a library's pool of threads ends behind its last result
+    wait_for(lambda: threading.active_count() <= threads, END_S)
     assert set(Path().iterdir()) - {Path(".pytest_cache")} <= files, (
         "files in the working directory"
     )

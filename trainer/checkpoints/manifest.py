@@ -48,7 +48,7 @@ class Manifest:
     def of_run(cls, raw: Mapping[str, Any], path: Path) -> Manifest:
         """Convert a manifest. Raises CheckpointError if a fact of the run is missing or invalid."""
         try:
-            facts = {each.name: raw[each.name] for each in fields(cls) if each.name in raw}
+            facts = {each.name: raw[each.name] for each in fields(cls)}
             if facts["ledger"] == "":  # no step yet
                 facts["ledger"] = None
             manifest = build(cls, facts)

@@ -87,13 +87,13 @@ def load_run_config(
     parsed = [override for override in parse(overrides) if override.key_or_group != "run.resume"]
     with _explained(f"{wrong}: "):
         saved.run.resume = place
-        _choose_again(saved, parsed, options, config_dirs)
+        _replace_groups(saved, parsed, options, config_dirs)
     config = _override(saved, parsed, options, prefix=f"{place}/config.yaml: ")
     check_saved(config, home, {override.key_or_group for override in parsed}, config_dirs)
     return config
 
 
-def _choose_again(
+def _replace_groups(
     saved: Any, parsed: Sequence[Any], options: Options, config_dirs: Sequence[str]
 ) -> None:
     """Replace whole groups of saved settings by the options that overrides choose."""

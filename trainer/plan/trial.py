@@ -30,6 +30,7 @@ from trainer.distributed.world import World
 from trainer.engine.precision import Precision, choose_precision, is_bf16_native
 from trainer.errors import ConfigError
 from trainer.hook_errors import call
+from trainer.micro_batch import take_rows
 from trainer.plan.counting import Note, count_groups, unnoticed
 from trainer.plan.devices import Device
 from trainer.rng.forward import Draws
@@ -254,10 +255,6 @@ class Trial:
         if self.mesh.context > 1:
             self.context = Context(groups["context"])
         rows = 2 * (self.config.norm_rows or 1)
-
-        def take(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[torch.arange(rows) % len(tensor)] if tensor.dim() else tensor
-
         blueprint = Blueprint(
             config=self.config,
             world=self.world.with_groups(groups),
@@ -266,7 +263,7 @@ class Trial:
             blocks=self.blocks,
             tensor_plan=self.task.tensor_plan() if self.mesh.tensor > 1 else {},
             draws=self.draws,
-            sample=lambda: tree_map_only(torch.Tensor, take, inputs),
+            sample=lambda: take_rows(inputs, rows),
         )
         made = Partition(blueprint, self.mesh, self.context, self.config.run.compile)
         for numbers in made.blocks_of if self.config.strategy.sequence else ():

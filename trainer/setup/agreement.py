@@ -73,19 +73,21 @@ def _agree_on_origin(
 
 def _read_kept(config: Config, world: World, group: Group, origin: resume.Origin) -> dict[str, Any]:
     """Return what the run to continue has for settings that are `auto`. A collective."""
-    asked = {"strategy.precision": str, "data.micro_batch": int}
+    kinds = {"strategy.precision": str, "data.micro_batch": int}
     values = config.flat()
-    asked = {key: kind for key, kind in asked.items() if values[key] == "auto"}
+    asked = {key: kind for key, kind in kinds.items() if values[key] == "auto"}
+    if not asked:
+        return {}
     saved: dict[str, Any] = {}
     with group.agreed("reading the run to resume"):
-        if world.rank == 0 and asked:
+        if world.rank == 0:
             saved = resume.read_saved(config, origin)
         for key, kind in asked.items():
             if not isinstance(saved.get(key), kind | None):
                 raise CheckpointError(
                     f"the {key} of the run to resume is not of type {kind.__name__}"
                 )
-    return group.tell_all({key: saved.get(key) for key in asked}) if asked else {}
+    return group.tell_all({key: saved.get(key) for key in asked})
 
 
 def _resolve_precision(

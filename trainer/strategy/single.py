@@ -45,7 +45,8 @@ class SingleDevice(Strategy):
             torch.autograd.backward(total, self.precision.root(total, objective.scale))
             totals = carried if totals is None else totals + carried
         assert totals is not None
-        self.statistics.write(self.statistics.read())
+        if self.statistics.rows is not None:  # else each pass has left its own, which stay
+            self.statistics.write(self.statistics.read())
         return totals
 
 

@@ -23,14 +23,13 @@ from trainer.config.schema import Config
 from trainer.errors import one_line
 from trainer.record import files
 from trainer.record.trackers.base import Sink
-from trainer.record.trackers.csv_file import CsvFile
+from trainer.record.trackers.csv_file import CsvFile, Say
 
 PATIENCE_S = 30.0  # at the end, for what was not sent yet
 KNOWN = "trackers.json"  # in the run directory: its runs in the services
 MOST_OF_KNOWN = 2**16  # bytes of it
 MOST_OF_A_BATCH = 100  # MLflow's limit on parameters in one request
 FOREIGN = re.compile(r"[^\w\-./: ]")  # characters that MLflow refuses in names
-Say = Callable[[str], None]
 
 
 def open_services(config: Config, directory: Path, step: int, say: Say) -> list[Sink]:

@@ -96,7 +96,7 @@ class Division:
                 self.sharding.add(unit)
         values.fill(model.modules(), take)
         if self.sharding is not None:
-            self.sharding.add(self.root, is_root=True)
+            self.sharding.add(self.root)
             self.sharding.close({module: name for name, module in model.named_modules()})
         if self._mesh.divides_model and not blueprint.blocks:
             self.compiled = []

@@ -46,7 +46,7 @@ class Sharding:
         given = groups if self._has_copies else groups[0]
         self._mesh = DeviceMesh.from_group(given, device, mesh=ranks, mesh_dim_names=names)
 
-    def add(self, unit: nn.Module, is_root: bool = False) -> None:
+    def add(self, unit: nn.Module) -> None:
         """Divide the parameters of a unit that no inner unit has. The root is the last one."""
         from torch.distributed.fsdp import fully_shard
 
@@ -56,12 +56,10 @@ class Sharding:
             unit, mesh=self._mesh, reshard_after_forward=self._reshard, ignored_params=left_out
         )
         self._units.append(unit)
-        if not is_root:
-            self._order.watch(unit)
 
     def close(self, names: Mapping[nn.Module, str]) -> None:
         """Set what all units share, after the last one is added; `names` are for messages."""
-        self._order.begin(self._units[-1], names)
+        self._order.watch(self._units, names)
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)

@@ -6,7 +6,7 @@ of different ones in silence, or gloo ends the process (torch 2.13).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -41,15 +41,13 @@ class UnitOrder:
         self._outside: dict[int, Any] = {}  # units that are called alone, not by the root
         self._path = self._outside
 
-    def watch(self, unit: nn.Module) -> None:
-        """Watch a unit that FSDP2 has just taken."""
-        hook = partial(self._enter, len(self._units))
-        self._units.append(unit)
-        unit.register_forward_pre_hook(hook, prepend=True)  # before FSDP2's
-
-    def begin(self, root: nn.Module, names: Mapping[nn.Module, str]) -> None:
-        """Begin with the root, the unit of the rest, which has no watch of its own."""
+    def watch(self, units: Sequence[nn.Module], names: Mapping[nn.Module, str]) -> None:
+        """Watch units that FSDP2 has taken. The last one is the root, which has the rest."""
         self._names = names
+        *self._units, root = units
+        for number, unit in enumerate(self._units):
+            hook = partial(self._enter, number)
+            unit.register_forward_pre_hook(hook, prepend=True)  # before FSDP2's
         root.register_forward_pre_hook(self._begin_pass, prepend=True)
         root.register_forward_hook(self._end_pass)
 
