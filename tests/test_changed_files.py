@@ -47,6 +47,16 @@ CHANGES = {  # -> what is said, and the steps that the file has in the end
     ),
     "emptied": (lambda path: os.truncate(path, 0), "another program changed its", range(1, 10)),
     "cut": (lambda path: os.truncate(path, 50), "another program changed its", range(1, 10)),
+    "made longer": (
+        lambda path: os.truncate(path, 999),
+        "another program changed its",
+        range(1, 10),
+    ),
+    "cut, then made longer": (
+        lambda path: (os.truncate(path, 50), os.truncate(path, 999)),
+        "another program changed its",
+        range(1, 10),
+    ),
     "rewritten": (
         lambda path: path.write_text(line(1) + "# a note" * 99),
         "another program changed its",
@@ -79,7 +89,8 @@ def test_no_line_is_lost_if_the_metrics_are(what, tmp_path):
         path = tmp_path / "kept-metrics.jsonl"
         steps = range(1, 10)
     assert [entry["step"] for _, entry in rundir.read_entries(path)] == [*steps]
-    assert what != "cut" or path.read_text() == "".join(map(line, steps))
+    is_short = "cut" in what or "longer" in what
+    assert not is_short or path.read_text() == "".join(map(line, steps))
     assert len(warnings) == bool(said) and all(said in one for one in warnings), warnings
 
 

@@ -277,6 +277,14 @@ def test_each_node_names_its_own_ranks(command):
     assert "watched.py" in ends[1][2].split("rank 1, innermost call first:")[1]
 
 
+def test_a_rank_that_waits_for_a_killed_one_before_it_saves_is_not_hung(command):
+    kill = ["task.options.how=kill@metrics", "task.options.at=9", "dist.hang_timeout_s=1"]
+    ends = [ended(node) for node in start_two_nodes(command, *STICKS, *kill)]
+    assert all(code for code, _, _ in ends)
+    assert "error: another rank has exited or does not answer" in ends[0][2]
+    assert "hang detected" not in ends[0][2]
+
+
 @pytest.mark.slow
 def test_node_whose_ranks_all_wait_for_a_lost_node_ends_them(command, tmp_path):
     words = [*STICKS, "task.options.how=stop", "task.options.at=8", "dist.hang_timeout_s=1"]

@@ -52,6 +52,8 @@ class Sticks(Tiny):
             time.sleep(1000)
         elif how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         elif how == "gil":
             ctypes.PyDLL(None).sleep(1000)  # a C function that keeps the GIL
         elif how == "loop":

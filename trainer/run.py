@@ -110,6 +110,7 @@ class Run:
         self._ranks.end_child(error)
         saved = ""
         if error is not None:
+            self._ranks.heartbeat.enter(Phase.END)
             saved = self._save_after_error(error)
             code = 2 if isinstance(error, ConfigError) else 1
             self.record.exit(code, describe(error) + saved, {"step": self.state.step})

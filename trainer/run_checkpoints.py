@@ -104,6 +104,7 @@ class Checkpointer:
         nothing unless all ranks have come within seconds: an error of one rank alone leaves the
         others in a collective of their own.
         """
+        self._ranks.heartbeat.enter(Phase.SAVE)
         group = self._ranks.group
         if not group.all_arrive(f"after an error at step {state.step}", ARRIVE_S):
             return False

@@ -110,6 +110,7 @@ class State:
             return not self.is_stopped
         is_building_ddp = any("torch/nn/parallel/distributed.py" in frame for frame in stack[:1])
         is_in_collective = any("torch/distributed/" in frame for frame in stack[:3])
+        is_in_collective |= any("trainer/distributed/group.py" in frame for frame in stack[:1])
         return self.phase == Phase.REDUCE or is_building_ddp or is_in_collective
 
     def describe(self) -> str:
@@ -285,6 +286,11 @@ class Watcher:
         """Report a hang and kill the ranks; later if the hung rank may be on another node."""
         numbers = {state.rank for state in states}
         stacks = self._read_stacks(numbers)
+        if not any(s.is_stopped for s in states):  # reading its stack continues a stopped one
+            later = [rank.read(self._woke) for rank in self._ranks if rank.rank in numbers]
+            pairs = zip(later, states, strict=True)
+            if any(s is None or s.seconds < before.seconds for s, before in pairs):
+                return False  # a rank goes on, or ends with an error of its own
         waiting = [s for s in states if s.is_waiting(stacks[s.rank])]
         hung = [s for s in states if s not in waiting and s.seconds > self._timeout_s / 2]
         at_work = [s for s in states if s not in (*waiting, *hung) and s.phase == Phase.BUILD]

@@ -175,17 +175,18 @@ class MetricsFile:
             self._restore(dict.fromkeys([*written, *self._recent]), what)
 
     def _is_appended(self, size: int) -> bool:
-        """Return True if the file has grown, behind the line that was written last."""
-        begin = self._size - len(self._last)
-        found = os.pread(self._descriptor, len(self._last), max(0, begin))
-        return size > self._size and found == self._last
+        """Return True if lines were added behind the one that was written last."""
+        begin = max(0, self._size - len(self._last))
+        found = os.pread(self._descriptor, max(0, size - begin), begin)
+        return size > self._size and found.startswith(self._last) and found.endswith(b"\n")
 
     def _restore(self, lines: Iterable[str], what: str) -> None:
         """Write those lines again that the file lacks after its last step."""
         there = _read(self._descriptor)
         missing = list(_lines_after(there, lines))
         tail = there.rpartition("\n")[2]
-        if tail and any(line.startswith(tail) for line in missing):  # cut within a line
+        own = tail.rstrip("\0")  # a line that was cut; zeros behind it make a file longer
+        if tail and (not own or any(line.startswith(own) for line in missing)):
             size = os.fstat(self._descriptor).st_size
             os.ftruncate(self._descriptor, size - len(tail.encode()))
             tail = ""
