@@ -22,7 +22,8 @@ SLOW = pytest.mark.slow
 LIMIT_S = 1.5
 TORCHRUN_LIMIT_S = 5.0
 STRATEGIES = (
-    "cp, ddp, ddp_syncbn_amp, dp, exact, fsdp, fsdp_tp, hsdp, mp, parallel, pp, pp_fsdp, single, tp"
+    "cp, ddp, ddp_syncbn_amp, dp, exact, fsdp, fsdp_tp, hsdp, mp, parallel, pp, pp_fsdp, single, "
+    "tp, zero1"
 )
 RANK_0 = "RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost"
 
@@ -96,7 +97,7 @@ BAD = [
     ("task=cifar --info foo", "--info/-i: invalid choice: 'foo' (choose from"),
     (
         "task=cifar --multirun=3",
-        "--multirun=3: -m takes no value, --resolve and --package go with --cfg job",
+        "--multirun=3: use -m without a value, and --resolve and --package with --cfg job",
     ),
     ("task=cifar run.sed=1 --cfg job", "run.sed is not a setting; did you mean run.seed?"),
     (
@@ -295,11 +296,11 @@ BAD = [
     ),
     (
         "task=cifar launch.nproc_per_node=2",
-        "launch.nproc_per_node=2: needs launch=elastic or launch=spawn",
+        "launch.nproc_per_node=2: use launch=elastic or launch=spawn",
     ),
     (
         "task=cifar launch.max_restarts=1",
-        "launch.max_restarts=1: needs launch=elastic or launch=spawn",
+        "launch.max_restarts=1: use launch=elastic or launch=spawn",
     ),
     (
         "task=cifar launch=spawn launch.max_restarts=1",
@@ -392,7 +393,10 @@ BAD = [
     ("task=cifar dist.backend=mpi", "dist.backend=mpi: needs mpirun or srun"),
     ("task=cifar dist.init=tcp", "dist.address is missing: dist.init=tcp needs it on every rank"),
     ("task=cifar dist.init=file", "dist.path is missing: dist.init=file needs it on every rank"),
-    ("task=cifar dist.address=a:1", "dist.address=a:1: needs dist.init=tcp, but dist.init is env"),
+    (
+        "task=cifar dist.address=a:1",
+        "dist.address=a:1: must be null with dist.init=env; or set dist.init=tcp",
+    ),
     (
         "task=cifar dist.init=tcp dist.address=host",
         "dist.address=host: must be <host>:<port>, port from 1 to 65535",
@@ -403,7 +407,7 @@ BAD = [
     ),
     (
         "task=cifar dist.init=tcp dist.address=h:1 dist.path=x",
-        "dist.path=x: needs dist.init=file, but dist.init is tcp",
+        "dist.path=x: must be null with dist.init=tcp; or set dist.init=file",
     ),
     ("task=cifar dist.init=file dist.path=nowhere/x", "dist.path=nowhere/x: "),
     # optimizer and schedule
@@ -660,7 +664,10 @@ BAD = [
         "-m task=cifar hydra/sweeper=foo",
         "hydra/sweeper=foo: must be hydra/sweeper=optuna, or hydra/launcher=submitit_slurm",
     ),
-    ("-m task=cifar --config-dir nowhere run.seed=1,2", "--config-dir nowhere: no such directory"),
+    (
+        "-m task=cifar --config-dir nowhere run.seed=1,2",
+        "--config-dir nowhere: must be a directory",
+    ),
     # files and directories: a run to resume
     (
         "run.resume=nowhere",
@@ -711,10 +718,10 @@ BAD = [
         "run.name=taken: {files}/runs/cifar/taken exists and is not being",
     ),
     # files and directories: the user's own configurations
-    ("task=cifar --config-dir", "--config-dir: needs a directory"),
-    ("task=cifar --config-dir=", "--config-dir : no such directory"),
-    ("task=cifar --config-dir nowhere", "--config-dir nowhere: no such directory"),
-    ("task=cifar --config-dir {files}/file", "--config-dir {files}/file: no such directory"),
+    ("task=cifar --config-dir", "--config-dir: give a directory"),
+    ("task=cifar --config-dir=", "--config-dir : must be a directory"),
+    ("task=cifar --config-dir nowhere", "--config-dir nowhere: must be a directory"),
+    ("task=cifar --config-dir {files}/file", "--config-dir {files}/file: must be a directory"),
     (
         "task=miine --config-dir {files}/good",
         "task=miine: must be one of cifar, finetune, text, mine; did you mean mine?",
@@ -777,7 +784,7 @@ BAD = [
     (
         "task=mine --config-dir {files}/override",
         "--config-dir {files}/override: In 'task/mine': Could not override 'optin'."
-        " No match in the defaults list; in defaults write '- override /optim: adamw', or"
+        " No match in the defaults list; write '- override /optim: adamw' in defaults, or"
         " '- /model: small' for your own group",
     ),
     (

@@ -23,7 +23,7 @@ class Changing:
     def augment(self, inputs, targets, random, train):
         if self.step == 4 and train and self.world.rank == self.world.world_size - 1:
             strategy = self._run.engine.strategy
-            tensors = {**dict(self.model.named_buffers()), **strategy.parameters}
+            tensors = {**dict(self.model.named_buffers()), **strategy.tensors.parameters}
             with torch.no_grad():
                 tensors[self.changed].view(-1)[:1] += 1e-3
         return super().augment(inputs, targets, random, train)

@@ -257,7 +257,7 @@ def test_inputs_have_the_names_of_forward():
         (["/nowhere", "format=onnx"], "/nowhere"),
         (
             ["{run}", "format=tensorrt"],
-            "format=tensorrt: needs an NVIDIA GPU, and torch sees none here; here: python -m",
+            "format=tensorrt: needs an NVIDIA GPU, and torch sees none here; run here: python -m",
         ),
     ],
 )
@@ -272,7 +272,7 @@ def test_mistakes_are_one_line(words, line, trained, command):
 def test_without_onnx_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(
-        ConfigError, match=r"format=onnx: needs pip install 'lockstep-trainer\[export\]'"
+        ConfigError, match=r"format=onnx: run pip install 'lockstep-trainer\[export\]'"
     ):
         graph.write_graph(None, tmp_path / "m.onnx", {})
 

@@ -300,7 +300,7 @@ def test_folder_names_its_config_dirs_once(name, command, tmp_path):
     assert "task=tiny" not in command("--help").stdout and "tiny" in command("--help").stdout
     assert "name: tiny" in command("task=tiny", "--cfg", "job").stdout
     done = command(*words, "--config-dir=other")
-    assert (done.returncode, done.stderr) == (2, "error: --config-dir other: no such directory\n")
+    assert (done.returncode, done.stderr) == (2, "error: --config-dir other: must be a directory\n")
 
 
 WRONG = {

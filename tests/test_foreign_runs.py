@@ -73,7 +73,7 @@ def test_code_that_only_a_saved_configuration_names_is_not_imported(base, comman
         assert (done.returncode, done.stdout) == (2, ""), verb
         assert done.stderr == (
             f"error: {RUN}/config.yaml: task.trainer: only this file names the package canary, "
-            "whose code would be run; if you trust it, give task.trainer=canary.Task, or "
+            "whose code would be run; give task.trainer=canary.Task if you trust it, or "
             "packages: [canary] in lockstep.yaml\n"
         ), verb
     assert hostile.snapshot(base) == before

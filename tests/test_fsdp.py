@@ -183,7 +183,7 @@ class Changing(Tiny):
         outcome = super().train_step(batch)
         if self.step == 5 and self.world.rank == 3:
             with torch.no_grad():
-                self._run.engine.strategy.parameters["0.weight"] += 1e-7
+                self._run.engine.tensors.parameters["0.weight"] += 1e-7
         return outcome
 
 
@@ -256,7 +256,7 @@ REFUSED = {
     "hook": (2, Tiny, ["strategy.comm_hook=fp16"], "strategy.comm_hook=fp16: strategy=fsdp takes"),
     "product": (2, Tiny, ["strategy.mesh.shard=3"], "and 2 ranks were started; start 3 or set"),
     "odd": (3, Tiny, ["strategy.mesh.replicate=auto", "strategy.mesh.shard=2"], "multiple of 2"),
-    "two autos": (2, Tiny, ["strategy.mesh.replicate=auto"], "only one axis may be auto"),
+    "two autos": (2, Tiny, ["strategy.mesh.replicate=auto"], "set auto for one axis only"),
     "nothing": (2, Tiny, ["strategy.mesh={replicate: 2, shard: 1}"], "has nothing to divide"),
     "no blocks": (2, Tiny, ["strategy.recompute=blocks"], "the task has no blocks; define blocks"),
     "no name": (2, Tiny, ["strategy.recompute=[foo]"], "recompute=foo: no module has this name"),

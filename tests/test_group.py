@@ -93,7 +93,7 @@ def test_missing_peer_at_the_address_is_one_line_in_time(command):
 REFUSED = {
     "dist.init=tcp": "dist.address is missing: dist.init=tcp needs it on every rank",
     "dist.init=file": "dist.path is missing: dist.init=file needs it on every rank",
-    "dist.address=a:1": "dist.address=a:1: needs dist.init=tcp, but dist.init is env",
+    "dist.address=a:1": "dist.address=a:1: must be null with dist.init=env; or set dist.init=tcp",
     "dist.init=tcp dist.address=host": "dist.address=host: must be <host>:<port>",
     "dist.init=tcp dist.address=host:99999": "dist.address=host:99999: must be <host>:<port>",
     "dist.init=file dist.path=/nowhere/meet": "dist.path=/nowhere/meet: /nowhere is not a "

@@ -153,8 +153,8 @@ def test_mpirun_starts_the_ranks_over_gloo_and_over_mpi(size, command, tmp_path)
 
 
 REFUSED = {
-    "launch.nproc_per_node=2": "launch.nproc_per_node=2: needs launch=elastic or launch=spawn",
-    "launch.max_restarts=2": "launch.max_restarts=2: needs launch=elastic",
+    "launch.nproc_per_node=2": "launch.nproc_per_node=2: use launch=elastic or launch=spawn",
+    "launch.max_restarts=2": "launch.max_restarts=2: use launch=elastic",
     "launch=spawn launch.max_restarts=2": "launch.max_restarts=2: launch=spawn does not "
     "restart ranks; use launch=elastic",
     "launch=elastic launch.nproc_per_node=0": "launch.nproc_per_node=0: must be gpu, cpu, auto "
@@ -334,7 +334,7 @@ def test_rank_is_read_from_mpi(names):
     apart = World.from_environment(dict(zip(names, ("3", "4", "1", "2"), strict=True)))
     with pytest.raises(
         ConfigError,
-        match="MASTER_ADDR is not set, but WORLD_SIZE=4: over several nodes",
+        match="MASTER_ADDR is not set, but WORLD_SIZE=4: start with mpirun -x MASTER_ADDR=",
     ):
         _ = apart.launcher.master
 

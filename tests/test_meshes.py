@@ -485,7 +485,7 @@ REFUSED = {
         "the outputs of the divided model are .* check tensor_plan",
     ),
     "half tied": (Half, ["strategy=tp"], "head.weight shares a parameter that tensor_plan divides"),
-    "averages": (Averaging, ["strategy=cp"], r"loss must return values \(rows, positions\)"),
+    "averages": (Averaging, ["strategy=cp"], r": must be values \(rows, positions\)"),
     "order": (
         Reversed,
         ["strategy=pp"],
@@ -499,7 +499,11 @@ REFUSED = {
     ),
     "extra state": (Keeping, ["strategy=pp"], "has get_extra_state, and a stage saves tensors"),
     "hook": (Meshed, ["strategy=tp", "strategy.comm_hook=fp16"], "takes no comm hook; use ddp"),
-    "sequence": (Meshed, ["strategy=cp", "strategy.sequence=true"], "needs strategy.mesh.tensor"),
+    "sequence": (
+        Meshed,
+        ["strategy=cp", "strategy.sequence=true"],
+        "strategy.mesh.tensor must be above 1",
+    ),
 }
 
 

@@ -245,7 +245,7 @@ def test_ranks_and_micro_batches_take_whole_groups():
     assert check_batch(240, Cut(10, 50), 2) == 50
     with pytest.raises(ConfigError) as error:
         check_batch(240, Cut(30), 9)
-    why = "is 8 groups of 30 rows, and 9 ranks need one each"
+    why = "must be at least 9 groups of 30 rows, one for each rank"
     assert str(error.value) == f"data.global_batch=240: {why}"
 
 

@@ -137,7 +137,7 @@ def hooked(parameters, **options):
 
 
 NEEDS = "step needs a closure, and `update` has none"
-DIVIDED = "and the model is divided"
+DIVIDED = "and ranks step different ones"
 EVERYWHERE = {
     torch.optim.LBFGS: f"LBFGS.{NEEDS} (LBFGS.step() missing 1 required positional argument:"
     " 'closure'); see SAM in docs/tasks.md",
@@ -183,8 +183,10 @@ def test_optimizers_that_an_update_cannot_step_are_refused_before_training(tmp_p
 
 def test_optimizers_that_need_the_whole_model_are_refused_where_it_is_divided(tmp_path):
     expected = {k.__name__: f"build_optimizer: {line}" for k, line in ON_A_MESH.items()}
-    for lines in on_ranks(2, refusals, tmp_path, [*ON_A_MESH, Norms], "strategy=fsdp"):
-        assert lines == expected
+    for strategy in ("fsdp", "zero1"):
+        words = [*ON_A_MESH, Norms], f"strategy={strategy}"
+        for lines in on_ranks(2, refusals, tmp_path / strategy, *words):
+            assert lines == expected
     (lines,) = on_ranks(1, refusals, tmp_path, ON_A_MESH, "strategy=single")
     assert lines == {}
 

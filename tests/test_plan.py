@@ -15,9 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.checkpoints.tensor_files import memory_of
-from trainer.plan.memory import MEASURED
 from trainer.plan.planning import PlannedLayout, make_plan
 from trainer.plan.trial import SharedParts
+from trainer.strategy.cost import MEASURED
 from trainer.strategy.pipeline_parallel.schedule import most_kept
 
 SHARDED = ["task=sharded", "run.steps=2", "data.path=streamed"]  # resident rows are views
@@ -84,7 +84,7 @@ def run_watched(folder, *words):
             return tensor
 
         def reduce(*arguments):
-            seen["gradients"] = bytes_of(strategy.gradients())
+            seen["gradients"] = bytes_of(g for kind in strategy.tensors.gradients() for g in kind)
             return reduced(*arguments)
 
         strategy.reduce = reduce
@@ -108,7 +108,7 @@ def run_watched(folder, *words):
         seen["optimizer state"] = bytes_of(
             value for s in states for value in s.values() if isinstance(value, torch.Tensor)
         )
-        seen["parameters"] = bytes_of(strategy.parameters.values())
+        seen["parameters"] = bytes_of(strategy.tensors.parameters.values())
         seen["saved"] = sum(s.nbytes() for key, s in kept.items() if key not in known)
         seen["counts"] = dict(collectives.counts)
         seen["sent"] = collectives.sent
@@ -144,7 +144,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("case", slow_but(OPTIMIZERS, "Muon"))
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
 def test_bytes_of_a_rank_are_those_of_a_real_run(strategy, case, tmp_path):
     words = [*SHARDED, f"strategy={strategy}", *OPTIMIZERS[case]]
     made = plan(tmp_path, *words, ranks=2)
@@ -199,12 +199,14 @@ MESSAGES = {
     "fsdp, kept": (2, ["strategy=fsdp", "data.micro_batch=6", "strategy.reshard=false"]),
     "hsdp": (4, ["strategy=hsdp", "data.micro_batch=3"]),
     "exact": (2, ["strategy=exact", "data.micro_batch=2"]),
+    "zero1": (2, ["strategy=zero1"]),
 }
 OPERATIONS = {
     "all-gather of parameters": "send",
     "reduce-scatter of gradients": "send",
     "all-reduce of gradients": "allreduce_",
     "all-reduce of agreed values": "allreduce_",
+    "broadcast of parameters": "broadcast_",
     "all-to-all of gradients": "alltoall_base_",
     "all-gather of gradients": "allgather_",
     "all-reduce of activations": "allreduce_",
@@ -317,7 +319,7 @@ def find_most_gathered(folder, *words):
     seen = []
 
     def train_step(batch):
-        with Gathered(trainer._run.engine.strategy._divided.sharding._units) as gathered:
+        with Gathered(trainer._run.engine.strategy._division.sharding._units) as gathered:
             outcome = trainer.update(batch)
         seen.append(gathered.most)
         return outcome
@@ -424,7 +426,7 @@ WRONG = {
     "ranks=0": "ranks=0: must be an integer of at least 1",
     "local_ranks=3": "local_ranks=3: must divide ranks=8; give another number of ranks per node",
     "disk_gb_s=fast": "disk_gb_s=fast: must be a number above 0, GB per second",
-    "devices=none.yaml": "devices=none.yaml: needs device=<name>, an entry of it",
+    "devices=none.yaml": "devices=none.yaml: give device=<name> too, an entry of it",
     "strategy.mesh.tensor=2": "strategy.mesh.tensor=2: the task has no tensor_plan; define it, or "
     "choose another axis",
     "strategy.devices_per_rank=2": "strategy.devices_per_rank=2: trainer.plan knows one device per "

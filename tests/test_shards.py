@@ -426,9 +426,9 @@ def test_export_uses_the_newest_valid_checkpoint_of_a_run(tmp_path, capsys):
     ("name", "line"),
     [
         ("taken", "already exists; give another name"),
-        ("absent/x", "No such file or directory"),
-        ("taken/x", "Not a directory"),
-        ("full", "No space left on device"),
+        ("absent/x", "No such file or directory; give another path"),
+        ("taken/x", "Not a directory; give another path"),
+        ("full", "No space left on device; give another path"),
     ],
 )
 def test_export_that_cannot_be_written_is_one_line_and_leaves_no_file(

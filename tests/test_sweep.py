@@ -227,7 +227,7 @@ REFUSED = [
         "hydra/sweeper/sampler=cmaes",
         "hydra.sweeper.sampler=cmaes: must be one of tpe, random",
     ),
-    ("hydra/sweeper/sampler=grid", "optim.lr: hydra/sweeper/sampler=grid needs values, as a,b"),
+    ("hydra/sweeper/sampler=grid", "optim.lr: must be values, as a,b"),
     ("hydra.sweeper.n_jobs=2", "hydra.sweeper.n_jobs=2: must be an integer of at least 1"),
     ("hydra.sweeper.max_failure_rate=1", "hydra.sweeper.max_failure_rate=1: must be one of hydra"),
     ("hydra/launcher=submitit_slurm", "hydra/launcher=submitit_slurm: must be one of hydra.sw"),

@@ -158,7 +158,7 @@ def test_tensors_that_are_no_rows_are_refused(tmp_path):
         "list": (lambda x, y: (x.tolist(), y), argument.format(1) + "is a list"),
         "scalar": (lambda x, y: (x, y[0]), argument.format(2) + "is a scalar"),
         "rows": (lambda x, y: (x, y[1:]), argument.format(2) + "arguments 1 and 2 have .* rows"),
-        "none": (lambda x, y: (), "ResidentDataset: needs at least one tensor"),
+        "none": (lambda x, y: (), "ResidentDataset: must have at least one tensor"),
     }
     check(tmp_path, {name: (resident(make), ConfigError, t) for name, (make, t) in lines.items()})
 
@@ -392,19 +392,19 @@ def test_type_that_fits_no_loss_or_model_is_named(tmp_path):
             floats,
             ConfigError,
             rf"{loss}RuntimeError: .* but got \w+ \(\S+py:\d+\); "
-            r"outputs: float64 \(22, 3\), targets: float64 \(22,\)",
+            r"outputs: float64 \(22, 3\), targets: float64 \(22,\); make them fit",
         ),
         "outputs": (
             task_with(build_model=lambda self: Silent(4, 3), loss=lambda self, *a: entropy(*a)),
             ConfigError,
             rf"{loss}TypeError: .* must be Tensor, not NoneType{place}"
-            r"outputs: NoneType, targets: int64 \(22,\)",
+            r"outputs: NoneType, targets: int64 \(22,\); make them fit",
         ),
         "inputs": (
             augmenting(lambda x, y: (x.long(), y)),
             ConfigError,
             r"the model's module 0 failed: RuntimeError: .* dtype, but got Long and Double; "
-            r"inputs: int64 \(22, 4\)",
+            r"inputs: int64 \(22, 4\); make them fit",
         ),
         "list": (
             augmenting(lambda x, y: ([x, x], y)),

@@ -171,7 +171,7 @@ def split_arguments(
         flag, _, value = word.partition("=")
         if word in ("--config-dir", "-cd"):
             if not rest:
-                raise ConfigError("--config-dir: needs a directory")
+                raise ConfigError("--config-dir: give a directory")
             folders.append(rest.pop(0))
         elif word.startswith("--config-dir="):
             folders.append(value)
@@ -224,7 +224,7 @@ def take_words(
         if equals and name in names:
             own[name] = value
             continue
-        near = suggest(name, names) if equals and name.isidentifier() else ""
+        near = equals and name.isidentifier() and suggest(name, names)
         if near and name not in find_options(config_dirs):
             raise ConfigError(f"{name} is not a setting{near}")
         rest.append(word)

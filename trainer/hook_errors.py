@@ -78,7 +78,7 @@ def _explain(
     if not is_of_torch(error):
         return None
     shown = ", ".join(_show(n, tree) for n, tree in zip(_arguments(name), given, strict=True))
-    return ConfigError(f"{name} failed: {what}; {shown}")
+    return ConfigError(f"{name} failed: {what}; {shown}; make them fit")
 
 
 def _arguments(name: str) -> list[str]:
@@ -208,4 +208,4 @@ def _explain_model(
     how = ""
     if isinstance(inputs, (tuple, list, Mapping)):
         how = f", each an argument of the model ({type(inputs).__name__})"
-    return ConfigError(f"{called} failed: {what}; {_show('inputs', inputs)}{how}")
+    return ConfigError(f"{called} failed: {what}; {_show('inputs', inputs)}{how}; make them fit")

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     split = config.eval.splits[0]
     if not found:
-        raise ConfigError(f"task={config.task.name}: build_dataset({split!r}) has no examples")
+        raise ConfigError(f"build_dataset({split!r}) returned 0 examples; choose another split")
     out = out or home / "predictions" / f"{split}-step-{task.step:08d}.npz"
     _write(out, found)
     rows = len(next(iter(found.values())))
@@ -74,7 +74,7 @@ def _find_writer(out: Path | None) -> Callable[[Any, Tensors], None]:
         try:
             import pyarrow  # noqa: F401
         except ImportError:
-            raise ConfigError(f"out={out}: needs pip install 'lockstep-trainer[parquet]'") from None
+            raise ConfigError(f"out={out}: run pip install 'lockstep-trainer[parquet]'") from None
     return WRITERS[suffix]
 
 

@@ -133,7 +133,7 @@ def _stopping_at(base: type, step: int) -> Any:
     class Replay(base):
         def build_schedule(self, num_steps: int) -> Any:
             if step > num_steps:
-                raise ConfigError(f"step={step}: the run has only {num_steps:,} steps")
+                raise ConfigError(f"step={step}: must be at most the run's {num_steps:,} steps")
             return super().build_schedule(num_steps)
 
         def train_step(self, batch: Any) -> Any:

@@ -70,7 +70,7 @@ class Run:
         restored = restore(*own, data, origin, self.num_steps)
         self.state, self._manifest, skipped = restored
         self._check_metrics()
-        opened = open_directory(self.config, self._ranks, origin, self.step, setup.parts.strategy)
+        opened = open_directory(setup.parts, origin, self.step)
         self.directory = opened.directory
         self._shown = self.config.shown(opened.directory)
         self.record = opened.record
@@ -152,7 +152,7 @@ class Run:
         self.record.say(startup.layout(config, self.world, setup.threads))
         lines = [*setup.notes, *startup.arithmetic(config, self.batches.plan, self.num_steps)]
         lines += [startup.describe_data(split, data) for split, data in setup.datasets.items()]
-        lines += startup.describe_model(config, strategy.structure, setup.is_cut_fixed)
+        lines += startup.describe_model(config, strategy.tensors.structure, setup.is_cut_fixed)
         lines += [f"run directory: {self._shown}", *self._warnings]
         facts = (config, self.world, setup.threads, self.batches.is_streamed)
         lines += startup.slowness(self._ranks.group.collect_text(startup.slow_reasons(*facts)))
@@ -252,7 +252,7 @@ class Run:
         for name, norm in self.engine.norms().items():
             values["optim/grad_norm" + f"/{name}" * (name != "loss")] = norm
         values["speed/examples_per_s"] = examples / max(seconds - then, 1e-9)
-        change = self.engine.strategy.find_change()
+        change = self.engine.tensors.find_change()
         numbers = (self.world.peak_bytes() / 1e9, float(bool(change)))
         values["speed/memory_gb"], is_changed = self._ranks.group.max(*numbers)
         if is_changed:
@@ -272,7 +272,7 @@ class Run:
         self.record.observe(step)
         every = self.config.log.histograms_every_steps
         if every and step % every == 0:
-            for name, values in whole_parameters(self.engine.strategy, self._ranks.group):
+            for name, values in whole_parameters(self.engine.tensors, self._ranks.group):
                 self.record.histogram(step, name, values)
 
     def evaluate(self) -> dict[str, float]:

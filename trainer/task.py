@@ -31,7 +31,7 @@ from trainer.engine.means import Values
 from trainer.engine.outcome import Outcome
 from trainer.errors import ConfigError
 from trainer.rng.philox import Random
-from trainer.strategy.base import find_strategy
+from trainer.strategy.base import find_devices
 
 Split = str  # "train", "eval", or a name in eval.splits
 FUSED = ("torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW")  # on CPU and CUDA
@@ -55,9 +55,8 @@ class Task:
 
     def __init__(self, config: Config, world: World | None = None):
         world = world or World.from_environment()
-        strategy = find_strategy(config.strategy)
         self.config = config
-        self.world = world.with_devices(strategy.find_devices(config.strategy, world))
+        self.world = world.with_devices(find_devices(config.strategy, world))
         values = config.task.options
         if self.Options is None and config.unlisted:
             listed = [name for name in values if name not in config.unlisted]

@@ -232,11 +232,11 @@ def examine(task: Trainer, use: Callable[[Evaluator], Found | None]) -> Found:
     with opened as session, failures_named(session.ranks.group, task.config):
         setup = Setup(task, session.ranks, task.config.eval.splits)
         task._run = setup
-        ema = open_ema(task.config, setup.parts.strategy)
+        ema = open_ema(task.config, setup.parts.strategy.tensors)
         found = read_on_all_ranks(session.ranks.group, lambda: resume.find_checkpoints(origin))
         restored, skipped = found
         if restored:
-            restored.load(setup.parts.strategy, ema)
+            restored.load(setup.parts.strategy.tensors, ema)
             task._run = FitResult(setup.model, restored.manifest.step, fitted)
         made = use(setup.open_evaluator(ema, lambda: bool(session.ranks.stop)))
         task._run = _finished(setup.parts.strategy, task.step, fitted)

@@ -131,9 +131,9 @@ def _recorded_state(found: dict[str, Any]) -> Iterator[None]:
     def finish_and_record(run: Run) -> Summary:
         summary = finish(run)
         strategy = run.engine.strategy
-        shards = strategy.shards()
-        if hasattr(strategy, "_divided"):  # stages that do not own a buffer may have an old one
-            owners = strategy._divided.placements._owners
+        shards = strategy.tensors.shards()
+        if hasattr(strategy, "_division"):  # stages that do not own a buffer may have an old one
+            owners = strategy._division.placements._owners
             own = strategy.mesh["pipeline"]
             shards = {name: s for name, s in shards.items() if owners.get(name, own) == own}
         found["parts"] = {name: s.tensor.detach().clone() for name, s in shards.items()}

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     if "--export" in words:
         at = words.index("--export")
         if at + 1 == len(words):
-            raise ConfigError("--export: needs a file name, as in --export weights.safetensors")
+            raise ConfigError("--export: give a file name, as in --export weights.safetensors")
         target = Path(words[at + 1])
         del words[at : at + 2]
     usage = "python -m trainer.checkpoints DIR [--export FILE.safetensors]"
@@ -119,7 +119,7 @@ def _write(sources: Mapping[str, Any], facts: Mapping[str, str], target: Path) -
             with suppress(OSError):
                 target.unlink()
         if isinstance(error, OSError):
-            raise ConfigError(f"--export {target}: {error.strerror}") from None
+            raise ConfigError(f"--export {target}: {error.strerror}; give another path") from None
         raise
     return len(forms)
 

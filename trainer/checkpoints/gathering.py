@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from trainer.distributed.group import Group
-from trainer.strategy.base import Strategy
 from trainer.strategy.shards import Shard, slices
+from trainer.strategy.tensors import Tensors
 
 
 @torch.no_grad()
@@ -37,11 +37,11 @@ def gather(shards: Mapping[str, Mapping[str, Shard]], group: Group) -> dict[str,
     return wholes
 
 
-def whole_parameters(strategy: Strategy, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
+def whole_parameters(tensors: Tensors, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and all values of each parameter on rank 0. A collective, as is each item."""
-    shards = strategy.shards()
-    is_divided = len(strategy.writers()) > 1
-    for name, _ in strategy.structure.named_parameters():
+    shards = tensors.shards()
+    is_divided = len(tensors.writers()) > 1
+    for name, _ in tensors.structure.named_parameters():
         own = {name: shards[name]} if name in shards else {}
         if is_divided:
             own = gather({"model": own}, group)["model"]

@@ -24,7 +24,7 @@ MOST_HELD = 64  # files of a kind: each rank would open them
 Shape = tuple[int, ...]
 
 
-class Tensors:
+class MemoryTensors:
     """Tensors in memory, such as those of a file of weights."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):

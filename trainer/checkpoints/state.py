@@ -18,7 +18,7 @@ from trainer.distributed.group import Group
 from trainer.engine.buffers import load_buffers
 from trainer.engine.ema import Ema
 from trainer.errors import CheckpointError, ConfigError, one_line
-from trainer.strategy.base import Strategy
+from trainer.strategy.tensors import Tensors
 
 
 @dataclass
@@ -123,12 +123,12 @@ class Restoration:
     manifest: Manifest
     content: Content
 
-    def load(self, strategy: Strategy, ema: Ema | None) -> None:
+    def load(self, tensors: Tensors, ema: Ema | None) -> None:
         """Load the parts that evaluation needs: the model and its averaged weights."""
         sources = self.content.sources
         with wrong_state_named():
-            strategy.load(sources["model"], self.content.training["extra"])
-            load_buffers(strategy, sources["buffer"])
+            tensors.load(sources["model"], self.content.training["extra"])
+            load_buffers(tensors, sources["buffer"])
             if ema:
                 ema.load(sources["ema"])
 

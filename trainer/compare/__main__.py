@@ -166,7 +166,7 @@ def _write_table(out: Path, found: Comparison) -> None:
     try:
         replace_file(out, file.getvalue())
     except OSError as error:
-        raise ConfigError(f"{out}: cannot be written: {error.strerror}") from None
+        raise ConfigError(f"out={out}: {error.strerror}; use out=FILE elsewhere") from None
 
 
 def _write_page(out: Path, found: Comparison) -> None:

@@ -45,7 +45,7 @@ SWEPT = ("SIMPLE_CHOICE_SWEEP", "CHOICE_SWEEP", "RANGE_SWEEP")
 SEARCHED = (*SWEPT, "INTERVAL_SWEEP")
 # OmegaConf resolvers that read nothing but the configuration.
 _RESOLVERS = ("oc.create", "oc.decode", "oc.select", "oc.dict.keys", "oc.dict.values")
-_DEFAULTS = "in defaults write '- override /optim: adamw', or '- /model: small' for your own group"
+_DEFAULTS = "write '- override /optim: adamw' in defaults, or '- /model: small' for your own group"
 # Settings without a folder in conf/: a folder of that name is no group of the user's own.
 _BLOCKS = ("run", "data", "checkpoint", "eval", "log", "hydra")
 Options = Mapping[str, Mapping[str, list[Path]]]  # group -> option -> its files
@@ -149,7 +149,7 @@ def _apply(override: Any, config: Any, options: Options) -> None:
         known: Any = OmegaConf.to_container(config)
         near = suggest(key, [*flatten(known), *options])
         if parent in ("optim", "schedule"):
-            near = near or f"; to add an argument of its class give +{override.input_line}"
+            near = near or f"; give +{override.input_line} to add an argument of its class"
         raise ConfigError(f"{key} is not a setting{near}")
     previous = OmegaConf.select(config, key, throw_on_resolution_failure=False)
     if override.is_add() and previous is not None and not isinstance(value, (dict, list)):
@@ -170,7 +170,7 @@ def _find_home(place: str, prefix: str) -> Path:
     if not (home / "config.yaml").is_file():
         advice = "give a run directory, or one of its checkpoints"
         if steps := [path.name for path in sorted(home.parent.glob("step-*")) if not home.exists()]:
-            raise ConfigError(f"{prefix}{place}: is not there; there are {', '.join(steps)}")
+            raise ConfigError(f"{prefix}{place}: must be one of {', '.join(steps)}")
         raise ConfigError(f"{prefix}{place}: has no config.yaml; {advice}")
     return home
 
@@ -180,18 +180,18 @@ def _read_saved(home: Path, wrong: str) -> Any:
     try:
         raw = read_yaml(home / "config.yaml")
     except OSError as error:
-        raise ConfigError(f"{home}/config.yaml: {error.strerror}") from None
+        raise ConfigError(f"{home}/config.yaml: {error.strerror}; make it readable") from None
     except ValueError as error:
-        raise ConfigError(f"{wrong}: {one_line(error)}") from None
+        raise ConfigError(f"{wrong}: {one_line(error)}; give another") from None
     raw = raw if isinstance(raw, dict) else {}
     for key, value in flatten(raw).items():
         if "${" in str(value):  # a run has resolved them
-            raise ConfigError(f"{wrong}: {key} has an interpolation, ${{...}}")
+            raise ConfigError(f"{wrong}: {key} has an interpolation, ${{...}}; write its value")
     with _explained(f"{wrong}: "):
         saved: Any = OmegaConf.create(raw)
         groups = [field.name for field in dataclasses.fields(Config) if not field.metadata]
         if not all(OmegaConf.is_dict(block) for block in (saved, *map(saved.get, groups))):
-            raise ConfigError(f"{wrong}: some groups of settings are missing")
+            raise ConfigError(f"{wrong}: must have all groups of settings")
         OmegaConf.set_struct(saved, True)
         saved.run.name = None  # the directory may have been renamed or moved
         for key, value in MEETING.items():
@@ -211,13 +211,13 @@ def _explained(prefix: str = "", line: str = "") -> Iterator[None]:
     try:
         yield
     except RecursionError:
-        raise ConfigError(line or f"{prefix}values are nested too deeply") from None
+        raise ConfigError(line or f"{prefix}values are nested too deep; use fewer levels") from None
     except (YAMLError, UnicodeDecodeError, OmegaConfBaseException, HydraException) as error:
         message = one_line(error).split(" Config search path")[0]
         if key := getattr(error, "full_key", None):
             message = f"{key}: {str(error).splitlines()[0]}"
         if isinstance(error, (YAMLError, UnicodeDecodeError)):
-            message = f"a YAML file cannot be read: {message}"
+            message = f"a YAML file cannot be read: {message}; correct it"
         if re.search(r"@(task|experiment)\.", message) and "at the end of" not in message:
             first = "the first line of the task's file must be '# @package _global_'"
             message = f"{first}: {message}"
@@ -300,7 +300,7 @@ def _compose(
     """Compose the file `name` with the group options that `parsed` chooses, and `added` words."""
     for folder in config_dirs:
         if not folder or not Path(folder).is_dir():
-            raise ConfigError(f"--config-dir {folder}: no such directory")
+            raise ConfigError(f"--config-dir {folder}: must be a directory")
     options = find_options(config_dirs)
     _choose(parsed, options)
     words = [override.input_line for override in parsed if override.key_or_group in options]

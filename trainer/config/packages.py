@@ -45,7 +45,7 @@ def check_saved(
     for package, word in saved.items():
         if not lies_under(package, named):
             why = f"only this file names the package {package}, whose code would be run"
-            advice = f"if you trust it, give {word}, or packages: [{package}] in lockstep.yaml"
+            advice = f"give {word} if you trust it, or packages: [{package}] in lockstep.yaml"
             raise ConfigError(
                 f"{config.shown(home)}/config.yaml: {word.partition('=')[0]}: {why}; {advice}"
             )

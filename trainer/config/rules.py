@@ -116,7 +116,7 @@ def _find_launch_problems(block: LaunchSettings) -> Problems:
         yield "launch.nproc_per_node", "must be gpu, cpu, auto or an integer of at least 1"
     if block.name == "inline" and (ranks is not None or block.max_restarts):
         key = "launch.max_restarts" if ranks is None else "launch.nproc_per_node"
-        yield key, "needs launch=elastic or launch=spawn; torchrun has its own flags for it"
+        yield key, "use launch=elastic or launch=spawn; torchrun has its own flags for it"
     if block.name == "spawn" and block.max_restarts:
         yield "launch.max_restarts", "launch=spawn does not restart ranks; use launch=elastic"
 
@@ -128,7 +128,7 @@ def _find_dist_problems(block: DistSettings) -> Problems:
         if init == method and not value:
             yield f"dist.{key}", f"dist.init={init} needs it on every rank; see conf/dist/auto.yaml"
         if init != method and value:
-            yield f"dist.{key}", f"needs dist.init={method}, but dist.init is {init}"
+            yield f"dist.{key}", f"must be null with dist.init={init}; or set dist.init={method}"
     host, _, port = (block.address or "localhost:1").rpartition(":")
     if not host or not is_port(port):
         yield "dist.address", "must be <host>:<port>, port from 1 to 65535"

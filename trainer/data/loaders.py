@@ -72,7 +72,7 @@ def _check_tensors(tensors: tuple[Any, ...]) -> None:
             rows = f"{tensors[0].size(0)} and {tensor.size(0)} rows"
             raise ConfigError(f"ResidentDataset: {must}, and arguments 1 and {number} have {rows}")
     if not tensors:
-        raise ConfigError("ResidentDataset: needs at least one tensor")
+        raise ConfigError("ResidentDataset: must have at least one tensor")
 
 
 def check_dataset(dataset: Any, split: str, path: str) -> None:

@@ -164,7 +164,7 @@ def check_batch(global_batch: int, cut: Cut, ranks: int) -> int:
     if units < ranks:
         least = f"must be at least the {ranks} data-parallel ranks"
         if cut.unit > 1:
-            least = f"is {units} groups of {cut.unit} rows, and {ranks} ranks need one each"
+            least = f"must be at least {ranks} groups of {cut.unit} rows, one for each rank"
         raise ConfigError(f"data.global_batch={global_batch}: {least}")
     largest = -(-units // ranks) * cut.unit
     micro_batch = min(cut.micro_batch or largest, largest)

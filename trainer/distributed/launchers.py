@@ -88,7 +88,7 @@ class Launcher:
             if not self.variables.get(name):
                 start = "start with torchrun, or set MASTER_ADDR and MASTER_PORT by hand"
                 if self.name == "mpirun":
-                    start = "over several nodes, start with mpirun -x MASTER_ADDR=<host of rank 0>"
+                    start = "start with mpirun -x MASTER_ADDR=<host of rank 0> over several nodes"
                 size = self.variables.get("WORLD_SIZE")
                 raise ConfigError(f"{name} is not set, but WORLD_SIZE={size}: {start}")
         port = self.variables["MASTER_PORT"]

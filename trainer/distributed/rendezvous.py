@@ -269,7 +269,8 @@ class _Meeting:
         if hello.rank in members:
             twice = f"rank {hello.rank} was started twice, as {members[hello.rank]} and {hello}"
             missing = self._missing(members)
-            raise ConfigError(f"{twice}; missing: {name_ranks(missing) if missing else 'none'}")
+            others = f"missing: {name_ranks(missing) if missing else 'none'}"
+            raise ConfigError(f"{twice}; {others}; give each process its own RANK")
 
     def _missing(self, members: Mapping[int, _Hello]) -> list[int]:
         return [rank for rank in range(self._own.size) if rank not in members]
@@ -279,7 +280,7 @@ class _Meeting:
             number = self._say_hello()
             reply = self._wait_for(f"reply/{number}", self._deadline + GRACE_S)
             if reply is None:
-                raise ConfigError(f"{self._failure}: rank 0 did not connect")
+                raise ConfigError(f"{self._failure}: rank 0 did not connect; start it")
             if "problem" in reply:
                 raise ConfigError(reply["problem"])
             if "members" in reply:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from trainer.engine.digest import digest
-from trainer.strategy.base import Strategy
 from trainer.strategy.shards import (
     Shard,
     TensorSource,
@@ -18,25 +17,26 @@ from trainer.strategy.shards import (
     read_into,
     tensors_of,
 )
+from trainer.strategy.tensors import Tensors
 
 
 class Buffers:
     """The buffers of a model as built: digests of those with persistent=False, shapes of others."""
 
-    def __init__(self, strategy: Strategy):
-        self._strategy = strategy
+    def __init__(self, tensors: Tensors):
+        self._tensors = tensors
         self._shapes = self._read_shapes()
-        self._built = {name: _print(shard) for name, shard in strategy.non_persistent().items()}
+        self._built = {name: _print(shard) for name, shard in tensors.non_persistent().items()}
 
     def shards(self) -> dict[str, Shard]:
         """Return this rank's parts of the buffers that differ from the built model's."""
-        every = self._strategy.non_persistent()
+        every = self._tensors.non_persistent()
         alike = {name: shard for name, shard in every.items() if self._is_shaped(name, shard)}
         return {name: s for name, s in alike.items() if _print(s) != self._built[name]}
 
     def reshaped(self) -> list[str]:
         """Return the buffers of another shape than as built, which `shards` leaves out."""
-        every = self._strategy.non_persistent()
+        every = self._tensors.non_persistent()
         return [name for name, shard in every.items() if not self._is_shaped(name, shard)]
 
     def find_change(self) -> str:
@@ -53,7 +53,7 @@ class Buffers:
         return ""
 
     def _read_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(t.shape) for name, t in tensors_of(self._strategy.module).items()}
+        return {name: tuple(t.shape) for name, t in tensors_of(self._tensors.module).items()}
 
     def _is_shaped(self, name: str, shard: Shard) -> bool:
         return name in self._built and self._built[name][0] == shard.tensor.shape
@@ -63,9 +63,9 @@ def _print(shard: Shard) -> tuple[torch.Size, int]:
     return shard.tensor.shape, digest(shard.tensor)
 
 
-def load_buffers(strategy: Strategy, source: TensorSource) -> None:
+def load_buffers(tensors: Tensors, source: TensorSource) -> None:
     """Load what `Buffers.shards` returned. Raises CheckpointError for another model's buffers."""
     saved = source.shapes()
-    built = non_persistent(strategy.structure)
+    built = non_persistent(tensors.structure)
     check_model({name: built[name] for name in saved if name in built}, saved)
-    read_into(strategy.non_persistent(), source)
+    read_into(tensors.non_persistent(), source)

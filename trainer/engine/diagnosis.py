@@ -77,7 +77,7 @@ def examine(engine: Engine, hooks: Hooks, batch: LocalBatch) -> list[Example]:
     Gradients are dropped. BatchNorm uses its running statistics: with batch statistics, one bad
     example would make all others bad.
     """
-    with engine.strategy.whole() as module:
+    with engine.tensors.whole() as module:
         module.train(not has_batchnorm(module))
         try:
             with untouched(module), engine.draws.update("loss"):

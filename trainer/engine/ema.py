@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from trainer.errors import CheckpointError
-from trainer.strategy.base import Strategy
 from trainer.strategy.shards import Shard, TensorSource, read_into
+from trainer.strategy.tensors import Tensors
 
 
 class Ema:
@@ -19,11 +19,11 @@ class Ema:
     Every rank computes the same average from the same weights.
     """
 
-    def __init__(self, strategy: Strategy, decay: float):
+    def __init__(self, tensors: Tensors, decay: float):
         self.decay = decay
-        self._refresh = strategy.refresh
-        shards = {name: strategy.shard_of(p) for name, p in strategy.parameters.items()}
-        weights: list[torch.Tensor] = [*strategy.parameters.values()]
+        self._refresh = tensors.refresh
+        shards = {name: tensors.shard_of(p) for name, p in tensors.parameters.items()}
+        weights: list[torch.Tensor] = [*tensors.parameters.values()]
         self._weights = weights  # not detached: a task may replace their .data
         self._averages = [weight.detach().clone() for weight in self._weights]
         averages = zip(shards.items(), self._averages, strict=True)

@@ -37,11 +37,11 @@ from trainer.errors import ConfigError
 from trainer.micro_batch import take_rows
 from trainer.rng.philox import seed_all
 from trainer.schedule import Factor, rate_scale
-from trainer.strategy.base import Strategy
 from trainer.strategy.modules.dry_run import untouched
 from trainer.strategy.protocols import MicroBatches
 from trainer.strategy.shards import Shard, TensorSource, read_into
 from trainer.strategy.tensor_parallel.collectives import gather_parts, sizes_of
+from trainer.strategy.tensors import Tensors
 
 Shards = dict[str, dict[str, Shard]]
 
@@ -91,21 +91,21 @@ class Engine:
         rehearsal = next(iter(batch))
         seed_all(config.run.seed)  # lazy layers initialise their weights in the rehearsal
         strategy.prepare(rehearsal, self._new_objective("loss").of(parts.hooks.loss))
-        strategy.on_gradients(self._heartbeat.reduce_begun)
+        self.tensors = strategy.tensors
         self._unit = config.norm_rows or 1
         self._few_rows = take_rows(rehearsal, 3 * self._unit)
         self._rehearse_draws("loss", parts.hooks.loss)
         self.means.clear()
-        self.optimizers = check_optimizers(parts.hooks.build_optimizer(strategy.structure))
+        self.optimizers = check_optimizers(parts.hooks.build_optimizer(self.tensors.structure))
         self._updated = {each: self._adopt(each) for each in self.optimizers}
         self._groups = self._list_groups()
-        self._parameters = [p for p in strategy.parameters.values() if p.requires_grad]
-        self.ema = open_ema(config, strategy)
-        self.buffers = Buffers(strategy)
+        self._parameters = [p for p in self.tensors.parameters.values() if p.requires_grad]
+        self.ema = open_ema(config, self.tensors)
+        self.buffers = Buffers(self.tensors)
 
     def _adopt(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        remember_options(optimizer, self.strategy.names())
-        return self.strategy.adopt(optimizer)
+        remember_options(optimizer, self.tensors.names())
+        return self.tensors.adopt(optimizer)
 
     @property
     def model(self) -> nn.Module:
@@ -152,10 +152,10 @@ class Engine:
             totals = strategy.forward_backward(batch, objective)
         self._heartbeat.enter(Phase.UPDATE)
         if optimizers is not None:
-            known = self._updated
-            updated = [known[e] if e in known else strategy.adopt(e) for e in optimizers]
-            strategy.drop_gradients([p for parameters in updated for p in parameters])
-        found_inf = self.precision.unscale(strategy.gradients_by_kind(), objective.factor(totals))
+            known, tensors = self._updated, self.tensors
+            updated = [known[e] if e in known else tensors.adopt(e) for e in optimizers]
+            tensors.drop_gradients([p for parameters in updated for p in parameters])
+        found_inf = self.precision.unscale(self.tensors.gradients(), objective.factor(totals))
         wants_norm = self._clip_norm is not None or self._wants_norm
         found_inf, norm = strategy.reduce(found_inf, wants_norm)
         if norm is not None:
@@ -171,7 +171,7 @@ class Engine:
         if self.precision.is_scaled:
             self.precision.update_scale(found_inf)
         self.strategy.statistics.undo(found_inf)
-        self.strategy.drop_gradients()
+        self.tensors.drop_gradients()
         return Outcome(((gradients.totals, found_inf),))
 
     def _rehearse_draws(self, name: str, loss: Loss) -> None:
@@ -186,7 +186,7 @@ class Engine:
             self.draws.rehearse(name, compute, self._few_rows, self._unit)
         if self.strategy.mesh.divides_model:
             self.draws.agree(name, self._group.max)
-        self.strategy.refresh()
+        self.tensors.refresh()
 
     def _new_objective(self, name: str, elements: int = 0) -> Objective:
         self._objectives[name] = Objective(
@@ -258,42 +258,42 @@ class Engine:
 
     def check(self) -> None:
         """Raise ConfigError for a model that was changed, or state that no resume could load."""
-        strategy = self.strategy
-        if line := strategy.find_change() or self.buffers.find_change():
+        if line := self.tensors.find_change() or self.buffers.find_change():
             raise ConfigError(line)
-        names = strategy.names()
+        names = self.tensors.names()
+        is_divided = self.strategy.mesh.is_divided
         for optimizer in self.optimizers:
-            check_groups(optimizer, names, strategy.mesh.is_divided)
-            check_state(optimizer, names, strategy.mesh.is_divided)
+            check_groups(optimizer, names, is_divided)
+            check_state(optimizer, names, is_divided)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the training state without the tensors of `shards`.
 
         Collective: every rank must call it.
         """
-        names = self.strategy.names()
+        names = self.tensors.names()
         states = [named_state(optimizer, names) for optimizer in self.optimizers]
         return {
-            "optimizers": self.strategy.collect_plain(states, self._group),
+            "optimizers": self.tensors.collect_plain(states, self._group),
             "rows": self.means.reduced(self._group),
             "elements": {name: each.elements for name, each in self._objectives.items()},
             "precision": self.precision.state_dict(),
-            "extra": self.strategy.extra_state(),
+            "extra": self.tensors.extra_state(),
         }
 
     def shards(self) -> Shards:
         """Return this rank's parts of the model, the optimizers' state and the moving average."""
-        names = self.strategy.names()
+        names = self.tensors.names()
         state: dict[str, Shard] = {}
         for number, optimizer in enumerate(self.optimizers):
             for parameter, values in parameter_state(optimizer).items():
-                shard = self.strategy.shard_of(parameter)
+                shard = self.tensors.shard_of(parameter, is_state=True)
                 prefix = f"{number}/{names[parameter]}"
                 for key, value in values.items():
                     if isinstance(value, torch.Tensor):
                         state[f"{prefix}/{key}"] = shard.holding(value)
         averages = self.ema.shards() if self.ema else {}
-        kinds = {"model": self.strategy.shards(), "optimizer": state, "ema": averages}
+        kinds = {"model": self.tensors.shards(), "optimizer": state, "ema": averages}
         return {**kinds, "buffer": self.buffers.shards()}
 
     def load(self, sources: Mapping[str, TensorSource], training: Mapping[str, Any]) -> None:
@@ -306,10 +306,10 @@ class Engine:
         for name, elements in training["elements"].items():
             self._new_objective(name, elements)
         self.precision.load_state_dict(training["precision"])
-        self.strategy.load(sources["model"], training.get("extra", {}))
-        load_buffers(self.strategy, sources["buffer"])
+        self.tensors.load(sources["model"], training.get("extra", {}))
+        load_buffers(self.tensors, sources["buffer"])
         check_count(self.optimizers, training["optimizers"])
-        names = self.strategy.names()
+        names = self.tensors.names()
         for number, optimizer in enumerate(self.optimizers):
             restore_groups(optimizer, names, training["optimizers"][number])
             tensors = self._read_state(number, sources["optimizer"])
@@ -320,17 +320,16 @@ class Engine:
 
     def initialise(self, source: TensorSource) -> None:
         """Start from the weights of a source, which may have some of the model's tensors only."""
-        read_into(self.strategy.shards(), source)
-        self.strategy.refresh()
+        read_into(self.tensors.shards(), source)
+        self.tensors.refresh()
         if self.ema:
             self.ema.restart()
 
     def _read_state(self, number: int, source: TensorSource) -> dict[str, dict[str, torch.Tensor]]:
         """Return this rank's parts of an optimizer's state, by parameter name and key."""
-        strategy = self.strategy
         groups = self.optimizers[number].param_groups
-        names = strategy.names()
-        own = {names[p]: strategy.shard_of(p) for group in groups for p in group["params"]}
+        names = self.tensors.names()
+        own = {names[p]: self.tensors.shard_of(p) for group in groups for p in group["params"]}
         state: dict[str, dict[str, torch.Tensor]] = {}
         for place, shape in source.shapes().items():
             first, _, rest = place.partition("/")
@@ -353,6 +352,6 @@ class Engine:
         return [(g, g["initial"]["lr"]) for g in groups if "lr" in g.get("initial", {})]
 
 
-def open_ema(config: Config, strategy: Strategy) -> Ema | None:
+def open_ema(config: Config, tensors: Tensors) -> Ema | None:
     decay = config.run.ema_decay
-    return None if decay is None else Ema(strategy, decay)
+    return None if decay is None else Ema(tensors, decay)

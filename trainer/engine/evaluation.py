@@ -290,7 +290,7 @@ class Evaluator:
                 yield
         finally:
             self._strategy.module.train()
-            self._strategy.refresh()
+            self._strategy.tensors.refresh()
 
     def _finish(self, split: EvalSplit, means: Means) -> dict[str, float]:
         values = means.read(self._group)

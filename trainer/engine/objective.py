@@ -81,8 +81,8 @@ class Objective:
         if self.is_weighted is None:
             check_signs(self._name, weights)
         if self._share.parts > 1 and values.dim() < 2:
-            must = "must return values (rows, positions) with strategy.mesh.context"
-            raise ConfigError(f"{self._name} {must}, and returned shape {tuple(values.shape)}")
+            must = "must be values (rows, positions) with strategy.mesh.context"
+            raise ConfigError(f"{self._name} returned shape {tuple(values.shape)}: {must}")
         if weights is None:
             count = values.numel()
             elements = count * self._share.parts

@@ -48,7 +48,7 @@ def remember_options(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
     """
     for group in optimizer.param_groups:
         if any(p not in names for p in group["params"]):
-            why = "has a parameter that is not one of the model's"
+            why = "has a parameter that is not one of the model's; register it in the model"
             raise ConfigError(f"build_optimizer: {type(optimizer).__name__} {why}")
         group["initial"] = {key: value for key, value in group.items() if key != "params"}
         group["names"] = [names[p] for p in group["params"]]

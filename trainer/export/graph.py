@@ -14,7 +14,7 @@ import torch
 from trainer.errors import ConfigError, RunError, one_line
 from trainer.export.model import ROWS, ExportModel, Flat, rows_of, tensors_in
 
-NEEDS = "format=onnx: needs pip install 'lockstep-trainer[export]'"
+NEEDS = "format=onnx: run pip install 'lockstep-trainer[export]'"
 LIMIT = 1e-5  # of the largest difference to PyTorch, relative to outputs above 1
 MOST_BYTES = 1.8e9  # of a file: protobuf ends at 2 GiB
 Differences = dict[int, float]  # the largest one by batch size
@@ -46,7 +46,7 @@ def write_graph(trained: ExportModel, path: Path, facts: dict[str, str]) -> Flat
                 verbose=False,
             )
     except Exception as error:
-        why = one_line(error)[:300]
+        why = f"{one_line(error)[:300]}; use format=safetensors"
         raise ConfigError(f"format=onnx: torch cannot export this model: {why}") from error
     assert program is not None
     program.save(path)
@@ -59,7 +59,7 @@ def write_graph(trained: ExportModel, path: Path, facts: dict[str, str]) -> Flat
     try:
         onnx.checker.check_model(str(path))
     except onnx.checker.ValidationError as error:
-        why = one_line(error)[:300]
+        why = f"{one_line(error)[:300]}; use format=safetensors"
         raise ConfigError(f"format=onnx: torch made a wrong graph of this model: {why}") from error
     return flat
 

@@ -127,7 +127,7 @@ def load_trained(task: Trainer) -> ExportModel:
     (trained,) = found
     if not trained.rows:
         split = task.config.eval.splits[0]
-        raise ConfigError(f"split={split}: has no examples to compare the export with")
+        raise ConfigError(f"split={split}: has no examples to compare with; choose another split")
     trained.model.eval()
     return trained
 

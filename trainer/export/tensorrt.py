@@ -26,7 +26,7 @@ def check_tensorrt(place: str) -> None:
         export = f"python -m trainer.export {shlex.quote(place)} format=onnx out=model.onnx"
         shapes = " ".join(f"--{end}Shapes=<input>:<shape>" for end in ("min", "opt", "max"))
         build = f"trtexec --onnx=model.onnx --saveEngine=model.engine {shapes}"
-        there = f"here: {export}; on a machine with a GPU: {build}"
+        there = f"run here: {export}; on a machine with a GPU: {build}"
         raise ConfigError(f"format=tensorrt: needs {missing}; {there} (docs/export.md)")
 
 

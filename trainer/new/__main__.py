@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
                 text = text.replace(word, value)
             path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{folder}: {error.strerror}; start in another directory") from None
     print(f"written: {folder}/, {len(FILES)} files; its README.md says what each is for")
     print(f"begin with: cd {folder} && python -m trainer task={name}")
     return 0

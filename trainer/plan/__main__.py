@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     from trainer.plan.trial import SharedParts
 
     if "devices" in own and "device" not in own:
-        raise ConfigError(f"devices={own['devices']}: needs device=<name>, an entry of it")
+        raise ConfigError(f"devices={own['devices']}: give device=<name> too, an entry of it")
     device = find_device(own["device"], own.get("devices")) if "device" in own else None
     layout = PlannedLayout(ranks, local_ranks, device)
     kept = SharedParts()

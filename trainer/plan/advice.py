@@ -58,7 +58,7 @@ def _candidates(plan: Plan) -> Iterator[tuple[Changes, list[int]]]:
     sizes = list(_smaller(plan.batches["micro_batch"]))
     recompute = {RECOMPUTE: "blocks"} if plan.has_blocks else {}
     meshes: list[Changes] = [{}]
-    if plan.config.strategy.name == "exact":  # its strategy and micro-batch belong to the run
+    if plan.is_cut_fixed:  # strategy and micro-batch belong to the run
         sizes = []
     elif plan.layout.ranks > 1:
         local = plan.layout.local_ranks

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.distributed.world import RankGroup
+from trainer.strategy.cost import reduced
 from trainer.strategy.mesh import AXES, DATA, Mesh
 
 ALL_REDUCE, ALL_GATHER = "all-reduce", "all-gather"
@@ -18,11 +19,6 @@ Note = Callable[[str, str, float], None]  # (axis, kind of collective, bytes tha
 
 def unnoticed(axis: str, kind: str, num_bytes: float) -> None:
     """Do nothing with what a group would send."""
-
-
-def reduced(num_bytes: float, size: int) -> float:
-    """Return the bytes that a rank sends in an all-reduce, as a ring does."""
-    return 2 * (size - 1) / size * num_bytes
 
 
 @dataclass(frozen=True)

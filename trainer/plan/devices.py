@@ -79,7 +79,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"devices={path}: cannot be read: {one_line(error)}") from None
+        why = f"cannot be read: {one_line(error)}; copy {TABLE.name} of the package"
+        raise ConfigError(f"devices={path}: {why}") from None
     parts: list[Any] = [content.get(key) if isinstance(content, dict) else None for key in PARTS]
     if not all(isinstance(part, dict) for part in parts):
         must = f"must have the mappings {' and '.join(PARTS)}"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from trainer.plan.trial import Trial
+from trainer.strategy.cost import Parts
 from trainer.strategy.mesh_model.materialize import inner_first
-
-Parts = Mapping[nn.Parameter, nn.Parameter]  # of the model's parameters: a rank's part of each
 
 
 @dataclass(frozen=True)

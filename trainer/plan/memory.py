@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,28 +11,23 @@ from torch.optim import Optimizer
 
 from trainer.engine.optimizers import check_optimizers
 from trainer.errors import ConfigError
-from trainer.plan.held import Parts, StageTensors
+from trainer.plan.held import StageTensors
 from trainer.plan.passes import Passes
 from trainer.plan.trial import Trial
-from trainer.strategy.exact_tree import nodes_of
-from trainer.strategy.mesh_model.optimizer_trial import is_elementwise
+from trainer.strategy.cost import (
+    ESTIMATED,
+    MEASURED,
+    Cost,
+    MemoryRow,
+    Parts,
+    PlannedRank,
+    size_of,
+)
 from trainer.strategy.pipeline_parallel.schedule import most_kept
 
-MEASURED = "measured"  # by running it without values, or exact arithmetic
-ESTIMATED = "estimated"
 ACTIVATIONS = "activations"
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 STATES = 2  # tensors per parameter, assumed for an optimizer that cannot step without values
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the table of memory; `num_bytes` is None if it is not known."""
-
-    name: str
-    num_bytes: int | None
-    source: str = MEASURED
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,43 +55,33 @@ def scaled(number: float, units: Sequence[tuple[float, str]]) -> str:
     return ""
 
 
-def size_of(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def list_memory(trial: Trial, held: StageTensors, states: States, passes: Passes) -> list[Row]:
+def list_memory(
+    trial: Trial, held: StageTensors, states: States, rank: PlannedRank, passes: Passes
+) -> list[MemoryRow]:
     """Return the rows of the table of a rank's memory."""
     parts = held.parts
     trained = [part for part in parts.values() if part.requires_grad]
     rows = [
-        Row("parameters", size_of(parts.values())),
-        Row("gradients", size_of(trained), note=_describe_buckets(trial)),
-        Row("optimizer state", states.num_bytes, states.source, states.note),
+        MemoryRow("parameters", size_of(parts.values())),
+        MemoryRow("gradients", size_of(trained)),
+        MemoryRow("optimizer state", states.num_bytes, states.source, states.note),
     ]
     if trial.config.run.ema_decay is not None:
-        rows.append(Row("moving average", size_of(parts.values())))
-    rows.append(Row("buffers", size_of(held.buffers)))
-    if trial.is_sharded:
-        rows += _list_gathered(trial, held)
+        rows.append(MemoryRow("moving average", size_of(parts.values())))
+    rows.append(MemoryRow("buffers", size_of(held.buffers)))
+    rows += trial.kind.cost.memory(rank)
     if states.gathered:
-        rows.append(Row("whole matrices", states.gathered, note="owned for the optimizer"))
-    if trial.config.strategy.name == "exact":
-        rows.append(_tree(trial, size_of(trained)))
+        rows.append(MemoryRow("whole matrices", states.gathered, note="owned for the optimizer"))
     if trial.is_data_resident:
         note = f"{len(trial.dataset):,} examples on the device"
-        rows.append(Row("training data", size_of(trial.dataset.tensors), note=note))
+        rows.append(MemoryRow("training data", size_of(trial.dataset.tensors), note=note))
     rows.append(_activations(trial, held.stage, passes))
     return rows
 
 
-def _describe_buckets(trial: Trial) -> str:
-    is_ddp = trial.config.strategy.name == "ddp" and trial.mesh.data_size > 1
-    return "the buckets of ddp are the same memory" if is_ddp else ""
-
-
-def _activations(trial: Trial, stage: int, passes: Passes) -> Row:
+def _activations(trial: Trial, stage: int, passes: Passes) -> MemoryRow:
     if passes.problem:
-        return Row(ACTIVATIONS, None, ESTIMATED, f"not known: {passes.problem}")
+        return MemoryRow(ACTIVATIONS, None, ESTIMATED, f"not known: {passes.problem}")
     schedule, num_stages = trial.config.strategy.schedule, trial.mesh.pipeline
     kept = most_kept(schedule, num_stages, stage, trial.plan.accumulation)
     note = f"a micro-batch of {trial.rows:,} rows"
@@ -112,46 +96,16 @@ def _activations(trial: Trial, stage: int, passes: Passes) -> Row:
         note += ", as without run.compile and SyncBN" if is_other else ", with the kernels of a CPU"
     is_measured = is_exact and not passes.recomputed
     total = kept * passes.saved + passes.recomputed
-    return Row(ACTIVATIONS, total, MEASURED if is_measured else ESTIMATED, note)
-
-
-def _list_gathered(trial: Trial, held: StageTensors) -> list[Row]:
-    """Return the rows for units of FSDP that are whole for a while."""
-    parts = held.parts
-    sizes = [trial.num_shards * size_of(parts[p] for p in unit) for unit in held.units]
-    trained = [size_of(p for p in unit if p.requires_grad) for unit in held.units]
-    rest = sum(sizes[held.num_blocks :])
-    largest = max(sizes[: held.num_blocks], default=0)
-    kept = rest + largest if trial.config.strategy.reshard else sum(sizes)
-    gathered = max(kept + largest, 2 * rest)  # a unit in flight is there twice
-    name = "the rest of the model, a block" if largest else "the model"
-    if not trial.config.strategy.reshard:
-        name = f"all {len(sizes)} units"
-    gradients = sum(trained[held.num_blocks :]) + max(trained[: held.num_blocks], default=0)
-    note = "of the rest and of a block, before they are summed into shards"
-    return [
-        Row("gathered parameters", gathered, ESTIMATED, f"{name}, one in flight"),
-        Row("whole gradients", gradients, ESTIMATED, note),
-    ]
-
-
-def _tree(trial: Trial, gradients: int) -> Row:
-    """Return the row of the vectors that strategy=exact sums, each with all gradients."""
-    leaves = trial.config.data.global_batch // trial.rows
-    mine = -(-leaves // trial.mesh.data_size)
-    depth = math.ceil(math.log2(mine)) + 1 if mine > 1 else 1
-    vectors = depth + 2 * len(nodes_of(0, mine)) * (trial.mesh.data_size > 1)
-    return Row("sums of leaves", vectors * gradients, ESTIMATED, f"{vectors} vectors")
+    return MemoryRow(ACTIVATIONS, total, MEASURED if is_measured else ESTIMATED, note)
 
 
 # Optimizers ---------------------------------------------------------------------------------------
 
 
-def measure_states(trial: Trial, parts: Parts) -> States:
+def measure_states(trial: Trial, parts: Parts, cost: type[Cost]) -> States:
     """Build the task's optimizers, step them without values, and return the bytes of their state.
 
-    `parts` are those of a rank, or the whole parameters. An optimizer of whole matrices gathers
-    parts.
+    `parts` are those of a rank, of which `cost` tells what its optimizers step.
     """
     with trial.mode:
         try:
@@ -162,7 +116,7 @@ def measure_states(trial: Trial, parts: Parts) -> States:
             total = STATES * size_of(p for p in parts.values() if p.requires_grad)
             note = f"{STATES} tensors per parameter: {type(error).__name__} in build_optimizer"
             return States(total, ESTIMATED, note=note)
-        measured = [_measure(each, trial, parts) for each in optimizers]
+        measured = [_measure(each, trial, parts, cost) for each in optimizers]
     gathered = sum(states.gathered for states in measured)
     is_measured = all(states.source == MEASURED for states in measured)
     notes = [f"{type(each).__name__}{s.note}" for each, s in zip(optimizers, measured, strict=True)]
@@ -170,35 +124,16 @@ def measure_states(trial: Trial, parts: Parts) -> States:
     return States(total, MEASURED if is_measured else ESTIMATED, gathered, ", ".join(notes))
 
 
-def _measure(optimizer: Optimizer, trial: Trial, parts: Parts) -> States:
-    groups = optimizer.param_groups
-    every = [p for group in groups for p in group["params"] if p in parts]
-    stepped = {p: parts[p] for p in every}
-    owned: dict[nn.Parameter, nn.Parameter] = {}
-    if not is_elementwise(optimizer):
-        owned = _own(trial, [p for p in every if parts[p] is not trial.whole[p]])
-        stepped = {p: part for p, part in stepped.items() if part is trial.whole[p]} | owned
-    for group in groups:
+def _measure(optimizer: Optimizer, trial: Trial, parts: Parts, cost: type[Cost]) -> States:
+    stepped, gathered = cost.stepped(optimizer, parts, trial.whole, trial.mesh)
+    for group in optimizer.param_groups:
         group["params"] = [stepped[p] for p in group["params"] if p in stepped]
     problem = _step(optimizer, list(stepped.values()))
-    gathered = size_of(owned.values())
     if not problem:
         return States(_count(optimizer), MEASURED, gathered)
     total = STATES * size_of(p for p in stepped.values() if p.requires_grad)
     note = f": {STATES} tensors per parameter, as {problem}"
     return States(total, ESTIMATED, gathered, note)
-
-
-def _own(trial: Trial, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
-    """Return the matrices that rank 0 owns, as OwnedOptimizer hands them out."""
-    loads = [0] * trial.mesh.num_parts("shard", "context", "tensor")
-    owned = {}
-    for parameter in parameters:
-        owner = loads.index(min(loads))
-        loads[owner] += trial.whole[parameter].numel()
-        if owner == 0:
-            owned[parameter] = trial.whole[parameter]
-    return owned
 
 
 def _step(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> str:

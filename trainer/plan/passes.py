@@ -17,22 +17,14 @@ from trainer.engine.objective import Objective
 from trainer.errors import ConfigError, one_line
 from trainer.hook_errors import call
 from trainer.micro_batch import take_rows
+from trainer.plan.counting import ALL_GATHER, ALL_REDUCE
 from trainer.plan.trial import Trial
+from trainer.strategy.cost import Message
 from trainer.strategy.modules.activation_checkpoint import ActivationCheckpoint, recompute
 from trainer.strategy.modules.dry_run import FlopCounter
 from trainer.strategy.modules.reached_parameters import check_reached
 
 ACTIVATIONS, GRADIENTS = "sends of activations", "sends of gradients"
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Messages of one kind in the passes of a micro-batch: their number, and a rank's bytes."""
-
-    axis: str
-    kind: str
-    count: int
-    num_bytes: float
 
 
 @dataclass(frozen=True)
@@ -50,7 +42,7 @@ class Passes:
     flops: float = 0.0
     flops_again: float = 0.0
     gradients: Sequence[int] = ()
-    sent: Sequence[Traffic] = ()
+    sent: Sequence[Message] = ()
     problem: str = ""
 
 
@@ -96,9 +88,12 @@ class PipelinePass:
         found[0] += 1
         found[1] += num_bytes
 
-    def sent(self, stage: int) -> list[Traffic]:
+    def sent(self, stage: int) -> list[Message]:
         found = self._sent[stage].items()
-        return [Traffic(*key, int(count), num_bytes) for key, (count, num_bytes) in found]
+        return [
+            Message(axis, _name_kind(axis, kind), int(count), num_bytes)
+            for (axis, kind), (count, num_bytes) in found
+        ]
 
     def go_to(self, stage: int) -> None:
         """Continue in a stage."""
@@ -123,6 +118,11 @@ class PipelinePass:
                 self._note(stage - 1, "pipeline", ACTIVATIONS, tensor.nbytes)
                 self._note(stage, "pipeline", GRADIENTS, tensor.nbytes)
                 tensor.register_hook(lambda _: self.go_to(stage - 1))
+
+
+def _name_kind(axis: str, kind: str) -> str:
+    what = "keys and values" if axis == "context" else "activations"
+    return f"{kind} of {what}" if kind in (ALL_REDUCE, ALL_GATHER) else kind
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from trainer.checkpoints import packing
 from trainer.config.schema import Config
 from trainer.plan.devices import Device
 from trainer.plan.held import StageTensors, hold
-from trainer.plan.memory import (
-    ACTIVATIONS,
-    Row,
-    States,
-    list_memory,
-    measure_states,
-    size_of,
-)
+from trainer.plan.memory import ACTIVATIONS, States, list_memory, measure_states
 from trainer.plan.passes import Passes, run_passes
 from trainer.plan.speed import Speed, estimate
-from trainer.plan.traffic import Message, list_messages
 from trainer.plan.trial import SharedParts, Trial, place
 from trainer.record import startup
+from trainer.strategy.cost import Cost, MemoryRow, Message, PlannedRank, size_of
 from trainer.strategy.mesh import DATA
 from trainer.trainer import Trainer
 
@@ -59,12 +54,13 @@ class Plan:
     parameters: int
     lines: list[str]
     notes: list[str]
-    memory: list[Row]
+    memory: list[MemoryRow]
     messages: list[Message]
     checkpoint: CheckpointSize
     flops: float  # per example
     speed: Speed | None
     has_blocks: bool
+    is_cut_fixed: bool
 
     @property
     def total(self) -> int:
@@ -95,13 +91,16 @@ def make_plan(config: Config, layout: PlannedLayout, kept: SharedParts) -> Plan:
     """
     trial = Trial(config, place(config, layout.ranks, layout.local_ranks), layout.device, kept)
     stages = [hold(trial, number) for number in range(len(trial.partition.blocks_of))]
-    states = [measure_states(trial, held.parts) for held in stages]
+    cost = trial.kind.cost
+    states = [measure_states(trial, held.parts, cost) for held in stages]
     every = run_passes(trial)
-    tables = [list_memory(trial, *of_stage) for of_stage in zip(stages, states, every, strict=True)]
+    ranks = [_rank(trial, *of_stage) for of_stage in zip(stages, every, strict=True)]
+    columns = zip(stages, states, ranks, every, strict=True)
+    tables = [list_memory(trial, *of_stage) for of_stage in columns]
     totals = [sum(row.num_bytes or 0 for row in rows) for rows in tables]
     fullest = totals.index(max(totals))
     memory, passes = tables[fullest], every[fullest]
-    messages = list_messages(trial, stages[fullest], passes)
+    messages = cost.messages(ranks[fullest]) if trial.mesh.size > 1 else []
     plan = trial.plan
     num_steps = trial.config.run.steps or trial.config.run.epochs * plan.steps_per_epoch
     sizes = trial.mesh.sizes
@@ -127,6 +126,30 @@ def make_plan(config: Config, layout: PlannedLayout, kept: SharedParts) -> Plan:
         flops=trial.partition.flops or passes.flops / trial.rows,
         speed=estimate(trial, device, memory, messages, every) if device else None,
         has_blocks=bool(trial.blocks),
+        is_cut_fixed=trial.kind.cut(trial.config).is_fixed,
+    )
+
+
+def _rank(trial: Trial, held: StageTensors, passes: Passes) -> PlannedRank:
+    """Return the first rank of a stage."""
+    model = trial.model
+    known = set(held.buffers)
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    means = [layer.running_mean for layer in layers if layer.running_mean is not None]
+    return PlannedRank(
+        config=trial.config,
+        mesh=trial.mesh,
+        rows=trial.rows,
+        accumulation=trial.plan.accumulation,
+        itemsize=trial.precision.dtype.itemsize,
+        num_statistics=2 * sum(mean.numel() for mean in means if mean in known),
+        parts={name: held.parts[p] for name, p in model.named_parameters() if p in held.parts},
+        units=[[held.parts[p] for p in unit] for unit in held.units],
+        num_blocks=held.num_blocks,
+        stages=trial.partition.stages,
+        partial=trial.partial,
+        gradients=passes.gradients,
+        sent=passes.sent,
     )
 
 
@@ -146,19 +169,22 @@ def _measure_checkpoint(
     trial: Trial, stages: Sequence[StageTensors], states: Sequence[States]
 ) -> CheckpointSize:
     """Return the bytes of weights, optimizer state and moving average."""
-    is_whole = len(stages) == 1 and not trial.is_sharded and trial.mesh.tensor == 1
-    whole = states[0] if is_whole else measure_states(trial, trial.whole)
+    whole = measure_states(trial, trial.whole, Cost)
     has_average = trial.config.run.ema_decay is not None
     weights = size_of(trial.whole.values())
     every = [p for _, p in trial.model.named_parameters(remove_duplicate=False)]
     buffers = packing.size_of(trial.model.state_dict()) - size_of(every)
     total = buffers + (1 + has_average) * weights + whole.num_bytes
-    if is_whole or trial.config.checkpoint.sharded is False:
+    if trial.config.checkpoint.sharded is False:
         return CheckpointSize(total, total, whole.source)
     most = 0
     for held, state in zip(stages, states, strict=True):
         written = {p: part for p, part in held.parts.items() if p in held.written}
-        own = state if len(written) == len(held.parts) else measure_states(trial, written)
+        own = (
+            state
+            if len(written) == len(held.parts)
+            else measure_states(trial, written, trial.kind.cost)
+        )
         mine = own.num_bytes + (1 + has_average) * size_of(written.values())
         if len(stages) == 1:
             mine += buffers

@@ -14,8 +14,9 @@ from rich.table import Table
 from trainer.data.order import counted
 from trainer.distributed import entry
 from trainer.errors import visible
-from trainer.plan.memory import ESTIMATED, MEASURED, scaled, show_bytes
+from trainer.plan.memory import scaled, show_bytes
 from trainer.plan.planning import Plan
+from trainer.strategy.cost import ESTIMATED, MEASURED
 
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.plan.devices import Device
-from trainer.plan.memory import Row
 from trainer.plan.passes import Passes
-from trainer.plan.traffic import Message
 from trainer.plan.trial import Trial
+from trainer.strategy.cost import MemoryRow, Message
 from trainer.strategy.mesh import AXES
 from trainer.strategy.pipeline_parallel.schedule import bubble
 
@@ -45,7 +44,7 @@ class Speed:
 def estimate(
     trial: Trial,
     device: Device,
-    memory: Sequence[Row],
+    memory: Sequence[MemoryRow],
     messages: Sequence[Message],
     stages: Sequence[Passes],
 ) -> Speed:

@@ -195,7 +195,7 @@ class Trial:
             self.notes.append("the model cannot be built without values: it was built on the CPU")
         assert model is not None
         if not any(p.requires_grad for p in model.parameters()):
-            raise ConfigError("build_model returned a model without trainable parameters")
+            raise ConfigError("build_model: must return a model with trainable parameters")
         if self.config.norm_rows is not None:
             normalize_groups(model, self.config.norm_rows)
         return model.train()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoints.packing import check_stored
-from trainer.checkpoints.reading import Content, Tensors, share
+from trainer.checkpoints.reading import Content, MemoryTensors, share
 from trainer.checkpoints.state import read_on_all_ranks
 from trainer.config.schema import Config
 from trainer.data.order import counted
@@ -90,7 +90,7 @@ def start_from(config: Config, engine: Engine, group: Group) -> list[str]:
     """
     if config.run.init_from is None:
         return []
-    source, report = _find(config, tensors_of(engine.strategy.structure), group)
+    source, report = _find(config, tensors_of(engine.tensors.structure), group)
     engine.initialise(source)
     with group.agreed("checking the weights"):
         _check_finite(config, engine, source.loaded)
@@ -99,12 +99,12 @@ def start_from(config: Config, engine: Engine, group: Group) -> list[str]:
 
 def _check_finite(config: Config, engine: Engine, loaded: Container[str]) -> None:
     """Raise ConfigError for a loaded parameter with a value that is not finite."""
-    own = {n: p for n, p in engine.strategy.parameters.items() if n in loaded}
-    parts = {name: engine.strategy.shard_of(parameter).tensor for name, parameter in own.items()}
+    own = {n: p for n, p in engine.tensors.parameters.items() if n in loaded}
+    parts = {name: engine.tensors.shard_of(parameter).tensor for name, parameter in own.items()}
     bad = [name for name, part in parts.items() if not torch.isfinite(part).all()]
     if bad:
         given = f"{KEY}={config.run.init_from}: {_shorten(bad)} has values that are not finite"
-        raise ConfigError(f"{given}: NaN, infinite, or too large for {own[bad[0]].dtype}")
+        raise ConfigError(f"{given}: NaN, infinite, or too large for {own[bad[0]].dtype}; fix them")
 
 
 def _find(
@@ -118,7 +118,7 @@ def _find(
     if not found.loaded:
         theirs = ", ".join([name for source in sources for name in source.shapes()][:MOST_NAMED])
         ours = ", ".join(list(shapes)[:MOST_NAMED])
-        why = f"none of its tensors fits the model: it has {theirs}, the model {ours}"
+        why = f"none of its tensors fits the model: it has {theirs}, the model {ours}; give others"
         raise ConfigError(f"{given}: {why}")
     there: dict[Any, int] = {}
     for name, number in found.loaded.items():
@@ -158,7 +158,7 @@ def _open(config: Config, model: Mapping[str, torch.Tensor], group: Group) -> li
             if group.world.rank == 0:
                 tensors = _read(path, config.run.init_from)
                 plain = _take_plain(tensors, model, f"{KEY}={config.run.init_from}")
-                content = Content({"model": Tensors(plain)}, {})
+                content = Content({"model": MemoryTensors(plain)}, {})
         return [share(group, content).sources["model"]]
 
     def checkpoint() -> tuple[list[Path], bool]:
@@ -220,7 +220,8 @@ def _read(path: Path, given: str | None) -> dict[str, torch.Tensor]:
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of an untrusted file
         why = one_line(error)[:200] or f"{type(error).__name__}, as of an empty or damaged file"
-        why = ONLY if "weights_only" in str(error) else why  # torch's text advises to load it all
+        # torch's text advises to load it all
+        why = ONLY if "weights_only" in str(error) else f"{why}; give another file"
         raise ConfigError(f"{KEY}={given}: cannot be read: {why}") from None
     for name in WITHIN:
         if isinstance(loaded, Mapping) and isinstance(loaded.get(name), Mapping):

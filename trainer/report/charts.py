@@ -12,7 +12,7 @@ from typing import Any
 from trainer.errors import ConfigError
 from trainer.report.reading import Curve
 
-NEEDS = "needs pip install 'lockstep-trainer[report]'"
+NEEDS = "run pip install 'lockstep-trainer[report]'"
 INK, GRID = "#010203", "#040506"  # replaced by the page's colours
 MOST_LINES = 8
 FEW = 12  # points, which are then marked

@@ -68,7 +68,7 @@ class Page:
         try:
             replace_file(path, text)
         except OSError as error:
-            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+            raise ConfigError(f"out={path}: {error.strerror}; use out=FILE elsewhere") from None
 
 
 def _safe(section: Section, markup: type) -> dict[str, object]:

@@ -159,13 +159,13 @@ def _read_settings(path: Path) -> dict[str, Any]:
     try:
         raw = read_yaml(path)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+        raise ConfigError(f"{path}: {error.strerror}; make it readable") from None
     except ValueError as error:
-        raise ConfigError(f"{path}: cannot be read: {one_line(error)}") from None
+        raise ConfigError(f"{path}: cannot be read: {one_line(error)}; give another") from None
     settings = flatten(raw) if isinstance(raw, dict) else {}
     for name, kind in _NEEDED.items():
         if name not in settings:
-            raise ConfigError(f"{path}: was not written by a run: it has no {name}")
+            raise ConfigError(f"{path}: was not written by a run: it has no {name}; give another")
         convert(kind, settings[name], f"{path}: {name}")
     return settings
 

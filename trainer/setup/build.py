@@ -85,11 +85,10 @@ class Setup:
             blocks = list_blocks(task, model)
             plan = task.tensor_plan()
             model = model.train()
-            strategy = kind.build(
-                Blueprint(config, world, precision, model, blocks, plan, draws, self._sample)
-            )
+            parts = (model, blocks, plan, draws, self._sample, ranks.heartbeat.reduce_begun)
+            strategy = kind.build(Blueprint(config, world, precision, *parts))
         self.parts = Parts(config, task, strategy, precision, draws, ranks)
-        ranks.group.check_equal(fingerprint.of_built(self.datasets, strategy.structure))
+        ranks.group.check_equal(fingerprint.of_built(self.datasets, strategy.tensors.structure))
 
     @property
     def model(self) -> nn.Module:
@@ -171,7 +170,7 @@ def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         for name in matched:
             names[name].requires_grad_(False)
     if patterns and not any(p.requires_grad for p in names.values()):
-        raise ConfigError(f"run.freeze={list(patterns)}: leaves no parameter to train")
+        raise ConfigError(f"run.freeze={list(patterns)}: must leave a parameter to train")
 
 
 def make_model(task: Task, is_structure_enough: bool) -> nn.Module | None:

@@ -70,7 +70,7 @@ def memory_named(config: Config, world: World) -> Iterator[None]:
         rows = min(config.data.most_rows or sizes[0], sizes[0])
         smaller = [size for size in sizes if size < rows]
         advice = "use strategy.recompute=blocks, or divide the model (docs/parallelism.md)"
-        if config.strategy.name == "exact":
+        if find_strategy(config.strategy).cut(config).is_fixed:
             advice = "start a new run with a smaller data.micro_batch"
         elif smaller:
             half = next((size for size in smaller if size <= rows / 2), smaller[-1])

@@ -19,7 +19,7 @@ from trainer.errors import ConfigError
 from trainer.loading import uncollected
 from trainer.record import resume
 from trainer.setup.early_checks import check_soon
-from trainer.strategy.base import find_strategy
+from trainer.strategy.base import find_devices, find_strategy
 from trainer.strategy.mesh import Mesh
 from trainer.task import FUSED
 
@@ -42,7 +42,7 @@ def for_these_ranks(config: Config) -> Config:
     world = World.from_environment()
     block = config.strategy
     try:
-        check_layout(config, world.with_devices(find_strategy(block).find_devices(block, world)))
+        check_layout(config, world.with_devices(find_devices(block, world)))
     except ConfigError:
         block = replace(block, name="ddp", mesh=COPIES, sequence=False, devices_per_rank=1)
         config = replace(config, strategy=replace(block, comm_hook="none", device_ids=None))

@@ -32,4 +32,4 @@ def _check_trackers(config: Config) -> None:
     for name in OF_VENDORS:
         if name in config.log.trackers and find_spec(name) is None:
             given = f"log.trackers={config.log.trackers}"
-            raise ConfigError(f"{given}: {name} needs pip install 'lockstep-trainer[{name}]'")
+            raise ConfigError(f"{given}: run pip install 'lockstep-trainer[{name}]'")

@@ -10,7 +10,7 @@ from trainer.checkpoints.disk import Disk
 from trainer.checkpoints.saver import DiskSaver, Mail, PartSaver, Saver
 from trainer.config.schema import Config
 from trainer.distributed.group import Group
-from trainer.distributed.ranks import Ranks
+from trainer.engine.parts import Parts
 from trainer.errors import ConfigError
 from trainer.loading import uncollected
 from trainer.record import startup
@@ -22,7 +22,7 @@ from trainer.record.trackers.console import Console
 from trainer.record.trackers.jsonl import RecordFiles
 from trainer.record.trackers.services import open_services
 from trainer.record.trackers.tensorboard import TensorBoard
-from trainer.strategy.base import Strategy
+from trainer.strategy.tensors import Tensors
 
 SHARED_WITHIN_S = 5.0  # network file systems show a new directory after a while
 
@@ -42,14 +42,13 @@ class RunDirectory:
     is_shared: bool = True
 
 
-def open_directory(
-    config: Config, ranks: Ranks, origin: Origin, step: int, strategy: Strategy
-) -> RunDirectory:
+def open_directory(parts: Parts, origin: Origin, step: int) -> RunDirectory:
     """Create the run directory, or take over the resumed one. A collective.
 
     Raises ConfigError on every rank if the directory is in use or cannot be created, or is not
     shared by the ranks as checkpoint.sharded=true requires.
     """
+    config, ranks, tensors = parts.config, parts.ranks, parts.strategy.tensors
     group = ranks.group
     directory = Path()
     lease: Lease | None = None
@@ -61,14 +60,14 @@ def open_directory(
             directory, lease = take(config, origin, step, group.world.launcher)
     directory = Path(group.tell_all(str(directory.absolute())))
     ranks.heartbeat.set_directory(str(directory))
-    is_shared = _check_shared(config, group, directory, len(strategy.writers()) > 1)
-    writers = strategy.writers() if is_shared else [0]
+    is_shared = _check_shared(config, group, directory, len(tensors.writers()) > 1)
+    writers = tensors.writers() if is_shared else [0]
     mail = Mail(group.store, group.world.rank, writers, config.dist.timeout_s)
     opened: RunDirectory | None = None
     with group.agreed("opening the record"):
         if lease is not None:
             try:
-                opened = _open(config, directory, lease, origin, step, strategy, mail)
+                opened = _open(config, directory, lease, origin, step, tensors, mail)
             except OSError as error:
                 what = f"{error.filename or directory}: {error.strerror}"
                 raise ConfigError(
@@ -107,7 +106,7 @@ def _open(
     lease: Lease,
     origin: Origin,
     step: int,
-    strategy: Strategy,
+    tensors: Tensors,
     mail: Mail,
 ) -> RunDirectory:
     console = Console(step)
@@ -121,5 +120,5 @@ def _open(
     saver = DiskSaver(directory, keep, disk, lease.check, record.flush, mail)
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best
     evaluation = read_evaluation(directory, step)
-    warnings = startup.lack_of_room(directory, strategy.module, kept)
+    warnings = startup.lack_of_room(directory, tensors.module, kept)
     return RunDirectory(directory, record, saver, evaluation, warnings)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,43 +17,35 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import get_total_norm
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from trainer.config.schema import Config, StrategySettings
 from trainer.data.batches import MicroBatch
 from trainer.data.order import Cut, Leaves, counted
-from trainer.distributed.group import Group
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.hook_errors import call
 from trainer.micro_batch import count_rows
 from trainer.rng.forward import Draws
+from trainer.strategy.cost import Cost
 from trainer.strategy.mesh import Mesh, is_divided
 from trainer.strategy.modules.activation_checkpoint import ActivationCheckpoint, recompute
 from trainer.strategy.modules.batchnorm import FunctionalBatchNorm, normalize_groups, synchronize
 from trainer.strategy.modules.device_map import place_blocks
 from trainer.strategy.modules.dry_run import FlopCounter
-from trainer.strategy.modules.reached_parameters import check_reached, describe_change
+from trainer.strategy.modules.reached_parameters import check_reached
 from trainer.strategy.modules.running_statistics import RunningStatistics
 from trainer.strategy.modules.tensor_memory import convert_dtype
 from trainer.strategy.protocols import MicroBatches, ObjectiveProtocol, PrecisionProtocol
-from trainer.strategy.shards import (
-    Shard,
-    TensorSource,
-    check_model,
-    is_extra,
-    non_persistent,
-    read_whole,
-    tensors_of,
-)
+from trainer.strategy.tensors import Tensors
 
 
 @dataclass(frozen=True)
 class Blueprint:
     """A model, and the task's description of its parts: a strategy is built from it.
 
-    `sample` returns the inputs of a few rows.
+    `sample` returns the inputs of a few rows. The strategy calls `reduce_begun` when this rank's
+    last gradient is ready to be reduced.
     """
 
     config: Config
@@ -65,12 +56,13 @@ class Blueprint:
     tensor_plan: Mapping[str, str]
     draws: Draws
     sample: Callable[[], Any]
+    reduce_begun: Callable[[Any], Any] = id
 
 
 class Strategy(ABC):
-    """A model trained over all ranks. `module` is the user's model without any wrapper.
+    """A model trained over all ranks: what each rank computes, and what the ranks exchange.
 
-    `structure` is that model with the shapes of the whole, whatever this rank has of it. `flops` is
+    `module` is the user's model without any wrapper, `tensors` what this rank has of it. `flops` is
     the number of floating-point operations per example, forward and backward.
     """
 
@@ -81,6 +73,7 @@ class Strategy(ABC):
     builds_on_rank_0 = False  # the model, and only its structure on other ranks
     averages = True  # gradients over the ranks, instead of adding them up
     of_the_run: tuple[str, ...] = ()  # settings that are layout under other strategies
+    cost: type[Cost] = Cost
     leaves: Leaves | None = None  # this rank's, if micro-batches have one size in any layout
 
     @classmethod
@@ -114,32 +107,6 @@ class Strategy(ABC):
         return world.divide_threads()
 
     @classmethod
-    def find_devices(cls, config: StrategySettings, world: World) -> tuple[torch.device, ...]:
-        """Return the devices of this rank: GPUs in the order of the local ranks, else the CPU.
-
-        Raises ConfigError if torch does not see such a GPU.
-        """
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        each = config.devices_per_rank
-        if not count:
-            return (torch.device("cpu"),) * each
-        numbers = cls.gpu_numbers(config, world, count)
-        if max(numbers) >= count or min(numbers) < 0:
-            ids = config.device_ids
-            key = f"device_ids={ids}" if ids else f"devices_per_rank={each}"
-            why = f"rank {world.rank} has no GPU {max(numbers)}; torch sees {count} GPUs"
-            raise ConfigError(f"strategy.{key}: {why}")
-        return tuple(torch.device("cuda", number) for number in numbers)
-
-    @classmethod
-    def gpu_numbers(cls, config: StrategySettings, world: World, count: int) -> Sequence[int]:
-        """Return the numbers of this rank's GPUs, of the `count` that torch sees."""
-        each = config.devices_per_rank
-        if each == 1:
-            return [world.local_rank % count]  # ranks may share a GPU
-        return range(world.local_rank * each, (world.local_rank + 1) * each)
-
-    @classmethod
     def build(cls, blueprint: Blueprint) -> Strategy:
         """Build the strategy around a model; a subclass may return a simpler strategy."""
         return cls(blueprint)
@@ -163,20 +130,16 @@ class Strategy(ABC):
         rows = config.data.global_batch / (self.mesh.data_size if self.averages else 1)
         is_mean = config.norm_rows is not None or self.cut(config).is_fixed
         self.statistics = RunningStatistics(rows if is_mean else None)
-        self.parameters: dict[str, nn.Parameter] = {}
-        self._parameters: list[nn.Parameter] = []
-        self._kinds: list[list[nn.Parameter]] = []
         if self.config.sync_batchnorm:
             is_alone = self.mesh.data_size == 1
             synchronize(model, world.device, self._data_group, is_alone)
         if config.norm_rows is not None:
             normalize_groups(model, config.norm_rows)
         recompute(model, self.config.recompute, self.blocks)
-        self.structure = model
         self.module = self._place(model)
-        self._list_parameters()
-        if not any(p.requires_grad for p in self.structure.parameters()):
-            raise ConfigError("build_model returned a model without trainable parameters")
+        self.tensors = self._open_tensors()
+        if not any(p.requires_grad for p in self.tensors.structure.parameters()):
+            raise ConfigError("build_model: must return a model with trainable parameters")
 
     def _place(self, model: nn.Module) -> nn.Module:
         """Convert a model to the run's dtype and memory format, and move it to the device."""
@@ -225,13 +188,10 @@ class Strategy(ABC):
 
     def _norm(self) -> torch.Tensor:
         """Return the norm of this rank's gradients; in 16 bits their squares would overflow."""
-        gradients = self.gradients()
+        gradients = [gradient for kind in self.tensors.gradients() for gradient in kind]
         if self.precision.dtype in (torch.bfloat16, torch.float16):
             gradients = [gradient.float() for gradient in gradients]
         return get_total_norm(gradients)
-
-    def on_gradients(self, hook: Callable[[Any], None]) -> None:
-        """Register `hook`, called when this rank's last gradient is ready to be reduced."""
 
     def close(self) -> nn.Module | None:
         """Let go of the process groups; return the module if it can be used without them."""
@@ -245,93 +205,8 @@ class Strategy(ABC):
         placed = ", ".join(f"{counted(n, 'block')} on {device}" for device, n in counts.items())
         return [f"devices of this rank: {placed}; the rest on {self.world.device}"]
 
-    def adopt(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Make an optimizer step this rank's parts, and return those of `parameters` it updates."""
-        return [p for group in optimizer.param_groups for p in group["params"]]
-
-    def find_change(self) -> str:
-        """Return a line if the model has other parameters than at the start, else an empty one."""
-        return describe_change(self._known, self._registered())
-
-    def names(self) -> dict[torch.Tensor, str]:
-        """Return the name of each of `parameters`."""
-        return {parameter: name for name, parameter in self.parameters.items()}
-
-    def collect_plain(self, states: list[dict[str, Any]], group: Group) -> list[dict[str, Any]]:
-        """Return the optimizers' states without tensors, on rank 0 those of all ranks."""
-        return states  # alike on all ranks
-
-    def refresh(self) -> None:
-        """Free what was gathered in a forward pass without backward, or before new values."""
-
-    @contextmanager
-    def whole(self) -> Iterator[nn.Module]:
-        """Yield a model that each rank may run on its own in the block, as often as it likes."""
-        yield self.module
-
-    def gradients(self) -> list[torch.Tensor]:
-        return [gradient for p in self._parameters if (gradient := p.grad) is not None]
-
-    def gradients_by_kind(self) -> list[list[torch.Tensor]]:
-        """Return gradients grouped by device and dtype, as foreach operations require."""
-        return [[g for p in kind if (g := p.grad) is not None] for kind in self._kinds]
-
-    def drop_gradients(self, kept: Iterable[nn.Parameter] = ()) -> None:
-        """Free all gradients except those of `kept`."""
-        ids = set(map(id, kept))
-        for parameter in self._parameters:
-            if id(parameter) not in ids:
-                parameter.grad = None
-
-    def shards(self) -> dict[str, Shard]:
-        """Return this rank's parts of the model's tensors, with names of the unwrapped model."""
-        return {name: self.shard_of(t) for name, t in tensors_of(self.module).items()}
-
-    def non_persistent(self) -> dict[str, Shard]:
-        """Return this rank's parts of the buffers that are not in the model's state."""
-        return {name: self.shard_of(b) for name, b in non_persistent(self.module).items()}
-
-    def shard_of(self, tensor: torch.Tensor) -> Shard:
-        """Return the shard that this rank has of a parameter or buffer."""
-        return Shard.whole(tensor.detach(), self.world.rank == 0)
-
-    def writers(self) -> list[int]:
-        """Return the ranks that write shards into a checkpoint."""
-        return [0]
-
-    def extra_state(self) -> dict[str, Any]:
-        """Return the values in the model's state that are neither parameters nor buffers."""
-        state = self.module.state_dict().items()
-        return {name: value for name, value in state if is_extra(name, value)}
-
-    def load(self, source: TensorSource, extra: Mapping[str, Any]) -> None:
-        """Load the tensors of a whole model, and what `extra_state` returned.
-
-        Raises CheckpointError, naming the first difference, if the state is of another model.
-        """
-        built = tensors_of(self.module)
-        check_model(built, source.shapes())
-        saved = read_whole(source)
-        same = {id(tensor): saved[name] for name, tensor in built.items() if name in saved}
-        values = {name: same[id(tensor)] for name, tensor in built.items()}
-        self.module.load_state_dict({**values, **extra})
-
-    def _list_parameters(self) -> None:
-        """List this rank's parts of the parameters: here the parameters themselves."""
-        self.parameters = self._registered()
-        self._sort_parameters()
-
-    def _registered(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that the model's modules have now."""
-        return dict(self.module.named_parameters())
-
-    def _sort_parameters(self) -> None:
-        self._known = {name: (p, p.requires_grad) for name, p in self._registered().items()}
-        self._parameters = [p for p in self.parameters.values() if p.requires_grad]
-        kinds: dict[Any, list[nn.Parameter]] = {}
-        for parameter in self._parameters:
-            kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-        self._kinds = list(kinds.values())
+    def _open_tensors(self) -> Tensors:
+        return Tensors(self.module, self.world)
 
     def _any_rank(self, flags: list[bool]) -> list[bool]:
         """Return the flags that are True on any rank with the same part of the model.
@@ -352,11 +227,12 @@ class Strategy(ABC):
 
     def _check_reached(self) -> None:
         """Raise ConfigError naming a parameter without a gradient."""
-        if any(p.grad is None for p in self._parameters):
-            if line := self.find_change():
+        tensors = self.tensors
+        if any(p.grad is None for p in tensors.trained):
+            if line := tensors.find_change():
                 raise ConfigError(line)
-            ids = set(map(id, self._parameters))
-            trained = {name: p for name, p in self.parameters.items() if id(p) in ids}
+            ids = set(map(id, tensors.trained))
+            trained = {name: p for name, p in tensors.parameters.items() if id(p) in ids}
             check_reached(self.config, trained)
 
     def _rehearse(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
@@ -375,7 +251,7 @@ class Strategy(ABC):
                 must = "must be dense; give its layer sparse=False"
                 raise ConfigError(f"the gradient of the parameter {name} is sparse: {must}")
         self.flops = counter.total / count_rows(targets, inputs)
-        self._list_parameters()
+        self.tensors = self._open_tensors()
         is_whole = self.config.recompute == "none"
         self._compile([self.module] if is_whole else self.blocks)
 
@@ -389,6 +265,28 @@ class Strategy(ABC):
                 module.forward = torch.compile(module.forward)
 
 
+def find_devices(settings: StrategySettings, world: World) -> tuple[torch.device, ...]:
+    """Return the devices of this rank: GPUs in the order of the local ranks, else the CPU.
+
+    Raises ConfigError if torch does not see such a GPU.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    each = settings.devices_per_rank
+    if not count:
+        return (torch.device("cpu"),) * each
+    numbers: Sequence[int] = range(world.local_rank * each, (world.local_rank + 1) * each)
+    if find_strategy(settings).takes_device_ids:  # one process for all GPUs
+        numbers = settings.device_ids or range(count)
+    elif each == 1:
+        numbers = [world.local_rank % count]  # ranks may share a GPU
+    if max(numbers) >= count or min(numbers) < 0:
+        ids = settings.device_ids
+        key = f"device_ids={ids}" if ids else f"devices_per_rank={each}"
+        why = f"rank {world.rank} has no GPU {max(numbers)}; use the {count} that torch sees"
+        raise ConfigError(f"strategy.{key}: {why}")
+    return tuple(torch.device("cuda", number) for number in numbers)
+
+
 def find_strategy(settings: StrategySettings) -> type[Strategy]:
     """Return the strategy of trainer/strategy/<name>.py, or the one that it needs for the mesh.
 
@@ -397,7 +295,7 @@ def find_strategy(settings: StrategySettings) -> type[Strategy]:
     name = settings.name
     module = f"trainer.strategy.{name}"
     if not name.isidentifier() or find_spec(module) is None:
-        raise ConfigError(f"strategy.name={name}: there is no trainer/strategy/{name}.py")
+        raise ConfigError(f"strategy.name={name}: must be the name of a file in trainer/strategy")
     strategy = getattr(import_module(module), "STRATEGY", None)
     if strategy is None:
         raise ConfigError(f"strategy.name={name}: is no strategy; choose one with strategy=<name>")

@@ -6,7 +6,7 @@ The *ride* is an extra parameter: values in its gradient are all-reduced with th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,6 +23,16 @@ from trainer.errors import ConfigError
 from trainer.hook_errors import call
 from trainer.strategy.base import Blueprint, Strategy
 from trainer.strategy.comm_hooks import COMPRESSING, open_hook
+from trainer.strategy.cost import (
+    AGREED,
+    ESTIMATED,
+    MEASURED,
+    Cost,
+    MemoryRow,
+    Message,
+    PlannedRank,
+    reduced,
+)
 from trainer.strategy.modules.dry_run import untouched
 from trainer.strategy.protocols import MicroBatches, ObjectiveProtocol
 from trainer.strategy.single import SingleDevice
@@ -30,6 +40,39 @@ from trainer.strategy.single import SingleDevice
 # torch 2.13 renames the option that turns off DDP's broadcast of buffers before every forward.
 _KNOWN = inspect.signature(TorchDDP).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers"
+
+
+class AllReduceCost(Cost):
+    """The cost of one all-reduce of the gradients, a bucket at a time, and of the ride."""
+
+    @classmethod
+    def messages(cls, rank: PlannedRank) -> list[Message]:
+        sizes = [p.nbytes for p in rank.trained]
+        ride = (AGREED + rank.num_statistics) * max(4, rank.itemsize)
+        block = rank.config.strategy
+        count = count_buckets([ride, *(rank.gradients or sizes[::-1])], block.bucket_mb)
+        is_plain = block.comm_hook == "none"
+        note = "" if is_plain else f"before strategy.comm_hook={block.comm_hook}"
+        source = MEASURED if is_plain else ESTIMATED
+        sent = reduced(sum(sizes) + ride, rank.mesh.replicate)
+        return [Message("replicate", "all-reduce of gradients", count, sent, source, note)]
+
+    @classmethod
+    def memory(cls, rank: PlannedRank) -> list[MemoryRow]:
+        buckets = MemoryRow("buckets of ddp", 0, note="the same memory as the gradients")
+        return [buckets] if rank.mesh.data_size > 1 else []
+
+
+def count_buckets(sizes: Sequence[int], bucket_mb: float) -> int:
+    """Return the number of DDP's buckets: each is closed by the tensor that fills it."""
+    count = 0
+    filled = 0
+    for size in sizes:
+        count += filled == 0
+        filled += size
+        if filled >= bucket_mb * 2**20:
+            filled = 0
+    return count
 
 
 class DistributedDataParallel(Strategy):
@@ -44,6 +87,7 @@ class DistributedDataParallel(Strategy):
 
     takes_comm_hook = True
     on_mesh = "parallel"
+    cost = AllReduceCost
 
     @classmethod
     def check(cls, config: Config, world: World) -> None:
@@ -67,7 +111,6 @@ class DistributedDataParallel(Strategy):
         super().__init__(blueprint)
         self._wrapped: Any = None
         self._ride = nn.Parameter(torch.zeros(2))
-        self._last: torch.Tensor = self._ride
 
     def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         if not dist.is_initialized():  # one process on a machine without a network
@@ -88,12 +131,12 @@ class DistributedDataParallel(Strategy):
         # DDP reorders its buckets after the first backward, which changes the bits of sums over
         # three or more ranks. So the first backward is not a step.
         reached: list[torch.Tensor] = []
-        hooks = [p.register_post_accumulate_grad_hook(reached.append) for p in self._parameters]
+        hooks = [p.register_post_accumulate_grad_hook(reached.append) for p in self.tensors.trained]
         with untouched(self.module):
             self.forward_backward([batch], objective)
         for hook in hooks:
             hook.remove()
-        self._last = reached[-1]
+        reached[-1].register_post_accumulate_grad_hook(self.blueprint.reduce_begun)
 
     def forward_backward(self, batch: MicroBatches, objective: ObjectiveProtocol) -> torch.Tensor:
         last = len(batch)
@@ -113,9 +156,6 @@ class DistributedDataParallel(Strategy):
                 torch.autograd.backward(parts, [root, carried.to(ride.dtype)])
         self._check_reached()
         return self._unload()
-
-    def on_gradients(self, hook: Callable[[Any], None]) -> None:
-        self._last.register_post_accumulate_grad_hook(hook)
 
     def list_remarks(self, is_resumed: bool) -> list[str]:
         lines = super().list_remarks(is_resumed)

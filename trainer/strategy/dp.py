@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import nn
 
-from trainer.config.schema import Config, StrategySettings
+from trainer.config.schema import Config
 from trainer.data.batches import MicroBatch
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
@@ -38,10 +36,6 @@ class DataParallel(SingleDevice):
     def draws_by_example(cls, config: Config, world: World) -> bool:
         """Return False with several GPUs: replicas are threads, where torch modes do not work."""
         return super().draws_by_example(config, world) and len(world.devices) == 1
-
-    @classmethod
-    def gpu_numbers(cls, config: StrategySettings, world: World, count: int) -> Sequence[int]:
-        return config.device_ids or range(count)
 
     def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         super().prepare(batch, objective)

@@ -6,9 +6,9 @@ tree over its leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,46 @@ from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.hook_errors import call
 from trainer.strategy.base import Blueprint, Strategy
+from trainer.strategy.cost import (
+    AGREED,
+    ESTIMATED,
+    Cost,
+    MemoryRow,
+    Message,
+    PlannedRank,
+    size_of,
+)
 from trainer.strategy.exact_tree import Node, Tree, nodes_of
 from trainer.strategy.modules.dry_run import untouched
 from trainer.strategy.protocols import MicroBatches, ObjectiveProtocol
 
 MOST_LEAVES = 8  # by default, if the global batch has such divisors: enough for 8 ranks
+
+
+class TreeCost(Cost):
+    """The cost of sums of the leaves in a tree."""
+
+    @classmethod
+    def messages(cls, rank: PlannedRank) -> list[Message]:
+        size = rank.mesh.replicate
+        leaves = rank.config.data.global_batch // rank.rows
+        vectors = len(nodes_of(*split((0, leaves), size, 0)))
+        length = sum(p.numel() for p in rank.trained) + AGREED + rank.num_statistics
+        each = -(-length // size) * max(4, rank.itemsize) * (size - 1)
+        return [
+            Message("replicate", "all-to-all of gradients", 1, vectors * each),
+            Message("replicate", "all-gather of gradients", 1, each),
+        ]
+
+    @classmethod
+    def memory(cls, rank: PlannedRank) -> list[MemoryRow]:
+        """Return the row of the vectors to sum, each with all gradients."""
+        ranks = rank.mesh.data_size
+        mine = -(-(rank.config.data.global_batch // rank.rows) // ranks)
+        depth = math.ceil(math.log2(mine)) + 1 if mine > 1 else 1
+        vectors = depth + 2 * len(nodes_of(0, mine)) * (ranks > 1)
+        size = vectors * size_of(rank.trained)
+        return [MemoryRow("sums of leaves", size, ESTIMATED, f"{vectors} vectors")]
 
 
 class Exact(Strategy):
@@ -39,6 +74,7 @@ class Exact(Strategy):
     """
 
     averages = False
+    cost = TreeCost
     of_the_run = ("strategy.name", "data.micro_batch", "eval.micro_batch")
 
     @classmethod
@@ -96,14 +132,13 @@ class Exact(Strategy):
         self.leaves = Leaves(first, last - first, total)
         self._nodes = [nodes_of(first, last) for first, last in parts]
         self._strides: list[tuple[int, ...]] = []
-        self._reduce_begun: Callable[[Any], Any] = id
 
     def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         with untouched(self.module) as before:
             self._rehearse(batch, objective)
             self.statistics.find(self.module, before, self._any_rank)
             self._check_reached()
-        self._strides = [parameter.stride() for parameter in self._parameters]
+        self._strides = [parameter.stride() for parameter in self.tensors.trained]
 
     def forward_backward(self, batch: MicroBatches, objective: ObjectiveProtocol) -> torch.Tensor:
         assert self.leaves is not None
@@ -117,12 +152,9 @@ class Exact(Strategy):
             torch.autograd.backward(total, self.precision.root(total, objective.scale))
             self._check_reached()
             tree.add(Node(0, number), self._pack(carried, part))
-            self.drop_gradients()
-        self._reduce_begun(None)
+            self.tensors.drop_gradients()
+        self.blueprint.reduce_begun(None)
         return self._unpack(self._reduce(tree))
-
-    def on_gradients(self, hook: Callable[[Any], None]) -> None:
-        self._reduce_begun = hook
 
     def list_remarks(self, is_resumed: bool) -> list[str]:
         assert self.leaves is not None
@@ -137,9 +169,9 @@ class Exact(Strategy):
         """Pack all values to sum over the leaves into one vector; gradients in memory order."""
         flat = [carried, *(buffer.reshape(-1) for buffer in statistics)]
         if self.config.find_unused_parameters:
-            reached = [float(p.grad is not None) for p in self._parameters]
+            reached = [float(p.grad is not None) for p in self.tensors.trained]
             flat.append(torch.tensor(reached, device=carried.device))
-        for parameter, strides in zip(self._parameters, self._strides, strict=True):
+        for parameter, strides in zip(self.tensors.trained, self._strides, strict=True):
             gradient = parameter.grad
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
@@ -158,11 +190,11 @@ class Exact(Strategy):
         sizes = self.statistics.sizes
         place = 2 + sum(sizes)
         self.statistics.write(vector[2:place].split(sizes) if sizes else [])
-        reached = [1.0] * len(self._parameters)
+        reached = [1.0] * len(self.tensors.trained)
         if self.config.find_unused_parameters:
             reached = vector[place : place + len(reached)].tolist()
             place += len(reached)
-        for number, parameter in enumerate(self._parameters):
+        for number, parameter in enumerate(self.tensors.trained):
             if reached[number]:
                 part = vector[place : place + parameter.numel()].to(parameter.dtype)
                 parameter.grad = part.as_strided(parameter.shape, self._strides[number])

@@ -53,7 +53,7 @@ class Mesh:
         shown = {name: size for name, size in axes.items() if size != 1 or name in DATA}
         given = ", ".join(f"{name}={size}" for name, size in shown.items())
         if len(free) > 1:
-            raise ConfigError(f"strategy.mesh: {given}: only one axis may be auto")
+            raise ConfigError(f"strategy.mesh: {given}: set auto for one axis only")
         for name in free:
             axes[name] = max(1, world.world_size // fixed)
         if math.prod(axes.values()) != world.world_size:
@@ -110,6 +110,10 @@ class Mesh:
         for axis in axes:
             number = number * self.sizes[axis] + self[axis]
         return number
+
+    def name_axes(self, *axes: str) -> str:
+        """Return the names of several axes, without those of size 1."""
+        return " x ".join(axis for axis in axes if self.sizes[axis] > 1)
 
     @property
     def data_size(self) -> int:

@@ -7,8 +7,8 @@ optimizers, norm, moving average, digests and checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,9 +24,22 @@ from trainer.errors import ConfigError
 from trainer.hook_errors import call
 from trainer.micro_batch import count_rows, take_rows
 from trainer.strategy.base import Blueprint, Strategy
+from trainer.strategy.context_parallel import Context
 from trainer.strategy.mesh import Mesh
-from trainer.strategy.mesh_model.full_model import PROVED_BYTES, TOLERANCES, check_proof, distance
-from trainer.strategy.mesh_model.tensors import DividedModel
+from trainer.strategy.mesh_model.build import Division
+from trainer.strategy.mesh_model.checks import check_copies, check_shared
+from trainer.strategy.mesh_model.cost import MeshCost
+from trainer.strategy.mesh_model.divided_parameters import DividedParameters
+from trainer.strategy.mesh_model.full_model import (
+    PROVED_BYTES,
+    TOLERANCES,
+    check_proof,
+    distance,
+    seeded,
+)
+from trainer.strategy.mesh_model.gradient_sums import GradientSums
+from trainer.strategy.mesh_model.tensors import DividedTensors
+from trainer.strategy.mesh_model.unused_parameters import UnusedParameters
 from trainer.strategy.modules.batchnorm import FunctionalBatchNorm
 from trainer.strategy.modules.dry_run import FlopCounter, untouched
 from trainer.strategy.pipeline_parallel.schedule import order
@@ -34,16 +47,17 @@ from trainer.strategy.protocols import MicroBatches, ObjectiveProtocol
 from trainer.strategy.single import SingleDevice
 from trainer.strategy.tensor_parallel.loss_parallel import gathered
 
-COPIED = 1e-2  # a smaller relative difference of the gradients of copies is rounding
 Passed = tuple[torch.Tensor | None, Any]  # a micro-batch's loss, and what its stage sent
 
 
-class MeshParallel(DividedModel):
+class MeshParallel(Strategy):
     """A model over `strategy.mesh`. Gradients are sums over the ranks, not means."""
 
     takes_mesh = True
     builds_on_rank_0 = True
     averages = False
+    cost = MeshCost
+    tensors: DividedTensors
 
     @classmethod
     def check(cls, config: Config, world: World) -> None:
@@ -59,7 +73,7 @@ class MeshParallel(DividedModel):
             why = f"{mesh} cannot share the draws of torch's generator; use example"
             raise ConfigError(f"run.dropout=torch: {why}")
         if block.sequence and mesh.tensor == 1:
-            raise ConfigError("strategy.sequence=true: needs strategy.mesh.tensor above 1")
+            raise ConfigError("strategy.sequence=true: strategy.mesh.tensor must be above 1")
         if block.sequence and mesh.context > 1:
             raise ConfigError("strategy.sequence=true: must be false with strategy.mesh.context")
 
@@ -68,57 +82,55 @@ class MeshParallel(DividedModel):
         """Build the strategy; on one rank SingleDevice gives the same numbers."""
         return (SingleDevice if blueprint.world.world_size == 1 else cls)(blueprint)
 
+    # Construction -------------------------------------------------------------------------------
+
+    def _place(self, model: nn.Module) -> nn.Module:
+        """Divide the model. On rank 0 it has its values, on other ranks only its structure."""
+        context = self.world.groups["context"]
+        self._context = Context(context) if context.size > 1 else None
+        self._division = Division(self.blueprint, self.mesh, self._context, self._is_compiled)
+        return model
+
+    def _open_tensors(self) -> DividedTensors:
+        """List this rank's parts, and the groups that sum their gradients."""
+        division = self._division
+        tensors = DividedTensors(self.module, division, self.mesh, self.world)
+        self._checked: set[int] = set()  # objectives whose loss was watched for a step
+        self._unused = UnusedParameters(tensors.trained, self.config.find_unused_parameters)
+        if division.sharding is not None:
+            division.sharding.fill_unused(lambda p: self._unused.note(tensors.local(p)))
+        self._sums = GradientSums(self.config.bucket_mb)
+        for name, parameter in tensors.parameters.items():
+            if parameter.requires_grad:
+                for turn, group in division.sums_of(name, tensors.wrapped[name]):
+                    self._sums.add(turn, group, parameter)
+        return tensors
+
     # Training -----------------------------------------------------------------------------------
 
     def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         with untouched(self.module) as before:
-            watch = FunctionalBatchNorm.watch(self.structure, self.blueprint.config)
+            watch = FunctionalBatchNorm.watch(self.tensors.structure, self.blueprint.config)
             with FlopCounter() as counter, watch:
                 self._forward_backward([batch], objective)
             inputs, targets = batch
             self.flops = counter.total / count_rows(targets, inputs)
-            if self._divided.flops:
-                self.flops = self._divided.flops
+            if self._division.flops:
+                self.flops = self._division.flops
             self.statistics.find(self.module, before, self._any_rank)
             self._check_reached()
-            self._check_copies()
-            self._check_shared(before)
-        self.drop_gradients()
+            check_copies(self.tensors, self._division, self.world)
+            check_shared(self.module, self._division, before, self.world)
+        self.tensors.drop_gradients()
         if self._context is not None and not self._context.calls:
             why = "the model never calls scaled_dot_product_attention"
             raise ConfigError(f"strategy.mesh.context={self.mesh.context}: {why}; set 1")
         self._prove(batch, objective)
-        self._compile(self._divided.compiled)
-
-    @torch.no_grad()
-    def _check_copies(self) -> None:
-        """Raise ConfigError for a whole parameter of which tensor ranks have parts of the gradient.
-
-        It is between a layer of columns and one of rows: each rank uses it on its own outputs.
-        """
-        axis = self.world.groups["tensor"]
-        if axis.size == 1:
-            return
-        names = [name for name, p in self.structure.named_parameters() if p.requires_grad]
-        ends = torch.zeros(4, len(names), dtype=torch.float64, device=self.world.device)
-        for number, name in enumerate(names):
-            part = self.parameters.get(name)
-            if part is not None and part.grad is not None and self._divided.is_copied(name):
-                gradient = part.grad.double()
-                each = torch.stack([gradient.norm(), gradient.sum()])
-                ends[:, number] = torch.cat([each, -each])
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=axis.group)
-        most, spread = ends[0], (ends[:2] + ends[2:]).amax(0)
-        partial = (spread > COPIED * most.clamp_min(COPIED * most.max())).byte()
-        dist.all_reduce(partial, dist.ReduceOp.MAX)
-        for name in (names[number] for number in partial.nonzero().flatten().tolist()):
-            why = f"each rank would find a part of the gradient of {name}"
-            advice = "use it outside of the divided layers, or leave these out of tensor_plan"
-            raise ConfigError(f"strategy.mesh.tensor={axis.size}: {why}; {advice}")
+        self._compile(self._division.compiled)
 
     @property
     def _is_unproved(self) -> bool:
-        size = sum(p.nbytes for p in self.structure.parameters())
+        size = sum(p.nbytes for p in self.tensors.structure.parameters())
         return self.mesh.divides_model and size > PROVED_BYTES
 
     @torch.no_grad()
@@ -132,13 +144,13 @@ class MeshParallel(DividedModel):
             return
         inputs, targets = take_rows(batch, 2 * (self.blueprint.config.norm_rows or 1))
         divided = self.module.eval()
-        whole = self._reunited().eval()
+        whole = self.tensors.reunited().eval()
         outputs = self.forward(inputs)
         own = self._loss_sums(inputs, targets, objective)
         found = torch.zeros(3, dtype=torch.float64, device=self.world.device)
         if self.mesh.has_loss:  # all ranks that call the loss, as it may have collectives
             self.module = whole  # a loss may read the task's model
-            with self._seeded():
+            with seeded(self.world.device), self.precision.autocast():
                 expected = call(whole, inputs)
                 if self.mesh.is_counted:
                     found[0] = distance(outputs, expected)
@@ -158,20 +170,20 @@ class MeshParallel(DividedModel):
         with self._modes(), self.precision.autocast():
             outputs = self._run(inputs)
             if self.mesh.has_loss:
-                with self._seeded():
+                with seeded(self.world.device), self.precision.autocast():
                     sums = objective.sums(outputs, targets)
         self._settle()
         if self.mesh.context > 1:
             self.world.groups["context"].all_reduce(sums)
         return sums
 
-    @contextmanager
-    def _seeded(self) -> Iterator[None]:
-        """Give a loss that draws the same random numbers in each of these blocks."""
-        devices = [self.world.device] if self.world.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), self.precision.autocast():
-            torch.manual_seed(0)
-            yield
+    def _reading(self, objective: ObjectiveProtocol) -> AbstractContextManager[Any]:
+        """Watch the loss of an objective, in the rehearsal and in its first step."""
+        if id(objective) in self._checked:
+            return nullcontext()
+        named = self.module.named_parameters()
+        divides = self._division.placements.divides
+        return DividedParameters({p: name for name, p in named if divides(name, p)})
 
     def compute(self, inputs: Any, targets: Any, loss: Callable[[Any, Any], Any]) -> None:
         inputs, targets = self._cut(inputs, targets)
@@ -192,7 +204,8 @@ class MeshParallel(DividedModel):
         return outputs if self._context is None else self._context.join(outputs)
 
     def _run(self, inputs: Any) -> Any:
-        return self._root(inputs) if self._divided.stage is not None else call(self._root, inputs)
+        root = self._division.root
+        return root(inputs) if self._division.stage is not None else call(root, inputs)
 
     def _cut(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         return (inputs, targets) if self._context is None else self._context.cut(inputs, targets)
@@ -201,26 +214,26 @@ class MeshParallel(DividedModel):
         return nullcontext() if self._context is None else self._context
 
     def _settle(self) -> None:
-        if self._divided.stage is not None:
-            self._divided.stage.p2p.settle()
+        if self._division.stage is not None:
+            self._division.stage.p2p.settle()
 
     def forward_backward(self, batch: MicroBatches, objective: ObjectiveProtocol) -> torch.Tensor:
-        self.note_replaced()
+        self.tensors.note_replaced()
         self.statistics.begin()
         totals = self._forward_backward(batch, objective).to(torch.float64, copy=True)
         self._checked.add(id(objective))  # its loss, which a train_step may have changed
-        self._reduce_begun(None)
+        self.blueprint.reduce_begun(None)
         reached = self._unused.flags()
         statistics = [part.detach().double().flatten() for part in self.statistics.read()]
         others = torch.cat([*reached, *statistics]) if reached or statistics else totals[:0]
-        if self._copies.size == self.mesh.size:
+        if self._division.copies.size == self.mesh.size:
             summed = torch.cat([totals, others])
             dist.all_reduce(summed)
             totals, others = summed[: len(totals)], summed[len(totals) :]
         else:
             dist.all_reduce(totals)
-            if len(others) and self._copies.size > 1:
-                dist.all_reduce(others, group=self._copies.group)
+            if len(others) and self._division.copies.size > 1:
+                dist.all_reduce(others, group=self._division.copies.group)
         for flags in reached:
             self._unused.fill(others[: len(flags)])
         self._check_reached()
@@ -248,11 +261,7 @@ class MeshParallel(DividedModel):
                 self._return(*passed.pop(number), number == len(batch) - 1, objective.scale)
         self._settle()
         assert totals is not None
-        for parameter in self._wrapped.values():
-            local = self._local[parameter]
-            if parameter is not local and parameter.grad is not None:
-                local.grad = parameter.grad.to_local().detach()  # type: ignore[attr-defined]
-                parameter.grad = None
+        self.tensors.take_gradients()
         self._unused.drop(len(batch))
         return totals
 
@@ -269,16 +278,16 @@ class MeshParallel(DividedModel):
             else:
                 carried = objective.absent()
         self.statistics.note(targets, inputs)
-        stage = self._divided.stage
+        stage = self._division.stage
         return (total, stage.passage if stage else None), carried
 
     def _return(
         self, total: torch.Tensor | None, passage: Any, is_last: bool, scale: float
     ) -> None:
         """Run a micro-batch backward."""
-        if self._divided.sharding is not None:
-            self._divided.sharding.begin_backward(is_last)
-        stage = self._divided.stage
+        if self._division.sharding is not None:
+            self._division.sharding.begin_backward(is_last)
+        stage = self._division.stage
         if total is not None:
             torch.autograd.backward(total, self.precision.root(total, scale))
         else:
@@ -312,9 +321,9 @@ class MeshParallel(DividedModel):
     def _square(self) -> torch.Tensor:
         """Return this rank's part of the square of the gradients' norm."""
         copies: dict[int, list[torch.Tensor]] = {}
-        for name, parameter in self.parameters.items():
+        for name, parameter in self.tensors.parameters.items():
             if parameter.requires_grad and parameter.grad is not None:
-                number = self._divided.placements.num_copies(name, self._wrapped[name])
+                number = self._division.placements.num_copies(name, self.tensors.wrapped[name])
                 copies.setdefault(number, []).append(parameter.grad)
         norms = {
             n: get_total_norm([g.float() if g.dtype.itemsize < 4 else g for g in gradients])
@@ -322,28 +331,26 @@ class MeshParallel(DividedModel):
         }
         return sum((norm.double() ** 2 / n for n, norm in norms.items()), torch.zeros(()))
 
-    def on_gradients(self, hook: Callable[[Any], None]) -> None:
-        self._reduce_begun = hook
-
     def close(self) -> nn.Module | None:
         """Let go of the process groups, which at exit could end the process with SIGABRT.
 
         FSDP2's modules keep them.
         """
-        if self._divided.sharding is not None:
-            self._divided.sharding.end()
+        if self._division.sharding is not None:
+            self._division.sharding.end()
         return None
 
     def list_remarks(self, is_resumed: bool) -> list[str]:
-        shards = [self._shard_of[p] for p in self.parameters.values()]
-        total = sum(p.numel() for p in self.structure.parameters())
+        tensors = self.tensors
+        shards = [tensors.shard_of(p) for p in tensors.parameters.values()]
+        total = sum(p.numel() for p in tensors.structure.parameters())
         own = sum(shard.tensor.numel() for shard in shards)
         size = sum(shard.tensor.nbytes for shard in shards)
         has = f"rank {self.world.rank} has {own:,} of {total:,} parameters, {size:,} bytes"
         batch = self.blueprint.config.data
         rows = -(-batch.global_batch // self.mesh.data_size)
         count = -(-rows // (batch.most_rows or rows))
-        lines = [f"mesh: {self.mesh}; {has}", *self._divided.list_remarks(count)]
+        lines = [f"mesh: {self.mesh}; {has}", *self._division.list_remarks(count)]
         if self._is_unproved:
             lines.append("the outputs were not compared with the whole model's: it is too large")
         return lines

@@ -43,7 +43,7 @@ def answer_or_sweep(arguments: Sequence[str]) -> int:
         return 0
     if not is_sweep:
         given = [word for word in arguments if word.split("=")[0] in HYDRA_FLAGS]
-        advice = "-m takes no value, --resolve and --package go with --cfg job"
+        advice = "use -m without a value, and --resolve and --package with --cfg job"
         raise ConfigError(f"{given[0]}: {advice}")
     submission = (cluster, steering) if cluster else None
     return run_combinations(jobs, configs, config_dirs, submission)

@@ -194,6 +194,6 @@ def list_points(space: Space) -> list[dict[str, Any]]:
         elif isinstance(distribution.low, int):
             values.append([*range(distribution.low, distribution.high + 1, distribution.step)])
         else:
-            advice = "hydra/sweeper/sampler=grid needs values, as a,b or range(1,4)"
+            advice = "must be values, as a,b or range(1,4), for hydra/sweeper/sampler=grid"
             raise ConfigError(f"{name}: {advice}")
     return [dict(zip(space, point, strict=True)) for point in itertools.product(*values)]

@@ -37,7 +37,7 @@ def probe(run: Run, task: Any) -> Probe:
     reading = Holders(of_dataset(dataset))
     batch = next(iter(run.batches.of_examples(indices)))
     changed_by_reading = reading.changed(of_dataset(dataset))
-    with run.engine.strategy.whole() as module, torch.no_grad(), untouched(module):
+    with run.engine.tensors.whole() as module, torch.no_grad(), untouched(module):
         layers = list(module.modules())
         holders = Holders([*of_model(module), *of_task(task)])
         first = _evaluate(run, task, module, batch, indices)

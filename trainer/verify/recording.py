@@ -63,7 +63,7 @@ class StepRecorder:
                 notes.probe = probe(task._run, task)
             strategy = engine.strategy
             notes.has_rows = strategy.mesh.is_first
-            shards = strategy.shards()
+            shards = strategy.tensors.shards()
             for name, shard in shards.items():
                 boxes = [(list(offset), list(box.shape)) for box, offset in shard.boxes()]
                 notes.boxes[name] = (list(shard.shape), boxes)
@@ -73,7 +73,7 @@ class StepRecorder:
         outcome = train_step(batch)
         self._is_stepping = False
         if step + 1 == task._run.num_steps:
-            shards = task._run.engine.strategy.shards()
+            shards = task._run.engine.tensors.shards()
             notes.last_weights = _copy({name: shard.tensor for name, shard in shards.items()})
         return outcome
 
@@ -88,7 +88,7 @@ class StepRecorder:
     def gradients(self, strategy: Strategy) -> None:
         """Record the gradients of the first update."""
         if not self.notes.gradients:
-            named = strategy.parameters.items()
+            named = strategy.tensors.parameters.items()
             gradients = {name: p.grad for name, p in named if p.grad is not None}
             self.notes.gradients = _copy(gradients)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -76,6 +77,14 @@ def _filled(structure: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Modu
                         made[tensor] = nn.Parameter(value, tensor.requires_grad)
                 setattr(module, key, made[tensor])
     return model.train(structure.training)
+
+
+@contextmanager
+def seeded(device: torch.device) -> Iterator[None]:
+    """Give a loss that draws the same random numbers in each of these blocks."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield
 
 
 def distance(outputs: Any, expected: Any) -> float:

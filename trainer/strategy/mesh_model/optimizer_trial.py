@@ -58,11 +58,11 @@ def check_independence(optimizer: Optimizer) -> None:
     given = f"build_optimizer: {type(optimizer).__name__}"
     others = [value for key, value in vars(optimizer).items() if key not in _KNOWN]
     if any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves(others)):
-        why = "keeps parameters outside of param_groups, and the model is divided"
+        why = "keeps parameters outside of param_groups, and ranks step different ones"
         raise ConfigError(f"{given} {why}; read them from param_groups, or use ddp")
     for inner in (leaf for leaf in tree_leaves(others) if isinstance(leaf, Optimizer)):
         if not all(any(g is own for own in optimizer.param_groups) for g in inner.param_groups):
-            why = "wraps an optimizer with param_groups of its own, and the model is divided"
+            why = "wraps an optimizer with param_groups of its own, and ranks step different ones"
             raise ConfigError(f"{given} {why}; share them, or use ddp")
     found: list[torch.Tensor] = []
     expected: list[torch.Tensor] = []
@@ -73,7 +73,7 @@ def check_independence(optimizer: Optimizer) -> None:
             expected += whole[first::2]
     for one, other in zip(found, expected, strict=False):
         if not torch.allclose(one, other, rtol=TOLERANCE, atol=0):
-            why = "steps a parameter by the values of others, and the model is divided"
+            why = "steps a parameter by the values of others, and ranks step different ones"
             raise ConfigError(f"{given} {why}; use ddp")
 
 

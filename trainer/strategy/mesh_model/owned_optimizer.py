@@ -8,6 +8,7 @@ the owner. torch's Muon on DTensors gives other numbers (1.6e-3 off, torch 2.13)
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.distributed.world import RankGroup
+from trainer.strategy.cost import find_owners
 from trainer.strategy.shards import Shard, slices
 
 
@@ -57,12 +59,10 @@ class OwnedOptimizer:
         self._group = axis.group
         self._rank = axis.rank
         self._parameters: list[_Parameter] = []
-        loads = [0] * axis.size
         own = [[[o, list(box.shape)] for box, o in shard.boxes()] for _, shard in local]
         every = gather_json(own, axis)
-        for number, (part, shard) in enumerate(local):
-            owner = loads.index(min(loads))
-            loads[owner] += int(torch.Size(shard.shape).numel())
+        owners = find_owners((math.prod(shard.shape) for _, shard in local), axis.size)
+        for number, ((part, shard), owner) in enumerate(zip(local, owners, strict=True)):
             whole = None
             if owner == self._rank:
                 whole = nn.Parameter(part.new_empty(shard.shape), part.requires_grad)

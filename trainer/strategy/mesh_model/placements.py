@@ -45,6 +45,10 @@ class Placements:
     def is_sharded(self, tensor: torch.Tensor) -> bool:
         return self._sharding is not None and self._sharding.divides(tensor)
 
+    def divides(self, name: str, tensor: torch.Tensor) -> bool:
+        """Return True if this rank has a part of a tensor only, or nothing of it."""
+        return tensor.is_meta or name in self.cuts or self.is_sharded(tensor)
+
     def num_copies(self, name: str, tensor: torch.Tensor) -> int:
         """Return how many ranks have each element of a tensor."""
         mesh = self._mesh

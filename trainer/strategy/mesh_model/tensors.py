@@ -6,34 +6,26 @@ as fast as DTensors.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from trainer.distributed.group import Group
+from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.strategy.base import Strategy
-from trainer.strategy.context_parallel import Context
-from trainer.strategy.mesh import SHARDED, open_group
+from trainer.strategy.mesh import SHARDED, Mesh, open_group
 from trainer.strategy.mesh_model.build import Division
-from trainer.strategy.mesh_model.divided_parameters import DividedParameters
 from trainer.strategy.mesh_model.full_model import reunite
-from trainer.strategy.mesh_model.gradient_sums import GradientSums
 from trainer.strategy.mesh_model.optimizer_trial import (
     check_hooks,
     check_independence,
     is_elementwise,
 )
 from trainer.strategy.mesh_model.owned_optimizer import OwnedOptimizer
-from trainer.strategy.mesh_model.unused_parameters import UnusedParameters
-from trainer.strategy.modules.dry_run import changed_buffers
-from trainer.strategy.protocols import ObjectiveProtocol
 from trainer.strategy.shards import (
     Shard,
     TensorSource,
@@ -42,63 +34,65 @@ from trainer.strategy.shards import (
     read_into,
     tensors_of,
 )
+from trainer.strategy.tensors import Tensors, join_states
 
 
-class DividedModel(Strategy):
-    """A model of which each rank has parts: `parameters` are these, as plain parameters."""
+class DividedTensors(Tensors):
+    """The parts of a model's tensors that this rank has: `parameters` are plain parameters.
 
-    def _place(self, model: nn.Module) -> nn.Module:
-        """Divide the model. On rank 0 it has its values, on other ranks only its structure."""
-        self._reduce_begun: Callable[[Any], Any] = id
+    `wrapped` are those of the model's modules by name, which may be DTensors.
+    """
+
+    def __init__(self, module: nn.Module, division: Division, mesh: Mesh, world: World):
+        self._division = division
+        self._mesh = mesh
         self._has_owners = False
-        context = self.world.groups["context"]
-        self._context = Context(context) if context.size > 1 else None
-        self._divided = Division(self.blueprint, self.mesh, self._context, self._is_compiled)
-        self.structure = self._divided.structure
-        self._root = self._divided.root
-        self._copies = self._divided.copies
-        return model
-
-    def _list_parameters(self) -> None:
-        """Make plain parameters of the local parts; they share memory with the model's."""
-        placements = self._divided.placements
-        self._wrapped = self._registered()
         self._replaced = ""
+        super().__init__(module, world)
+        self.structure = division.structure
         self._registers: list[tuple[dict[str, Any], str, Any]] = [
             (module._parameters, key, parameter)
             for module in self.module.modules()
             for key, parameter in module._parameters.items()
-            if self._divided.sharding is not None and parameter is not None
+            if division.sharding is not None and parameter is not None
         ]
+        self._names = self._find_names()
+
+    def _list_parameters(self) -> dict[str, nn.Parameter]:
+        """Make plain parameters of the local parts; they share memory with the model's."""
+        placements = self._division.placements
+        self.wrapped = self._registered()
         self._shards: dict[str, Shard] = {}
         self._local: dict[torch.Tensor, nn.Parameter] = {}
         self._shard_of: dict[torch.Tensor, Shard] = {}
-        self.parameters = {}
-        for name, parameter in self._wrapped.items():
+        parameters = {}
+        for name, parameter in self.wrapped.items():
             if parameter not in self._local:
                 shard = placements.shard(name, parameter)
                 needs_grad = parameter.requires_grad
                 is_whole = not placements.is_sharded(parameter)
                 local = parameter if is_whole else nn.Parameter(shard.tensor, needs_grad)
-                self._local[parameter] = self.parameters[name] = local
+                self._local[parameter] = parameters[name] = local
                 self._shard_of[local] = shard
             self._shards[name] = self._shard_of[self._local[parameter]]
-        self._sort_parameters()
-        self._name_parameters()
-        self._unused = UnusedParameters(self._parameters, self.config.find_unused_parameters)
-        if self._divided.sharding is not None:
-            self._divided.sharding.fill_unused(lambda p: self._unused.note(self._local[p]))
-        self._checked: set[int] = set()  # objectives whose loss was watched for a step
-        self._sums = GradientSums(self.config.bucket_mb)
-        for name, parameter in self.parameters.items():
-            if parameter.requires_grad:
-                for turn, group in self._divided.sums_of(name, self._wrapped[name]):
-                    self._sums.add(turn, group, parameter)
+        return parameters
 
     def _registered(self) -> dict[str, nn.Parameter]:
         self.refresh()
         named = self.module.named_parameters(remove_duplicate=False)
         return {name: p for name, p in named if not p.is_meta}
+
+    def local(self, parameter: torch.Tensor) -> nn.Parameter:
+        """Return this rank's part of a parameter of the model."""
+        return self._local[parameter]
+
+    def take_gradients(self) -> None:
+        """Move the gradients of sharded parameters to `parameters`."""
+        for parameter in self.wrapped.values():
+            local = self._local[parameter]
+            if parameter is not local and parameter.grad is not None:
+                local.grad = parameter.grad.to_local().detach()  # type: ignore[attr-defined]
+                parameter.grad = None
 
     def note_replaced(self) -> None:
         """Note a parameter that the task has replaced: FSDP puts its own back before it is used."""
@@ -113,22 +107,23 @@ class DividedModel(Strategy):
             return f"a parameter called {self._replaced} {why}; keep it, or use strategy=ddp"
         if line := super().find_change():
             return line
-        for name, parameter in self._wrapped.items():
+        for name, parameter in self.wrapped.items():
             part = self._shard_of[self._local[parameter]].tensor
-            now = self._divided.placements.shard(name, parameter).tensor
+            now = self._division.placements.shard(name, parameter).tensor
             if now.data_ptr() != part.data_ptr():
                 why = "has other memory than at the start, which alone is trained and saved"
                 return f"the parameter {name} {why}; write into it by copy_, not by .data ="
         return ""
 
-    def _name_parameters(self) -> None:
+    def _find_names(self) -> dict[torch.Tensor, str]:
         every = [self.structure.named_parameters(), self.module.named_parameters()]
-        self._names: dict[torch.Tensor, str] = {}
+        names: dict[torch.Tensor, str] = {}
         for named in (*every, self.parameters.items()):
-            self._names |= {parameter: name for name, parameter in named}
-        for parameter, name in self._names.items():
+            names |= {parameter: name for name, parameter in named}
+        for parameter, name in names.items():
             if name in self.parameters:
                 self._local.setdefault(parameter, self.parameters[name])
+        return names
 
     def adopt(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Make an optimizer step local parts, or whole parameters if it needs them.
@@ -146,11 +141,11 @@ class DividedModel(Strategy):
         if is_elementwise(optimizer):
             for group, own in zip(groups, locals_, strict=True):
                 group["params"] = own
-            self._has_owners |= self.mesh.pipeline > 1
+            self._has_owners |= self._mesh.pipeline > 1
             return every
         check_independence(optimizer)
         divided = [(p, self._shard_of[p]) for p in every if self._is_divided(p)]
-        model = open_group(self.mesh, self.world.groups, "", "shard", "context", "tensor")
+        model = open_group(self._mesh, self._world.groups, "", "shard", "context", "tensor")
         gathered = OwnedOptimizer(optimizer, divided, model)
         self._has_owners = True
         whole = {part: parameter for parameter, part in gathered.owned.items()}
@@ -160,39 +155,13 @@ class DividedModel(Strategy):
             ]
         for parameter, part in gathered.owned.items():
             name = self._names[parameter] = self._names[part]
-            is_written = self._divided.placements.is_first_copy(name)
+            is_written = self._division.placements.is_first_copy(name)
             self._shard_of[parameter] = Shard.whole(parameter.detach(), is_written, SHARDED)
         return every
 
     def _is_divided(self, parameter: nn.Parameter) -> bool:
         name = self._names[parameter]
-        return name in self._divided.placements.cuts or parameter is not self._wrapped[name]
-
-    def _reading(self, objective: ObjectiveProtocol) -> AbstractContextManager[Any]:
-        """Watch the loss of an objective, in the rehearsal and in its first step."""
-        if id(objective) in self._checked:
-            return nullcontext()
-        named = self.module.named_parameters()
-        cuts = self._divided.placements.cuts
-        return DividedParameters(
-            {
-                p: name
-                for name, p in named
-                if p.is_meta or name in cuts or self._divided.placements.is_sharded(p)
-            }
-        )
-
-    def _check_shared(self, before: Mapping[str, torch.Tensor]) -> None:
-        """Raise ConfigError for a buffer that several stages use, and one of them changes."""
-        changed = set(changed_buffers(self.module, before))
-        named = {name: b in changed for name, b in self.module.named_buffers()}
-        flags = torch.tensor([named.get(name, False) for name in self._divided.shared])
-        if len(flags):
-            every = flags.byte().to(self.world.device)
-            dist.all_reduce(every, dist.ReduceOp.MAX)
-            for number in every.nonzero().flatten().tolist():
-                why = f"{self._divided.shared[number]} changes, and several stages use it"
-                raise ConfigError(f"strategy.mesh.pipeline: {why}; use it in one place")
+        return name in self._division.placements.cuts or parameter is not self.wrapped[name]
 
     def names(self) -> dict[torch.Tensor, str]:
         return self._names
@@ -200,50 +169,47 @@ class DividedModel(Strategy):
     def collect_plain(self, states: list[dict[str, Any]], group: Group) -> list[dict[str, Any]]:
         """Join the values that only some ranks have. A collective."""
         (has_owners,) = group.max(float(self._has_owners))
-        if has_owners:
-            for text in group.collect_text(json.dumps([state["state"] for state in states])):
-                for state, others in zip(states, json.loads(text), strict=True):
-                    state["state"] |= others
-        return states
+        return join_states(states, group) if has_owners else states
 
     def refresh(self) -> None:
-        if self._divided.sharding is not None:
-            self._divided.sharding.refresh()
+        if self._division.sharding is not None:
+            self._division.sharding.refresh()
 
     @contextmanager
     def whole(self) -> Iterator[nn.Module]:
         """Gather the model on each rank, so that no forward or backward pass communicates."""
-        if self.mesh.divides_model:
-            with self._divided.undivided_draws():
-                yield self._reunited()
-        elif self._divided.sharding is None:
+        if self._mesh.divides_model:
+            with self._division.undivided_draws():
+                yield self.reunited()
+        elif self._division.sharding is None:
             yield self.module
         else:
-            with self._divided.sharding.whole():
+            with self._division.sharding.whole():
                 yield self.module
 
-    def _reunited(self) -> nn.Module:
+    def reunited(self) -> nn.Module:
+        """Return the whole model with the values of all ranks. A collective."""
         self.refresh()
-        find = self._divided.placements.shard
+        find = self._division.placements.shard
         buffers = {name: b for name, b in self.module.named_buffers() if not b.is_meta}
         parts = {name: find(name, buffer) for name, buffer in buffers.items()} | self._shards
-        return reunite(self.structure, parts, self.world)
+        return reunite(self.structure, parts, self._world)
 
-    def shard_of(self, tensor: torch.Tensor) -> Shard:
+    def shard_of(self, tensor: torch.Tensor, is_state: bool = False) -> Shard:
         return self._shard_of[tensor]
 
     def shards(self) -> dict[str, Shard]:
         self.refresh()
         named = {name: t for name, t in tensors_of(self.module).items() if not t.is_meta}
-        find = self._divided.placements.shard
+        find = self._division.placements.shard
         return {name: self._shards.get(name) or find(name, t) for name, t in named.items()}
 
     def non_persistent(self) -> dict[str, Shard]:
         named = {name: b for name, b in non_persistent(self.module).items() if not b.is_meta}
-        return {name: self._divided.placements.shard(name, b) for name, b in named.items()}
+        return {name: self._division.placements.shard(name, b) for name, b in named.items()}
 
     def writers(self) -> list[int]:
-        return self._divided.placements.writers()
+        return self._division.placements.writers()
 
     def load(self, source: TensorSource, extra: Mapping[str, Any]) -> None:
         check_model(tensors_of(self.structure), source.shapes())

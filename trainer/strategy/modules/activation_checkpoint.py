@@ -68,7 +68,7 @@ def recompute(model: nn.Module, what: str | Sequence[str], blocks: Sequence[nn.M
             found = [module for name, module in named if name and fnmatchcase(name, pattern)]
             if not found:
                 some = ", ".join(name for name, _ in list(model.named_children())[:5])
-                why = f"no module has this name; the model has {some}"
+                why = f"no module has this name; give one of the model, such as {some}"
                 raise ConfigError(f"strategy.recompute={pattern}: {why}")
             modules += found
     for module in dict.fromkeys(modules):

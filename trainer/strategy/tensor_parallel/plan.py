@@ -82,7 +82,7 @@ class TensorPlan:
             modules = [m for m, name in self._names.items() if _matches(name, pattern)]
             if not modules:
                 some = ", ".join(list(filter(None, self._names.values()))[:6])
-                why = f"no module has this name; the model has {some}"
+                why = f"no module has this name; give one of the model, such as {some}"
                 raise ConfigError(f"tensor_plan: {pattern}: {why}")
             found |= dict.fromkeys(modules, form)
         for module, form in found.items():
@@ -104,8 +104,9 @@ class TensorPlan:
         is_linear = type(module).forward is nn.Linear.forward
         is_embedding = type(module).forward is nn.Embedding.forward
         if not is_linear and not (is_embedding and kind != "columns"):
-            takes = "divides nn.Linear" + " and nn.Embedding" * (kind != "columns")
-            raise ConfigError(f"tensor_plan: {name} is a {type(module).__name__}: {form} {takes}")
+            kinds = "nn.Linear" + " or nn.Embedding" * (kind != "columns")
+            must = f"must be {kinds} for {form}"
+            raise ConfigError(f"tensor_plan: {name} is a {type(module).__name__}: {must}")
         is_sequence = module in self._inside
         made: Wrapped
         if is_embedding:
