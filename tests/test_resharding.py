@@ -14,6 +14,7 @@ LAYOUTS = {
     "single": (1, ["strategy=single"]),
     "ddp x 2": (2, ["strategy=ddp"]),
     "exact x 2": (2, ["strategy=exact"]),
+    "zero1 x 2": (2, ["strategy=zero1"]),
     "fsdp x 2": (2, ["strategy=fsdp"]),
     "fsdp x 3": (3, ["strategy=fsdp"]),
     "fsdp x 4": (4, ["strategy=fsdp"]),

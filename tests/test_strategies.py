@@ -85,6 +85,8 @@ CELLS = {
     "syncbn x 3": (3, None, NORM, []),
     "ema x 2": (2, None, EMA, []),
     "ema x 3": (3, None, EMA, []),
+    "zero1 x 2": (2, Two, [*TINY, "run.clip_norm=0.1"], ["strategy=zero1"]),
+    "zero1 x 3": (3, None, EMA, ["strategy=zero1", "data.micro_batch=6"]),
     "two optimizers x 2": (2, Two, TINY, []),
     "two optimizers x 3": (3, Two, TINY, []),
     "small buckets": (2, None, TINY, ["strategy.bucket_mb=0.0001"]),
@@ -107,7 +109,7 @@ CELLS = {
 
 
 TWICE = ("parameter_server x 2", "syncbn x 2", "ema x 3", "two optimizers x 3", "static graph")
-TWICE += ("two devices per rank", "small buckets", "unused parameters")
+TWICE += ("zero1 x 3", "two devices per rank", "small buckets", "unused parameters")
 
 
 @pytest.mark.parametrize(

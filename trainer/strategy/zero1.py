@@ -1,0 +1,120 @@
+"""ZeRO-1: DDP whose optimizer state is divided over the ranks.
+
+Stage 1 of Rajbhandari et al., arXiv:1910.02054. Each rank has all weights and gradients. Each
+parameter has one owner, which keeps its state, steps it, and sends the result. torch's
+ZeroRedundancyOptimizer wraps an optimizer's class; here the task's own optimizer is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.distributed.group import Group
+from trainer.distributed.world import World
+from trainer.strategy.cost import Message, Parts, PlannedRank, find_owners, size_of
+from trainer.strategy.ddp import AllReduceCost, DistributedDataParallel
+from trainer.strategy.mesh import Mesh
+from trainer.strategy.mesh_model.gradient_sums import buckets
+from trainer.strategy.mesh_model.optimizer_trial import (
+    check_hooks,
+    check_independence,
+    is_elementwise,
+)
+from trainer.strategy.shards import Shard
+from trainer.strategy.tensors import Tensors, join_states
+
+MOST_BYTES = 25 * 2**20  # of a message, as of DDP's buckets
+
+
+class OwnedCost(AllReduceCost):
+    """The cost of DDP, and of the weights that owners send."""
+
+    @classmethod
+    def messages(cls, rank: PlannedRank) -> list[Message]:
+        size = rank.mesh.replicate
+        sent = size_of(rank.trained) * (size - 1) / size
+        return [
+            *super().messages(rank),
+            Message("replicate", "broadcast of parameters", size, sent),
+        ]
+
+    @classmethod
+    def stepped(
+        cls, optimizer: Optimizer, parts: Parts, whole: Parts, mesh: Mesh
+    ) -> tuple[Parts, int]:
+        every, _ = super().stepped(optimizer, parts, whole, mesh)
+        owners = find_owners((p.numel() for p in every.values()), mesh.replicate)
+        return {p: part for (p, part), n in zip(every.items(), owners, strict=True) if n == 0}, 0
+
+
+class OwnedTensors(Tensors):
+    """Whole tensors on each rank. Its optimizers step only the parameters that the rank owns."""
+
+    def __init__(self, module: nn.Module, world: World):
+        super().__init__(module, world)
+        self._owners: dict[torch.Tensor, int] = {}
+
+    def adopt(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Make an optimizer step this rank's own parameters, and send them after each step.
+
+        Raises ConfigError for an optimizer that needs more than one parameter at a time.
+        """
+        check_hooks(optimizer)
+        if not is_elementwise(optimizer):
+            check_independence(optimizer)
+        every = super().adopt(optimizer)
+        owners = find_owners((p.numel() for p in every), self._world.world_size)
+        owner_of: dict[torch.Tensor, int] = dict(zip(every, owners, strict=True))
+        self._owners |= owner_of
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if owner_of[p] == self._world.rank]
+        owned = [[p for p in every if owner_of[p] == n] for n in range(self._world.world_size)]
+        optimizer.register_step_post_hook(lambda *_: _send(owned))
+        return every
+
+    def collect_plain(self, states: list[dict[str, Any]], group: Group) -> list[dict[str, Any]]:
+        return join_states(states, group)
+
+    def shard_of(self, tensor: torch.Tensor, is_state: bool = False) -> Shard:
+        owner = self._owners.get(tensor)
+        if not is_state or owner is None:
+            return super().shard_of(tensor)
+        return Shard.whole(tensor.detach(), owner == self._world.rank, ("replicate",))
+
+    def writers(self) -> list[int]:
+        return list(range(self._world.world_size))
+
+
+@torch.no_grad()
+def _send(owned: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Send each rank's parameters to the others. A collective."""
+    for owner, parameters in enumerate(owned):
+        for bucket in buckets((p for p in parameters if p.requires_grad), MOST_BYTES):
+            flat = torch.cat([parameter.flatten() for parameter in bucket])
+            dist.broadcast(flat, owner)
+            parts = flat.split([parameter.numel() for parameter in bucket])
+            for parameter, part in zip(bucket, parts, strict=True):
+                parameter.copy_(part.view_as(parameter))
+
+
+class ZeroRedundancy(DistributedDataParallel):
+    """DDP with the optimizers' state divided over the ranks."""
+
+    on_mesh = ""
+    cost = OwnedCost
+
+    def _open_tensors(self) -> Tensors:
+        return OwnedTensors(self.module, self.world)
+
+    def list_remarks(self, is_resumed: bool) -> list[str]:
+        lines = super().list_remarks(is_resumed)
+        return [*lines, "zero1: each rank steps its own parameters, and sends them to the others"]
+
+
+STRATEGY = ZeroRedundancy
