@@ -76,7 +76,7 @@ class Cifar(Trainer):
         if self.config.optim["_target_"] != "trainer.tasks.cifar.Muon":
             return super().build_optimizer(model)
         if self.options.model != "airbench":
-            why = "optim=muon has learning rates for airbench only"
+            why = "optim=airbench has learning rates for the model of this name only"
             advice = "give optim=sgd schedule=cosine, or another optim"
             raise ConfigError(f"task.options.model={self.options.model}: {why}; {advice}")
         if "dtype" in self.config.optim:

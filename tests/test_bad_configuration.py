@@ -188,7 +188,7 @@ BAD = [
     ("task=cifar experiment=null", "experiment=null: must be one of parity"),
     # typos in the name of an option
     ("task=cifra", f"task=cifra: {NO_TASK}"),
-    ("optim=sdg task=text", "optim=sdg: must be one of adam, adamw, muon, sgd; did you mean sgd?"),
+    ("optim=sdg task=text", "optim=sdg: must be one of adam, adamw, airbench, muon, sgd; did you"),
     (
         "task=cifar strategy=dpp",
         f"strategy=dpp: must be one of {STRATEGIES}; did you mean pp?",
@@ -207,7 +207,10 @@ BAD = [
         "task=cifar experiment=partiy",
         "experiment=partiy: must be one of parity; did you mean parity?",
     ),
-    ("task=cifar optim=[sgd,adam]", "optim=['sgd', 'adam']: must be one of adam, adamw, muon, sgd"),
+    (
+        "task=cifar optim=[sgd,adam]",
+        "optim=['sgd', 'adam']: must be one of adam, adamw, airbench, muon, sgd",
+    ),
     ("task=cifar optim=sgd optim=adam", "optim=adam: optim=sgd was given before; give only one"),
     ("task=cifar run=3", "run=3: must be a group of settings"),
     ("task=cifar ~optim", "optim is missing: give optim=<a mapping>"),
@@ -480,7 +483,7 @@ BAD = [
     # names that are imported as code
     (
         "task=cifar ~optim._target_",
-        "optim._target_ is missing: give optim=<name> (adam, adamw, muon, sgd)",
+        "optim._target_ is missing: give optim=<name> (adam, adamw, airbench, muon, sgd)",
     ),
     (
         "task=cifar schedule._target_=null",
@@ -630,7 +633,7 @@ BAD = [
     ("-m optim.lr=0.1,0.2", "task is missing: give task=<name>, one of cifar, finetune, text"),
     ("-m task=cifar optim.lrr=0.1,0.2", "optim.lrr is not a setting; did you mean optim.lr?"),
     ("-m task=cifar optim.lr=0.1,abc", "optim.lr=abc: must be a number of at least 0"),
-    ("-m task=cifar optim=sgd,foo", "optim=foo: must be one of adam, adamw, muon, sgd"),
+    ("-m task=cifar optim=sgd,foo", "optim=foo: must be one of adam, adamw, airbench, muon, sgd"),
     (
         "-m task=cifar,cifra",
         "task=cifra: must be one of cifar, finetune, text; did you mean cifar?",
@@ -809,14 +812,14 @@ BAD_FOR_THE_DATA = [
     ),
     (
         "task=cifar task.options.model=resnet18",
-        "task.options.model=resnet18: optim=muon has learning rates for airbench",
+        "task.options.model=resnet18: optim=airbench has learning rates",
     ),
     (
         "task=cifar checkpoint.best_metric=eval/acuracy",
         "checkpoint.best_metric=eval/acuracy: must be one of eval/accu",
     ),
     (
-        "task=text optim=muon",
+        "task=text optim=airbench",
         "optim (trainer.tasks.cifar.Muon): takes parameters of 2 or more dimensions only",
     ),
 ]

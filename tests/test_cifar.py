@@ -225,9 +225,9 @@ def test_resnet_learns_with_and_without_norm(norm, tmp_path, monkeypatch):
     assert result["losses"][30] < 0.9 * result["losses"][1]
 
 
-def test_muon_is_refused_for_resnet18():
+def test_airbench_optimizer_is_refused_for_resnet18():
     task = cifar.Cifar(load_config(RESNET))
     with pytest.raises(
-        ConfigError, match=r"^task.options.model=resnet18: optim=muon has .*; give optim=sgd"
+        ConfigError, match=r"^task.options.model=resnet18: optim=airbench has .*; give optim=sgd"
     ):
         task.build_optimizer(torch.nn.Linear(2, 2))

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import check_parity, fit, fit_on, on_ranks
+from harness import check_parity, fit, fit_on, on_ranks, slow_but
+from meshed import Meshed
 from tiny import Tiny
 from torch import nn
 
+from trainer import Trainer
 from trainer.errors import ConfigError
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs/tasks.md").read_text()
@@ -189,6 +191,30 @@ def test_optimizers_that_need_the_whole_model_are_refused_where_it_is_divided(tm
             assert lines == expected
     (lines,) = on_ranks(1, refusals, tmp_path, ON_A_MESH, "strategy=single")
     assert lines == {}
+
+
+MUON = ("task=meshed", "optim=muon", "data.global_batch=24", "run.steps=4", "optim.lr=0.01")
+
+
+class Seen(Meshed):
+    """Task that checks what its optimizers step."""
+
+    def build_optimizer(self, model):
+        optimizers = Trainer.build_optimizer(self, model)
+        names = {p: name for name, p in model.named_parameters()}
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        muon, adamw = ({names[p] for p in group["params"]} for group in groups)
+        assert [type(each).__name__ for each in optimizers] == ["Muon", "AdamW"]
+        assert muon and all(dict(model.named_parameters())[name].dim() == 2 for name in muon)
+        assert "embed.weight" in adamw and muon | adamw == set(names.values())
+        return optimizers
+
+
+@pytest.mark.parametrize("layout", slow_but(["strategy=ddp", "strategy=fsdp"], "strategy=fsdp"))
+def test_optim_muon_steps_the_matrices_of_any_task(layout, tmp_path):
+    one = fit_on(1, tmp_path / "one", *MUON, "strategy=single", task=Seen)
+    two = fit_on(2, tmp_path / "two", *MUON, layout, task=Seen)
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
 
 
 class Late(Plain):

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.utils.data import Dataset, default_collate
 
 from trainer.config.schema import Config
@@ -28,6 +28,7 @@ from trainer.config.typed import build, defaults_of, unknown
 from trainer.data.batches import LocalBatch
 from trainer.distributed.world import World
 from trainer.engine.means import Values
+from trainer.engine.optimizers import split_for_muon
 from trainer.engine.outcome import Outcome
 from trainer.errors import ConfigError
 from trainer.rng.philox import Random
@@ -208,13 +209,18 @@ class Task:
 
         Called once, after the model is on its device. `model` is what `build_model` returned,
         without a wrapper. The default builds `optim._target_` on all trainable parameters, fused
-        where torch supports it. The learning rate of each parameter group is its base rate:
-        `build_schedule` scales it. `update` steps all optimizers, unless you pass it a list of
-        some.
+        where torch supports it; torch.optim.Muon gets the matrices, and AdamW the rest. The
+        learning rate of each parameter group is its base rate: `build_schedule` scales it. `update`
+        steps all optimizers, unless you pass it a list of some.
         """
         parameters = [p for p in model.parameters() if p.requires_grad]
         spec = self.config.optim
         packages = self.config.packages
+        if spec["_target_"] == "torch.optim.Muon":
+            matrices, rest = split_for_muon(model)
+            made = [call_target(spec, "optim", packages, Optimizer, matrices)] if matrices else []
+            options = {key: spec[key] for key in ("lr", "weight_decay") if key in spec}
+            return [*made, *([AdamW(rest, **options, fused=True)] if rest else [])]
         fused = {"fused": True} if spec["_target_"] in FUSED else {}
         return call_target(spec, "optim", packages, Optimizer, parameters, **fused)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -15,6 +16,19 @@ from trainer.hook_errors import MOST_SHOWN, is_of_torch
 from trainer.strategy.mesh_model.optimizer_trial import check_closure, is_elementwise
 
 _WRONG = "the checkpoint is of another optimizer"
+
+
+def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the trained matrices, which Muon steps, and the other parameters.
+
+    An embedding is none: its rows are no map between activations (K. Jordan,
+    kellerjordan.github.io/posts/muon).
+    """
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    embeddings = {m.weight for m in model.modules() if isinstance(m, kinds)}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() == 2 and p not in embeddings]
+    return matrices, [p for p in trained if p.dim() != 2 or p in embeddings]
 
 
 def check_optimizers(given: Any, subject: str = "build_optimizer returned") -> list[Optimizer]:
