@@ -122,3 +122,13 @@ def test_commands_run_in_the_order_of_the_pages(tmp_path):
     for number, line in enumerate(HERE):
         code, text = finished(shortened(line), tmp_path, tmp_path / f"{number}.log")
         assert code == 0, f"{line}\n{text[-4000:]}"
+
+
+def test_files_named_by_contributing_are_there():
+    text = TEXTS["CONTRIBUTING.md"]
+    files = re.findall(r"`([\w.]+(?:/[\w.]+)+)`", text)
+    recipes = text.partition("## Recipes")[2].partition("## Limits")[0]
+    assert len(re.findall(r"^\| an? ", recipes, re.MULTILINE)) == 6 and len(files) > 20
+    places = (ROOT, ROOT / "trainer")
+    missing = [name for name in files if not any((place / name).exists() for place in places)]
+    assert not missing
