@@ -105,7 +105,7 @@ CASES = [
     trains("text on 1 rank", f"text {FP64} strategy=single"),
     trains("text on 2 ranks", f"text {FP64}", ranks=2),
     trains("text on 3 ranks", f"text {FP32}", ranks=3),
-    trains("accumulation", f"cifar {FP32} data.micro_batch=24"),
+    trains("accumulation", f"cifar {FP32} data.micro_batch=20"),
     trains("accumulation on 2 ranks", f"text {FP32} data.micro_batch=4", ranks=2),
     trains("streamed", f"cifar {FP32} data.path=streamed data.workers=2", ranks=2),
     trains("clipping", f"cifar {FP32} run.clip_norm=0.5 optim=sgd schedule=one_cycle optim.lr=0.1"),
@@ -113,6 +113,12 @@ CASES = [
     trains("amp_bf16", "cifar strategy.precision=amp_bf16"),
     trains("amp_fp16", "points strategy.precision=amp_fp16"),
     trains("powersgd", f"cifar {FP32} strategy.comm_hook=powersgd", ranks=2),
+    trains("fsdp", f"text {FP64} strategy=fsdp", ranks=2),
+    trains("hsdp", f"text {FP32} strategy=hsdp data.micro_batch=4 run.clip_norm=0.5", ranks=4),
+    trains("tp", f"text {FP64} strategy=tp", ranks=2),
+    trains("pp", f"text {FP64} strategy=pp data.micro_batch=6", ranks=2),
+    trains("cp", f"text {FP64} strategy=cp", ranks=2),
+    trains("exact", f"text {FP32} strategy=exact", ranks=2),
     trains("parameter server", f"text {FP32} strategy.comm_hook=parameter_server", ranks=3),
     trains("gan on 1 rank", f"gan {FP32} data.micro_batch=8"),
     trains("gan on 2 ranks", f"gan {FP64} run.clip_norm=1.0", ranks=2),
@@ -136,8 +142,8 @@ CASES = [
     Case(
         "resume on other ranks",
         (
-            Start(f"cifar {FP64} data.micro_batch=32 run.steps=8 run.name=first", ranks=3),
-            Start("run.resume=runs/cifar/first run.steps=16 data.micro_batch=48", ranks=2),
+            Start(f"cifar {FP64} data.micro_batch=30 run.steps=8 run.name=first", ranks=3),
+            Start("run.resume=runs/cifar/first run.steps=16 data.micro_batch=50", ranks=2),
         ),
     ),
     Case(
@@ -287,12 +293,16 @@ def without_speed(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_difference(a: Any, b: Any, path: str = "") -> str:
-    """Return where two trees of tensors and plain values differ first; "" if all bits are equal."""
+    """Return where two trees of tensors and plain values differ first; "" if all bits are equal.
+
+    An entry that one has and that holds nothing is no difference.
+    """
     if type(a) is not type(b):
         return f"{path}: {type(a).__name__} / {type(b).__name__}"
     if isinstance(a, torch.Tensor):
         return "" if is_same_tensor(a, b) else f"{path}: {describe_tensors(a, b)}"
     if isinstance(a, Mapping):
+        a, b = ({k: v for k, v in c.items() if k in d or v != {}} for c, d in ((a, b), (b, a)))
         if list(a) != list(b):
             only = sorted(map(str, set(a) ^ set(b)))
             return f"{path}: keys {', '.join(only) or 'in another order'}"

@@ -11,6 +11,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_map, tree_map_only
 
-from trainer.errors import ConfigError, RunError, one_line
+from trainer.errors import ConfigError, RunError, message_of, one_line
 
 Returned = TypeVar("Returned")
 RAISE = dis.opmap["RAISE_VARARGS"]
@@ -71,6 +72,8 @@ def _explain(
     name: str, hook: Callable[[Any, Any], Any], given: tuple[Any, Any], error: Exception, rows: Rows
 ) -> Exception | None:
     """Return the line for an exception of a hook; None if its traceback says more."""
+    if is_of_a_group(error):
+        return None
     what = f"{type(error).__name__}: {one_line(error)[:MOST_SHOWN]}{_place(error)}"
     row = _find_row(hook, given, type(error), rows)
     if row is not None:
@@ -142,8 +145,15 @@ def _place(error: Exception) -> str:
     return f" ({own[-1][0].f_code.co_filename}:{own[-1][1].tb_lineno})" if own else ""
 
 
+def is_of_a_group(error: Exception) -> bool:
+    """Return True for an exception of a collective: another rank has ended or does not answer."""
+    return isinstance(error, dist.DistError) or "gloo/" in message_of(error)
+
+
 def is_of_torch(error: Exception) -> bool:
-    """Return True for an exception of torch's; False for one that the task's code raises."""
+    """Return True for an exception of torch's computations, not one of the task's code."""
+    if is_of_a_group(error):
+        return False
     frame, step = _frames(error)[-1]
     if _package(frame) in OWN:
         return True
@@ -193,6 +203,8 @@ def _explain_model(
     model: nn.Module, inputs: Any, error: Exception, rows: Rows | None
 ) -> Exception | None:
     """Return the line for an exception of a model; None if its traceback says more."""
+    if is_of_a_group(error):
+        return None
     what = f"{type(error).__name__}: {one_line(error)[:MOST_SHOWN]}{_place(error)}"
     if rows is not None:
         row = _find_row(lambda given, _: _call(model, given), (inputs, None), type(error), rows)

@@ -26,6 +26,7 @@ from trainer.distributed.rendezvous import meet, part, read_keys
 from trainer.distributed.watch.watcher import LOST, name_ranks
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError, describe, message_of
+from trainer.hook_errors import is_of_a_group
 
 _LOST = re.compile(
     r"Connection (?:closed|reset|refused)(?: by peer)?(?: \[[^]]+\]:\d+)?|Broken pipe"
@@ -248,7 +249,7 @@ class Group:
             yield
         except RuntimeError as error:
             lost = _LOST.search(str(error))
-            if lost is None or not (isinstance(error, dist.DistError) or "gloo/" in str(error)):
+            if lost is None or not is_of_a_group(error):
                 raise
             line = f"{LOST} ({lost[0]})"
             raise RunError(f"{line}; read its error message, or its launcher's") from error
