@@ -149,7 +149,7 @@ def test_ema_is_evaluated_and_restored(tmp_path):
     assert none["metrics"] == plain["metrics"]
     whole = fit_on(2, tmp_path / "whole", *EMA)
     assert whole["metrics"] != fit_on(2, tmp_path / "off", *EMA, "run.ema_decay=null")["metrics"]
-    fit_on(2, tmp_path / "parts", *EMA, "run.steps=27")
+    fit_on(2, tmp_path / "parts", *EMA, "run.steps=15")
     parts = fit_on(2, tmp_path / "parts", *EMA, "run.resume=auto")
     assert parts["metrics"] == whole["metrics"]
 
