@@ -14,16 +14,16 @@ For each micro-batch the framework calls
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
 from trainer.config.schema import Config
-from trainer.config.targets import call_target
+from trainer.config.targets import Spec, call_target
 from trainer.config.typed import build, defaults_of, unknown
 from trainer.data.batches import LocalBatch
 from trainer.distributed.world import World
@@ -213,16 +213,13 @@ class Task:
         learning rate of each parameter group is its base rate: `build_schedule` scales it. `update`
         steps all optimizers, unless you pass it a list of some.
         """
-        parameters = [p for p in model.parameters() if p.requires_grad]
         spec = self.config.optim
-        packages = self.config.packages
-        if spec["_target_"] == "torch.optim.Muon":
-            matrices, rest = split_for_muon(model)
-            made = [call_target(spec, "optim", packages, Optimizer, matrices)] if matrices else []
-            options = {key: spec[key] for key in ("lr", "weight_decay") if key in spec}
-            return [*made, *([AdamW(rest, **options, fused=True)] if rest else [])]
-        fused = {"fused": True} if spec["_target_"] in FUSED else {}
-        return call_target(spec, "optim", packages, Optimizer, parameters, **fused)
+        if spec["_target_"] != "torch.optim.Muon":
+            return _call_optimizer(self.config, spec, model.parameters())
+        shared: dict[str, Any] = {key: spec[key] for key in ("lr", "weight_decay") if key in spec}
+        adamw = {"_target_": "torch.optim.AdamW", **shared}
+        parts = zip((spec, adamw), split_for_muon(model), strict=True)
+        return [_call_optimizer(self.config, each, part) for each, part in parts if part]
 
     def build_schedule(self, num_steps: int) -> Callable[[int], float]:
         """Return `factor(step)`, which multiplies the base rate of every parameter group.
@@ -278,3 +275,11 @@ class Task:
 def _unwritten(task: Task, method: str) -> ConfigError:
     name = task.config.task.trainer
     return ConfigError(f"task.trainer={name}: has no {method}; define it in the class")
+
+
+def _call_optimizer(config: Config, spec: Spec, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Build an optimizer of the parameters that are trained, fused where torch supports it."""
+    trained = [p for p in parameters if p.requires_grad]
+    fused = {"fused": True} if spec["_target_"] in FUSED else {}
+    made: Optimizer = call_target(spec, "optim", config.packages, Optimizer, trained, **fused)
+    return made

@@ -99,7 +99,6 @@ class Engine:
         self.optimizers = check_optimizers(parts.hooks.build_optimizer(self.tensors.structure))
         self._updated = {each: self._adopt(each) for each in self.optimizers}
         self._groups = self._list_groups()
-        self._parameters = [p for p in self.tensors.parameters.values() if p.requires_grad]
         self.ema = open_ema(config, self.tensors)
         self.buffers = Buffers(self.tensors)
 
@@ -166,7 +165,7 @@ class Engine:
         """Clip, step and free the gradients: the second half of an update."""
         found_inf = gradients.found_inf
         if self._clip_norm is not None and gradients.norm is not None:
-            clip_grads_with_norm_(self._parameters, self._clip_norm, gradients.norm)
+            clip_grads_with_norm_(self.tensors.trained, self._clip_norm, gradients.norm)
         step_unless(optimizers or self.optimizers, found_inf)
         if self.precision.is_scaled:
             self.precision.update_scale(found_inf)

@@ -169,22 +169,22 @@ def _measure_checkpoint(
     trial: Trial, stages: Sequence[StageTensors], states: Sequence[States]
 ) -> CheckpointSize:
     """Return the bytes of weights, optimizer state and moving average."""
-    whole = measure_states(trial, trial.whole, Cost)
+    cost = trial.kind.cost
+    has_all = len(stages) == 1 and not trial.is_sharded and trial.mesh.tensor == 1
+    is_whole = has_all and not cost.divides_state
+    whole = states[0] if is_whole else measure_states(trial, trial.whole, Cost)
     has_average = trial.config.run.ema_decay is not None
     weights = size_of(trial.whole.values())
     every = [p for _, p in trial.model.named_parameters(remove_duplicate=False)]
     buffers = packing.size_of(trial.model.state_dict()) - size_of(every)
     total = buffers + (1 + has_average) * weights + whole.num_bytes
-    if trial.config.checkpoint.sharded is False:
+    if is_whole or trial.config.checkpoint.sharded is False:
         return CheckpointSize(total, total, whole.source)
     most = 0
     for held, state in zip(stages, states, strict=True):
         written = {p: part for p, part in held.parts.items() if p in held.written}
-        own = (
-            state
-            if len(written) == len(held.parts)
-            else measure_states(trial, written, trial.kind.cost)
-        )
+        is_all = len(written) == len(held.parts)
+        own = state if is_all else measure_states(trial, written, cost)
         mine = own.num_bytes + (1 + has_average) * size_of(written.values())
         if len(stages) == 1:
             mine += buffers

@@ -79,6 +79,8 @@ class PlannedRank:
 class Cost:
     """The cost of a strategy whose ranks exchange nothing and keep nothing more."""
 
+    divides_state = False  # of the optimizers, though each rank has all parameters
+
     @classmethod
     def messages(cls, rank: PlannedRank) -> list[Message]:
         """Return the messages of a step of a rank."""
@@ -106,13 +108,3 @@ def reduced(num_bytes: float, size: int) -> float:
 
 def size_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def find_owners(sizes: Iterable[int], num_ranks: int) -> list[int]:
-    """Return an owner for each tensor, so that the ranks own about equally many elements."""
-    loads = [0] * num_ranks
-    owners = []
-    for size in sizes:
-        owners.append(loads.index(min(loads)))
-        loads[owners[-1]] += size
-    return owners

@@ -111,10 +111,6 @@ class Mesh:
             number = number * self.sizes[axis] + self[axis]
         return number
 
-    def name_axes(self, *axes: str) -> str:
-        """Return the names of several axes, without those of size 1."""
-        return " x ".join(axis for axis in axes if self.sizes[axis] > 1)
-
     @property
     def data_size(self) -> int:
         """Number of parts into which the rows of a global batch are divided."""

@@ -98,7 +98,7 @@ class MeshParallel(Strategy):
         self._checked: set[int] = set()  # objectives whose loss was watched for a step
         self._unused = UnusedParameters(tensors.trained, self.config.find_unused_parameters)
         if division.sharding is not None:
-            division.sharding.fill_unused(lambda p: self._unused.note(tensors.local(p)))
+            division.sharding.fill_unused(lambda p: self._unused.note(tensors.local[p]))
         self._sums = GradientSums(self.config.bucket_mb)
         for name, parameter in tensors.parameters.items():
             if parameter.requires_grad:

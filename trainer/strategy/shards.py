@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -77,6 +77,16 @@ class Shard(NamedTuple):
 def slices(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
     """Return the index of a box in the whole tensor."""
     return tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
+
+
+def find_owners(sizes: Iterable[int], num_ranks: int) -> list[int]:
+    """Return an owner for each tensor, so that the ranks own about equally many elements."""
+    loads = [0] * num_ranks
+    owners = []
+    for size in sizes:
+        owners.append(loads.index(min(loads)))
+        loads[owners[-1]] += size
+    return owners
 
 
 class TensorSource(Protocol):

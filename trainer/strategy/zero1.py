@@ -17,16 +17,16 @@ from torch.optim import Optimizer
 
 from trainer.distributed.group import Group
 from trainer.distributed.world import World
-from trainer.strategy.cost import Message, Parts, PlannedRank, find_owners, size_of
+from trainer.strategy.cost import Message, Parts, PlannedRank, size_of
 from trainer.strategy.ddp import AllReduceCost, DistributedDataParallel
 from trainer.strategy.mesh import Mesh
-from trainer.strategy.mesh_model.gradient_sums import buckets
+from trainer.strategy.mesh_model.gradient_sums import exchange
 from trainer.strategy.mesh_model.optimizer_trial import (
     check_hooks,
     check_independence,
     is_elementwise,
 )
-from trainer.strategy.shards import Shard
+from trainer.strategy.shards import Shard, find_owners
 from trainer.strategy.tensors import Tensors, join_states
 
 MOST_BYTES = 25 * 2**20  # of a message, as of DDP's buckets
@@ -34,6 +34,8 @@ MOST_BYTES = 25 * 2**20  # of a message, as of DDP's buckets
 
 class OwnedCost(AllReduceCost):
     """The cost of DDP, and of the weights that owners send."""
+
+    divides_state = True
 
     @classmethod
     def messages(cls, rank: PlannedRank) -> list[Message]:
@@ -95,12 +97,12 @@ class OwnedTensors(Tensors):
 def _send(owned: Sequence[Sequence[nn.Parameter]]) -> None:
     """Send each rank's parameters to the others. A collective."""
     for owner, parameters in enumerate(owned):
-        for bucket in buckets((p for p in parameters if p.requires_grad), MOST_BYTES):
-            flat = torch.cat([parameter.flatten() for parameter in bucket])
+
+        def send(flat: torch.Tensor, owner: int = owner) -> torch.Tensor:
             dist.broadcast(flat, owner)
-            parts = flat.split([parameter.numel() for parameter in bucket])
-            for parameter, part in zip(bucket, parts, strict=True):
-                parameter.copy_(part.view_as(parameter))
+            return flat
+
+        exchange((p for p in parameters if p.requires_grad), MOST_BYTES, send)
 
 
 class ZeroRedundancy(DistributedDataParallel):

@@ -14,13 +14,13 @@ from trainer.strategy.cost import (
     Message,
     Parts,
     PlannedRank,
-    find_owners,
     reduced,
     size_of,
 )
 from trainer.strategy.mesh import COPIES, Mesh
 from trainer.strategy.mesh_model.gradient_sums import buckets
 from trainer.strategy.mesh_model.optimizer_trial import is_elementwise
+from trainer.strategy.shards import find_owners
 
 SUMS = "all-reduce of gradients"
 AGREEMENTS = "all-reduce of agreed values"
@@ -73,6 +73,11 @@ class MeshCost(Cost):
         return undivided | owned, size_of(owned.values())
 
 
+def _name_axes(mesh: Mesh, *axes: str) -> str:
+    """Return the names of several axes, without those of size 1."""
+    return " x ".join(axis for axis in axes if mesh.sizes[axis] > 1)
+
+
 def _within(rank: PlannedRank) -> list[Message]:
     """Return the messages of the divided layers and of the stages."""
     count = rank.accumulation
@@ -90,7 +95,7 @@ def _within(rank: PlannedRank) -> list[Message]:
 
 
 def _sharded(rank: PlannedRank) -> list[Message]:
-    axis = rank.mesh.name_axes("shard", "context")
+    axis = _name_axes(rank.mesh, "shard", "context")
     passes = rank.accumulation
     gathers = passes * (2 if rank.config.strategy.reshard else 1)
     padded = sum(map(size_of, rank.units))
@@ -121,7 +126,7 @@ def _sums(rank: PlannedRank) -> list[Message]:
             continue
         stages = len(rank.stages.get(name, (0,)))
         if not (mesh.shard > 1 and part.dim()):
-            key = (0, mesh.name_axes(*COPIES), mesh.num_parts(*COPIES))
+            key = (0, _name_axes(mesh, *COPIES), mesh.num_parts(*COPIES))
             members.setdefault(key, []).append(part)
         if name in rank.partial:
             members.setdefault((1, "tensor", mesh.tensor), []).append(part)
@@ -145,5 +150,5 @@ def _agreements(rank: PlannedRank) -> list[Message]:
     rows = [Message("world", AGREEMENTS, 2, reduced(whole, mesh.size))]
     if others and 1 < copies < mesh.size:
         size = reduced(others * torch.float64.itemsize, copies)
-        rows.append(Message(mesh.name_axes(*COPIES), AGREEMENTS, 1, size))
+        rows.append(Message(_name_axes(mesh, *COPIES), AGREEMENTS, 1, size))
     return rows

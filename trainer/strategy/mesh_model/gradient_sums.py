@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -41,13 +41,24 @@ class GradientSums:
 
     def _reduce(self, parameters: list[nn.Parameter], group: RankGroup) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
-        for bucket in buckets(gradients, self._size):
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
+
+        def add_up(flat: torch.Tensor) -> torch.Tensor:
             wide = flat.float() if flat.itemsize < 4 else flat
             group.all_reduce(wide)
-            parts = wide.split([gradient.numel() for gradient in bucket])
-            for gradient, part in zip(bucket, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+            return wide
+
+        exchange(gradients, self._size, add_up)
+
+
+def exchange(
+    tensors: Iterable[torch.Tensor], most: int, send: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Replace the values of tensors by what `send` returns for them, a flat bucket at a time."""
+    for bucket in buckets(tensors, most):
+        parts = send(torch.cat([tensor.flatten() for tensor in bucket]))
+        sizes = [tensor.numel() for tensor in bucket]
+        for tensor, part in zip(bucket, parts.split(sizes), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 def buckets(tensors: Iterable[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:

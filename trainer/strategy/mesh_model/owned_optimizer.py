@@ -19,8 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.distributed.world import RankGroup
-from trainer.strategy.cost import find_owners
-from trainer.strategy.shards import Shard, slices
+from trainer.strategy.shards import Shard, find_owners, slices
 
 
 @dataclass

@@ -40,7 +40,8 @@ from trainer.strategy.tensors import Tensors, join_states
 class DividedTensors(Tensors):
     """The parts of a model's tensors that this rank has: `parameters` are plain parameters.
 
-    `wrapped` are those of the model's modules by name, which may be DTensors.
+    `wrapped` are those of the model's modules by name, which may be DTensors; `local` maps each of
+    them to this rank's part.
     """
 
     def __init__(self, module: nn.Module, division: Division, mesh: Mesh, world: World):
@@ -63,18 +64,18 @@ class DividedTensors(Tensors):
         placements = self._division.placements
         self.wrapped = self._registered()
         self._shards: dict[str, Shard] = {}
-        self._local: dict[torch.Tensor, nn.Parameter] = {}
+        self.local: dict[torch.Tensor, nn.Parameter] = {}
         self._shard_of: dict[torch.Tensor, Shard] = {}
         parameters = {}
         for name, parameter in self.wrapped.items():
-            if parameter not in self._local:
+            if parameter not in self.local:
                 shard = placements.shard(name, parameter)
                 needs_grad = parameter.requires_grad
                 is_whole = not placements.is_sharded(parameter)
                 local = parameter if is_whole else nn.Parameter(shard.tensor, needs_grad)
-                self._local[parameter] = parameters[name] = local
+                self.local[parameter] = parameters[name] = local
                 self._shard_of[local] = shard
-            self._shards[name] = self._shard_of[self._local[parameter]]
+            self._shards[name] = self._shard_of[self.local[parameter]]
         return parameters
 
     def _registered(self) -> dict[str, nn.Parameter]:
@@ -82,14 +83,10 @@ class DividedTensors(Tensors):
         named = self.module.named_parameters(remove_duplicate=False)
         return {name: p for name, p in named if not p.is_meta}
 
-    def local(self, parameter: torch.Tensor) -> nn.Parameter:
-        """Return this rank's part of a parameter of the model."""
-        return self._local[parameter]
-
     def take_gradients(self) -> None:
         """Move the gradients of sharded parameters to `parameters`."""
         for parameter in self.wrapped.values():
-            local = self._local[parameter]
+            local = self.local[parameter]
             if parameter is not local and parameter.grad is not None:
                 local.grad = parameter.grad.to_local().detach()  # type: ignore[attr-defined]
                 parameter.grad = None
@@ -108,7 +105,7 @@ class DividedTensors(Tensors):
         if line := super().find_change():
             return line
         for name, parameter in self.wrapped.items():
-            part = self._shard_of[self._local[parameter]].tensor
+            part = self._shard_of[self.local[parameter]].tensor
             now = self._division.placements.shard(name, parameter).tensor
             if now.data_ptr() != part.data_ptr():
                 why = "has other memory than at the start, which alone is trained and saved"
@@ -122,7 +119,7 @@ class DividedTensors(Tensors):
             names |= {parameter: name for name, parameter in named}
         for parameter, name in names.items():
             if name in self.parameters:
-                self._local.setdefault(parameter, self.parameters[name])
+                self.local.setdefault(parameter, self.parameters[name])
         return names
 
     def adopt(self, optimizer: Optimizer) -> list[nn.Parameter]:
@@ -135,7 +132,7 @@ class DividedTensors(Tensors):
             why = "has state before its first step"
             raise ConfigError(f"build_optimizer: {type(optimizer).__name__} {why}; use ddp")
         groups = optimizer.param_groups
-        locals_ = [[self._local[p] for p in g["params"] if p in self._local] for g in groups]
+        locals_ = [[self.local[p] for p in g["params"] if p in self.local] for g in groups]
         every = [p for group in locals_ for p in group]
         check_hooks(optimizer)
         if is_elementwise(optimizer):
