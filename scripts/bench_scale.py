@@ -179,9 +179,9 @@ OPERATIONS: dict[str, Callable[[int], Times]] = {
     "comparison of settings, data and code before the process group": with_groups(
         lambda group: group.check_equal({"f": TEXT})
     ),
-    "strings to rank 0": with_groups(lambda group: group.collect_text(TEXT)),
+    "strings to rank 0": with_groups(lambda group: group.collect(TEXT)),
     "facts of the 8 ranks of a node": with_groups(
-        lambda group: group.gather_text_of(str(group.world.rank // 8), TEXT[:200])
+        lambda group: group.gather_of(str(group.world.rank // 8), TEXT[:200])
     ),
     "batch plan and shard": batch_plan,
     "drift of 1,000 tensors": drift,

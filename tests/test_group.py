@@ -113,7 +113,7 @@ def test_settings_without_a_possible_rendezvous_are_refused(words):
 def test_group_of_one_needs_no_address():
     def alone():
         with process_group(load_config(["task=tiny"], [CONF]).dist, World()) as group:
-            return group.max(3.0), group.share_text("x"), group.gather_text("y")
+            return group.max(3.0), group.tell_all("x"), group.gather("y")
 
     assert on_ranks(1, alone) == [([3.0], "x", ["y"])]
 

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_map, tree_map_only
 
+from trainer.codec import name_of
 from trainer.errors import ConfigError, RunError, message_of, one_line
 
 Returned = TypeVar("Returned")
@@ -169,7 +170,7 @@ def _show(name: str, tree: Any) -> str:
 
 def _form(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
-        return f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
+        return f"{name_of(leaf.dtype)} {tuple(leaf.shape)}"
     return type(leaf).__name__
 
 

@@ -147,7 +147,7 @@ class Run:
         setup = self._setup
         strategy = setup.parts.strategy
         mesh = strategy.mesh
-        ranks = self._ranks.group.collect_text(startup.describe_rank(self.world, mesh))
+        ranks = self._ranks.group.collect(startup.describe_rank(self.world, mesh))
         self.record.table(startup.rank_columns(mesh), startup.rank_rows(ranks))
         self.record.say(startup.layout(config, self.world, setup.threads))
         lines = [*setup.notes, *startup.arithmetic(config, self.batches.plan, self.num_steps)]
@@ -155,7 +155,7 @@ class Run:
         lines += startup.describe_model(config, strategy.tensors.structure, setup.is_cut_fixed)
         lines += [f"run directory: {self._shown}", *self._warnings]
         facts = (config, self.world, setup.threads, self.batches.is_streamed)
-        lines += startup.slowness(self._ranks.group.collect_text(startup.slow_reasons(*facts)))
+        lines += startup.slowness(self._ranks.group.collect(startup.slow_reasons(*facts)))
         lines += startup.resumed(config, self._manifest, self.world, self.num_steps, self._code)
         lines += strategy.list_remarks(self._manifest is not None)
         lines += [*startup.picture(mesh), *self.engine.draws.list_remarks()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,7 +66,8 @@ class Checkpointer:
         training = {**self._engine.state_dict(), "progress": state.progress()}
         shards = self._engine.shards()
         if not self._is_shared:
-            shards = gather(shards, group)  # rank 0 writes all of them
+            # rank 0 writes all of them
+            shards = {kind: gather(named, group) for kind, named in shards.items()}
         self._batches.ledger.close(group)
         unreadable = self._batches.gather_replaced()
         facts = self._facts(state)
@@ -87,7 +87,7 @@ class Checkpointer:
     def _name_lost_state(self) -> None:
         """Show, once for each, the state that this checkpoint does not hold. A collective."""
         own = [self._python_state.changed(), self._engine.buffers.reshaped()]
-        every = [json.loads(text) for text in self._ranks.group.collect_text(json.dumps(own))]
+        every = self._ranks.group.collect(own)
         for kind, why in enumerate((CHANGED, RESHAPED)):
             names = dict.fromkeys(name for each in every for name in each[kind])
             new = [name for name in names if name not in self._named]

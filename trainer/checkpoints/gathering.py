@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 
 import torch
 
 from trainer.distributed.group import Group
-from trainer.strategy.shards import Shard, slices
+from trainer.strategy.shards import Shard, join_boxes, list_boxes
 from trainer.strategy.tensors import Tensors
 
 
-@torch.no_grad()
-def gather(shards: Mapping[str, Mapping[str, Shard]], group: Group) -> dict[str, dict[str, Shard]]:
+def gather(shards: Mapping[str, Shard], group: Group) -> dict[str, Shard]:
     """Return whole tensors in host memory on rank 0, and nothing on other ranks. A collective."""
-    own = [
-        [kind, name, number, str(box.dtype), list(shard.shape), list(offset), list(box.shape)]
-        for kind, named in shards.items()
-        for name, shard in named.items()
-        if shard.is_written
-        for number, (box, offset) in enumerate(shard.boxes())
-    ]
-    wholes: dict[str, dict[str, Shard]] = {kind: {} for kind in shards}
-    for rank, text in enumerate(group.gather_text(json.dumps(own))):
-        for kind, name, number, dtype, shape, offset, size in json.loads(text):
-            if rank == group.world.rank:
-                box = list(shards[kind][name].boxes())[number][0]
-            else:
-                box = torch.empty(size, dtype=getattr(torch, dtype.removeprefix("torch.")))
-            part = group.send_to_rank_0(box, rank)
-            if group.world.rank == 0:
-                new = Shard.whole(torch.empty(shape, dtype=part.dtype), True)
-                whole = wholes[kind].setdefault(name, new)
-                whole.tensor[slices(offset, size)] = part
-    return wholes
+    rank = group.world.rank
+
+    def move(box: torch.Tensor, source: int) -> torch.Tensor | None:
+        part = group.send_to_rank_0(box, source)
+        return None if rank else part.cpu()
+
+    wholes = join_boxes(group.gather(list_boxes(shards)), shards, rank, move)
+    return {name: Shard.whole(tensor, True) for name, tensor in wholes.items()}
 
 
 def whole_parameters(tensors: Tensors, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
@@ -44,6 +30,6 @@ def whole_parameters(tensors: Tensors, group: Group) -> Iterator[tuple[str, torc
     for name, _ in tensors.structure.named_parameters():
         own = {name: shards[name]} if name in shards else {}
         if is_divided:
-            own = gather({"model": own}, group)["model"]
+            own = gather(own, group)
         for shard in own.values():
             yield name, shard.tensor

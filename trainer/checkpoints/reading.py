@@ -13,6 +13,7 @@ import torch
 from trainer.checkpoints import packing
 from trainer.checkpoints.tensor_files import DTYPES, INDEX, KINDS, box_name, check_index
 from trainer.checkpoints.transaction import CheckpointFiles
+from trainer.codec import dtype_of, name_of
 from trainer.config.plain_files import parse_json
 from trainer.distributed.group import Group
 from trainer.errors import CheckpointError, one_line
@@ -145,7 +146,7 @@ class RemoteTensors:
         if self._own is not None:
             tensor = self._own.read(name, (0,) * len(shape), shape).contiguous()
         else:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            tensor = torch.empty(shape, dtype=dtype_of(dtype))
         return self._group.share_tensor(tensor)
 
     def skip(self, name: str) -> None:
@@ -189,7 +190,7 @@ def share(group: Group, content: Content | None) -> Content:
     if content is not None:
         for kind, source in content.sources.items():
             entries[kind] = {
-                name: [shape, str(source.dtype(name)).removeprefix("torch.")]
+                name: [shape, name_of(source.dtype(name))]
                 for name, shape in source.shapes().items()
             }
     entries = group.tell_all(entries)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoints.files import Buffer, open_new
+from trainer.codec import name_of
 from trainer.data.examples import find_flaw
 from trainer.errors import CheckpointError, ConfigError
 from trainer.strategy.shards import Shard
@@ -93,7 +94,7 @@ def box_name(name: str, number: int) -> str:
 
 def _name_of(dtype: torch.dtype, tensor: str) -> str:
     if dtype not in NAMES:
-        known = ", ".join(str(each).removeprefix("torch.") for each in NAMES)
+        known = ", ".join(name_of(each) for each in NAMES)
         advice = "convert it, or leave it out by register_buffer(persistent=False)"
         must = f"must be one that safetensors has: {known}; {advice}"
         raise CheckpointError(f"{tensor} has dtype {dtype}: {must}")

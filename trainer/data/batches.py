@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -227,8 +226,8 @@ class Batches:
         if not self._may_replace:
             return []
         known = _examples(self.replaced)
-        for line in self._ranks.group.gather_text(json.dumps(self._loaders[0].take_replaced())):
-            self.replaced |= json.loads(line)
+        for replaced in self._ranks.group.gather(self._loaders[0].take_replaced()):
+            self.replaced |= replaced
         unreadable = _examples(self.replaced)
         most = max(MOST_UNREADABLE, self.plan.num_examples // 100)
         if len(unreadable) > most:

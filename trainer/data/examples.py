@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from trainer.codec import name_of
 from trainer.errors import ConfigError, describe_with_place
 
 INT64 = range(-(2**63), 2**63)
@@ -50,7 +51,7 @@ def _flaw_of(tensor: torch.Tensor, allows_gradient: bool) -> tuple[str, str] | N
         layout = str(tensor.layout).removeprefix("torch.")
         return f"a sparse tensor ({layout})", "return tensor.to_dense()"
     if tensor.is_quantized:
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = name_of(tensor.dtype)
         return f"a quantised tensor ({dtype})", "return tensor.dequantize()"
     if tensor.is_meta:
         return "a tensor without values (on the meta device)", "build it on the CPU"
@@ -103,5 +104,5 @@ def form_of(example: Any) -> str:
 
 def _form(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.is_complex():
-        return f"{tuple(leaf.shape)} of {str(leaf.dtype).removeprefix('torch.')}"
+        return f"{tuple(leaf.shape)} of {name_of(leaf.dtype)}"
     return tuple(leaf.shape) if hasattr(leaf, "shape") else type(leaf).__name__

@@ -42,7 +42,7 @@ class Group:
     """All ranks of one run. Collective: every rank must call every method, in the same order.
 
     Numbers are exchanged by collectives, which take time logarithmic in the number of ranks.
-    Strings go to rank 0 through the store: one message from each rank, and one reply.
+    Plain values, as JSON, go to rank 0 through the store: a message from each rank, and a reply.
     """
 
     def __init__(self, world: World, store: dist.Store):
@@ -131,38 +131,34 @@ class Group:
             dist.recv(sent, source)
         return sent.to(tensor.device)
 
-    def share_text(self, text: str, source: int = 0) -> str:
-        """Return the string of rank `source` on every rank; those of other ranks are ignored."""
-        return self.share_bytes(text.encode(), source).decode()
-
-    def collect_text(self, text: str) -> list[str]:
-        """Return the strings of all ranks in rank order on rank 0, an empty list elsewhere."""
+    def collect(self, value: Any) -> list[Any]:
+        """Return the values of all ranks in rank order on rank 0, an empty list elsewhere."""
         size = self.world.world_size
+        text = json.dumps(value)
         if size == 1:
-            return [text]
+            return [json.loads(text)]
         self._calls += 1
         store = dist.PrefixStore(f"text/{self._calls}", self.store)
         store.set(str(self.world.rank), text)
         if self.world.rank:
             return []
         keys = list(map(str, range(size)))
-        return [value.decode() for value in read_keys(store, keys)]
+        return [json.loads(text) for text in read_keys(store, keys)]
 
-    def gather_text(self, text: str) -> list[str]:
-        """Return the strings of all ranks, in rank order, on every rank."""
-        return self.tell_all(self.collect_text(text))
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in rank order, on every rank."""
+        return self.tell_all(self.collect(value))
 
-    def gather_text_of(self, kind: str, text: str) -> list[str]:
-        """Return the strings of the ranks that passed the same `kind`, in rank order."""
-        if self.world.world_size == 1:
-            return [text]
-        groups: dict[str, list[str]] = {}
-        for line in self.collect_text(json.dumps([_hashed(kind), text])):
-            key, other = json.loads(line)
+    def gather_of(self, kind: str, value: Any) -> list[Any]:
+        """Return the values of the ranks that passed the same `kind`, in rank order."""
+        groups: dict[str, list[Any]] = {}
+        for key, other in self.collect([_hashed(kind), value]):
             groups.setdefault(key, []).append(other)
+        if self.world.world_size == 1:
+            return groups[_hashed(kind)]
         store = dist.PrefixStore(f"kind/{self._calls}", self.store)
-        for key, texts in groups.items():
-            store.set(key, json.dumps(texts))
+        for key, values in groups.items():
+            store.set(key, json.dumps(values))
         return json.loads(store.get(_hashed(kind)))
 
     def check_equal(self, facts: Mapping[str, Any]) -> None:
@@ -173,23 +169,22 @@ class Group:
         """
         if self.world.world_size == 1:
             return
-        text = json.dumps(facts)
-        digest = _hashed(text)
+        number = number_of(json.dumps(facts))
         if dist.is_initialized():
-            number = torch.tensor([number_of(text)])
-            is_equal = not self.find_unequal(number).any()
+            is_equal = not self.find_unequal(torch.tensor([number])).any()
         else:
-            is_equal = self.tell_all(len({*self.collect_text(digest)}) == 1)
+            is_equal = self.tell_all(len({*self.collect(number)}) == 1)
         if not is_equal:
-            raise ConfigError(self.tell_all(_find_difference(self.collect_text(text))))
+            raise ConfigError(self.tell_all(_find_difference(self.collect(facts))))
 
-    def tell_all(self, finding: Any) -> Any:
-        """Return rank 0's `finding` on every rank.
+    def tell_all(self, finding: Any, source: int = 0) -> Any:
+        """Return the `finding` of rank `source` on every rank, from JSON; others are ignored.
 
-        It is sent through the store before the process group exists, later by a collective.
+        It is sent through the store before the process group exists, where only rank 0 may be the
+        source, later by a collective.
         """
         if self.world.world_size == 1 or dist.is_initialized():
-            return json.loads(self.share_text(json.dumps(finding)))
+            return json.loads(self.share_bytes(json.dumps(finding).encode(), source))
         self._calls += 1
         key = f"finding/{self._calls}"
         if self.world.rank == 0:
@@ -217,7 +212,7 @@ class Group:
         (first,) = self.max(size - self.world.rank if problem is not None else 0, group=patient)
         if first:
             rank = size - int(first)
-            kind, line = self.share_text(_describe(problem), rank).split(" ", 1)
+            kind, line = self.tell_all(_describe(problem), rank)
             if problem is not None:
                 raise problem
             if kind in _KINDS:
@@ -258,12 +253,12 @@ class Group:
         return self.world.device if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def _describe(problem: Exception | None) -> str:
-    """Return `<kind> <line>` for an error; an empty string for None."""
+def _describe(problem: Exception | None) -> tuple[str, str]:
+    """Return the kind of an error and its line; two empty strings for None."""
     for kind, error in _KINDS.items():
         if isinstance(problem, error):
-            return f"{kind} {message_of(problem)}"
-    return f"other {describe(problem)}" if problem else ""
+            return kind, message_of(problem)
+    return ("other", describe(problem)) if problem else ("", "")
 
 
 def number_of(text: str) -> int:
@@ -275,9 +270,8 @@ def _hashed(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _find_difference(lines: list[str]) -> str:
-    """Describe the first fact that differs between ranks; empty if there are no lines."""
-    each = [json.loads(line) for line in lines]
+def _find_difference(each: list[dict[str, Any]]) -> str:
+    """Describe the first fact that differs between ranks; empty if there are none."""
     for name in {name: None for other in each for name in other}:
         ranks: dict[str, list[int]] = {}
         for rank, other in enumerate(each):
@@ -314,7 +308,7 @@ def choose_backend(config: DistSettings, world: World) -> str:
 def _check_own_gpu(group: Group) -> None:
     """Raise ConfigError if ranks share a GPU, which each of them may see as its only one."""
     uuid = torch.cuda.get_device_properties(group.world.device).uuid
-    gpus = group.collect_text(f"{group.world.host} {uuid}")
+    gpus = group.collect(f"{group.world.host} {uuid}")
     counts = Counter(gpus)
     shared = group.tell_all([rank for rank, gpu in enumerate(gpus) if counts[gpu] > 1])
     if shared:

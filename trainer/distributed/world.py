@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer.codec import decode, encode
 from trainer.distributed.launchers import Launcher, find_launcher
 from trainer.errors import ConfigError
 
@@ -62,6 +63,15 @@ class RankGroup:
         with self.waiting() as group:
             dist.all_gather(found, tensor, group=group)
         return found
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of the ranks, which JSON can hold, in the order of the ranks."""
+        data = encode(value).to("cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
+        sizes = list(map(int, self.all_gather(torch.tensor([len(data)], device=data.device))))
+        padded = data.new_zeros(max(sizes))
+        padded[: len(data)] = data
+        parts = zip(self.all_gather(padded), sizes, strict=True)
+        return [decode(part[:size]) for part, size in parts]
 
     def open(self, ranks: tuple[int, ...], name: str = "") -> RankGroup:
         """Open the group of other ranks that include this one, with this group's timeout.

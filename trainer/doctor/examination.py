@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -83,7 +82,7 @@ class Examination(threading.Thread):
         seconds = time.monotonic() - self.since
         group = Group(world, store)
         self._begin("facts")
-        self.checks = list_checks([json.loads(t) for t in group.gather_text(json.dumps(facts))])
+        self.checks = list_checks(group.gather(facts))
         self.checks += [compare(group, n, facts[n]) for n in ("versions", "code", "settings")]
         if world.world_size > 1:
             place = block.address or block.path or ":".join(map(str, world.launcher.master))
@@ -106,8 +105,8 @@ class Examination(threading.Thread):
         with process_group(block, world) as group:
             for name, num_bytes in SIZES.items():
                 self._begin(f"all-reduce {name}")
-                texts = group.gather_text(json.dumps(all_reduce(world, num_bytes, device)))
-                self.checks.append(judge_sums(name, num_bytes, [json.loads(t) for t in texts]))
+                found = group.gather(all_reduce(world, num_bytes, device))
+                self.checks.append(judge_sums(name, num_bytes, found))
             self._begin("end")
             code = show(self.checks, self.is_json) if world.rank == 0 else 0
             self.code = group.tell_all(code)
@@ -122,11 +121,11 @@ class Examination(threading.Thread):
                 place = find_existing(self.config)
                 descriptor, self.mark = tempfile.mkstemp(prefix=".doctor-", dir=place)
                 os.close(descriptor)
-        mark = group.gather_text(self.mark)[0]
+        mark = group.tell_all(self.mark)
         if not mark:
             return []
-        seen = group.gather_text("yes" if os.access(mark, os.F_OK) else "no")
-        blind = [rank for rank, text in enumerate(seen) if text == "no"]
+        seen = group.gather(os.access(mark, os.F_OK))
+        blind = [rank for rank, is_seen in enumerate(seen) if not is_seen]
         who = f"all but {list_ranks(blind)}" if blind else "every rank"
         found = f"a file that rank 0 writes is visible to {who}"
         advice = "a resume on another node would find no checkpoint: "

@@ -43,10 +43,10 @@ def check_clocks(group: Group) -> Check:
     A rank reads its clock after it has received rank 0's message in the second round, and before
     rank 0 receives its answer in the third. The duration of both bounds the error.
     """
-    group.gather_text("")  # waits for the slowest rank
+    group.gather(None)  # waits for the slowest rank
     began = time.monotonic()
-    group.gather_text("")
-    times = [float(text) for text in group.gather_text(repr(time.time()))]
+    group.gather(None)
+    times = group.gather(time.time())
     within_ms = (time.monotonic() - began) * 1e3
     worst = max(range(len(times)), key=lambda rank: abs(times[rank] - times[0]))
     offset = times[worst] - times[0]

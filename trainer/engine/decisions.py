@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from collections.abc import Callable, Collection
@@ -118,8 +117,7 @@ class Decisions:
     def agree_on_stop(self) -> None:
         """Stop or end after this step, for the reasons of the ranks. A collective."""
         asked = [self._requests.stop, self._requests.end]
-        every = self._group.gather_text(json.dumps(asked))
-        stops, ends = zip(*map(json.loads, every), strict=True)
+        stops, ends = zip(*self._group.gather(asked), strict=True)
         self.stopped_by = next(filter(None, stops), "")
         if end := next(filter(None, ends), ""):
             self._state.end(end, self._num_steps)

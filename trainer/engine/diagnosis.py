@@ -51,7 +51,7 @@ def name_bad_examples(engine: Engine, hooks: Hooks, batch: LocalBatch, group: Gr
         line = _name_bad(bad) if engine.strategy.mesh.is_counted else ""
     except Exception as error:  # a custom train_step may have other losses
         line = f"recomputing it failed ({type(error).__name__})"
-    lines = [(rank, line) for rank, line in enumerate(group.collect_text(line)) if line]
+    lines = [(rank, line) for rank, line in enumerate(group.collect(line)) if line]
     named = [f"{line}, on rank {rank}" for rank, line in lines[:MOST_RANKS_NAMED]]
     if len(lines) > len(named):
         named.append(f"and more on {name_ranks(rank for rank, _ in lines[len(named) :])}")

@@ -39,8 +39,7 @@ def check_drift(group: Group, step: int, state: Shards, mesh: Mesh) -> None:
     unequal = group.find_unequal(torch.tensor(numbers), ABSENT).nonzero()
     if not len(unequal):
         return
-    texts = group.collect_text(json.dumps(own.get(int(unequal[0]))))
-    line = group.tell_all(_name_drift(list(map(json.loads, texts))))
+    line = group.tell_all(_name_drift(group.collect(own.get(int(unequal[0])))))
     why = "a rank changed only its own copy, or memory failed"
     advice = "resume from an earlier checkpoint with run.resume"
     raise RunError(f"step {step}: {line}; {why}; {advice}")

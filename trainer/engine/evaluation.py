@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from trainer.codec import dtype_of, name_of
 from trainer.data.batches import EvalBatches
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.engine.ema import Ema
@@ -185,11 +185,9 @@ class Evaluator:
 
     def _collect(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the rows of all ranks on rank 0, in the order of the ranks. A collective."""
-        forms = {
-            name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.items()
-        }
+        forms = {name: [name_of(t.dtype), list(t.shape)] for name, t in own.items()}
         parts: dict[str, list[torch.Tensor]] = {}
-        every = list(map(json.loads, self._group.gather_text(json.dumps(forms))))
+        every = self._group.gather(forms)
         for name in dict.fromkeys(name for each in every for name in each):
             shapes = [each[name][1] for each in every if name in each]
             _joined(name, [torch.empty(0, *shape[1:], device="meta") for shape in shapes])
@@ -198,7 +196,7 @@ class Evaluator:
                 if self._group.world.rank not in (0, source):
                     continue
                 is_own = self._group.world.rank == source
-                tensor = own[name] if is_own else torch.empty(shape, dtype=getattr(torch, dtype))
+                tensor = own[name] if is_own else torch.empty(shape, dtype=dtype_of(dtype))
                 parts.setdefault(name, []).append(self._group.send_to_rank_0(tensor, source))
         if self._group.world.rank:
             return {}
@@ -255,7 +253,7 @@ class Evaluator:
                     self._count(split, means, self._strategy.forward(inputs), targets, rows)
             names = ", ".join(means.names())
             if self._mesh.divides_model:  # some ranks have no outputs
-                every = self._group.gather_text(names)
+                every = self._group.gather(names)
                 names = names or max(every)
             self._group.check_equal({f"the list of {split.name} metrics": names})
             found += self._finish(split, means)
@@ -296,8 +294,7 @@ class Evaluator:
         values = means.read(self._group)
         scores = self._scores(split)
         if split.metrics and self._mesh.divides_model:
-            texts = self._group.gather_text(json.dumps(scores))
-            scores = next(filter(None, map(json.loads, texts)))
+            scores = next(filter(None, self._group.gather(scores)))
         values |= scores
         with self._group.agreed(f"summarizing {split.name}"):
             returned = check_named("summarize returned", self._hooks.summarize(dict(values)))

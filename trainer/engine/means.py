@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trainer.codec import name_of
 from trainer.data.examples import find_flaw
 from trainer.data.order import Leaves
 from trainer.distributed.group import Group
@@ -54,7 +55,7 @@ def _check_real(subject: str, tensor: torch.Tensor) -> None:
     if flaw := find_flaw(tensor, allows_gradient=True):
         raise ConfigError(f"{subject} in {flaw[0]}; {flaw[1]}")
     if tensor.is_complex():
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = name_of(tensor.dtype)
         raise ConfigError(f"{subject} of dtype {dtype}: must be real; return tensor.abs() or .real")
 
 
@@ -195,11 +196,10 @@ class Means:
         value in some steps only.
         """
         counts = {name: len(rows) for name, rows in sorted(self._rows.items())}
-        text = json.dumps(counts)
-        number = zlib.crc32(text.encode())
+        number = zlib.crc32(json.dumps(counts).encode())
         most, least = group.max(number, -number)
         if most != -least:
-            for others in map(json.loads, group.gather_text(text)):
+            for others in group.gather(counts):
                 for name, count in others.items():
                     counts[name] = max(count, counts.get(name, 0))
         return counts

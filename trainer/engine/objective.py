@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trainer.codec import name_of
 from trainer.engine.means import Means, Values, check_signs, weigh
 from trainer.errors import ConfigError
 from trainer.hook_errors import LOSS, Rows, call_hook
@@ -104,7 +105,7 @@ class Objective:
 
     def _check_gradient(self, values: torch.Tensor) -> None:
         if torch.is_grad_enabled() and not values.requires_grad:
-            dtype = str(values.dtype).removeprefix("torch.")
+            dtype = name_of(values.dtype)
             given = f"{self._name} returned {dtype} values without a gradient"
             advice = "leave out .detach(), .item() and argmax, in the model too"
             raise ConfigError(f"{given}: must be computed from the parameters; {advice}")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import trainer
+from trainer.codec import name_of
 from trainer.errors import visible
 from trainer.export.model import ExportModel
 from trainer.task import Task
@@ -61,7 +62,7 @@ def _table(title: str, tensors: Mapping[str, torch.Tensor], batched: Collection[
     for name, tensor in tensors.items():
         sizes = list(map(str, tensor.shape))
         shape = ", ".join(["batch", *sizes[1:]] if name in batched else sizes)
-        rows.append(f"| `{name}` | {str(tensor.dtype).removeprefix('torch.')} | ({shape}) |")
+        rows.append(f"| `{name}` | {name_of(tensor.dtype)} | ({shape}) |")
     return "\n".join(rows)
 
 
@@ -80,7 +81,7 @@ def _example(task: Task) -> str:
             what += f" of {len(part)}"
         if value is not None:
             ends = f", from {value.min():.4g} to {value.max():.4g}" if value.numel() > 1 else ""
-            dtype = str(value.dtype).removeprefix("torch.")
+            dtype = name_of(value.dtype)
             what = f"{dtype} {tuple(value.shape)}{ends}"
         lines.append(f"- `{name}`: {what}")
     return "\n".join(lines)

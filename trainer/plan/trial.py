@@ -42,6 +42,7 @@ from trainer.strategy.mesh import Mesh
 from trainer.strategy.mesh_model.materialize import Values
 from trainer.strategy.mesh_model.partition import Partition
 from trainer.strategy.modules.batchnorm import normalize_groups
+from trainer.strategy.shards import replace_tensors
 from trainer.strategy.tensor_parallel.plan import MatrixPart, divide_sequence
 from trainer.trainer import FitResult
 
@@ -202,14 +203,7 @@ class Trial:
 
     def _without_values(self, model: nn.Module) -> nn.Module:
         """Replace parameters and buffers by fake tensors of the run's dtype and memory format."""
-        replaced: dict[torch.Tensor, Any] = {}
-        for module in model.modules():
-            for tensors in (module._parameters, module._buffers):
-                for key, tensor in tensors.items():
-                    if tensor is not None:
-                        if tensor not in replaced:
-                            replaced[tensor] = self._fake(tensor)
-                        tensors[key] = replaced[tensor]
+        replace_tensors(model, lambda _, tensor: self._fake(tensor))
         return model
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -123,6 +123,6 @@ def complete_world(world: World, config: Config, ranks: Ranks) -> World:
     if mesh.is_divided:
         ranks.heartbeat.set_place(mesh.place(mesh.rank))
     world = world.with_groups(open_groups(mesh, config.dist.timeout_s, ranks.heartbeat.wait_in))
-    lines = group.collect_text(" ".join(world.launcher.starters))
-    starters = tuple(dict.fromkeys(" ".join(lines).split()))
+    every = group.collect(world.launcher.starters)
+    starters = tuple(dict.fromkeys(name for names in every for name in names))
     return replace(world, launcher=replace(world.launcher, starters=starters))

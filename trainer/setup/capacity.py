@@ -187,7 +187,7 @@ class Trials:
             name = self._ranks.stop.name or "another rank"
             raise RunError(f"data.micro_batch=auto: asked to stop ({name}); nothing was started")
         if not is_full:
-            self._failure = next(filter(None, group.gather_text(answer)), "")
+            self._failure = next(filter(None, group.gather(answer)), "")
         if self._failure.startswith(ENDED):
             advice = "call fit below if __name__ == '__main__', or give a number"
             why = f"a trial {self._failure} before its first step"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from trainer.codec import dtype_of, name_of
 from trainer.errors import CheckpointError
 
+Move = Callable[[torch.Tensor, int], "torch.Tensor | None"]
 Band = tuple[int, int]  # of rows: the first one in the whole tensor, and their number
 
 
@@ -89,6 +91,39 @@ def find_owners(sizes: Iterable[int], num_ranks: int) -> list[int]:
     return owners
 
 
+def list_boxes(shards: Mapping[str, Shard]) -> list[list[Any]]:
+    """Return what `join_boxes` must know of this rank's parts: an entry for each box of those that
+    it writes, with name, number, dtype, shape of the whole, offset and size."""
+    return [
+        [name, number, name_of(box.dtype), list(shard.shape), list(offset), list(box.shape)]
+        for name, shard in shards.items()
+        if shard.is_written
+        for number, (box, offset) in enumerate(shard.boxes())
+    ]
+
+
+@torch.no_grad()
+def join_boxes(
+    every: Sequence[list[list[Any]]], shards: Mapping[str, Shard], rank: int, move: Move
+) -> dict[str, torch.Tensor]:
+    """Return the whole tensors of all ranks' parts; `every` are the lists of the ranks.
+
+    `move(box, source)` gets the box on rank `source`, elsewhere a tensor of its form. It returns
+    its values, or None on a rank that does not join them. A collective, as `move` is.
+    """
+    wholes: dict[str, torch.Tensor] = {}
+    for source, entries in enumerate(every):
+        for name, number, dtype, shape, offset, size in entries:
+            if source == rank:
+                box = list(shards[name].boxes())[number][0]
+            else:
+                box = torch.empty(size, dtype=dtype_of(dtype))
+            if (part := move(box, source)) is not None:
+                whole = wholes.setdefault(name, part.new_empty(shape))
+                whole[slices(offset, size)] = part
+    return wholes
+
+
 class TensorSource(Protocol):
     """Tensors of a checkpoint by name, read in parts.
 
@@ -139,6 +174,29 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors of a module's state by name; tied ones are the same object."""
     state = module.state_dict(keep_vars=True).items()
     return {name: value for name, value in state if not is_extra(name, value)}
+
+
+def replace_tensors(
+    model: nn.Module,
+    make: Callable[[str, torch.Tensor], torch.Tensor],
+    made: dict[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Replace each parameter and buffer of a model by what `make(name, tensor)` returns.
+
+    Tied ones are replaced by one tensor; `made` maps those of earlier calls to what replaced them.
+    """
+    made = {} if made is None else made
+    for prefix, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in list(tensors.items()):
+                if tensor is None:
+                    continue
+                new = made.get(tensor)
+                if new is None:
+                    new = make(f"{prefix}.{key}" if prefix else key, tensor)
+                if new is not tensor:
+                    made[tensor] = new
+                    setattr(module, key, new)
 
 
 def is_extra(name: str, value: Any) -> bool:

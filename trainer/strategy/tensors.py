@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -124,7 +123,7 @@ class Tensors:
 
 def join_states(states: list[dict[str, Any]], group: Group) -> list[dict[str, Any]]:
     """Add the optimizers' values that other ranks have, on rank 0. A collective."""
-    for text in group.collect_text(json.dumps([state["state"] for state in states])):
-        for state, others in zip(states, json.loads(text), strict=True):
+    for each in group.collect([state["state"] for state in states]):
+        for state, others in zip(states, each, strict=True):
             state["state"] |= others
     return states

@@ -102,8 +102,7 @@ def watched(timeout_s: float | None, group: Group) -> Iterator[Heartbeat]:
     }
     process: subprocess.Popen[bytes] | None = None
     try:
-        lines = group.gather_text_of(_node(group.world), json.dumps(facts))
-        local = [json.loads(line) for line in lines]
+        local = group.gather_of(_node(group.world), facts)
         if local[0] == facts:
             is_only_node = len(local) == group.world.world_size
             settings = {"ranks": local, "is_only_node": is_only_node, "timeout_s": timeout_s}

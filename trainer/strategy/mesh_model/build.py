@@ -91,10 +91,10 @@ class Division:
             self.root = self.stage
             self.compiled = own
         for unit in self._inner:
-            values.fill(unit.modules(), take)
+            values.fill(unit, take)
             if self.sharding is not None and unit in own:
                 self.sharding.add(unit)
-        values.fill(model.modules(), take)
+        values.fill(model, take)
         if self.sharding is not None:
             self.sharding.add(self.root)
             self.sharding.close({module: name for name, module in model.named_modules()})

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 from trainer.distributed.world import RankGroup, World
 from trainer.errors import ConfigError
 from trainer.strategy.mesh_model.materialize import copy_structure
-from trainer.strategy.mesh_model.owned_optimizer import gather_json
-from trainer.strategy.shards import Shard, slices
+from trainer.strategy.shards import Shard, join_boxes, list_boxes, replace_tensors
 
 PROVED_BYTES = 2**30  # of a model whose outputs are compared at each start
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative; narrower types: 0.1
@@ -42,40 +41,25 @@ def reunite(structure: nn.Module, shards: Mapping[str, Shard], world: World) -> 
     `shards` are this rank's parts of all parameters and buffers.
     """
     ranks = tuple(range(world.world_size))
-    own = [
-        [name, number, str(box.dtype).removeprefix("torch."), shard.shape, offset, list(box.shape)]
-        for name, shard in shards.items()
-        if shard.is_written
-        for number, (box, offset) in enumerate(shard.boxes())
-    ]
-    values: dict[str, torch.Tensor] = {}
-    every = gather_json(own, RankGroup(ranks, world.rank, dist.group.WORLD))
-    for rank, entries in enumerate(every):
-        for name, number, dtype, shape, offset, size in entries:
-            box = torch.empty(size, dtype=getattr(torch, dtype), device=world.device)
-            if rank == world.rank:
-                box.copy_(list(shards[name].boxes())[number][0])
-            dist.broadcast(box, rank)
-            whole = values.setdefault(name, box.new_empty(shape))
-            whole[slices(offset, size)] = box
-    return _filled(structure, values)
+    every = RankGroup(ranks, world.rank, dist.group.WORLD).gather(list_boxes(shards))
+
+    def move(box: torch.Tensor, source: int) -> torch.Tensor:
+        sent = torch.empty(box.shape, dtype=box.dtype, device=world.device)
+        if source == world.rank:
+            sent.copy_(box)
+        dist.broadcast(sent, source)
+        return sent
+
+    return _filled(structure, join_boxes(every, shards, world.rank, move))
 
 
 def _filled(structure: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
+    def make(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(values[name], tensor.requires_grad) if is_parameter else values[name]
+
     model = copy_structure(structure)
-    made: dict[torch.Tensor, Any] = {}
-    for prefix, module in model.named_modules():
-        for tensors in (module._parameters, module._buffers):
-            for key, tensor in list(tensors.items()):
-                if tensor is None:
-                    continue
-                if tensor not in made:
-                    value = values[f"{prefix}.{key}" if prefix else key]
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    made[tensor] = value
-                    if is_parameter:
-                        made[tensor] = nn.Parameter(value, tensor.requires_grad)
-                setattr(module, key, made[tensor])
+    replace_tensors(model, make)
     return model.train(structure.training)
 
 

@@ -1,4 +1,4 @@
-"""Handover: rank 0 builds the model, and every rank gets each tensor when it is divided.
+"""Values of a divided model: rank 0 builds it, and every rank gets each tensor when it is cut.
 
 So the initial weights have the same bits on every mesh, and a host holds one model at a time.
 Building on torch's meta device everywhere would not do: `trunc_normal_`, `orthogonal_` and others
@@ -8,8 +8,7 @@ silently do nothing there (torch 2.13), and DTensors draw the same numbers on ev
 from __future__ import annotations
 
 import copy
-import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +18,10 @@ from torch.nn.parameter import is_lazy
 
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
+from trainer.strategy.shards import replace_tensors
 from trainer.strategy.tensor_parallel.plan import MatrixPart
 
 Take = Callable[[torch.Tensor], "tuple[MatrixPart | None, bool]"]
-M_MMAP_THRESHOLD, LARGE = -3, 2**22  # of glibc's mallopt; bytes
 
 
 def build_structure(build: Callable[[], nn.Module], task: object) -> nn.Module | None:
@@ -45,13 +44,6 @@ def build_structure(build: Callable[[], nn.Module], task: object) -> nn.Module |
     return model
 
 
-def return_memory() -> None:
-    """Let glibc return freed tensors of 4 MB and more to the system; it keeps up to 32 MB each."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, LARGE)
-
-
 class Values:
     """The values of a model's parameters and buffers, kept on rank 0 until they are handed over."""
 
@@ -60,50 +52,39 @@ class Values:
 
         Raises ConfigError for a lazy layer: its parameters do not exist yet.
         """
-        if world.device.type == "cpu":
-            return_memory()
         self._device = world.device
         self._dtype = dtype
         self._real: dict[torch.Tensor, torch.Tensor] = {}
         self._filled: dict[torch.Tensor, Any] = {}
-        replaced: dict[torch.Tensor, Any] = {}
         for name, module in model.named_modules():
             if any(is_lazy(p) for p in module.parameters(recurse=False)):
                 given = f"{name} is a {type(module).__name__}"
                 raise ConfigError(f"strategy.mesh: {given}; give its sizes, or use ddp")
-            for tensors in (module._parameters, module._buffers):
-                for key, tensor in list(tensors.items()):
-                    if tensor is None:
-                        continue
-                    if tensor not in replaced:
-                        replaced[tensor] = self._without_value(tensor)
-                        if world.rank == 0:
-                            self._real[replaced[tensor]] = tensor.detach()
-                    setattr(module, key, replaced[tensor])
+        self._is_kept = world.rank == 0
+        replace_tensors(model, self._take_value)
 
-    def _without_value(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _take_value(self, _: str, tensor: torch.Tensor) -> torch.Tensor:
         is_converted = tensor.is_floating_point()
         dtype = self._dtype if is_converted else tensor.dtype
         empty: torch.Tensor = torch.empty_like(tensor, device="meta", dtype=dtype)
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, tensor.requires_grad)
         vars(empty).update(vars(tensor))  # such as a mark for the optimizer
+        if self._is_kept:
+            self._real[empty] = tensor.detach()
         return empty
 
-    def fill(self, modules: Iterable[nn.Module], take: Take) -> None:
-        """Give the tensors of modules their values, sent by rank 0. A collective.
+    def fill(self, model: nn.Module, take: Take) -> None:
+        """Give the tensors of a model, or a part of it, their values, sent by rank 0. A collective.
 
         `take(empty)` returns the cut of a tensor that has been divided, else None, and whether this
         rank has a part of it.
         """
-        for module in modules:
-            for tensors in (module._parameters, module._buffers):
-                for key, tensor in list(tensors.items()):
-                    if tensor is None or not tensor.is_meta:
-                        continue
-                    if tensor not in self._filled:
-                        self._filled[tensor] = self._received(tensor, *take(tensor))
-                    setattr(module, key, self._filled[tensor])
+
+        def fill(_: str, tensor: torch.Tensor) -> torch.Tensor:
+            return self._received(tensor, *take(tensor)) if tensor.is_meta else tensor
+
+        replace_tensors(model, fill, self._filled)
 
     def _received(
         self, tensor: torch.Tensor, cut: MatrixPart | None, is_held: bool

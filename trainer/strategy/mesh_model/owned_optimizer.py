@@ -7,7 +7,6 @@ the owner. torch's Muon on DTensors gives other numbers (1.6e-3 off, torch 2.13)
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -59,7 +58,7 @@ class OwnedOptimizer:
         self._rank = axis.rank
         self._parameters: list[_Parameter] = []
         own = [[[o, list(box.shape)] for box, o in shard.boxes()] for _, shard in local]
-        every = gather_json(own, axis)
+        every = axis.gather(own)
         owners = find_owners((math.prod(shard.shape) for _, shard in local), axis.size)
         for number, ((part, shard), owner) in enumerate(zip(local, owners, strict=True)):
             whole = None
@@ -114,18 +113,3 @@ class OwnedOptimizer:
             for place, piece in each.pieces(rank, flat):
                 made[place] = piece
         return made
-
-
-def gather_json(value: Any, axis: RankGroup) -> list[Any]:
-    """Return the values of all ranks of a group, which JSON can hold. A collective."""
-    device = "cuda" if dist.get_backend(axis.group) == "nccl" else "cpu"
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in axis.ranks]
-    dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=axis.group)
-    most = max(int(size) for size in sizes)
-    padded = data.new_zeros(most)
-    padded[: len(data)] = data
-    parts = [torch.empty_like(padded) for _ in axis.ranks]
-    dist.all_gather(parts, padded, group=axis.group)
-    pairs = zip(parts, sizes, strict=True)
-    return [json.loads(part[: int(size)].cpu().numpy().tobytes()) for part, size in pairs]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer.codec import decode, dtype_of, encode, name_of
 from trainer.distributed.world import RankGroup
 from trainer.errors import RunError
 
@@ -30,13 +30,13 @@ class Header:
         return cls(forms, draws)
 
     def encode(self) -> list[Any]:
-        forms = [[str(d).removeprefix("torch."), shape, g] for d, shape, g in self.forms]
+        forms = [[name_of(d), shape, g] for d, shape, g in self.forms]
         return [forms, self.draws]
 
     @classmethod
     def decode(cls, raw: Any) -> Header:
         forms, draws = raw
-        return cls(tuple((getattr(torch, d), tuple(shape), g) for d, shape, g in forms), draws)
+        return cls(tuple((dtype_of(d), tuple(shape), g) for d, shape, g in forms), draws)
 
 
 class ReceivedTensor:
@@ -156,7 +156,7 @@ class P2P:
             dist.recv(tensor, group=group, group_src=source)
 
     def _send_json(self, value: Any, target: int) -> None:
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        data = encode(value)
         for tensor in (torch.tensor([len(data)]), data):
             self._post(tensor.to(self._device), target, self._down)
 
@@ -165,4 +165,4 @@ class P2P:
         self._receive(size, source, self._down)
         data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
         self._receive(data, source, self._down)
-        return json.loads(data.cpu().numpy().tobytes())
+        return decode(data)
