@@ -17,7 +17,7 @@ from harness.training import compose
 from tiny import Tiny
 
 from trainer.errors import MOST, describe, format_traceback, one_line
-from trainer.terminal import LastingStream, lasting_output, outlive_terminal
+from trainer.process.streams import LastingStream, lasting_output, outlive_terminal
 
 WORDS = ["task=tiny", "run.steps=4", "log.every_steps=1"]
 ESCAPE = "\x1b]0;title\x07\x1b[2J"
@@ -126,7 +126,7 @@ def in_a_child(body):
 
 
 def test_a_reader_that_does_not_read_delays_a_run_once_and_is_told_what_it_lost(monkeypatch):
-    monkeypatch.setattr("trainer.terminal.WAIT_S", 0.3)
+    monkeypatch.setattr("trainer.process.streams.WAIT_S", 0.3)
 
     def body():
         reader, place = os.pipe()

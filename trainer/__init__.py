@@ -1,6 +1,6 @@
 """Lockstep: one run, any layout. What a task may import; torch is loaded when it is needed."""
 
-from trainer import working_directory  # noqa: F401  # before any other import
+from trainer.process import working_directory  # noqa: F401  # before any other import
 
 # isort: split
 import os
@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import CheckpointError, ConfigError, RunError
-from trainer.loading import uncollected
+from trainer.process.loading import uncollected
 
 # Torch reads it when it is loaded. At WARNING a rank whose store dies prints 20 lines of C++ frames
 # before our line, which says the same.

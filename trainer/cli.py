@@ -30,8 +30,8 @@ from trainer.errors import (
     shortened,
     visible,
 )
-from trainer.loading import uncollected
-from trainer.terminal import outlive_terminal
+from trainer.process.loading import uncollected
+from trainer.process.streams import outlive_terminal
 
 Verb = Callable[[Sequence[str]], int]  # arguments -> exit code
 HELP_FLAGS = ("-h", "--help")

@@ -1,4 +1,4 @@
-"""The form in which ranks and files tell what is no tensor: JSON as bytes, and names of dtypes."""
+"""Codec: what ranks and files write of tensors and values: names of dtypes, digests, JSON as bytes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 from typing import Any
 
 import torch
+
+CHUNK = 2**22  # elements digested at once, as each is copied to 64 bits
+_SPREAD = 0x1E3779B97F4A7C15
 
 
 def encode(value: Any) -> torch.Tensor:
@@ -25,3 +28,17 @@ def name_of(dtype: torch.dtype) -> str:
 def dtype_of(name: str) -> torch.dtype:
     found: torch.dtype = getattr(torch, name)
     return found
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """Return 64 bits of a tensor's bits and positions, by integer arithmetic modulo 2**64."""
+    kinds = {1: torch.uint8, 2: torch.int16}
+    kind = kinds.get(tensor.element_size(), torch.int32)
+    bits = tensor.detach().contiguous().reshape(-1).view(kind)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for first in range(0, len(bits), CHUNK):
+        part = bits[first : first + CHUNK].long()
+        last = first + 1 + len(part)
+        positions = torch.arange(first + 1, last, device=bits.device) * _SPREAD
+        total += (part * (positions | 1)).sum()
+    return int(total)

@@ -11,7 +11,6 @@ from torch import nn
 from trainer.checkpoints.gathering import whole_parameters
 from trainer.checkpoints.saver import Saver
 from trainer.checkpoints.transaction import steps
-from trainer.clock import Clock
 from trainer.config.hints import suggest
 from trainer.config.schema import CheckpointSettings, EvalSettings, LogSettings
 from trainer.distributed.launchers import requeue
@@ -23,6 +22,7 @@ from trainer.engine.drift import check_drift
 from trainer.engine.engine import Engine
 from trainer.engine.outcome import Outcome
 from trainer.errors import ConfigError, RunError, describe
+from trainer.process.clock import Clock
 from trainer.record import fingerprint, resume, startup
 from trainer.record.files import BAD_STEP
 from trainer.record.startup import STOPPED, Summary

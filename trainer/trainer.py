@@ -23,13 +23,13 @@ from trainer.engine.means import Values, check_name
 from trainer.engine.optimizers import check_optimizers
 from trainer.engine.outcome import Outcome
 from trainer.errors import ConfigError, visible
-from trainer.failures import failures_named
 from trainer.record import resume
 from trainer.record.startup import Summary
 from trainer.run import Run
 from trainer.setup.agreement import Session, open_session
 from trainer.setup.build import Setup
 from trainer.setup.checks import check_evaluation, check_training, try_optimizer
+from trainer.setup.failures import failures_named
 from trainer.strategy.base import Strategy
 from trainer.task import Task
 

@@ -22,7 +22,7 @@ import torch.multiprocessing
 
 from trainer.distributed.watch.watcher import OF_A_JOB
 from trainer.errors import ConfigError, RunError, one_line
-from trainer.terminal import outlive_terminal
+from trainer.process.streams import outlive_terminal
 
 FILES = 64  # files that a rank opens, besides those open at the start
 FILES_OF_A_WORKER = 10  # its pipes, and the tensors of two batches in flight

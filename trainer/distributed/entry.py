@@ -14,8 +14,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from trainer.terminal import outlive_terminal
-from trainer.working_directory import is_run_directory
+from trainer.process.streams import outlive_terminal
+from trainer.process.working_directory import is_run_directory
 
 SCRIPT = "LOCKSTEP_SCRIPT"  # set to the script's path, for it and the processes it starts
 VERBS = (

@@ -15,7 +15,7 @@ from trainer.distributed.signals import StopRequest, stop_requests
 from trainer.distributed.watch.heartbeat import Heartbeat, watched
 from trainer.distributed.world import World
 from trainer.errors import describe, place_of, visible
-from trainer.terminal import lasting_output
+from trainer.process.streams import lasting_output
 
 
 @dataclass(frozen=True)

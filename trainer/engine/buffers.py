@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from trainer.engine.digest import digest
+from trainer.codec import digest
 from trainer.strategy.shards import (
     Shard,
     TensorSource,

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
+from trainer.codec import digest
 from trainer.distributed.group import Group, number_of
 from trainer.distributed.watch.watcher import name_ranks
-from trainer.engine.digest import digest
 from trainer.engine.engine import Shards
 from trainer.errors import RunError
 from trainer.strategy.mesh import SHARDED, WHOLE, Mesh

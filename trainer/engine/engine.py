@@ -37,8 +37,8 @@ from trainer.errors import ConfigError
 from trainer.micro_batch import take_rows
 from trainer.rng.philox import seed_all
 from trainer.schedule import Factor, rate_scale
+from trainer.strategy.base import MicroBatches
 from trainer.strategy.modules.dry_run import untouched
-from trainer.strategy.protocols import MicroBatches
 from trainer.strategy.shards import Shard, TensorSource, read_into
 from trainer.strategy.tensor_parallel.collectives import gather_parts, sizes_of
 from trainer.strategy.tensors import Tensors

@@ -27,6 +27,7 @@ from trainer.engine.parts import Parts
 from trainer.engine.precision import Precision
 from trainer.errors import ConfigError, one_line, place_of
 from trainer.micro_batch import take_rows
+from trainer.process.streams import outlive_terminal
 from trainer.record import fingerprint
 from trainer.rng.forward import Draws
 from trainer.rng.philox import seed_all
@@ -36,7 +37,6 @@ from trainer.strategy.mesh import Mesh
 from trainer.strategy.mesh_model.materialize import Values, build_structure
 from trainer.strategy.modules.tensor_memory import make_dense
 from trainer.task import Task
-from trainer.terminal import outlive_terminal
 
 PREPARATION = timedelta(days=7)  # for downloads, while dist.timeout_s is for collectives
 

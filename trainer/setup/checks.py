@@ -16,7 +16,7 @@ from trainer.distributed.rendezvous import check_init
 from trainer.distributed.world import World
 from trainer.engine.precision import Precision
 from trainer.errors import ConfigError
-from trainer.loading import uncollected
+from trainer.process.loading import uncollected
 from trainer.record import resume
 from trainer.setup.early_checks import check_soon
 from trainer.strategy.base import find_devices, find_strategy

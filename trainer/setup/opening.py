@@ -12,7 +12,7 @@ from trainer.config.schema import Config
 from trainer.distributed.group import Group
 from trainer.engine.parts import Parts
 from trainer.errors import ConfigError
-from trainer.loading import uncollected
+from trainer.process.loading import uncollected
 from trainer.record import startup
 from trainer.record.files import CONFIG, read_evaluation, read_exit
 from trainer.record.lease import Lease

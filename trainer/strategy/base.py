@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,8 +37,41 @@ from trainer.strategy.modules.dry_run import FlopCounter
 from trainer.strategy.modules.reached_parameters import check_reached
 from trainer.strategy.modules.running_statistics import RunningStatistics
 from trainer.strategy.modules.tensor_memory import convert_dtype
-from trainer.strategy.protocols import MicroBatches, ObjectiveProtocol, PrecisionProtocol
 from trainer.strategy.tensors import Tensors
+
+
+class PrecisionProtocol(Protocol):
+    """Precision of a run, as strategies use it."""
+
+    dtype: torch.dtype
+
+    @property
+    def wide(self) -> torch.dtype: ...
+    def autocast(self) -> AbstractContextManager: ...
+    def cast(self, tree: Any) -> Any: ...
+    def root(self, total: torch.Tensor, factor: float) -> torch.Tensor: ...
+
+
+class ObjectiveProtocol(Protocol):
+    """A loss as strategies use it: (outputs, targets) -> (sum to differentiate, carried values).
+
+    The gradient of the sum is multiplied by `scale`. Carried values are summed over the ranks
+    together with the gradients. `absent` returns those of a rank without outputs. `sums` returns
+    the sums of the values, of their sizes and of their weights, to compare.
+    """
+
+    @property
+    def scale(self) -> float: ...
+    def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def absent(self) -> torch.Tensor: ...
+    def sums(self, outputs: Any, targets: Any) -> torch.Tensor: ...
+
+
+class MicroBatches(Protocol):
+    """This rank's micro-batches of a global batch, as `LocalBatch` yields them."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[MicroBatch]: ...
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.hook_errors import call
-from trainer.strategy.base import Blueprint, Strategy
+from trainer.strategy.base import Blueprint, MicroBatches, ObjectiveProtocol, Strategy
 from trainer.strategy.comm_hooks import COMPRESSING, open_hook
 from trainer.strategy.cost import (
     AGREED,
@@ -34,7 +34,6 @@ from trainer.strategy.cost import (
     reduced,
 )
 from trainer.strategy.modules.dry_run import untouched
-from trainer.strategy.protocols import MicroBatches, ObjectiveProtocol
 from trainer.strategy.single import SingleDevice
 
 # torch 2.13 renames the option that turns off DDP's broadcast of buffers before every forward.

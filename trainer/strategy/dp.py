@@ -8,7 +8,7 @@ from trainer.config.schema import Config
 from trainer.data.batches import MicroBatch
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.strategy.protocols import ObjectiveProtocol
+from trainer.strategy.base import ObjectiveProtocol
 from trainer.strategy.single import SingleDevice
 
 

@@ -20,7 +20,7 @@ from trainer.data.order import Cut, Leaves, split
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.hook_errors import call
-from trainer.strategy.base import Blueprint, Strategy
+from trainer.strategy.base import Blueprint, MicroBatches, ObjectiveProtocol, Strategy
 from trainer.strategy.cost import (
     AGREED,
     ESTIMATED,
@@ -32,7 +32,6 @@ from trainer.strategy.cost import (
 )
 from trainer.strategy.exact_tree import Node, Tree, nodes_of
 from trainer.strategy.modules.dry_run import untouched
-from trainer.strategy.protocols import MicroBatches, ObjectiveProtocol
 
 MOST_LEAVES = 8  # by default, if the global batch has such divisors: enough for 8 ranks
 

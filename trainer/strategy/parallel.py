@@ -23,7 +23,7 @@ from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.hook_errors import call
 from trainer.micro_batch import count_rows, take_rows
-from trainer.strategy.base import Blueprint, Strategy
+from trainer.strategy.base import Blueprint, MicroBatches, ObjectiveProtocol, Strategy
 from trainer.strategy.context_parallel import Context
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.mesh_model.build import Division
@@ -43,7 +43,6 @@ from trainer.strategy.mesh_model.unused_parameters import UnusedParameters
 from trainer.strategy.modules.batchnorm import FunctionalBatchNorm
 from trainer.strategy.modules.dry_run import FlopCounter, untouched
 from trainer.strategy.pipeline_parallel.schedule import order
-from trainer.strategy.protocols import MicroBatches, ObjectiveProtocol
 from trainer.strategy.single import SingleDevice
 from trainer.strategy.tensor_parallel.loss_parallel import gathered
 

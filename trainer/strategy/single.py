@@ -10,9 +10,8 @@ from trainer.data.batches import MicroBatch
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.hook_errors import call
-from trainer.strategy.base import Blueprint, Strategy
+from trainer.strategy.base import Blueprint, MicroBatches, ObjectiveProtocol, Strategy
 from trainer.strategy.modules.dry_run import untouched
-from trainer.strategy.protocols import MicroBatches, ObjectiveProtocol
 
 
 class SingleDevice(Strategy):

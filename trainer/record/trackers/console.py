@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.errors import visible
+from trainer.process.streams import CurrentOutput
 from trainer.record.trackers.base import Sink
-from trainer.terminal import CurrentOutput
 
 SHOWN = {  # once they are logged
     "train/loss": "loss {:,.4f}",

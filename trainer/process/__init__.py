@@ -1,0 +1,1 @@
+"""The process of a run: standard streams, working directory, imports and clock."""
