@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from trainer.distributed.world import RankGroup
-from trainer.strategy.sharded.gloo_collectives import exchange_over_gloo
 from trainer.strategy.sharded.unit_order import UnitOrder
 
 
@@ -33,7 +32,6 @@ class Sharding:
         self._dtensor: type = DTensor
         self._has_copies = copies.size > 1
         self._reshard = reshard
-        self._device = device
         self._units: list[Any] = []
         self._order = UnitOrder(divided)
         axes = (copies, divided) if self._has_copies else (divided,)
@@ -63,8 +61,6 @@ class Sharding:
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        if self._device == "cpu":
-            exchange_over_gloo(self._units, self.group)
 
     def fill_unused(self, note: Callable[[torch.Tensor], None]) -> None:
         """Give a parameter that a backward pass does not reach zeros as gradient, and call `note`.
