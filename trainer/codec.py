@@ -1,4 +1,4 @@
-"""Codec: what ranks and files write of tensors and values: names of dtypes, digests, JSON as bytes."""
+"""Codec for ranks and files: JSON as bytes, names of dtypes, digests of tensors."""
 
 from __future__ import annotations
 

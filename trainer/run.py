@@ -248,7 +248,7 @@ class Run:
         self._logged = (self.state.step, seconds)
         examples = (self.state.step - step) * self.config.data.global_batch
         values = {f"train/{name}": mean for name, mean in means.items()}
-        values |= self.engine.rates()
+        values |= self.engine.optimizers.rates()
         for name, norm in self.engine.norms().items():
             values["optim/grad_norm" + f"/{name}" * (name != "loss")] = norm
         values["speed/examples_per_s"] = examples / max(seconds - then, 1e-9)

@@ -7,12 +7,12 @@ from typing import Any
 
 from trainer.checkpoints.gathering import gather
 from trainer.checkpoints.manifest import Manifest
+from trainer.checkpoints.python_state import PythonState
 from trainer.checkpoints.saver import Snapshot
 from trainer.checkpoints.state import TrainState, read_on_all_ranks, wrong_state_named
 from trainer.data.batches import Batches
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.engine.engine import Engine
-from trainer.engine.python_state import PythonState
 from trainer.errors import ConfigError
 from trainer.record import fingerprint, init_from, resume
 from trainer.record.files import strict
@@ -49,7 +49,7 @@ class Checkpointer:
         self._code = code
         task: Any = setup.parts.hooks
         packages = setup.config.packages
-        parts = (engine.model, engine.optimizers, engine.schedule)
+        parts = (engine.model, list(engine.optimizers), engine.optimizers.schedule)
         self._python_state = PythonState(task, *parts, packages)
         self._named: set[str] = set()
 

@@ -84,7 +84,7 @@ class Trainer(Task):
 
         Raises RuntimeError unless `fit` is running.
         """
-        return _running(self._run).engine.optimizers
+        return list(_running(self._run).engine.optimizers)
 
     def train_step(self, batch: LocalBatch) -> Outcome:
         return self.update(batch)

@@ -1,21 +1,142 @@
-"""Optimizers: state by parameter name, options at a resume, and a step that can be skipped."""
+"""The optimizers of a run: their steps, which can be skipped, learning rates and state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
-from trainer.data.examples import find_flaw
-from trainer.errors import CheckpointError, ConfigError, RunError, one_line
+from trainer.engine.optimizer_state import (
+    check_count,
+    check_groups,
+    check_state,
+    load_named_state,
+    named_state,
+    parameter_state,
+    remember_options,
+    restore_groups,
+)
+from trainer.errors import ConfigError, RunError, one_line
 from trainer.hook_errors import MOST_SHOWN, is_of_torch
+from trainer.schedule import Factor
 from trainer.strategy.mesh_model.optimizer_trial import check_closure, is_elementwise
+from trainer.strategy.shards import Shard, TensorSource
+from trainer.strategy.tensors import Tensors
 
-_WRONG = "the checkpoint is of another optimizer"
+
+class Optimizers:
+    """A task's optimizers, over this rank's parts of the parameters, with their learning rates."""
+
+    def __init__(self, built: Any, tensors: Tensors, schedule: Factor, scale: float):
+        """`built` is what `build_optimizer` returned; rates are their own x schedule x `scale`.
+
+        Raises ConfigError for an optimizer that cannot be stepped or saved. A collective.
+        """
+        self.schedule = schedule
+        self._all = check_optimizers(built)
+        self._tensors = tensors
+        self._scale = scale
+        self._updated: dict[Optimizer, list[nn.Parameter]] = {}
+        for optimizer in self._all:
+            remember_options(optimizer, tensors.names())
+            self._updated[optimizer] = tensors.adopt(optimizer)
+        self._groups = self._list_groups()
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return iter(self._all)
+
+    def _list_groups(self) -> list[tuple[dict[str, Any], float]]:
+        """Return each group as built that has a learning rate, with it; not those added later."""
+        groups = [group for optimizer in self for group in optimizer.param_groups]
+        return [(g, g["initial"]["lr"]) for g in groups if "lr" in g.get("initial", {})]
+
+    def set_rate(self, step: int) -> None:
+        """Set the learning rate of every parameter group for the 0-based `step`."""
+        factor = self.schedule(step) * self._scale
+        for group, initial in self._groups:
+            group["lr"] = initial * factor
+
+    def rates(self) -> dict[str, float]:
+        """Return the learning rate of the first parameter group that has one, by name."""
+        return {"optim/lr": float(self._groups[0][0]["lr"])} if self._groups else {}
+
+    def drop_other_gradients(self, chosen: Sequence[Optimizer]) -> None:
+        """Free the gradients of parameters that the `chosen` optimizers do not update.
+
+        Raises ConfigError for an optimizer that `build_optimizer` did not return.
+        """
+        for optimizer in chosen:
+            if optimizer not in self._updated:
+                given = f"update got a {type(optimizer).__name__} as one of its optimizers"
+                must = "must be of those that build_optimizer returned, which checkpoints hold"
+                raise ConfigError(f"{given}: {must}")
+        kept = [p for optimizer in chosen for p in self._updated[optimizer]]
+        self._tensors.drop_gradients(kept)
+
+    def step(self, found_inf: torch.Tensor, chosen: Sequence[Optimizer] | None = None) -> None:
+        """Step the `chosen` optimizers, by default all, unless `found_inf` is 1."""
+        step_unless(chosen or self._all, found_inf)
+
+    def check(self, is_divided: bool) -> None:
+        """Raise ConfigError for state that no resume could load."""
+        names = self._tensors.names()
+        for optimizer in self:
+            check_groups(optimizer, names, is_divided)
+            check_state(optimizer, names, is_divided)
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return options and state by parameter name, without the tensors of `shards`."""
+        names = self._tensors.names()
+        return [named_state(optimizer, names) for optimizer in self]
+
+    def shards(self) -> dict[str, Shard]:
+        """Return this rank's parts of the state's tensors, as `<number>/<parameter>/<key>`."""
+        names = self._tensors.names()
+        state: dict[str, Shard] = {}
+        for number, optimizer in enumerate(self):
+            for parameter, values in parameter_state(optimizer).items():
+                shard = self._tensors.shard_of(parameter, is_state=True)
+                prefix = f"{number}/{names[parameter]}"
+                for key, value in values.items():
+                    if isinstance(value, torch.Tensor):
+                        state[f"{prefix}/{key}"] = shard.holding(value)
+        return state
+
+    def load(self, source: TensorSource, saved: Sequence[Any]) -> None:
+        """Load the tensors of `shards`, and what `state` returned.
+
+        Raises CheckpointError if they are of other optimizers.
+        """
+        check_count(self._all, saved)
+        names = self._tensors.names()
+        for number, optimizer in enumerate(self):
+            restore_groups(optimizer, names, saved[number])
+            load_named_state(optimizer, names, saved[number], self._read(number, source))
+        self._groups = self._list_groups()
+
+    def _read(self, number: int, source: TensorSource) -> dict[str, dict[str, torch.Tensor]]:
+        """Return this rank's parts of an optimizer's state, by parameter name and key."""
+        groups = self._all[number].param_groups
+        names = self._tensors.names()
+        own = {names[p]: self._tensors.shard_of(p) for group in groups for p in group["params"]}
+        state: dict[str, dict[str, torch.Tensor]] = {}
+        for place, shape in source.shapes().items():
+            first, _, rest = place.partition("/")
+            name, _, key = rest.rpartition("/")
+            if first != str(number):
+                continue
+            if name not in own:
+                source.skip(place)
+                continue
+            if shape and shape == own[name].shape:
+                value = own[name].read(source, place)
+            else:
+                value = source.read(place, (0,) * len(shape), shape)
+            state.setdefault(name, {})[key] = value
+        return state
 
 
 def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -53,19 +174,6 @@ def _check_step(optimizer: Optimizer) -> None:
         raise ConfigError(f"build_optimizer: {why}; {advice}")
     if not is_elementwise(optimizer):
         check_closure(optimizer)
-
-
-def remember_options(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
-    """Store each group's options as built, and the names of its parameters.
-
-    A resume uses the options to tell changes of the config from changes by training.
-    """
-    for group in optimizer.param_groups:
-        if any(p not in names for p in group["params"]):
-            why = "has a parameter that is not one of the model's; register it in the model"
-            raise ConfigError(f"build_optimizer: {type(optimizer).__name__} {why}")
-        group["initial"] = {key: value for key, value in group.items() if key != "params"}
-        group["names"] = [names[p] for p in group["params"]]
 
 
 def step_unless(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) -> None:
@@ -123,151 +231,3 @@ def _knows_found_inf(optimizer: Optimizer) -> bool:
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     return bool(optimizer.state) or not any(g.get("momentum") for g in optimizer.param_groups)
-
-
-def named_state(optimizer: Optimizer, names: Mapping[Any, str]) -> dict[str, Any]:
-    """Return options and state by parameter name, without the tensors of the state."""
-    groups = []
-    for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key not in ("params", "names")}
-        groups.append({"names": _names_of(group, names), "options": options})
-    state: dict[str, Any] = {}
-    for p, values in parameter_state(optimizer).items():
-        plain = {key: v for key, v in values.items() if not isinstance(v, torch.Tensor)}
-        state |= {names[p]: plain} if plain else {}
-    shared = {key: v for key, v in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-    return {
-        "class": type(optimizer).__name__,
-        "state": state,
-        "shared": shared,
-        "groups": groups,
-    }
-
-
-def parameter_state(optimizer: Optimizer) -> dict[torch.Tensor, Any]:
-    """Return the state by parameter, without what belongs to no parameter."""
-    return {p: v for p, v in optimizer.state.items() if isinstance(p, torch.Tensor)}
-
-
-def check_groups(optimizer: Optimizer, names: Mapping[Any, str], is_divided: bool) -> None:
-    """Raise ConfigError for a group added in training that no step or resume could treat right."""
-    kind = type(optimizer).__name__
-    for group in optimizer.param_groups:
-        is_late = "initial" not in group
-        if is_late and any(p not in names for p in group["params"]):
-            why = "a parameter group was added with a tensor that is not one of the model's"
-            raise ConfigError(f"optimizer {kind}: {why}; register it in the model")
-        if is_late and is_divided:
-            why = "a parameter group was added after the start, and this rank has parts only"
-            raise ConfigError(f"optimizer {kind}: {why}; add it in build_optimizer, or use ddp")
-
-
-def restore_groups(optimizer: Optimizer, names: Mapping[Any, str], saved: Any) -> None:
-    """Add the parameter groups that were added in training, which a checkpoint has at the end."""
-    num_built = len(optimizer.param_groups)
-    known = {name: parameter for parameter, name in names.items()}
-    used = {names[p] for group in optimizer.param_groups for p in group["params"]}
-    for late in saved["groups"][num_built:]:
-        if "initial" in late["options"] or not known.keys() - used >= set(late["names"]):
-            return  # `load_named_state` refuses it
-        parameters = [known[name] for name in late["names"]]
-        optimizer.add_param_group({**late["options"], "params": parameters})
-
-
-def check_state(optimizer: Optimizer, names: Mapping[Any, str], is_divided: bool) -> None:
-    """Raise ConfigError, naming the entry, for state that a resume could not load.
-
-    If the model `is_divided`, a tensor in a list or dict would be this rank's part only.
-    """
-    kind = type(optimizer).__name__
-    for owner, values in optimizer.state.items():
-        if not isinstance(owner, torch.Tensor):
-            _check_plain(f"optimizer {kind}: state[{owner!r}]", [owner, values], True)
-            continue
-        if owner not in names:
-            why = "has state for a tensor that is not one of the model's parameters"
-            raise ConfigError(f"optimizer {kind}: {why}; register it in the model")
-        given = f"optimizer {kind}: state[{names[owner]}]"
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"{given} is a {type(values).__name__}: must be a dict")
-        for key, value in values.items():
-            if not isinstance(value, torch.Tensor):
-                _check_plain(f"{given}[{key!r}]", value, is_divided)
-            elif flaw := find_flaw(value, allows_gradient=True):
-                raise ConfigError(f"{given}[{key!r}] is {flaw[0]}; {flaw[1]}")
-
-
-def _check_plain(place: str, value: Any, is_alone: bool) -> None:
-    """Raise ConfigError if a value has more than numbers, strings and, unless alone, tensors."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor) and is_alone:
-            advice = "keep each tensor as an entry of its own in the state of its parameter"
-            raise ConfigError(f"{place} has a tensor, which not every layout can load; {advice}")
-        if not isinstance(leaf, (torch.Tensor, bool, int, float, str, type(None))):
-            must = "a checkpoint holds tensors, numbers and strings; keep it in the config"
-            raise ConfigError(f"{place} has a {type(leaf).__name__}: {must}")
-
-
-def _names_of(group: Mapping[str, Any], names: Mapping[Any, str]) -> list[str]:
-    return group.get("names") or [names[p] for p in group["params"]]  # a group added later
-
-
-def check_count(optimizers: Sequence[Optimizer], saved: Sequence[Any]) -> None:
-    if optimizers and len(saved) != len(optimizers):
-        count = f"{len(saved)} optimizers, and the task builds {len(optimizers)}"
-        raise CheckpointError(f"the checkpoint has {count}; resume with the task of the run")
-
-
-def load_named_state(
-    optimizer: Optimizer,
-    names: Mapping[Any, str],
-    saved: Mapping[str, Any],
-    tensors: Mapping[str, Mapping[str, torch.Tensor]],
-) -> None:
-    """Load what `named_state` returned, and the tensors of the state by parameter name and key.
-
-    An option that the config changed keeps its new value.
-
-    Raises CheckpointError if the state is of another optimizer.
-    """
-    built = [_names_of(group, names) for group in optimizer.param_groups]
-    kind = type(optimizer).__name__
-    if kind != saved["class"]:
-        raise CheckpointError(f"{_WRONG}: {saved['class']} in it and {kind} here")
-    if built != [group["names"] for group in saved["groups"]]:
-        raise CheckpointError(f"{_WRONG}: {kind} has other parameter groups in it than here")
-    groups = []
-    first = 0
-    for group, old in zip(optimizer.param_groups, saved["groups"], strict=True):
-        last = first + len(group["params"])
-        merged = _merge_options(group, old["options"])
-        groups.append(merged | {"params": list(range(first, last))})
-        first = last
-    state: dict[Any, Any] = dict(saved.get("shared", {}))
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, parameter in enumerate(parameters):
-        name = names[parameter]
-        own = {key: _ordered_like(parameter, value) for key, value in tensors.get(name, {}).items()}
-        if values := {**saved["state"].get(name, {}), **own}:
-            state[number] = values
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _ordered_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the state with the order of axes in memory of its parameter.
-
-    Fused kernels walk both at once: a resumed AdamW on channels_last weights was 6e-3 off after 15
-    steps (torch 2.13).
-    """
-    if value.shape != parameter.shape or value.stride() == parameter.stride():
-        return value
-    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
-
-
-def _merge_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    if "initial" not in group:  # added in training
-        return {**saved}
-    before = saved["initial"]
-    after = group["initial"]
-    kept = {k: v for k, v in saved.items() if k in after and before.get(k) == after[k]}
-    return {k: v for k, v in group.items() if k != "params"} | kept
