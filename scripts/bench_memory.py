@@ -142,6 +142,7 @@ def lockstep(words: list[str], folder: str) -> dict[str, float]:
 
     from trainer import load_config
     from trainer.checkpoints.state import read_on_all_ranks
+    from trainer.checkpoints.transaction import final_path
     from trainer.tasks.text import Text
 
     meter = Meter()
@@ -156,9 +157,9 @@ def lockstep(words: list[str], folder: str) -> dict[str, float]:
             outcome = super().train_step(batch)
             meter.step()
             if len(meter.times) == STEPS:
-                run.saver.settle()
+                run.checkpoints.settle()
                 dist.barrier()  # rank 0 publishes it
-                path = run.saver.path_of(SAVED_AFTER)
+                path = final_path(run.directory / "checkpoints", SAVED_AFTER)
                 saved_s = (path / "manifest.json").stat().st_mtime - found["begun"]
 
                 def load() -> None:

@@ -116,7 +116,7 @@ class Meddled(Tiny):
 
     def train_step(self, batch):
         if self.step == 5 and self.world.rank == 0:
-            self._run.saver.settle()
+            self._run.checkpoints.settle()
             self.meddle(self._run.directory)
         return super().train_step(batch)
 

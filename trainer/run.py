@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 
 from torch import nn
 
 from trainer.checkpoints.gathering import whole_parameters
-from trainer.checkpoints.saver import Saver
-from trainer.checkpoints.transaction import steps
+from trainer.checkpoints.manifest import Manifest
 from trainer.config.hints import suggest
-from trainer.config.schema import CheckpointSettings, EvalSettings, LogSettings
+from trainer.config.schema import CheckpointSettings, Config, EvalSettings, LogSettings
 from trainer.distributed.launchers import requeue
+from trainer.distributed.ranks import Ranks
 from trainer.distributed.signals import REQUEUE
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.engine.decisions import Actions, Decisions, Requests, RolledBack
@@ -22,11 +22,10 @@ from trainer.engine.drift import check_drift
 from trainer.engine.engine import Engine
 from trainer.engine.outcome import Outcome
 from trainer.errors import ConfigError, RunError, describe
-from trainer.process.clock import Clock
 from trainer.record import fingerprint, resume, startup
 from trainer.record.files import BAD_STEP
-from trainer.record.startup import STOPPED, Summary
-from trainer.record.trackers.base import Record
+from trainer.record.run_log import RunLog
+from trainer.record.startup import Summary
 from trainer.run_checkpoints import Checkpointer, restore
 from trainer.setup.build import Setup, build_schedule
 from trainer.setup.opening import RunDirectory, open_directory
@@ -34,10 +33,9 @@ from trainer.task import Task
 
 
 class Run:
-    """A run in training: batches, engine, evaluator, record, saver and state.
+    """A run in training: batches, engine, evaluator, record, checkpoints and state.
 
-    All decisions are taken from values that are equal on all ranks. `wants_save` is True if a
-    checkpoint was requested that is not due by the settings.
+    All decisions are taken from values that are equal on all ranks.
     """
 
     def __init__(
@@ -48,43 +46,38 @@ class Run:
         `rolled_back` holds the steps after which the run was already rolled back. Raises
         CheckpointError for a checkpoint of another model, optimizer or data set. A collective.
         """
-        self.config = setup.config
-        self.world = setup.world
-        self.wants_save = False
-        self.saver = Saver(Path())
-        self.record = Record()
         self._setup = setup
-        self._ranks = setup.parts.ranks
-        self._clock = Clock()
-        self.requests = Requests(self._ranks.stop, self.config.run.max_minutes)
-        self._drift_every = self.config.dist.drift_every_steps
-        with self._ranks.group.agreed("planning the run"):
+        config = setup.config
+        group = setup.parts.ranks.group
+        self.requests = Requests(setup.parts.ranks.stop, config.run.max_minutes)
+        with group.agreed("planning the run"):
             self.batches = setup.open_batches()
-            epochs = self.config.run.epochs * self.batches.steps_per_epoch
-            self.num_steps = self.config.run.steps or epochs
+            epochs = config.run.epochs * self.batches.steps_per_epoch
+            self.num_steps = config.run.steps or epochs
             schedule = build_schedule(task, self.num_steps)
-        self.engine = Engine(setup.parts, schedule, self.batches.of_step(0), self.asks)
-        self.evaluator = setup.open_evaluator(self.engine.ema, self.wants_stop)
-        data = fingerprint.of_data(setup.datasets, self.world.rank == 0)
+        first = self.batches.of_step(0)
+        self.engine = Engine(setup.parts, schedule, first, self.requests.wants_any)
+        self.evaluator = setup.open_evaluator(self.engine.ema, self.requests.wants_stop)
+        data = fingerprint.of_data(setup.datasets, group.world.rank == 0)
         own = (setup, self.engine, self.batches)
-        restored = restore(*own, data, origin, self.num_steps)
-        self.state, self._manifest, skipped = restored
+        self.state, manifest, skipped = restore(*own, data, origin, self.num_steps)
         self._check_metrics()
         opened = open_directory(setup.parts, origin, self.step)
-        self.directory = opened.directory
-        self._shown = self.config.shown(opened.directory)
         self.record = opened.record
-        self.saver = opened.saver
+        self.requests.watch(opened.saver, opened.record)
         self.state.recall(opened.evaluation, *self._judged_by())
         self.decisions = self._open_decisions(opened, rolled_back)
-        self._first_step = self.step
-        self._began_s = self._clock.read()
-        self._logged = (self.step, self._began_s)
+        code = fingerprint.of_code(type(task))
+        self.checkpoints = Checkpointer(*own, opened, data, code)
         self._is_sound = True  # False while a step is judged, and while it is saved
-        self._origin = origin
-        self._code = fingerprint.of_code(type(task))
-        self._checkpoints = Checkpointer(*own, opened, data, self._code)
-        self._warnings = [*opened.warnings, *skipped, *fingerprint.list_unsteady(data)]
+        changes = [*opened.warnings, *skipped, *fingerprint.list_unsteady(data)]
+        changes += self._list_changes(manifest, code)
+        session = (opened.record, opened.directory, self.step, changes, not origin.is_resumed)
+        self._log = RunLog(config, group, *session)
+
+    @property
+    def config(self) -> Config:
+        return self._setup.config
 
     @property
     def model(self) -> nn.Module:
@@ -93,6 +86,14 @@ class Run:
     @property
     def step(self) -> int:
         return self.state.step
+
+    @property
+    def directory(self) -> Path:
+        return self._log.directory
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self._setup.parts.ranks
 
     def __enter__(self) -> Run:
         return self
@@ -114,11 +115,9 @@ class Run:
             saved = self._save_after_error(error)
             code = 2 if isinstance(error, ConfigError) else 1
             self.record.exit(code, describe(error) + saved, {"step": self.state.step})
-        self.saver.close()
+        self.checkpoints.close()
         if error is not None and not saved and not isinstance(error, RolledBack):
-            newest = max(steps(self.saver.root), default=0)
-            for line in startup.newest_checkpoint(self.config, self.world, self._shown, newest):
-                self.record.say(line)
+            self._log.name_newest(self.checkpoints.newest())
         self.record.close()
         self.batches.close()
         if saved and isinstance(error, (ConfigError, RunError)):
@@ -127,13 +126,13 @@ class Run:
     def _save_after_error(self, error: BaseException) -> str:
         """Save what was trained, if an error has left it complete; return words about that."""
         step = self.state.step
-        is_complete = self._is_sound and not self.engine.is_in_step and step > self._first_step
+        has_trained = step > self._log.first_step
+        is_complete = self._is_sound and not self.engine.is_in_step and has_trained
         if not is_complete or not isinstance(error, Exception):
             return ""
-        if not self._checkpoints.save_after_error(self.state, self.decisions.flush):
+        if not self.checkpoints.save_after_error(self.state, self.decisions.flush):
             return ""
-        command = startup.next_command(self.config, self.world, self._shown, True, "")
-        saved = f"the state after step {step:,} is saved; {command}"
+        saved = f"the state after step {step:,} is saved; {self._log.next_command(True)}"
         if not isinstance(error, (ConfigError, RunError)):  # whose line ends with it
             self.record.say(saved)
         return f"; {saved}"
@@ -143,29 +142,25 @@ class Run:
 
         A collective. Call it within the run's context, which also records a failure in here.
         """
-        config = self.config
-        setup = self._setup
-        strategy = setup.parts.strategy
-        mesh = strategy.mesh
-        ranks = self._ranks.group.collect(startup.describe_rank(self.world, mesh))
-        self.record.table(startup.rank_columns(mesh), startup.rank_rows(ranks))
-        self.record.say(startup.layout(config, self.world, setup.threads))
-        lines = [*setup.notes, *startup.arithmetic(config, self.batches.plan, self.num_steps)]
+        structure = self.engine.tensors.structure
+        setup, plan = self._setup, self.batches.plan
+        lines = [*setup.notes, *startup.arithmetic(self.config, plan, self.num_steps)]
         lines += [startup.describe_data(split, data) for split, data in setup.datasets.items()]
-        lines += startup.describe_model(config, strategy.tensors.structure, setup.is_cut_fixed)
-        lines += [f"run directory: {self._shown}", *self._warnings]
-        facts = (config, self.world, setup.threads, self.batches.is_streamed)
-        lines += startup.slowness(self._ranks.group.collect(startup.slow_reasons(*facts)))
-        lines += startup.resumed(config, self._manifest, self.world, self.num_steps, self._code)
-        lines += strategy.list_remarks(self._manifest is not None)
-        lines += [*startup.picture(mesh), *self.engine.draws.list_remarks()]
-        for line in lines:
-            self.record.say(line)
-        if not self._origin.is_resumed:
-            self.record.hyper_parameters(config.flat())
-        if config.log.images and not self.is_over:
+        lines += startup.describe_model(self.config, structure, setup.is_cut_fixed)
+        self._log.announce(self.engine.strategy.mesh, setup.threads, lines)
+        if self.config.log.images and not self.is_over:
             inputs, _ = next(iter(self.batches.of_step(self.step)))
             self.record.images(self.step, inputs)
+
+    def _list_changes(self, manifest: Manifest | None, code: Mapping[str, str]) -> list[str]:
+        """Return lines on slow ranks, changes at a resume, and limits of strategy and draws."""
+        config, setup, group = self.config, self._setup, self._ranks.group
+        reasons = startup.slow_reasons(config, group.world, setup.threads, self.batches.is_streamed)
+        lines = startup.slowness(group.collect(reasons))
+        lines += startup.resumed(config, manifest, group.world, self.num_steps, code)
+        strategy = self.engine.strategy
+        lines += strategy.list_remarks(manifest is not None)
+        return [*lines, *startup.picture(strategy.mesh), *self.engine.draws.list_remarks()]
 
     # Decisions ----------------------------------------------------------------------------------
 
@@ -195,18 +190,14 @@ class Run:
         epochs = getattr(block, "every_epochs", None)
         return epochs is not None and step % (epochs * self.batches.steps_per_epoch) == 0
 
-    def wants_stop(self) -> bool:
-        """Return True if this rank asks all ranks to stop."""
-        return bool(self.requests.stop) or self.saver.has_failed or self.record.has_failed
-
-    def asks(self) -> bool:
-        """Return True if this rank asks all ranks to stop, or to end the run."""
-        return bool(self.requests.end) or self.wants_stop()
+    @property
+    def wants_save(self) -> bool:
+        """True if a checkpoint was requested that is not due by the settings."""
+        return self.checkpoints.is_requested
 
     def request_save(self) -> Path:
         """Request a checkpoint of the state after this step, and return its future path."""
-        self.wants_save = True
-        return self.saver.path_of(self.state.step + 1)
+        return self.checkpoints.request(self.state.step + 1)
 
     def react(self, outcome: Outcome) -> None:
         """Decide on the previous step's outcome: on a GPU, this one is still being computed.
@@ -242,31 +233,15 @@ class Run:
     def scalars(self) -> dict[str, float]:
         """Return means since the last log, learning rate and speed, by name. A collective."""
         self._ranks.heartbeat.enter(Phase.LOG)
-        means = self.engine.means.read(self._ranks.group)
-        seconds = self._clock.read()
-        step, then = self._logged
-        self._logged = (self.state.step, seconds)
-        examples = (self.state.step - step) * self.config.data.global_batch
-        values = {f"train/{name}": mean for name, mean in means.items()}
-        values |= self.engine.optimizers.rates()
-        for name, norm in self.engine.norms().items():
-            values["optim/grad_norm" + f"/{name}" * (name != "loss")] = norm
-        values["speed/examples_per_s"] = examples / max(seconds - then, 1e-9)
-        change = self.engine.tensors.find_change()
-        numbers = (self.world.peak_bytes() / 1e9, float(bool(change)))
-        values["speed/memory_gb"], is_changed = self._ranks.group.max(*numbers)
-        if is_changed:
-            with self._ranks.group.agreed("checking the model"):
-                if change:
-                    raise ConfigError(change)
-        return values
+        return self._log.scalars(self.engine, self.state.step)
 
     def observe(self) -> None:
         """Compare the state of the ranks if that is due, and show progress."""
         step = self.state.step
-        if self._drift_every and step % self._drift_every == 0 and self.world.world_size > 1:
+        group, every = self._ranks.group, self.config.dist.drift_every_steps
+        if every and step % every == 0 and group.world.world_size > 1:
             self._is_sound = False
-            check_drift(self._ranks.group, step, self.engine.shards(), self.engine.strategy.mesh)
+            check_drift(group, step, self.engine.shards(), self.engine.strategy.mesh)
             self._is_sound = True
         self.record.progress(step, self.num_steps, step == self.num_steps)
         self.record.observe(step)
@@ -277,7 +252,7 @@ class Run:
 
     def evaluate(self) -> dict[str, float]:
         """Return `{"eval/loss": ...}`; empty after a stop request or without data. A collective."""
-        with self._clock.paused():
+        with self._log.paused():
             metrics = self.evaluator.evaluate()
         if metrics is None:
             self.decisions.agree_on_stop()
@@ -292,8 +267,9 @@ class Run:
         is_best = self.state.note(metrics, *self._judged_by())
         self.record.scalars(self.state.step, metrics)
         self.record.say(f"step {self.state.step:,}: {startup.metric_line(metrics)}")
-        self.wants_save |= is_best and self.config.checkpoint.keep_best > 0
-        if self.decisions.ended_by and self._logged[0] < self.state.step:
+        if is_best and self.config.checkpoint.keep_best > 0:
+            self.request_save()
+        if self.decisions.ended_by and self._log.is_behind(self.state.step):
             self.record.scalars(self.state.step, self.scalars())  # the end is always logged
 
     def _judged_by(self) -> tuple[str, str, float]:
@@ -312,14 +288,13 @@ class Run:
 
     def save(self) -> None:
         """Publish a checkpoint of the state, unless this step has one already. A collective."""
-        with self._clock.paused():
+        with self._log.paused():
             self.decisions.flush()  # a bad step must not be published
             self._save()
 
     def _save(self) -> None:
-        self.wants_save = False
         self._is_sound = False
-        for index in self._checkpoints.save(self.state, self.is_over):
+        for index in self.checkpoints.save(self.state, self.is_over):
             why = "cannot be read: the next readable one is used instead"
             self.record.say(f"warning: train example {index} {why}")
         self._is_sound = True
@@ -334,40 +309,15 @@ class Run:
         self._save()  # the last step may have no checkpoint yet, for example after a stop
         with self._ranks.group.agreed("saving a checkpoint"):
             self._is_sound = False
-            self.saver.settle(state.step)
+            self.checkpoints.settle(state.step)
         self._is_sound = True
         with self._ranks.group.agreed("recording"):
             self.record.settle()
-        summary = self._sum_up()
-        steps = state.step - self._first_step
-        shown = self._shown
+        flops = self.engine.strategy.flops
         why = self.decisions.stopped_by or self.decisions.ended_by
-        best = self.config.best_metric
-        for line in startup.ending(summary, self.num_steps, steps, best, why, shown):
-            self.record.say(line)
-        self.record.say(startup.next_command(self.config, self.world, shown, self.is_stopped, why))
-        reason = "stopped" if self.is_stopped else "done" + f": {why}" * bool(why)
-        facts = {"step": state.step, "metrics": state.metrics, "best": state.best}
-        self.record.exit(summary.exit_code, reason, facts)
+        summary = self._log.finish(state, self.num_steps, flops, why, self.is_stopped)
         # not at SIGTERM: scancel sends it too, and SLURM requeues a preempted job itself
         is_asked = self.is_stopped and self._ranks.group.max(self._ranks.stop.name in REQUEUE)[0]
-        if is_asked and self.world.rank == 0:
+        if is_asked and self._ranks.group.world.rank == 0:
             requeue(self.record.say)
         return summary
-
-    def _sum_up(self) -> Summary:
-        state = self.state
-        seconds = self._clock.read() - self._began_s
-        examples = (state.step - self._first_step) * self.config.data.global_batch
-        speed = examples / max(seconds, 1e-9)
-        return Summary(
-            directory=self.directory,
-            step=state.step,
-            metrics=state.metrics,
-            best=state.best,
-            best_step=state.best_step,
-            seconds=seconds,
-            examples_per_s=speed,
-            flops_per_s=speed * self.engine.strategy.flops,
-            exit_code=STOPPED if self.is_stopped else 0,
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from trainer.checkpoints.gathering import gather
@@ -10,6 +11,7 @@ from trainer.checkpoints.manifest import Manifest
 from trainer.checkpoints.python_state import PythonState
 from trainer.checkpoints.saver import Snapshot
 from trainer.checkpoints.state import TrainState, read_on_all_ranks, wrong_state_named
+from trainer.checkpoints.transaction import steps
 from trainer.data.batches import Batches
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.engine.engine import Engine
@@ -52,12 +54,30 @@ class Checkpointer:
         parts = (engine.model, list(engine.optimizers), engine.optimizers.schedule)
         self._python_state = PythonState(task, *parts, packages)
         self._named: set[str] = set()
+        self.is_requested = False
+
+    def request(self, step: int) -> Path:
+        """Ask for a checkpoint that is not due by the settings; return its path, if of `step`."""
+        self.is_requested = True
+        return self._saver.path_of(step)
+
+    def settle(self, step: int | None = None) -> None:
+        """Wait for the checkpoint that is being written. Raises RunError if it or `step` failed."""
+        self._saver.settle(step)
+
+    def close(self) -> None:
+        self._saver.close()
+
+    def newest(self) -> int:
+        """Return the step of the newest checkpoint, 0 without one."""
+        return max(steps(self._saver.root), default=0)
 
     def save(self, state: TrainState, is_over: bool) -> Sequence[int]:
         """Publish a checkpoint of the state, unless this step has one already. A collective.
 
         Returns the indices of examples that could not be read since the last one, on every rank.
         """
+        self.is_requested = False
         self._ranks.heartbeat.enter(Phase.SAVE)
         group = self._ranks.group
         with group.agreed("saving a checkpoint"):

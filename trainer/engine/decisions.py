@@ -55,12 +55,18 @@ class RolledBack(Exception):
         self.step = step
 
 
+class Writer(Protocol):
+    @property
+    def has_failed(self) -> bool: ...
+
+
 class Requests:
     """Requests of this rank: to stop, so that the run is resumed later, or to end the run."""
 
     def __init__(self, signal: StopRequest, max_minutes: float | None):
         self.end = ""  # the reason, empty without a request
         self._signal = signal
+        self._writers: tuple[Writer, ...] = ()
         self._max_minutes = max_minutes
         self._began = time.monotonic()
 
@@ -75,6 +81,18 @@ class Requests:
 
     def ask_for_end(self, reason: str) -> None:
         self.end = self.end or reason
+
+    def watch(self, *writers: Writer) -> None:
+        """Ask for a stop also once one of these has failed."""
+        self._writers = writers
+
+    def wants_stop(self) -> bool:
+        """Return True if this rank asks all ranks to stop."""
+        return bool(self.stop) or any(writer.has_failed for writer in self._writers)
+
+    def wants_any(self) -> bool:
+        """Return True if this rank asks all ranks to stop, or to end the run."""
+        return bool(self.end) or self.wants_stop()
 
 
 class Decisions:

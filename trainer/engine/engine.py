@@ -88,7 +88,7 @@ class Engine:
         config, strategy, ranks = parts.config, parts.strategy, parts.ranks
         self.strategy = strategy
         self.precision = parts.precision
-        self.means = Means(strategy.leaves)
+        means = Means(strategy.leaves)
         self.draws = parts.draws
         self._ranks = ranks
         mesh = strategy.mesh
@@ -96,7 +96,7 @@ class Engine:
         zero = torch.zeros((), dtype=parts.precision.wide, device=ranks.group.world.device)
         self._open_objective = partial(
             Objective,
-            means=self.means,
+            means=means,
             global_batch=config.data.global_batch,
             ranks=mesh.data_size if strategy.averages else 1,
             agree=lambda number: int(ranks.group.max(number)[0]),
@@ -106,7 +106,7 @@ class Engine:
         )
         self._objectives: dict[str, Objective] = {}
         hooks = parts.hooks if config.log.train_metrics else None
-        self.recorder = Recorder(self.means, self._objectives, is_counted, hooks)
+        self.recorder = Recorder(means, self._objectives, is_counted, hooks)
         self._norms = Norms(config.run.clip_norm)
         rehearsal = next(iter(batch))
         seed_all(config.run.seed)  # lazy layers initialise their weights in the rehearsal
@@ -122,6 +122,10 @@ class Engine:
     @property
     def tensors(self) -> Tensors:
         return self.strategy.tensors
+
+    @property
+    def means(self) -> Means:
+        return self.recorder.means
 
     @property
     def model(self) -> nn.Module:

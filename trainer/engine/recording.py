@@ -25,7 +25,7 @@ class Recorder:
     """
 
     def __init__(self, means: Means, taken: Container[str], is_counted: bool, hooks: Hooks | None):
-        self._means = means
+        self.means = means
         self._taken = taken
         self._is_counted = is_counted
         self._hooks = hooks
@@ -76,7 +76,7 @@ class Recorder:
             rows = len(values)
         values, weights = weigh(given, returned, rows or 0, "got")
         if self._is_counted:
-            self._means.add(name, values, weights)
+            self.means.add(name, values, weights)
 
     def _add_metrics(self, metrics: Mapping[str, Values]) -> None:
         if not self.is_open:

@@ -1,0 +1,124 @@
+"""The log of a run: what it tells its user at the start, between the steps and at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoints.state import TrainState
+from trainer.config.schema import Config
+from trainer.distributed.group import Group
+from trainer.engine.engine import Engine
+from trainer.errors import ConfigError
+from trainer.process.clock import Clock
+from trainer.record import startup
+from trainer.record.startup import STOPPED, Summary
+from trainer.record.trackers.base import Record
+from trainer.strategy.mesh import Mesh
+
+
+class RunLog:
+    """The lines and numbers of one session of a run, which began at step `first_step`."""
+
+    def __init__(
+        self,
+        config: Config,
+        group: Group,
+        record: Record,
+        directory: Path,
+        first_step: int,
+        changes: Sequence[str],
+        is_new: bool,
+    ):
+        """`changes` are the last lines of the start; `is_new` is False if a run is resumed."""
+        self.first_step = first_step
+        self.directory = directory
+        self._config = config
+        self._group = group
+        self._record = record
+        self._shown = config.shown(directory)
+        self._clock = Clock()
+        self._began_s = self._clock.read()
+        self._logged = (first_step, self._began_s)
+        self._changes = changes
+        self._is_new = is_new
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Do not count the time of the block as training."""
+        return self._clock.paused()
+
+    def announce(self, mesh: Mesh, threads: int, built: Sequence[str]) -> None:
+        """Print ranks, layout, the lines of what was built, and changes. A collective."""
+        world = self._group.world
+        ranks = self._group.collect(startup.describe_rank(world, mesh))
+        self._record.table(startup.rank_columns(mesh), startup.rank_rows(ranks))
+        layout = startup.layout(self._config, world, threads)
+        place = f"run directory: {self._shown}"
+        for line in (layout, *built, place, *self._changes):
+            self._record.say(line)
+        if self._is_new:
+            self._record.hyper_parameters(self._config.flat())
+
+    def scalars(self, engine: Engine, step: int) -> dict[str, float]:
+        """Return means since the last call, learning rate and speed, by name. A collective."""
+        means = engine.means.read(self._group)
+        values = {f"train/{name}": mean for name, mean in means.items()}
+        values |= engine.optimizers.rates()
+        for name, norm in engine.norms().items():
+            values["optim/grad_norm" + f"/{name}" * (name != "loss")] = norm
+        then, before = self._logged
+        self._logged = (step, self._clock.read())
+        examples = (step - then) * self._config.data.global_batch
+        values["speed/examples_per_s"] = examples / max(self._logged[1] - before, 1e-9)
+        change = engine.tensors.find_change()
+        numbers = (self._group.world.peak_bytes() / 1e9, float(bool(change)))
+        values["speed/memory_gb"], is_changed = self._group.max(*numbers)
+        if is_changed:
+            with self._group.agreed("checking the model"):
+                if change:
+                    raise ConfigError(change)
+        return values
+
+    def is_behind(self, step: int) -> bool:
+        """Return True if the last call of `scalars` was for an earlier step."""
+        return self._logged[0] < step
+
+    def next_command(self, is_stopped: bool, ended_by: str = "") -> str:
+        return startup.next_command(
+            self._config, self._group.world, self._shown, is_stopped, ended_by
+        )
+
+    def name_newest(self, step: int) -> None:
+        """Tell how to resume a run that failed, if it has a checkpoint: of `step`, else 0."""
+        world = self._group.world
+        for line in startup.newest_checkpoint(self._config, world, self._shown, step):
+            self._record.say(line)
+
+    def finish(
+        self, state: TrainState, num_steps: int, flops: float, why: str, is_stopped: bool
+    ) -> Summary:
+        """Tell how the run ended, and return its summary; `why` is empty at the last step."""
+        seconds = self._clock.read() - self._began_s
+        steps = state.step - self.first_step
+        speed = steps * self._config.data.global_batch / max(seconds, 1e-9)
+        summary = Summary(
+            directory=self.directory,
+            step=state.step,
+            metrics=state.metrics,
+            best=state.best,
+            best_step=state.best_step,
+            seconds=seconds,
+            examples_per_s=speed,
+            flops_per_s=speed * flops,
+            exit_code=STOPPED if is_stopped else 0,
+        )
+        best = self._config.best_metric
+        for line in startup.ending(summary, num_steps, steps, best, why, self._shown):
+            self._record.say(line)
+        self._record.say(self.next_command(is_stopped, why))
+        reason = "stopped" if is_stopped else "done" + f": {why}" * bool(why)
+        facts: dict[str, Any] = {"step": state.step, "metrics": state.metrics, "best": state.best}
+        self._record.exit(summary.exit_code, reason, facts)
+        return summary
