@@ -13,7 +13,7 @@ from tiny import Items, Tiny, TinyItems, points
 from torch import nn
 
 from trainer import ConfigError, ResidentDataset, RunError
-from trainer.hook_errors import Rows, call_hook
+from trainer.hook_errors import Rows, call, call_hook
 
 WORDS = ["task=tiny", "run.steps=12", "log.trackers=[]", "eval.every_steps=6"]
 BAD = 57  # an example
@@ -580,15 +580,26 @@ def test_optimizer_that_no_run_can_step_is_one_line(tmp_path):
     check(tmp_path, expected)
 
 
-def test_a_lost_rank_is_no_mistake_of_the_hook_that_waits_for_it():
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed",  # a lost rank
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 48 bytes",
+    ],
+)
+def test_what_is_no_mistake_of_a_hook_is_not_told_as_one(message):
     calls = []
 
-    def loss(outputs, targets):
-        calls.append(outputs)
-        raise RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed")
+    def fail(*arguments):
+        calls.append(arguments)
+        raise RuntimeError(message)
 
     rows = Rows()
     rows.begin("train", torch.arange(4))
-    with pytest.raises(RuntimeError, match="Connection closed"):
-        call_hook("loss(outputs, targets)", loss, torch.ones(4), torch.ones(4), rows)
-    assert len(calls) == 1  # other ranks would wait in a second one
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        call_hook("loss(outputs, targets)", fail, torch.ones(4), torch.ones(4), rows)
+    layer = torch.nn.Linear(4, 4)
+    layer.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        call(torch.nn.Sequential(layer), torch.ones(4, 4), rows)
+    assert len(calls) == 2  # other ranks would wait in a further one

@@ -28,6 +28,7 @@ OWN = ("torch", "trainer")  # packages whose frames are not the task's
 LOSS = "loss(outputs, targets)"
 METRICS = "metrics(outputs, targets)"
 FAKE = (DataDependentOutputException, DynamicOutputShapeException)  # of tensors without values
+OUT_OF_MEMORY = ("out of memory", "allocate memory", "ALLOC_FAILED")  # in messages of torch's
 MOST_SHOWN = 300  # characters of a message of torch's
 
 
@@ -60,10 +61,8 @@ def call_hook(
     """
     try:
         return hook(first, second)
-    except (ConfigError, RunError, torch.OutOfMemoryError, *FAKE):
-        raise
     except Exception as error:
-        line = _explain(name, hook, (first, second), error, rows)
+        line = None if is_explained(error) else _explain(name, hook, (first, second), error, rows)
         if line is None:
             raise
         raise line from error
@@ -73,8 +72,6 @@ def _explain(
     name: str, hook: Callable[[Any, Any], Any], given: tuple[Any, Any], error: Exception, rows: Rows
 ) -> Exception | None:
     """Return the line for an exception of a hook; None if its traceback says more."""
-    if is_of_a_group(error):
-        return None
     what = f"{type(error).__name__}: {one_line(error)[:MOST_SHOWN]}{_place(error)}"
     row = _find_row(hook, given, type(error), rows)
     if row is not None:
@@ -151,6 +148,21 @@ def is_of_a_group(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or "gloo/" in message_of(error)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if an allocation failed, on a GPU or on the CPU."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, RunError) or not isinstance(error, RuntimeError):
+        return False
+    return any(text in str(error) for text in OUT_OF_MEMORY)
+
+
+def is_explained(error: Exception) -> bool:
+    """Return True for an exception that no hook is to blame for, or that has its line already."""
+    is_known = isinstance(error, (ConfigError, RunError, *FAKE))
+    return is_known or is_out_of_memory(error) or is_of_a_group(error)
+
+
 def is_of_torch(error: Exception) -> bool:
     """Return True for an exception of torch's computations, not one of the task's code."""
     if is_of_a_group(error):
@@ -185,10 +197,8 @@ def call(model: nn.Module, inputs: Any, rows: Rows | None = None) -> Any:
     """
     try:
         return _call(model, inputs)
-    except (ConfigError, RunError, torch.OutOfMemoryError, *FAKE):
-        raise
     except Exception as error:
-        line = _explain_model(model, inputs, error, rows)
+        line = None if is_explained(error) else _explain_model(model, inputs, error, rows)
         if line is None:
             raise
         raise line from error
@@ -204,8 +214,6 @@ def _explain_model(
     model: nn.Module, inputs: Any, error: Exception, rows: Rows | None
 ) -> Exception | None:
     """Return the line for an exception of a model; None if its traceback says more."""
-    if is_of_a_group(error):
-        return None
     what = f"{type(error).__name__}: {one_line(error)[:MOST_SHOWN]}{_place(error)}"
     if rows is not None:
         row = _find_row(lambda given, _: _call(model, given), (inputs, None), type(error), rows)

@@ -56,7 +56,6 @@ class Objective:
         """
         self.elements = elements
         self.is_weighted: bool | None = None
-        self.scale = ranks / (global_batch * elements) if elements else 0.0
         self._name = name
         self._means = means
         self._global_batch = global_batch
@@ -67,6 +66,11 @@ class Objective:
         self._rows = rows or Rows()
         self._loss: Callable[[Any, Any], Values] | None = None
         self._carried: dict[tuple[float, bool], torch.Tensor] = {}
+
+    @property
+    def scale(self) -> float:
+        """Factor on the sum to differentiate; 0 before the first call."""
+        return self._ranks / (self._global_batch * self.elements) if self.elements else 0.0
 
     def of(self, loss: Callable[[Any, Any], Values]) -> Objective:
         """Set the loss function of the next update, and return this objective."""
@@ -153,7 +157,6 @@ class Objective:
         agreed = self._agree(2 * elements + is_weighted)
         self.is_weighted = bool(agreed % 2)
         self.elements = self.elements or agreed // 2  # a resume knows it
-        self.scale = self._ranks / (self._global_batch * self.elements)
 
     def _carry(self, total: torch.Tensor, weight: int) -> torch.Tensor:
         key = (weight, self._wants_stop())

@@ -19,8 +19,8 @@ from trainer.engine.optimizer_state import (
     remember_options,
     restore_groups,
 )
-from trainer.errors import ConfigError, RunError, one_line
-from trainer.hook_errors import MOST_SHOWN, is_of_torch
+from trainer.errors import ConfigError, one_line
+from trainer.hook_errors import MOST_SHOWN, is_explained, is_of_torch
 from trainer.schedule import Factor
 from trainer.strategy.mesh_model.optimizer_trial import check_closure, is_elementwise
 from trainer.strategy.shards import Shard, TensorSource
@@ -198,10 +198,8 @@ def _step(optimizer: Optimizer) -> None:
         _begin_momentum(optimizer)
     try:
         optimizer.step()
-    except (ConfigError, RunError, torch.OutOfMemoryError):
-        raise
     except Exception as error:
-        if not is_of_torch(error):
+        if is_explained(error) or not is_of_torch(error):
             raise
         what = f"{type(error).__name__}: {one_line(error)[:MOST_SHOWN]}"
         raise ConfigError(f"{type(optimizer).__name__}.step() failed: {what}") from error

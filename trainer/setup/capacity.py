@@ -22,8 +22,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainer.config.schema import Config
 from trainer.data.order import check_batch, counted
 from trainer.distributed.ranks import Ranks
@@ -32,6 +30,7 @@ from trainer.distributed.watch.heartbeat import Phase
 from trainer.distributed.world import World
 from trainer.engine.evaluation import Evaluator
 from trainer.errors import ConfigError, RunError, one_line, visible
+from trainer.hook_errors import is_out_of_memory
 from trainer.strategy.base import find_strategy
 from trainer.strategy.mesh import Mesh
 from trainer.task import Task
@@ -42,16 +41,6 @@ ENDED = "ended with exit code"  # a process without an answer
 EVALUATION = Evaluator.__module__
 LOOK_S = 0.1
 GRACE_S = 0.5  # for the answer of a trial after that of another rank, which may be its consequence
-_MESSAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "Cannot allocate memory")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an allocation failed, on a GPU or on the CPU."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    if isinstance(error, RunError) or not isinstance(error, RuntimeError):
-        return False
-    return any(text in str(error) for text in _MESSAGES)
 
 
 @contextmanager

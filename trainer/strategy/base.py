@@ -160,7 +160,6 @@ class Strategy(ABC):
         self.mesh = Mesh.of(config.strategy.mesh, world)
         self.flops = 0.0
         self._places: list[torch.device] = []
-        self._is_compiled = config.run.compile
         rows = config.data.global_batch / (self.mesh.data_size if self.averages else 1)
         is_mean = config.norm_rows is not None or self.cut(config).is_fixed
         self.statistics = RunningStatistics(rows if is_mean else None)
@@ -291,7 +290,7 @@ class Strategy(ABC):
 
     def _compile(self, modules: Sequence[nn.Module]) -> None:
         """Apply torch.compile to modules if run.compile is set."""
-        for module in modules if self._is_compiled else ():
+        for module in modules if self.blueprint.config.run.compile else ():
             # Module.compile does not compile torch's own modules, such as nn.Sequential
             if isinstance(module.forward, ActivationCheckpoint):
                 module.forward.inner = torch.compile(module.forward.inner)
