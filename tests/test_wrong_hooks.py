@@ -434,6 +434,10 @@ def stepping(call):
     return task_with(train_step=lambda self, batch: call(self, batch))
 
 
+def own_optimizer(task):
+    return torch.optim.SGD(task.model.parameters(), lr=0.1)
+
+
 def test_update_with_wrong_arguments_is_one_line(tmp_path):
     expected = {
         "batch": (
@@ -445,6 +449,12 @@ def test_update_with_wrong_arguments_is_one_line(tmp_path):
             stepping(lambda task, batch: task.update(batch, None, ["sgd"])),
             ConfigError,
             "update got a str: must be an optimizer, or a list of them",
+        ),
+        "another optimizer": (
+            stepping(lambda task, batch: task.update(batch, None, [own_optimizer(task)])),
+            ConfigError,
+            "update got a SGD as one of its optimizers: must be of those that build_optimizer"
+            " returned, which checkpoints hold",
         ),
         "name": (
             stepping(lambda task, batch: task.update(batch, None, None, 3)),

@@ -100,8 +100,8 @@ class Trainer(Task):
 
         Call it in `train_step`. `loss(outputs, targets)` returns values in the form of
         `Trainer.loss`, which is the default. The mean is logged as `train/<name>`. Only
-        `optimizers` step, by default all of them. A second update may use the same `batch`: return
-        the sum of both outcomes.
+        `optimizers` step, by default all that `build_optimizer` returned. A second update may use
+        the same `batch`: return the sum of both outcomes.
         """
         if not isinstance(batch, (LocalBatch, list)):
             given = f"update got a {type(batch).__name__} as its batch"
