@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from trainer.errors import ConfigError
-from trainer.rng.philox import seed_generators, splitmix
+from trainer.rng.keys import RowKeys
+from trainer.rng.philox import seed_generators
 
 Sizes = tuple[int, ...]
 Part = tuple[int, int, int]  # of a drawn tensor: axis, number of the part, number of parts
@@ -28,10 +29,9 @@ ALPHA = -1.7580993408473766  # SELU at minus infinity: alpha dropout's value of 
 
 
 class DrawsByRow(Protocol):
-    """The object that decides which draws are by row, and has the keys."""
+    """The object that decides which draws are by row."""
 
     def numbers(self, name: str, sizes: Sizes, device: torch.device) -> Numbers | None: ...
-    def counters(self, width: int, device: torch.device) -> torch.Tensor: ...
     def by_micro_batch(self, name: str) -> int: ...
 
 
@@ -43,7 +43,7 @@ class Numbers:
 
     def __init__(
         self,
-        draws: DrawsByRow,
+        rows: RowKeys,
         keys: torch.Tensor,
         sizes: Sizes,
         axis: int,
@@ -52,7 +52,7 @@ class Numbers:
     ):
         self.keys = keys
         self.axis = axis
-        self._draws = draws
+        self._rows = rows
         self._sizes = (*sizes[:axis], parts, *sizes[axis + 1 :])
         self._width = math.prod(self._sizes)
         self.is_divided = bool(kept)
@@ -60,13 +60,12 @@ class Numbers:
 
     def bits(self) -> torch.Tensor:
         """Return (rows, width) int64 of 64 random bits."""
-        counters = self._draws.counters(self._width, self.keys.device)
-        return splitmix(self.keys.unsqueeze(1) + counters)
+        return self._rows.bits(self.keys, self._width)
 
     def words(self) -> torch.Tensor:
         """Return (rows, width) int32 of 32 random bits."""
-        counters = self._draws.counters(-(-self._width // 2), self.keys.device)
-        return splitmix(self.keys.unsqueeze(1) + counters).view(torch.int32)[:, : self._width]
+        bits = self._rows.bits(self.keys, -(-self._width // 2))
+        return bits.view(torch.int32)[:, : self._width]
 
     def shaped(self, values: torch.Tensor) -> torch.Tensor:
         """Reshape values (rows, width) to the sizes of the call."""

@@ -1,0 +1,88 @@
+"""Keys of the random draws in a forward pass: a number for each call, and a key for each row."""
+
+from __future__ import annotations
+
+import torch
+
+from trainer.errors import ConfigError
+from trainer.rng.philox import mixed, splitmix
+
+_STEP = 0x1E3779B97F4A7C15  # odd, so the counters of a row take all 2**64 values
+MOST_DRAWS = 100_000  # for a row
+
+
+class CallCounter:
+    """The seed of torch's generator, used as a counter of the calls for the current rows.
+
+    The generator's state cannot be the counter: draws of other code change it by an amount that
+    depends on the rows, so it would be different in all later calls.
+    """
+
+    def __init__(self) -> None:
+        seed = torch.default_generator.initial_seed()
+        self._seeds = [seed]  # of the calls, in their order
+        self._positions = {seed: 0}  # of the calls, by seed
+
+    def next(self, device: torch.device, is_shared: bool = False) -> int:
+        """Return the number of this call, and change the seed.
+
+        A call that is shared by all rows draws with torch's own generator of `device`.
+        """
+        seed = torch.default_generator.initial_seed()
+        torch.default_generator.manual_seed(mixed(seed, 1))
+        if is_shared and device.type == "cuda":
+            torch.cuda.default_generators[device.index or 0].manual_seed(mixed(seed, 1))
+        return seed >> 1
+
+    def position(self) -> int:
+        """Return the number of calls so far."""
+        seed = torch.default_generator.initial_seed()
+        while seed not in self._positions:
+            if len(self._seeds) > MOST_DRAWS:
+                advice = "leave out torch.manual_seed in the forward pass"
+                raise ConfigError(f"run.dropout=example: the model seeds torch itself; {advice}")
+            self._find_next_seed()
+        return self._positions[seed]
+
+    def advance(self, position: int) -> None:
+        """Continue as after so many calls."""
+        while len(self._seeds) <= position:
+            self._find_next_seed()
+        torch.default_generator.manual_seed(self._seeds[position])
+
+    def _find_next_seed(self) -> None:
+        seed = mixed(self._seeds[-1], 1)
+        self._positions[seed] = len(self._seeds)
+        self._seeds.append(seed)
+
+
+class RowKeys:
+    """The keys of the current rows, from the indices of their examples."""
+
+    def __init__(self) -> None:
+        self.indices = torch.empty(0, dtype=torch.int64)
+        self._keys: dict[torch.device, torch.Tensor] = {}
+        self._counters: dict[torch.device, torch.Tensor] = {}
+
+    def begin(self, indices: torch.Tensor) -> None:
+        """Change to the rows of these examples."""
+        self.indices = indices
+        self._keys.clear()
+
+    def end(self) -> None:
+        """Change to no rows."""
+        self.indices = self.indices[:0]
+
+    def of_call(self, call: int, device: torch.device) -> torch.Tensor:
+        """Return (rows,) int64, the keys of the rows for a call."""
+        if device not in self._keys:
+            self._keys[device] = splitmix(self.indices.to(device) * _STEP + 1)
+        return self._keys[device] + call
+
+    def bits(self, keys: torch.Tensor, width: int) -> torch.Tensor:
+        """Return (rows, width) int64 of 64 random bits: a function of a row's key and a counter."""
+        counters = self._counters.get(keys.device)
+        if counters is None or len(counters) < width:
+            counters = torch.arange(width, device=keys.device) * _STEP
+            self._counters[keys.device] = counters
+        return splitmix(keys.unsqueeze(1) + counters[:width])
