@@ -1,6 +1,5 @@
 """A task with a rank that hangs in the way that a test selects."""
 
-import ctypes
 import os
 import signal
 import time
@@ -55,7 +54,7 @@ class Sticks(Tiny):
         elif how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif how == "gil":
-            ctypes.PyDLL(None).sleep(1000)  # a C function that keeps the GIL
+            sum(range(10**15))  # C code that keeps the GIL, and that no signal ends
         elif how == "loop":
             while True:
                 pass
