@@ -19,7 +19,6 @@ from harness.launch import environment_of_a_command
 from harness.waiting import QUIET_S, seconds_of_importing_torch
 
 SLOW = pytest.mark.slow
-LIMIT_S = 1.5
 TORCHRUN_LIMIT_S = 5.0
 STRATEGIES = (
     "cp, ddp, ddp_syncbn_amp, dp, exact, fsdp, fsdp_tp, hsdp, mp, parallel, pp, pp_fsdp, single, "
@@ -904,7 +903,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "line"), ROWS)  # `make test-all` also starts them all
+@pytest.mark.parametrize(("words", "line"), ROWS)
 def test_bad_setting_is_one_line_and_exit_code_2(words, line, files, command, tmp_path):
     check(words, line, files, tmp_path, *forked(words, files, command))
 
@@ -922,41 +921,12 @@ def test_error_that_only_the_data_can_show_is_one_line_and_no_directory(
     check(words, line, files, tmp_path, *forked(words, files, command, before=(hide_gpus,)))
 
 
-@pytest.mark.parametrize("words", [REAL[0], *(pytest.param(w, marks=SLOW) for w in REAL[1:])])
+IN_A_PROCESS = dict.fromkeys([*REAL[1:], *[words for words, _ in BAD[::12]]])
+
+
+@pytest.mark.parametrize("words", [REAL[0], *(pytest.param(w, marks=SLOW) for w in IN_A_PROCESS)])
 def test_bad_setting_of_a_real_process(words, files, tmp_path):
     check(words, LINES[words], files, tmp_path, *real(words, files, tmp_path)[:3])
-
-
-PARTS = 24  # so that a third of the slow tests has a third of these rows
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
-def test_every_bad_setting_is_refused_at_once(part, files, tmp_path):
-    """The shorter of two attempts counts, because other programs use this machine too.
-
-    If importing torch alone takes more than a second at that time, a row may take half a second
-    longer than that import.
-    """
-    seconds = {}
-    slow = {}
-    for words, line in BAD[part::PARTS]:
-        for _ in range(2):
-            *done, took = real(words, files, tmp_path)
-            check(words, line, files, tmp_path, *done)
-            seconds[words] = min(took, seconds.get(words, took))
-            if took < LIMIT_S:
-                break
-        else:
-            alone = seconds_of_importing_torch()
-            if seconds[words] > 0.5 + alone:
-                slow[words] = (seconds[words], alone)
-    slowest = sorted(seconds, key=lambda words: -seconds[words])[:5]
-    over = sum(took >= LIMIT_S for took in seconds.values())
-    median = statistics.median(seconds.values())
-    print(f"\n{len(seconds)} rows: median {median:.2f} s, {over} above {LIMIT_S} s, slowest:")
-    print("\n".join(f"  {seconds[words]:.2f} s  {words}" for words in slowest))
-    assert not slow, "seconds, and those of importing torch"
 
 
 @pytest.mark.slow
