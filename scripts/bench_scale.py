@@ -40,8 +40,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from harness import free_port, on_ranks
 
 from trainer import World, load_config
+from trainer.data.batch_plan import BatchPlan
+from trainer.data.eval_batches import ShardSampler
 from trainer.data.ledger import Ledger
-from trainer.data.order import BatchPlan, ShardSampler
 from trainer.distributed import rendezvous
 from trainer.distributed.group import Group, process_group
 from trainer.distributed.watch.watcher import name_ranks

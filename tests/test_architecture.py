@@ -51,6 +51,14 @@ MOST_OF_A_FUNCTION = 40
 MOST_OF_A_FILE = 300
 MOST_OF_A_TASK = 170
 MOST_IN_A_FOLDER = 15  # files
+MOST_METHODS = 14  # public ones of a class, without properties
+MOST_ATTRIBUTES = 12  # of an object
+MOST_OF_A_STEP = 1_450  # lines that one reads to know how a step works
+STEP = (
+    *("task", "trainer", "run", "engine/engine", "engine/objective"),
+    *("strategy/base", "strategy/ddp", "data/order", "data/batches"),
+)
+OF_OTHERS = ("Task", "MpiGroup")  # whose methods are the user's hooks, or torch's interface
 MOST_TUPLES = 10  # assignments of a tuple to a tuple, per thousand lines
 HEAVY = (
     *(
@@ -233,6 +241,38 @@ def test_no_class_name_is_there_twice():
                 classes.setdefault(node.name, []).append(module_name(path))
     twice = {name: places for name, places in classes.items() if len(places) > 1}
     assert not {name: places for name, places in twice.items() if not name.startswith("_")}
+
+
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    """Return the names of the attributes that a class's methods set on `self`."""
+    return {
+        target.attr
+        for target in ast.walk(node)
+        if isinstance(target, ast.Attribute)
+        and isinstance(target.ctx, ast.Store)
+        and ast.unparse(target.value) == "self"
+    }
+
+
+def test_a_class_has_few_methods_and_attributes():
+    for path in FILES:
+        for node in ast.walk(TREES[path]):
+            if not isinstance(node, ast.ClassDef) or node.name in OF_OTHERS:
+                continue
+            functions = [f for f in node.body if isinstance(f, ast.FunctionDef)]
+            public = [
+                f.name
+                for f in functions
+                if f.name[0] != "_"
+                and not any("property" in ast.unparse(d) for d in f.decorator_list)
+            ]
+            assert len(public) <= MOST_METHODS, f"{path}: {node.name}: {public}"
+            attributes = attributes_of(node)
+            assert len(attributes) <= MOST_ATTRIBUTES, f"{path}: {node.name}: {sorted(attributes)}"
+
+
+def test_a_step_is_read_in_an_hour():
+    assert sum(len(LINES[PACKAGE / f"{name}.py"]) for name in STEP) <= MOST_OF_A_STEP
 
 
 def test_a_folder_has_few_files():

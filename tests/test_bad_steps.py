@@ -70,7 +70,8 @@ class Once(Begun):
 
 def place_of_the_bad(ranks):
     """Return the (1-based step, rank) that takes the bad example."""
-    from trainer.data.order import BatchPlan, EpochSampler
+    from trainer.data.batch_plan import BatchPlan
+    from trainer.data.order import EpochSampler
 
     plan = BatchPlan(203, 22, 22, ranks)
     for rank in range(ranks):

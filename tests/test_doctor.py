@@ -23,11 +23,11 @@ from harness.command import Process
 
 import trainer as package
 from trainer import ConfigError, World, load_config
-from trainer.data.order import counted
 from trainer.doctor import __main__ as verb
 from trainer.doctor import examination
 from trainer.doctor import group as group_checks
 from trainer.doctor import local as rank_checks
+from trainer.errors import counted
 from trainer.record import fingerprint
 
 LIMIT_S = 0.7

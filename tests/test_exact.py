@@ -11,7 +11,7 @@ from harness.stored import check_same_bits, optimizers_of, tensors_of
 from tiny import Tiny
 from torch import nn
 
-from trainer.data.order import BatchPlan, split
+from trainer.data.batch_plan import BatchPlan, split
 from trainer.strategy.exact_tree import Node, Tree, nodes_of
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"

@@ -17,7 +17,7 @@ import trainer
 from trainer import ConfigError, limit, load_config
 from trainer.config.hints import HINTS
 from trainer.config.typed import build
-from trainer.data.order import Cut
+from trainer.data.batch_plan import Cut
 from trainer.distributed import world
 from trainer.distributed.launchers import Launcher
 from trainer.distributed.world import World

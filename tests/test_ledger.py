@@ -12,8 +12,9 @@ from harness import fit_on, newest
 from trainer import audit as audit_module
 from trainer.audit import count_taken, expected
 from trainer.audit import main as audit
+from trainer.data.batch_plan import BatchPlan
 from trainer.data.ledger import CLOSE_EVERY, Ledger, digests
-from trainer.data.order import BatchPlan, EpochSampler, Order
+from trainer.data.order import EpochSampler, Order
 from trainer.errors import ConfigError
 
 RECIPE = ["task=tiny", "run.steps=30"]

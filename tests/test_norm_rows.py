@@ -9,7 +9,7 @@ from harness import CONF, PARITY, check_parity, fit, fit_on, on_ranks, slow_but
 from tiny import Tiny
 from torch import nn
 
-from trainer.data.order import BatchPlan, Cut, check_batch
+from trainer.data.batch_plan import BatchPlan, Cut, check_batch
 from trainer.errors import ConfigError
 from trainer.strategy.modules.batchnorm import SMALL, normalize_groups, synchronize
 from trainer.strategy.modules.running_statistics import RunningStatistics

@@ -8,7 +8,9 @@ import torch
 from harness import slow_but
 
 from trainer.data import order
-from trainer.data.order import BatchPlan, Cut, EpochSampler, Order, ShardSampler, check_batch
+from trainer.data.batch_plan import BatchPlan, Cut, check_batch
+from trainer.data.eval_batches import ShardSampler
+from trainer.data.order import EpochSampler, Order
 from trainer.errors import ConfigError
 
 SIZES = [1, 2, 3, 5, 203, 5000, 65537]

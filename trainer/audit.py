@@ -14,8 +14,8 @@ from trainer.checkpoints import transaction as checkpoint
 from trainer.checkpoints.manifest import Manifest
 from trainer.cli import run, single
 from trainer.data.ledger import digests, extend
-from trainer.data.order import Order, counted
-from trainer.errors import ConfigError, visible
+from trainer.data.order import Order
+from trainer.errors import ConfigError, counted, visible
 from trainer.record import files as rundir
 
 HELP = """usage: python -m trainer.audit DIR [--long]

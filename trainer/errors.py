@@ -84,3 +84,7 @@ def place_of(error: BaseException) -> str:
         return "an unknown place"
     frame = (own or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number:,} {noun}{'' if number == 1 else plural}"

@@ -17,8 +17,7 @@ import torch
 
 from trainer.checkpoints import manifest
 from trainer.cli import load_task, run, run_directory, take_words
-from trainer.data.order import counted
-from trainer.errors import ConfigError, RunError
+from trainer.errors import ConfigError, RunError, counted
 from trainer.evaluate import load_for_these_ranks
 
 HELP = """usage: python -m trainer.predict DIR [split=test] [out=FILE] [key=value ...]

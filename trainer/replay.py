@@ -14,7 +14,7 @@ from trainer.checkpoints.manifest import MANIFEST, Manifest
 from trainer.cli import load_task, run, run_directory, take_words
 from trainer.config.compose import load_run_config
 from trainer.config.schema import Config, MeshSizes
-from trainer.data.order import BatchPlan
+from trainer.data.batch_plan import BatchPlan
 from trainer.engine.diagnosis import Example, examine
 from trainer.errors import CheckpointError, ConfigError, visible
 from trainer.record.files import METRICS, read_entries

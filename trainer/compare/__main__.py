@@ -10,8 +10,7 @@ from pathlib import Path
 
 from trainer.cli import run
 from trainer.compare.differences import Change, find_first, list_changes, list_compared
-from trainer.data.order import counted
-from trainer.errors import ConfigError, visible
+from trainer.errors import ConfigError, counted, visible
 from trainer.record.files import replace_file
 from trainer.report.charts import MOST_LINES
 from trainer.report.page import MOST_CHARTS, Page, Section

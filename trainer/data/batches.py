@@ -3,99 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import default_collate
 
 from trainer.config.schema import Config
-from trainer.data.examples import find_flaw, length_of
+from trainer.data.batch_plan import BatchPlan, Cut, check_batch
+from trainer.data.examples import length_of
 from trainer.data.ledger import Ledger
-from trainer.data.loaders import Collate, ExampleSource, Piece
-from trainer.data.order import (
-    BatchPlan,
-    Cut,
-    EpochSampler,
-    Leaves,
-    ShardSampler,
-    check_batch,
-    counted,
-)
+from trainer.data.loaders import ExampleSource, Piece
+from trainer.data.order import EpochSampler
+from trainer.data.preparation import MicroBatch, Preparation
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.watch.heartbeat import Heartbeat, Phase
-from trainer.errors import ConfigError, RunError
-from trainer.micro_batch import count_rows
-from trainer.rng.forward import Draws
-from trainer.rng.philox import Random
+from trainer.errors import ConfigError, RunError, counted
 
-MicroBatch = tuple[Any, Any]
 MOST_UNREADABLE = 10  # training examples; 1 % of the data, where that is more
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """Turn a batch of the dataset into a micro-batch, with the task's `split_batch` and `augment`.
-
-    `convert` casts it to the dtype and memory format of the model.
-    """
-
-    split_batch: Callable[[Any], tuple[Any, Any]]
-    augment: Callable[[Any, Any, Random, bool], tuple[Any, Any]]
-    convert: Callable[[Any, Any], MicroBatch]
-    seed: int
-    device: torch.device
-    draws: Draws
-    collate: Collate = default_collate
-    checked: set[str] = field(default_factory=set)  # splits of which one micro-batch was checked
-
-    def __call__(self, piece: Piece, split: str, epoch: int, step: int, number: int) -> MicroBatch:
-        """Return the `number`-th micro-batch of `step`, and begin the random draws of its rows."""
-        self.draws.end()  # augment draws from its own Random
-        batch, indices = piece
-        inputs, targets = _pair("split_batch", self.split_batch(batch))
-        random = Random(self.seed, split, epoch, indices)
-        augmented = self.augment(inputs, targets, random, split == "train")
-        inputs, targets = _pair("augment", augmented)
-        if split not in self.checked:
-            for tree in (inputs, targets):
-                _check_not_text(tree, split, int(indices[0]))
-            if flaw := find_flaw((inputs, targets), allows_gradient=True):
-                raise ConfigError(f"the {split} batches contain {flaw[0]}; {flaw[1]}")
-            self.checked.add(split)
-        if (rows := count_rows(targets, inputs)) != len(indices):
-            became = f"{len(indices)} examples of {split} became {rows} rows"
-            must = "collate, split_batch and augment must keep a row for each; give it weight 0"
-            raise ConfigError(f"{became}: {must}")
-        prepared = self.convert(inputs, targets)
-        self.draws.begin(step, number, indices, split)
-        return prepared
-
-
-def _pair(hook: str, returned: Any) -> MicroBatch:
-    """Return what a hook returned. Raise ConfigError unless it is (inputs, targets)."""
-    if isinstance(returned, (tuple, list)) and len(returned) == 2:
-        return returned[0], returned[1]
-    given = f"a {type(returned).__name__}"
-    if isinstance(returned, (tuple, list)):
-        given += f" of {len(returned)}"
-    raise ConfigError(f"{hook} returned {given}: must return (inputs, targets)")
-
-
-def _check_not_text(tree: Any, split: str, index: int) -> None:
-    """Raise ConfigError if a tree contains text and no tensor: torch's own error is unclear.
-
-    Text next to tensors is allowed, and is left to the task.
-    """
-    leaves = tree_leaves(tree)
-    text = next((leaf for leaf in leaves if isinstance(leaf, (str, bytes))), None)
-    if text is not None and not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        example = f"{split} example {index} is {text!r:.40}"
-        advice = "convert it in the dataset, in split_batch or in augment"
-        raise ConfigError(f"{example}: must be a tensor; {advice}")
 
 
 @dataclass(eq=False, slots=True)
@@ -248,49 +174,3 @@ class Batches:
 def _examples(replaced: dict[str, int]) -> set[int]:
     """Return the indices in "<epoch>/<index>" keys."""
     return {int(key.split("/")[1]) for key in replaced}
-
-
-class EvalBatches:
-    """This rank's shard of the evaluation data; every example is in exactly one shard."""
-
-    def __init__(
-        self,
-        dataset: Any,
-        config: Config,
-        cut: Cut,
-        rank: int,
-        size: int,
-        prepare: Preparation,
-        split: str = "eval",
-    ):
-        """Shard a data set. Random draws of training examples are not those of training."""
-        data = config.data
-        self.split = "eval" if split == "train" else split
-        own = (prepare.seed, prepare.device, prepare.collate)
-        source = ExampleSource(dataset, self.split, data, *own)
-        rows = config.eval.micro_batch or check_batch(data.global_batch, cut, size)
-        place = (rank, size, source.index_device, cut.is_fixed)
-        self._shard = ShardSampler(len(dataset), rows, *place)
-        self._prepare = prepare
-        self._loader = source.open(self._shard)
-
-    @property
-    def leaves(self) -> Leaves | None:
-        return self._shard.leaves
-
-    @property
-    def num_micro_batches(self) -> int:
-        """The number of micro-batches, the same on every rank."""
-        return len(self._shard)
-
-    @property
-    def is_padding(self) -> bool:
-        """Return True if this shard is padding only."""
-        return self._shard.is_padding
-
-    def __iter__(self) -> Iterator[tuple[Any, Any, int]]:
-        """Iterate over (inputs, targets, number of real rows); padding rows come last."""
-        pairs = zip(self._loader, self._shard.rows(), strict=False)
-        for number, (piece, rows) in enumerate(pairs, self._shard.first):
-            inputs, targets = self._prepare(piece, self.split, 0, -1, number)
-            yield inputs, targets, rows

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from trainer.data.order import BatchPlan
+from trainer.data.batch_plan import BatchPlan
 from trainer.distributed.group import Group
 
 CLOSE_EVERY = 4096  # steps, whose indices stay in memory until `close`

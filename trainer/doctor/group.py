@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.data.order import counted
 from trainer.distributed.group import Group
 from trainer.distributed.world import World
 from trainer.doctor.table import ADVICE, Check, judge, list_ranks
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, counted
 from trainer.record import startup as report
 
 SIZES = {"1 KB": 2**10, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24}

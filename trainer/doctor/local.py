@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 import trainer
 from trainer.config.schema import Config
-from trainer.data.order import counted
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import NVIDIA_DRIVER, World, explain_unseen_gpu
 from trainer.doctor.table import Check, judge
+from trainer.errors import counted
 from trainer.record import fingerprint
 from trainer.record import startup as report
 from trainer.task import Task

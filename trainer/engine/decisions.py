@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Protocol
 
 from trainer.config.packages import naming_words
-from trainer.data.order import counted
 from trainer.distributed import entry
 from trainer.distributed.signals import StopRequest
 from trainer.engine.outcome import OneStepLate, Outcome, StepReport
 from trainer.engine.parts import Parts
-from trainer.errors import ConfigError, RunError
+from trainer.errors import ConfigError, RunError, counted
 
 
 class Progress(Protocol):

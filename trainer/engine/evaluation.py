@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from trainer.codec import dtype_of, name_of
-from trainer.data.batches import EvalBatches
+from trainer.data.eval_batches import EvalBatches
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.engine.ema import Ema
 from trainer.engine.means import Means, Values, as_number, check_named, check_signs, weigh

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from trainer.codec import name_of
+from trainer.data.batch_plan import Leaves
 from trainer.data.examples import find_flaw
-from trainer.data.order import Leaves
 from trainer.distributed.group import Group
 from trainer.errors import ConfigError
 

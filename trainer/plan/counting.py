@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,10 +36,28 @@ class CountedGroup(RankGroup):
         return [torch.empty_like(tensor) for _ in self.ranks]
 
 
-def count_groups(mesh: Mesh, note: Note) -> dict[str, RankGroup]:
-    """Return the groups of a rank by axis, and `data` for all ranks with rows of their own."""
-    found: dict[str, RankGroup] = {}
-    for name, axes in {**{axis: (axis,) for axis in AXES}, "data": DATA}.items():
-        ranks = mesh.members(*axes)
-        found[name] = CountedGroup(ranks, ranks.index(mesh.rank), None, name, note=note)
-    return found
+class Traffic:
+    """The groups of a rank, which report what they would send.
+
+    `groups` has them by axis, and `data` for all ranks with rows of their own.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self.groups: dict[str, RankGroup] = {}
+        self._note: Note = unnoticed
+        for name, axes in {**{axis: (axis,) for axis in AXES}, "data": DATA}.items():
+            ranks = mesh.members(*axes)
+            number = ranks.index(mesh.rank)
+            self.groups[name] = CountedGroup(ranks, number, None, name, note=self._send)
+
+    @contextmanager
+    def noting(self, note: Note) -> Iterator[None]:
+        """Call `note` during the block with what the groups would send."""
+        self._note = note
+        try:
+            yield
+        finally:
+            self._note = unnoticed
+
+    def _send(self, axis: str, kind: str, num_bytes: float) -> None:
+        self._note(axis, kind, num_bytes)

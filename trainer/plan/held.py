@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from trainer.plan.fake_model import FakeModel
 from trainer.plan.trial import Trial
 from trainer.strategy.cost import Parts
 from trainer.strategy.mesh_model.materialize import inner_first
@@ -31,40 +32,41 @@ class StageTensors:
 
 def hold(trial: Trial, stage: int) -> StageTensors:
     """Return what the first rank of a stage holds."""
-    stages = trial.partition.stages
+    model = trial.model.module
+    stages = trial.model.partition.stages
     own: dict[nn.Parameter, tuple[int, ...]] = {}
-    for name, parameter in trial.model.named_parameters():
+    for name, parameter in model.named_parameters():
         if stage in stages.get(name, (0,)):
             own[parameter] = stages.get(name, (0,))
     parts = {p: _part(trial, p) for p in own}
-    units, num_blocks = _list_units(trial, stage, parts) if trial.is_sharded else ([], 0)
-    buffers = [b for name, b in trial.model.named_buffers() if stage in stages.get(name, (0,))]
+    units, num_blocks = _list_units(trial.model, stage, parts) if trial.mesh.shard > 1 else ([], 0)
+    buffers = [b for name, b in model.named_buffers() if stage in stages.get(name, (0,))]
     written = {p for p, used in own.items() if used[0] == stage}
     return StageTensors(stage, parts, units, num_blocks, buffers, written)
 
 
 def _part(trial: Trial, parameter: nn.Parameter) -> nn.Parameter:
     """Return a rank's part of a parameter that is cut as the tensor plan says: the largest."""
-    if not trial.is_sharded or not parameter.dim():
+    if trial.mesh.shard == 1 or not parameter.dim():
         return parameter
-    rows = -(-parameter.shape[0] // trial.num_shards)  # the first of torch.chunk
+    num_parts = trial.mesh.num_parts("shard", "context")
+    rows = -(-parameter.shape[0] // num_parts)  # the first of torch.chunk
     with trial.mode:
         made = torch.empty(rows, *parameter.shape[1:], dtype=parameter.dtype)
         return nn.Parameter(made, parameter.requires_grad)
 
 
-def _list_units(trial: Trial, stage: int, parts: Parts) -> tuple[list[list[nn.Parameter]], int]:
+def _list_units(model: FakeModel, stage: int, parts: Parts) -> tuple[list[list[nn.Parameter]], int]:
     """Return the parameters of each unit of FSDP, and how many of the units are blocks."""
-    numbers = trial.partition.blocks_of[stage]
-    own = {block for number, block in enumerate(trial.blocks) if number in numbers}
-    blocks = [block for block in inner_first(trial.model, trial.blocks) if block in own]
+    own = {model.blocks[number] for number in model.partition.blocks_of[stage]}
+    blocks = [block for block in inner_first(model.module, model.blocks) if block in own]
     seen: set[nn.Parameter] = set()
     units = []
     num_blocks = 0
-    for module in (*blocks, trial.model):
+    for module in (*blocks, model.module):
         found = [p for p in module.parameters() if p in parts and p not in seen and p.dim()]
         seen.update(found)
         if found:
             units.append(found)
-            num_blocks += module is not trial.model
+            num_blocks += module is not model.module
     return units, num_blocks

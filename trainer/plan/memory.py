@@ -72,9 +72,9 @@ def list_memory(
     rows += trial.kind.cost.memory(rank)
     if states.gathered:
         rows.append(MemoryRow("whole matrices", states.gathered, note="owned for the optimizer"))
-    if trial.is_data_resident:
-        note = f"{len(trial.dataset):,} examples on the device"
-        rows.append(MemoryRow("training data", size_of(trial.dataset.tensors), note=note))
+    if not trial.batches.is_streamed:
+        note = f"{len(trial.batches.dataset):,} examples on the device"
+        rows.append(MemoryRow("training data", size_of(trial.batches.dataset.tensors), note=note))
     rows.append(_activations(trial, held.stage, passes))
     return rows
 
@@ -83,7 +83,7 @@ def _activations(trial: Trial, stage: int, passes: Passes) -> MemoryRow:
     if passes.problem:
         return MemoryRow(ACTIVATIONS, None, ESTIMATED, f"not known: {passes.problem}")
     schedule, num_stages = trial.config.strategy.schedule, trial.mesh.pipeline
-    kept = most_kept(schedule, num_stages, stage, trial.plan.accumulation)
+    kept = most_kept(schedule, num_stages, stage, trial.batches.plan.accumulation)
     note = f"a micro-batch of {trial.rows:,} rows"
     if kept > 1:
         note = f"{kept} micro-batches of {trial.rows:,} rows"
@@ -109,7 +109,7 @@ def measure_states(trial: Trial, parts: Parts, cost: type[Cost]) -> States:
     """
     with trial.mode:
         try:
-            optimizers = check_optimizers(trial.task.build_optimizer(trial.model))
+            optimizers = check_optimizers(trial.task.build_optimizer(trial.model.module))
         except ConfigError:
             raise
         except Exception as error:  # of the task's code, which may read values
@@ -125,7 +125,7 @@ def measure_states(trial: Trial, parts: Parts, cost: type[Cost]) -> States:
 
 
 def _measure(optimizer: Optimizer, trial: Trial, parts: Parts, cost: type[Cost]) -> States:
-    stepped, gathered = cost.stepped(optimizer, parts, trial.whole, trial.mesh)
+    stepped, gathered = cost.stepped(optimizer, parts, trial.model.whole, trial.mesh)
     for group in optimizer.param_groups:
         group["params"] = [stepped[p] for p in group["params"] if p in stepped]
     problem = _step(optimizer, list(stepped.values()))

@@ -59,7 +59,7 @@ class PipelinePass:
         self.flops = [0.0] * num_stages
         self.counter = FlopCounter()
         self._counted = 0.0
-        own = [*trial.model.parameters(), *trial.model.buffers()]
+        own = [*trial.model.module.parameters(), *trial.model.module.buffers()]
         kept = {_key(tensor): tensor.untyped_storage() for tensor in own}
         self._kept = [dict(kept) for _ in range(num_stages)]  # so that a key stays its own
         inputs = tree_leaves(trial.batch[0])
@@ -141,16 +141,17 @@ def run_passes(trial: Trial) -> list[Passes]:
         raise
     except Exception as error:  # of the task's code, or an operation that reads values
         problem = f"{type(error).__name__}: {one_line(error)[:80]}"
-        return [Passes(problem=problem) for _ in trial.partition.blocks_of]
+        return [Passes(problem=problem) for _ in trial.model.partition.blocks_of]
 
 
 def _run(trial: Trial) -> list[Passes]:
     _rehearse_draws(trial)
-    recompute(trial.model, trial.config.strategy.recompute, trial.blocks)
-    modules = [m for m in trial.model.modules() if isinstance(m.forward, ActivationCheckpoint)]
-    stages = range(len(trial.partition.blocks_of))
+    model = trial.model.module
+    recompute(model, trial.config.strategy.recompute, trial.model.blocks)
+    modules = [m for m in model.modules() if isinstance(m.forward, ActivationCheckpoint)]
+    stages = range(len(trial.model.partition.blocks_of))
     followed = PipelinePass(trial, len(stages))
-    with _gradients_of(trial.model) as gradients:
+    with _gradients_of(model) as gradients:
         _follow(trial, followed)
     made = [
         Passes(followed.saved[n], 0, followed.flops[n], 0.0, gradients, followed.sent(n))
@@ -181,7 +182,7 @@ def _rehearse_draws(trial: Trial) -> None:
 
     def compute(inputs: Any, targets: Any) -> None:
         with _cut(trial, inputs, targets) as (inputs, targets), trial.precision.autocast():
-            objective(call(trial.model, inputs), targets)
+            objective(call(trial.model.module, inputs), targets)
 
     unit = trial.config.norm_rows or 1
     trial.draws.rehearse("loss", compute, take_rows(trial.batch, 3 * unit), unit)
@@ -190,22 +191,22 @@ def _rehearse_draws(trial: Trial) -> None:
 @contextmanager
 def _cut(trial: Trial, inputs: Any, targets: Any) -> Iterator[tuple[Any, Any]]:
     """Yield a rank's positions of a micro-batch, and gather those of others in attention."""
-    if trial.context is None:
+    if trial.model.context is None:
         yield inputs, targets
         return
-    with trial.context:
-        yield trial.context.cut(inputs, targets)
+    with trial.model.context:
+        yield trial.model.context.cut(inputs, targets)
 
 
 def _follow(trial: Trial, followed: PipelinePass) -> None:
     """Run forward and backward."""
     objective = _objective(trial)
-    blocks_of = trial.partition.blocks_of if trial.mesh.pipeline > 1 else ()
-    firsts = [trial.blocks[numbers[0]] for numbers in blocks_of]
+    blocks_of = trial.model.partition.blocks_of if trial.mesh.pipeline > 1 else ()
+    firsts = [trial.model.blocks[numbers[0]] for numbers in blocks_of]
     hooks = [_follow_into(block, stage, followed) for stage, block in enumerate(firsts)]
     try:
         with (
-            trial.noting(followed.note),
+            trial.traffic.noting(followed.note),
             followed.counter,
             trial.draws.update("loss"),
             _cut(trial, *trial.batch) as cut,
@@ -213,7 +214,7 @@ def _follow(trial: Trial, followed: PipelinePass) -> None:
             inputs, targets = cut
             trial.draws.begin(0, 0, torch.arange(trial.rows))
             with saved_tensors_hooks(followed.pack, _same), trial.precision.autocast():
-                total, _ = objective(call(trial.model, inputs), targets)
+                total, _ = objective(call(trial.model.module, inputs), targets)
             followed.turn()
             torch.autograd.backward(total, trial.precision.root(total, objective.scale))
         followed.go_to(0)
@@ -221,9 +222,9 @@ def _follow(trial: Trial, followed: PipelinePass) -> None:
         for hook in hooks:
             hook.remove()
     if trial.mesh.size > 1:
-        trained = {name: p for name, p in trial.model.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in trial.model.module.named_parameters() if p.requires_grad}
         check_reached(trial.config.strategy, trained)
-    trial.model.zero_grad(set_to_none=True)
+    trial.model.module.zero_grad(set_to_none=True)
 
 
 def _follow_into(block: nn.Module, stage: int, followed: PipelinePass) -> Any:

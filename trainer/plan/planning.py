@@ -90,7 +90,7 @@ def make_plan(config: Config, layout: PlannedLayout, kept: SharedParts) -> Plan:
     Raises ConfigError where a real start does.
     """
     trial = Trial(config, place(config, layout.ranks, layout.local_ranks), layout.device, kept)
-    stages = [hold(trial, number) for number in range(len(trial.partition.blocks_of))]
+    stages = [hold(trial, number) for number in range(len(trial.model.partition.blocks_of))]
     cost = trial.kind.cost
     states = [measure_states(trial, held.parts, cost) for held in stages]
     every = run_passes(trial)
@@ -101,7 +101,7 @@ def make_plan(config: Config, layout: PlannedLayout, kept: SharedParts) -> Plan:
     fullest = totals.index(max(totals))
     memory, passes = tables[fullest], every[fullest]
     messages = cost.messages(ranks[fullest]) if trial.mesh.size > 1 else []
-    plan = trial.plan
+    plan = trial.batches.plan
     num_steps = trial.config.run.steps or trial.config.run.epochs * plan.steps_per_epoch
     sizes = trial.mesh.sizes
     device = layout.device
@@ -117,22 +117,22 @@ def make_plan(config: Config, layout: PlannedLayout, kept: SharedParts) -> Plan:
             "steps_per_epoch": plan.steps_per_epoch,
             "steps": num_steps,
         },
-        parameters=sum(p.numel() for p in trial.whole.values()),
+        parameters=sum(p.numel() for p in trial.model.whole.values()),
         lines=startup.arithmetic(trial.config, plan, num_steps),
         notes=_list_notes(trial, passes),
         memory=memory,
         messages=messages,
         checkpoint=_measure_checkpoint(trial, stages, states),
-        flops=trial.partition.flops or passes.flops / trial.rows,
+        flops=trial.model.partition.flops or passes.flops / trial.rows,
         speed=estimate(trial, device, memory, messages, every) if device else None,
-        has_blocks=bool(trial.blocks),
+        has_blocks=bool(trial.model.blocks),
         is_cut_fixed=trial.kind.cut(trial.config).is_fixed,
     )
 
 
 def _rank(trial: Trial, held: StageTensors, passes: Passes) -> PlannedRank:
     """Return the first rank of a stage."""
-    model = trial.model
+    model = trial.model.module
     known = set(held.buffers)
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     means = [layer.running_mean for layer in layers if layer.running_mean is not None]
@@ -140,14 +140,14 @@ def _rank(trial: Trial, held: StageTensors, passes: Passes) -> PlannedRank:
         config=trial.config,
         mesh=trial.mesh,
         rows=trial.rows,
-        accumulation=trial.plan.accumulation,
+        accumulation=trial.batches.plan.accumulation,
         itemsize=trial.precision.dtype.itemsize,
         num_statistics=2 * sum(mean.numel() for mean in means if mean in known),
         parts={name: held.parts[p] for name, p in model.named_parameters() if p in held.parts},
         units=[[held.parts[p] for p in unit] for unit in held.units],
         num_blocks=held.num_blocks,
-        stages=trial.partition.stages,
-        partial=trial.partial,
+        stages=trial.model.partition.stages,
+        partial=trial.model.partial,
         gradients=passes.gradients,
         sent=passes.sent,
     )
@@ -170,13 +170,13 @@ def _measure_checkpoint(
 ) -> CheckpointSize:
     """Return the bytes of weights, optimizer state and moving average."""
     cost = trial.kind.cost
-    has_all = len(stages) == 1 and not trial.is_sharded and trial.mesh.tensor == 1
+    has_all = len(stages) == 1 and trial.mesh.shard == trial.mesh.tensor == 1
     is_whole = has_all and not cost.divides_state
-    whole = states[0] if is_whole else measure_states(trial, trial.whole, Cost)
+    whole = states[0] if is_whole else measure_states(trial, trial.model.whole, Cost)
     has_average = trial.config.run.ema_decay is not None
-    weights = size_of(trial.whole.values())
-    every = [p for _, p in trial.model.named_parameters(remove_duplicate=False)]
-    buffers = packing.size_of(trial.model.state_dict()) - size_of(every)
+    weights = size_of(trial.model.whole.values())
+    every = [p for _, p in trial.model.module.named_parameters(remove_duplicate=False)]
+    buffers = packing.size_of(trial.model.module.state_dict()) - size_of(every)
     total = buffers + (1 + has_average) * weights + whole.num_bytes
     if is_whole or trial.config.checkpoint.sharded is False:
         return CheckpointSize(total, total, whole.source)

@@ -11,9 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from trainer.data.order import counted
 from trainer.distributed import entry
-from trainer.errors import visible
+from trainer.errors import counted, visible
 from trainer.plan.memory import scaled, show_bytes
 from trainer.plan.planning import Plan
 from trainer.strategy.cost import ESTIMATED, MEASURED

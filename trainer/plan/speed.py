@@ -50,9 +50,9 @@ def estimate(
 ) -> Speed:
     """Return the time of a step: over a pipeline, that of the slowest stage and of its waiting."""
     speed = device.flops_per_s(trial.config.strategy.precision)
-    num_rows = trial.plan.micro_batches(0)[-1][1]
+    num_rows = trial.batches.plan.micro_batches(0)[-1][1]
     operations = max(passes.flops + passes.flops_again for passes in stages) / trial.rows * num_rows
-    waited = bubble(len(stages), trial.plan.accumulation)
+    waited = bubble(len(stages), trial.batches.plan.accumulation)
     known = {row.name: row.num_bytes or 0 for row in memory}
     # weights and state are read and written, gradients are read
     moved = 2 * known["parameters"] + 2 * known["optimizer state"] + known["gradients"]
@@ -76,7 +76,7 @@ def _bandwidth(trial: Trial, device: Device, axes: Sequence[str], size: int) -> 
 
     Ranks of one node that are in the same group share the network links of the node.
     """
-    local = trial.world.local_world_size
+    local = trial.task.world.local_world_size
     inner = AXES[AXES.index(axes[-1]) + 1 :]
     stride = math.prod(trial.mesh.sizes[axis] for axis in inner)
     node = device.node_gb_s * 1e9

@@ -18,9 +18,8 @@ import trainer
 from trainer.config import PACKAGE
 from trainer.config.schema import Config
 from trainer.data import content
-from trainer.data.order import counted
 from trainer.distributed.world import World
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, counted
 
 OF_RANK_0 = ("run.dir", "run.name", "run.resume")  # may differ: only rank 0 uses them
 

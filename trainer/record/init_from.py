@@ -14,10 +14,9 @@ from trainer.checkpoints.packing import check_stored
 from trainer.checkpoints.reading import Content, MemoryTensors, share
 from trainer.checkpoints.state import read_on_all_ranks
 from trainer.config.schema import Config
-from trainer.data.order import counted
 from trainer.distributed.group import Group
 from trainer.engine.engine import Engine
-from trainer.errors import ConfigError, one_line
+from trainer.errors import ConfigError, counted, one_line
 from trainer.record import resume
 from trainer.strategy.shards import TensorSource, tensors_of
 

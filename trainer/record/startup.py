@@ -15,11 +15,12 @@ from trainer.checkpoints import packing
 from trainer.checkpoints.manifest import Manifest
 from trainer.config.packages import naming_words
 from trainer.config.schema import Config
-from trainer.data.order import BatchPlan, counted
+from trainer.data.batch_plan import BatchPlan
 from trainer.distributed import entry
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World, explain_unseen_gpu, usable_cores
 from trainer.engine.precision import is_bf16_emulated
+from trainer.errors import counted
 from trainer.record import fingerprint
 from trainer.strategy.base import find_strategy
 from trainer.strategy.mesh import Mesh

@@ -10,8 +10,7 @@ import yaml
 from trainer.audit import audit
 from trainer.cli import run, single, take_words
 from trainer.config.schema import LAYOUT
-from trainer.data.order import counted
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, counted
 from trainer.record.startup import picture
 from trainer.report.page import MOST_CHARTS, Page, Section
 from trainer.report.reading import SPEED, RunFiles, mesh_of, read_runs

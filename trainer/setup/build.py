@@ -16,8 +16,10 @@ from torch.utils.data import default_collate
 
 from trainer.checkpoints.tensor_files import check_tensors
 from trainer.config.hints import suggest
-from trainer.data.batches import Batches, EvalBatches, Preparation
-from trainer.data.loaders import Collate, check_dataset
+from trainer.data.batches import Batches
+from trainer.data.eval_batches import EvalBatches
+from trainer.data.loaders import check_dataset
+from trainer.data.preparation import Preparation
 from trainer.distributed.group import Group
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.watch.heartbeat import Phase
@@ -54,7 +56,6 @@ class Setup:
         config = task.config
         world = task.world
         precision = Precision(config.strategy.precision, world.device)
-        to_model = partial(convert, precision, config.strategy.channels_last)
         self.config = config
         self.world = world
         self.notes = notes
@@ -65,10 +66,8 @@ class Setup:
         self.datasets: dict[str, Any] = {}
         self._metrics: dict[str, dict[str, Any]] = {}  # torchmetrics by split and name
         self._mesh = Mesh.of(config.strategy.mesh, world)
-        seed = config.run.seed
-        methods = (task.split_batch, task.augment, to_model)
-        draws = Draws(seed, world.device, kind.draws_by_example(config, world))
-        self._prepare = Preparation(*methods, seed, world.device, draws, collate_of(task))
+        self._prepare = build_preparation(task, precision)
+        draws = self._prepare.draws
         ranks.heartbeat.enter(Phase.BUILD)
         _prepare_data(task, ranks.group)
         with ranks.group.agreed("building data and model"):
@@ -81,12 +80,8 @@ class Setup:
             model = _build_in_turns(task, ranks.group, model)
         with ranks.group.agreed("dividing the model"):
             assert model is not None
-            check_step(task, self._mesh)
-            blocks = list_blocks(task, model)
-            plan = task.tensor_plan()
-            model = model.train()
-            parts = (model, blocks, plan, draws, self._sample, ranks.heartbeat.reduce_begun)
-            strategy = kind.build(Blueprint(config, world, precision, *parts))
+            parts = (model, precision, draws, self._read_inputs, ranks.heartbeat.reduce_begun)
+            strategy = kind.build(make_blueprint(task, *parts))
         self.parts = Parts(config, task, strategy, precision, draws, ranks)
         ranks.group.check_equal(fingerprint.of_built(self.datasets, strategy.tensors.structure))
 
@@ -99,19 +94,16 @@ class Setup:
         """Return True if the micro-batches have the same rows in every layout."""
         return self._cut.is_fixed
 
-    def _sample(self) -> Any:
-        """Return the inputs of a few rows."""
+    def _read_inputs(self) -> Any:
+        """Return the inputs of a micro-batch."""
         if "train" in self.datasets:
-            inputs, _ = next(iter(self.open_batches().of_step(0)))
-        else:
-            inputs, _, _ = next(iter(self._evaluated[0].batches))
-        return take_rows(inputs, 2 * (self.config.norm_rows or 1))
+            return next(iter(self.open_batches().of_step(0)))[0]
+        return next(iter(self._evaluated[0].batches))[0]
 
     def _open_data(self, task: Task, split: str) -> None:
-        data = _build_dataset(task, split)
-        if data is None and split != "train":
+        data = build_dataset(task, split)
+        if data is None:
             return
-        check_dataset(data, split, self.config.data.path)
         self.datasets[split] = data
         if split in self.config.eval.splits:
             metrics = check_torchmetrics(task.build_metrics(split))
@@ -146,16 +138,35 @@ class Setup:
         return found
 
 
-def _build_dataset(task: Task, split: str) -> Any:
-    """Return the task's data set. Raise ConfigError if it does not know a split of the user's."""
+def build_dataset(task: Task, split: str) -> Any:
+    """Return the task's data set, None if it has none for a split of the evaluation.
+
+    Raises ConfigError for an invalid one, or if the task does not know a split of the user's.
+    """
     try:
-        return task.build_dataset(split)
+        data = task.build_dataset(split)
     except (ValueError, KeyError) as error:
         if split in ("train", "eval"):
             raise
         why = f"build_dataset raised {type(error).__name__}: {one_line(error)}"
         advice = "name a split that it knows"
         raise ConfigError(f"split {split!r}: {why} ({place_of(error)}); {advice}") from error
+    if data is not None or split == "train":
+        check_dataset(data, split, task.config.data.path)
+    return data
+
+
+def build_preparation(task: Task, precision: Precision) -> Preparation:
+    """Return the preparation of a run's micro-batches, with its random draws."""
+    config = task.config
+    seed = config.run.seed
+    device = task.world.device
+    draws = Draws(seed, device, find_strategy(config.strategy).draws_by_example(config, task.world))
+    to_model = partial(convert, precision, config.strategy.channels_last)
+    methods = (task.split_batch, task.augment, to_model)
+    is_own = type(task).collate is not Task.collate
+    collate = task.collate if is_own else default_collate
+    return Preparation(*methods, seed, device, draws, collate)
 
 
 def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -212,7 +223,29 @@ def _build_in_turns(task: Task, group: Group, model: nn.Module | None) -> nn.Mod
     return model
 
 
-def list_blocks(task: Task, model: nn.Module) -> list[nn.Module]:
+def make_blueprint(
+    task: Task,
+    model: nn.Module,
+    precision: Precision,
+    draws: Draws,
+    read_inputs: Callable[[], Any],
+    reduce_begun: Callable[[Any], Any] = id,
+) -> Blueprint:
+    """Return a model for training, with the task's description of its parts.
+
+    `read_inputs` returns the inputs of a micro-batch. Raises ConfigError for invalid blocks, or for
+    a train_step that a pipeline cannot run.
+    """
+    _check_step(task)
+    blocks = _list_blocks(task, model)
+    plan = task.tensor_plan()
+    model = model.train()
+    rows = 2 * (task.config.norm_rows or 1)
+    parts = (model, blocks, plan, draws, lambda: take_rows(read_inputs(), rows), reduce_begun)
+    return Blueprint(task.config, task.world, precision, *parts)
+
+
+def _list_blocks(task: Task, model: nn.Module) -> list[nn.Module]:
     """Return the task's blocks. Raise ConfigError unless they are different parts of the model."""
     blocks = task.blocks(model)
     parts = set(map(id, model.modules()))
@@ -223,8 +256,9 @@ def list_blocks(task: Task, model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def check_step(task: Task, mesh: Mesh) -> None:
+def _check_step(task: Task) -> None:
     """Raise ConfigError for a train_step of the task's own over a pipeline."""
+    mesh = Mesh.of(task.config.strategy.mesh, task.world)
     step = inspect.unwrap(type(task).train_step)
     if mesh.pipeline > 1 and step.__module__ != "trainer.trainer":
         why = f"{type(task).__name__} has a train_step of its own, and a stage has no outputs"
@@ -238,12 +272,6 @@ def _prepare_data(task: Task, group: Group) -> None:
         with group.agreed("preparing the data", PREPARATION):
             if task.world.local_rank == 0:
                 task.prepare()
-
-
-def collate_of(task: Task) -> Collate:
-    """Return the task's own collate, else torch's."""
-    is_own = type(task).collate is not Task.collate
-    return task.collate if is_own else default_collate
 
 
 def build_schedule(task: Task, num_steps: int) -> Schedule:

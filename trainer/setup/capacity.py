@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.schema import Config
-from trainer.data.order import check_batch, counted
+from trainer.data.batch_plan import check_batch
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.rendezvous import GUEST, part
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.distributed.world import World
 from trainer.engine.evaluation import Evaluator
-from trainer.errors import ConfigError, RunError, one_line, visible
+from trainer.errors import ConfigError, RunError, counted, one_line, visible
 from trainer.hook_errors import is_out_of_memory
 from trainer.strategy.base import find_strategy
 from trainer.strategy.mesh import Mesh

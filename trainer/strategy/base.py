@@ -21,10 +21,10 @@ from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_map_only
 
 from trainer.config.schema import Config, StrategySettings
-from trainer.data.batches import MicroBatch
-from trainer.data.order import Cut, Leaves, counted
+from trainer.data.batch_plan import Cut, Leaves
+from trainer.data.preparation import MicroBatch
 from trainer.distributed.world import World
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, counted
 from trainer.hook_errors import call
 from trainer.micro_batch import count_rows
 from trainer.rng.forward import Draws

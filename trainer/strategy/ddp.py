@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from trainer.config.schema import Config
-from trainer.data.batches import MicroBatch
+from trainer.data.preparation import MicroBatch
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World
 from trainer.errors import ConfigError

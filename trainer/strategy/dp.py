@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from trainer.config.schema import Config
-from trainer.data.batches import MicroBatch
+from trainer.data.preparation import MicroBatch
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.strategy.base import ObjectiveProtocol

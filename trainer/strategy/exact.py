@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.config.schema import Config
-from trainer.data.batches import MicroBatch
-from trainer.data.order import Cut, Leaves, split
+from trainer.data.batch_plan import Cut, Leaves, split
+from trainer.data.preparation import MicroBatch
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.hook_errors import call

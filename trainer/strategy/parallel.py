@@ -1,8 +1,8 @@
 """A model over a mesh of ranks: sharded, tensor, context and pipeline parallel, and their mixes.
 
-The order of application: what a stage of the pipeline has, the tensor plan, recomputation,
-compilation of each block, and sharding. Each rank works on plain tensors, its parts of the model's:
-optimizers, norm, moving average, digests and checkpoints.
+They are applied in this order: pipeline stages, tensor plan, recomputation, compilation of each
+block, sharding. Optimizers, norm, moving average, digests and checkpoints use plain tensors: this
+rank's parts of the model's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from trainer.config.schema import Config
-from trainer.data.batches import MicroBatch
+from trainer.data.preparation import MicroBatch
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
@@ -37,7 +37,6 @@ from trainer.strategy.mesh_model.full_model import (
     distance,
     seeded,
 )
-from trainer.strategy.mesh_model.gradient_sums import GradientSums
 from trainer.strategy.mesh_model.tensors import DividedTensors
 from trainer.strategy.mesh_model.unused_parameters import UnusedParameters
 from trainer.strategy.modules.batchnorm import FunctionalBatchNorm
@@ -46,7 +45,7 @@ from trainer.strategy.pipeline_parallel.schedule import order
 from trainer.strategy.single import SingleDevice
 from trainer.strategy.tensor_parallel.loss_parallel import gathered
 
-Passed = tuple[torch.Tensor | None, Any]  # a micro-batch's loss, and what its stage sent
+Passed = tuple[torch.Tensor | None, Any]  # a micro-batch's loss, and the passage of its stage
 
 
 class MeshParallel(Strategy):
@@ -84,25 +83,23 @@ class MeshParallel(Strategy):
     # Construction -------------------------------------------------------------------------------
 
     def _place(self, model: nn.Module) -> nn.Module:
-        """Divide the model. On rank 0 it has its values, on other ranks only its structure."""
+        """Divide the model: it has values on rank 0, only shapes on others. A collective."""
         context = self.world.groups["context"]
         self._context = Context(context) if context.size > 1 else None
-        self._division = Division(self.blueprint, self.mesh, self._context, self._is_compiled)
+        self._division = Division(self.blueprint, self.mesh, self._context)
         return model
 
     def _open_tensors(self) -> DividedTensors:
-        """List this rank's parts, and the groups that sum their gradients."""
+        """Return this rank's parts, and register them for the sums of gradients."""
         division = self._division
         tensors = DividedTensors(self.module, division, self.mesh, self.world)
         self._checked: set[int] = set()  # objectives whose loss was watched for a step
         self._unused = UnusedParameters(tensors.trained, self.config.find_unused_parameters)
         if division.sharding is not None:
             division.sharding.fill_unused(lambda p: self._unused.note(tensors.local[p]))
-        self._sums = GradientSums(self.config.bucket_mb)
         for name, parameter in tensors.parameters.items():
             if parameter.requires_grad:
-                for turn, group in division.sums_of(name, tensors.wrapped[name]):
-                    self._sums.add(turn, group, parameter)
+                division.gradient_sums.add(name, tensors.wrapped[name], parameter)
         return tensors
 
     # Training -----------------------------------------------------------------------------------
@@ -113,13 +110,12 @@ class MeshParallel(Strategy):
             with FlopCounter() as counter, watch:
                 self._forward_backward([batch], objective)
             inputs, targets = batch
-            self.flops = counter.total / count_rows(targets, inputs)
-            if self._division.flops:
-                self.flops = self._division.flops
+            own = counter.total / count_rows(targets, inputs)
+            self.flops = self._division.partition.flops or own
             self.statistics.find(self.module, before, self._any_rank)
             self._check_reached()
-            check_copies(self.tensors, self._division, self.world)
-            check_shared(self.module, self._division, before, self.world)
+            check_copies(self.tensors, self._division.gradient_sums, self.world)
+            check_shared(self.module, self._division.partition.shared, before, self.world)
         self.tensors.drop_gradients()
         if self._context is not None and not self._context.calls:
             why = "the model never calls scaled_dot_product_attention"
@@ -136,8 +132,8 @@ class MeshParallel(Strategy):
     def _prove(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         """Raise ConfigError if the divided model has other outputs, or another loss.
 
-        A plan can be wrong without an error: columns instead of columns/3, or no positions. So can
-        a loss that compares positions, or that reads the parameters of the model.
+        These mistakes cause no other error: a wrong tensor plan (columns instead of columns/3, or
+        no positions), and a loss that compares positions, or that reads the model's parameters.
         """
         if not self.mesh.divides_model or self._is_unproved:
             return
@@ -177,7 +173,7 @@ class MeshParallel(Strategy):
         return sums
 
     def _reading(self, objective: ObjectiveProtocol) -> AbstractContextManager[Any]:
-        """Watch the loss of an objective, in the rehearsal and in its first step."""
+        """Check the parameters that a loss uses, in the rehearsal and in its first step."""
         if id(objective) in self._checked:
             return nullcontext()
         named = self.module.named_parameters()
@@ -225,23 +221,24 @@ class MeshParallel(Strategy):
         reached = self._unused.flags()
         statistics = [part.detach().double().flatten() for part in self.statistics.read()]
         others = torch.cat([*reached, *statistics]) if reached or statistics else totals[:0]
-        if self._division.copies.size == self.mesh.size:
+        copies = self._division.gradient_sums.copies
+        if copies.size == self.mesh.size:
             summed = torch.cat([totals, others])
             dist.all_reduce(summed)
             totals, others = summed[: len(totals)], summed[len(totals) :]
         else:
             dist.all_reduce(totals)
-            if len(others) and self._division.copies.size > 1:
-                dist.all_reduce(others, group=self._division.copies.group)
+            if len(others) and copies.size > 1:
+                dist.all_reduce(others, group=copies.group)
         for flags in reached:
             self._unused.fill(others[: len(flags)])
         self._check_reached()
-        self._sums.reduce()
+        self._division.gradient_sums.reduce()
         self._write_statistics(others[sum(map(len, reached)) :])
         return totals.to(self.precision.wide)
 
     def _forward_backward(self, batch: Any, objective: ObjectiveProtocol) -> torch.Tensor:
-        """Compute this rank's part of the gradients, in the parameters; return what is carried."""
+        """Accumulate this rank's part of the gradients; return the carried totals."""
         self._unused.begin()
         totals: torch.Tensor | None = None
         passed: dict[int, Passed] = {}
@@ -265,7 +262,7 @@ class MeshParallel(Strategy):
         return totals
 
     def _pass(self, batch: MicroBatch, objective: ObjectiveProtocol) -> tuple[Passed, torch.Tensor]:
-        """Run a micro-batch forward; return the loss and its passage, and what is carried."""
+        """Run a micro-batch forward; return (loss, passage of the stage) and the carried totals."""
         self.statistics.rewind()
         inputs, targets = self._cut(*batch)
         total: torch.Tensor | None = None
@@ -331,9 +328,9 @@ class MeshParallel(Strategy):
         return sum((norm.double() ** 2 / n for n, norm in norms.items()), torch.zeros(()))
 
     def close(self) -> nn.Module | None:
-        """Let go of the process groups, which at exit could end the process with SIGABRT.
+        """Release the process groups that FSDP2's modules keep.
 
-        FSDP2's modules keep them.
+        At exit they could end the process with SIGABRT.
         """
         if self._division.sharding is not None:
             self._division.sharding.end()

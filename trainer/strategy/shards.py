@@ -176,27 +176,21 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state if not is_extra(name, value)}
 
 
-def replace_tensors(
-    model: nn.Module,
-    make: Callable[[str, torch.Tensor], torch.Tensor],
-    made: dict[torch.Tensor, torch.Tensor] | None = None,
-) -> None:
+def replace_tensors(model: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
     """Replace each parameter and buffer of a model by what `make(name, tensor)` returns.
 
-    Tied ones are replaced by one tensor; `made` maps those of earlier calls to what replaced them.
+    Tied ones are replaced by one tensor.
     """
-    made = {} if made is None else made
+    made: dict[torch.Tensor, torch.Tensor] = {}
     for prefix, module in model.named_modules():
         for tensors in (module._parameters, module._buffers):
             for key, tensor in list(tensors.items()):
                 if tensor is None:
                     continue
-                new = made.get(tensor)
-                if new is None:
-                    new = make(f"{prefix}.{key}" if prefix else key, tensor)
-                if new is not tensor:
-                    made[tensor] = new
-                    setattr(module, key, new)
+                if tensor not in made:
+                    made[tensor] = make(f"{prefix}.{key}" if prefix else key, tensor)
+                if made[tensor] is not tensor:
+                    setattr(module, key, made[tensor])
 
 
 def is_extra(name: str, value: Any) -> bool:

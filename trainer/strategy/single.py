@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from trainer.config.schema import Config
-from trainer.data.batches import MicroBatch
+from trainer.data.preparation import MicroBatch
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.hook_errors import call

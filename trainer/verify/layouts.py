@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from trainer.data.order import Cut
+from trainer.data.batch_plan import Cut
 from trainer.errors import ConfigError
 from trainer.strategy.mesh import DATA
 from trainer.verify.comparison import (

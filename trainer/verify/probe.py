@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from trainer.data.batches import MicroBatch
 from trainer.data.order import Order
+from trainer.data.preparation import MicroBatch
 from trainer.engine.means import weigh
 from trainer.engine.parts import Hooks
 from trainer.micro_batch import count_rows

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from trainer.data.order import Cut
+from trainer.data.batch_plan import Cut
 from trainer.verify.comparison import Finding
 from trainer.verify.layouts import LAYOUTS, ONE_CUT, Layout
 

@@ -16,8 +16,7 @@ from typing import Any
 from trainer.checkpoints.disk import Disk
 from trainer.checkpoints.files import replace_file
 from trainer.config.plain_files import open_plain
-from trainer.data.order import counted
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, counted
 from trainer.record import files
 from trainer.record.lease import Lease
 from trainer.record.trackers.base import Sink

@@ -1,4 +1,4 @@
-"""Trackers: destinations of curves."""
+"""TensorBoard: curves, images, histograms and profiles in the run directory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,23 +27,13 @@ class TensorBoard(Sink):
     def __init__(
         self, directory: Path, step: int, is_resumed: bool, config: LogSettings, disk: Disk
     ):
-        from torch.utils.tensorboard import SummaryWriter
-
         self._folder = directory / "tensorboard"
         self._metrics = directory / METRICS
         self._step = step
-        self._disk = disk
         self._num_images = config.images
-        self._profiled = config.profile_steps or [0, 0]
-        self._profiler: Any = None
-        self._open = partial(SummaryWriter, str(self._folder))
-        self._board: Any = None
-        self._file = self._folder
-        self._status: os.stat_result | None = None
         self._purged = step + 1 if is_resumed else None
-        self._is_gone = False
-        self._reopen_at = 0.0
-        self._try_to_open(self._purged)
+        self._profiler = Profiler(self._folder, config.profile_steps or [0, 0])
+        self._file = EventFile(self._folder, self._purged, disk)
         self._on_thread_error = threading.excepthook
         threading.excepthook = self._hide_thread_error
 
@@ -81,61 +71,32 @@ class TensorBoard(Sink):
         self._draw(lambda board: board.add_histogram(f"weights/{name}", shown, step))
 
     def observe(self, step: int) -> None:
-        if step == self._profiled[0]:
-            trace = torch.profiler.tensorboard_trace_handler(str(self._folder))
-            self._profiler = torch.profiler.profile(on_trace_ready=trace)
-            self._profiler.start()
-        elif step == self._profiled[1]:
-            self._stop_profiler()
+        self._profiler.observe(step)
 
     def flush(self) -> None:
         self._draw(lambda board: board.flush())
 
     def close(self) -> None:
-        self._stop_profiler()
+        self._profiler.stop()
         self.flush()
         self._replace_removed()
-        with contextlib.suppress(OSError):  # a full disk, already reported
-            if self._board is not None:
-                self._board.close()
+        self._file.close()
         threading.excepthook = self._on_thread_error
 
-    def _stop_profiler(self) -> None:
-        if self._profiler is not None:
-            self._profiler.stop()
-        self._profiler = None
-
     def _draw(self, draw: Callable[[Any], None]) -> None:
-        """Write to the board. Its thread ends at an error; a new board is opened seconds later."""
         self._replace_removed()
-        if self._board is None and time.monotonic() > self._reopen_at:
-            self._try_to_open()
-        try:
-            if self._board is not None:
-                draw(self._board)
-        except (FileNotFoundError, NotADirectoryError):  # in the thread, which writes by name
-            self._is_gone = True
-        except OSError as error:
-            self._board = None
-            self._reopen_at = time.monotonic() + REOPEN_S
-            self._disk.report(error, "writing TensorBoard's events")
+        self._file.write(draw)
 
     def _replace_removed(self) -> bool:
-        """Open a new board if its file was removed or replaced, with the curves so far.
+        """Open a new file if the file was removed or replaced, and write the curves again.
 
-        Returns True if it did; the curves are those of metrics.jsonl, including the last entry.
+        Returns True if it did. The curves are those of metrics.jsonl, including the last entry.
         """
-        if self._board is None or not (self._is_gone or self._is_other()):
+        if not self._file.is_removed:
             return False
-        with contextlib.suppress(OSError):
-            self._board.close()
-        with contextlib.suppress(OSError):
-            self._file.unlink(missing_ok=True)  # it lacks events
+        self._file.discard()
         has_earlier = any(self._folder.glob("events.out.tfevents.*"))
-        self._disk.tell(f"{self._file}: was removed or replaced; the curves are written again")
-        self._board = None
-        self._is_gone = False
-        self._try_to_open(self._purged if has_earlier else None)
+        self._file.open(self._purged if has_earlier else None)
         for _, entry in read_entries(self._metrics):
             step = entry.pop("step")
             values = {name: v for name, v in entry.items() if isinstance(v, (int, float))}
@@ -143,28 +104,95 @@ class TensorBoard(Sink):
                 self._draw_scalars(step, values)
         return True
 
-    def _is_other(self) -> bool:
-        """Return True unless the file with the name is the one that the board has opened."""
-        try:
-            return self._status is None or not os.path.samestat(self._status, self._file.stat())
-        except OSError:
-            return True
+    def _hide_thread_error(self, error: threading.ExceptHookArgs) -> None:
+        """Hide the traceback of TensorBoard's thread: `EventFile.write` reports the error."""
+        is_boards = type(error.thread).__module__.startswith("tensorboard.")
+        if not (isinstance(error.exc_value, OSError) and is_boards):
+            self._on_thread_error(error)
 
-    def _try_to_open(self, purge_step: int | None = None) -> None:
-        """Open a board or warn: a run works without, and metrics.jsonl reports disk errors too."""
+
+class EventFile:
+    """The file of events. Another program may remove it; after an error it is opened again."""
+
+    def __init__(self, folder: Path, purge_step: int | None, disk: Disk):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._open = partial(SummaryWriter, str(folder))
+        self._disk = disk
+        self._board: Any = None
+        self._path = folder
+        self._status: os.stat_result | None = None  # None: it was removed
+        self._reopen_at = 0.0
+        self.open(purge_step)
+
+    def open(self, purge_step: int | None = None) -> None:
+        """Open a file, or warn: a run works without, and metrics.jsonl reports disk errors too."""
         try:
             self._board = self._open(purge_step=purge_step)
-            self._file = Path(self._board.file_writer.event_writer._file_name)
-            self._status = self._file.stat()
+            self._path = Path(self._board.file_writer.event_writer._file_name)
+            self._status = self._path.stat()
         except OSError as error:
             self._reopen_at = time.monotonic() + REOPEN_S
             self._disk.bear(error, "opening TensorBoard's events")
 
-    def _hide_thread_error(self, error: threading.ExceptHookArgs) -> None:
-        """Hide the traceback of TensorBoard's thread: `_draw` fails too, and reports the error."""
-        is_boards = type(error.thread).__module__.startswith("tensorboard.")
-        if not (isinstance(error.exc_value, OSError) and is_boards):
-            self._on_thread_error(error)
+    def write(self, draw: Callable[[Any], None]) -> None:
+        """Call `draw(board)`. An error ends the board's thread: open another, seconds later."""
+        if self._board is None and time.monotonic() > self._reopen_at:
+            self.open()
+        try:
+            if self._board is not None:
+                draw(self._board)
+        except (FileNotFoundError, NotADirectoryError):  # in the thread, which writes by name
+            self._status = None
+        except OSError as error:
+            self._board = None
+            self._reopen_at = time.monotonic() + REOPEN_S
+            self._disk.report(error, "writing TensorBoard's events")
+
+    @property
+    def is_removed(self) -> bool:
+        """True if the file was removed or replaced after it was opened."""
+        own = self._status
+        with contextlib.suppress(OSError):
+            if self._board is None or (own and os.path.samestat(own, self._path.stat())):
+                return False
+        return True
+
+    def discard(self) -> None:
+        """Close a file that was removed or replaced, and remove the rest: it lacks events."""
+        self.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+        self._disk.tell(f"{self._path}: was removed or replaced; the curves are written again")
+        self._board = None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk, already reported
+            if self._board is not None:
+                self._board.close()
+
+
+class Profiler:
+    """A profile by torch.profiler, from one step to another."""
+
+    def __init__(self, folder: Path, steps: Sequence[int]):
+        self._folder = folder
+        self._steps = steps
+        self._profile: Any = None
+
+    def observe(self, step: int) -> None:
+        """Start or stop after this step, if it is the first or the last one."""
+        if step == self._steps[0]:
+            trace = torch.profiler.tensorboard_trace_handler(str(self._folder))
+            self._profile = torch.profiler.profile(on_trace_ready=trace)
+            self._profile.start()
+        elif step == self._steps[1]:
+            self.stop()
+
+    def stop(self) -> None:
+        if self._profile is not None:
+            self._profile.stop()
+        self._profile = None
 
 
 def _add_summaries(summaries: Iterable[Any], step: int | None, board: Any) -> None:

@@ -1,18 +1,18 @@
-"""Division: the steps by which a rank gets its part of a model."""
+"""Division of a model over a mesh: each rank gets its part of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from trainer.data.order import counted
-from trainer.distributed.world import RankGroup
-from trainer.strategy.base import Blueprint, call
+from trainer.errors import counted
+from trainer.strategy.base import Blueprint
 from trainer.strategy.context_parallel import Context
-from trainer.strategy.mesh import COPIES, Mesh, open_group
+from trainer.strategy.mesh import Mesh, open_group
+from trainer.strategy.mesh_model.gradient_sums import GradientSums
 from trainer.strategy.mesh_model.materialize import Values, copy_structure, inner_first
 from trainer.strategy.mesh_model.partition import Partition
 from trainer.strategy.mesh_model.placements import Placements
@@ -22,36 +22,34 @@ from trainer.strategy.pipeline_parallel.stage import Stage
 from trainer.strategy.sharded.fully_shard import Sharding
 from trainer.strategy.tensor_parallel.plan import MatrixPart, divide_sequence
 
-MOST_WAITED = 0.25  # of a step, without a word of advice
+MOST_WAITED = 0.25  # of a step; above it, advice is given
 
 
 class Division:
     """A model divided over a mesh.
 
-    `structure` has the shapes of the whole model. `root` is the module to call: the model, or its
-    stage. `shared` are the buffers that several stages use. `flops` is 0 where a pass over this
-    rank's part finds them. `compiled` are the modules that torch.compile may take.
+    - `structure`: the shapes of the whole model.
+    - `root`: the module to call: the model, or this rank's stage of it.
+    - `stage`: this rank's stage; None without a pipeline.
+    - `sharding`: the units of FSDP2; None without it.
+    - `compiled`: the modules that torch.compile may compile.
     """
 
-    def __init__(
-        self, blueprint: Blueprint, mesh: Mesh, context: Context | None, is_compiled: bool
-    ):
-        """Divide the model. On rank 0 it has its values, on other ranks only its structure."""
+    def __init__(self, blueprint: Blueprint, mesh: Mesh, context: Context | None):
+        """Divide the model: it has values on rank 0, only shapes on others. A collective."""
         model = blueprint.model
         self.stage: Stage | None = None
         self.sharding: Sharding | None = None
         self.structure = self.root = model
-        self.compiled: Sequence[nn.Module] = blueprint.blocks or [model]
         self._mesh = mesh
         self._blueprint = blueprint
-        self._inner = inner_first(model, blueprint.blocks)
+        units = inner_first(model, blueprint.blocks)
         values = Values(model, blueprint.world, blueprint.precision.dtype)
         if mesh.divides_model:
             self.structure = copy_structure(model)
-        self._partition = partition = Partition(blueprint, mesh, context, is_compiled)
-        self.flops = partition.flops
-        self._partial = partition.partial
-        self.shared = partition.shared
+        self.partition = partition = Partition(blueprint, mesh, context)
+        whole = [] if mesh.divides_model else [model]
+        self.compiled: Sequence[nn.Module] = self._own or whole
         if blueprint.config.strategy.sequence:
             divide_sequence(self._own, blueprint.world.groups["tensor"])
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
@@ -62,19 +60,19 @@ class Division:
             device = blueprint.world.device.type
             reshard = blueprint.config.strategy.reshard
             self.sharding = Sharding(divided, groups["replicate"], device, reshard)
-        self.copies = open_group(mesh, blueprint.world.groups, "data", *COPIES)
-        self._tied = self._open_tied(partition.stages.values())
         self.placements = Placements(mesh, self.sharding, cuts, partition.stages, partition.owners)
-        self._fill(values)
+        self.gradient_sums = GradientSums(blueprint, mesh, partition, self.placements)
+        self._fill(values, units)
 
     @property
     def _own(self) -> list[nn.Module]:
-        return [self._blueprint.blocks[number] for number in self._partition.own]
+        """The blocks of this rank's stage."""
+        return [self._blueprint.blocks[number] for number in self.partition.own]
 
-    def _fill(self, values: Values) -> None:
-        """Give this rank's parts their values, and shard them, a unit at a time. A collective."""
+    def _fill(self, values: Values, units: Sequence[nn.Module]) -> None:
+        """Fill this rank's parts with values, and shard them, a unit at a time. A collective."""
         blueprint = self._blueprint
-        model, cuts = blueprint.model, self._partition.cuts
+        model, cuts = blueprint.model, self.partition.cuts
         names: dict[torch.Tensor, str] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             names[tensor] = name
@@ -86,11 +84,10 @@ class Division:
         if self._mesh.pipeline > 1:
             axis = blueprint.world.groups["pipeline"]
             p2p = P2P(axis, blueprint.world.device)
-            numbers = self._partition.own
-            self.stage = Stage(model, blueprint.blocks, numbers, p2p, blueprint.draws, call)
+            numbers = self.partition.own
+            self.stage = Stage(model, blueprint.blocks, numbers, p2p, blueprint.draws)
             self.root = self.stage
-            self.compiled = own
-        for unit in self._inner:
+        for unit in units:
             values.fill(unit, take)
             if self.sharding is not None and unit in own:
                 self.sharding.add(unit)
@@ -98,51 +95,18 @@ class Division:
         if self.sharding is not None:
             self.sharding.add(self.root)
             self.sharding.close({module: name for name, module in model.named_modules()})
-        if self._mesh.divides_model and not blueprint.blocks:
-            self.compiled = []
 
     @contextmanager
     def undivided_draws(self) -> Iterator[None]:
-        """Draw for whole rows during the block, as the whole model needs."""
+        """Draw random numbers for whole rows in the `with` block, as the whole model does."""
         self._blueprint.draws.divide([])
         try:
             yield
         finally:
-            self._blueprint.draws.divide(self._partition.draws)
-
-    def is_copied(self, name: str) -> bool:
-        """Return True if each rank of the tensor axis finds the whole gradient of a parameter."""
-        return name not in self.placements.cuts and name not in self._partial
-
-    def sums_of(self, name: str, parameter: torch.Tensor) -> Iterator[tuple[int, RankGroup]]:
-        """Yield the groups over which a gradient is summed at the end of a step, each in its turn:
-        copies of the parameter, ranks with parts of the positions, stages that share it."""
-        if not self.placements.is_sharded(parameter):
-            yield 0, self.copies
-        if name in self._partial:
-            yield 1, self._blueprint.world.groups["tensor"]
-        stages = self.placements.stages(name)
-        if len(stages) > 1:
-            yield 2, self._tied[stages]
-
-    def _open_tied(self, every: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], RankGroup]:
-        """Open a group for each set of stages that share parameters. A collective."""
-        mesh = self._mesh
-        pipeline = self._blueprint.world.groups["pipeline"]
-        found = {tuple(range(mesh.pipeline)): pipeline}
-        for stages in sorted({stages for stages in every if len(stages) > 1} - set(found)):
-            ranks = tuple(pipeline.ranks[stage] for stage in stages)
-            is_in = mesh.rank in ranks
-            group = pipeline.open(ranks if is_in else (mesh.rank,))
-            assert group.group  # the others open one too: all ranks open equally many
-            found[stages] = group
-        return found
-
-    # Description --------------------------------------------------------------------------------
+            self._blueprint.draws.divide(self.partition.draws)
 
     def list_remarks(self, count: int) -> list[str]:
-        """Return a line for each axis: what its ranks exchange. `count` is the number of
-        micro-batches."""
+        """Return a line for each axis: what its ranks exchange, for `count` micro-batches."""
         mesh = self._mesh
         config = self._blueprint.config.strategy
         lines = []
@@ -159,7 +123,7 @@ class Division:
         if mesh.context > 1:
             lines.append("context: each attention gathers keys and values of all positions")
         if mesh.pipeline > 1:
-            own = self._partition.own
+            own = self.partition.own
             named = f"blocks {own.start} to {own.stop - 1} on this stage"
             part = bubble(mesh.pipeline, count)
             waits = f"a stage waits for {part:.0%} of a step"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.strategy.mesh_model.build import Division
+from trainer.strategy.mesh_model.gradient_sums import GradientSums
 from trainer.strategy.mesh_model.tensors import DividedTensors
 from trainer.strategy.modules.dry_run import changed_buffers
 
@@ -18,10 +18,11 @@ COPIED = 1e-2  # a smaller relative difference of the gradients of copies is rou
 
 
 @torch.no_grad()
-def check_copies(tensors: DividedTensors, division: Division, world: World) -> None:
-    """Raise ConfigError for a whole parameter of which tensor ranks have parts of the gradient.
+def check_copies(tensors: DividedTensors, sums: GradientSums, world: World) -> None:
+    """Raise ConfigError if the ranks of the tensor axis find other gradients of a whole parameter.
 
-    It is between a layer of columns and one of rows: each rank uses it on its own outputs.
+    Such a parameter is between a layer of columns and one of rows: each rank uses it on the outputs
+    of its own columns.
     """
     axis = world.groups["tensor"]
     if axis.size == 1:
@@ -30,7 +31,7 @@ def check_copies(tensors: DividedTensors, division: Division, world: World) -> N
     ends = torch.zeros(4, len(names), dtype=torch.float64, device=world.device)
     for number, name in enumerate(names):
         part = tensors.parameters.get(name)
-        if part is not None and part.grad is not None and division.is_copied(name):
+        if part is not None and part.grad is not None and sums.is_copied(name):
             gradient = part.grad.double()
             each = torch.stack([gradient.norm(), gradient.sum()])
             ends[:, number] = torch.cat([each, -each])
@@ -45,15 +46,15 @@ def check_copies(tensors: DividedTensors, division: Division, world: World) -> N
 
 
 def check_shared(
-    module: nn.Module, division: Division, before: Mapping[str, torch.Tensor], world: World
+    module: nn.Module, shared: Sequence[str], before: Mapping[str, torch.Tensor], world: World
 ) -> None:
-    """Raise ConfigError for a buffer that several stages use, and one of them changes."""
+    """Raise ConfigError if a buffer of `shared`, which several stages use, has changed."""
     changed = set(changed_buffers(module, before))
     named = {name: b in changed for name, b in module.named_buffers()}
-    flags = torch.tensor([named.get(name, False) for name in division.shared])
+    flags = torch.tensor([named.get(name, False) for name in shared])
     if len(flags):
         every = flags.byte().to(world.device)
         dist.all_reduce(every, dist.ReduceOp.MAX)
         for number in every.nonzero().flatten().tolist():
-            why = f"{division.shared[number]} changes, and several stages use it"
+            why = f"{shared[number]} changes, and several stages use it"
             raise ConfigError(f"strategy.mesh.pipeline: {why}; use it in one place")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim import Optimizer
 
-from trainer.data.order import counted
+from trainer.errors import counted
 from trainer.strategy.cost import (
     AGREED,
     ESTIMATED,

@@ -82,9 +82,13 @@ class Values:
         """
 
         def fill(_: str, tensor: torch.Tensor) -> torch.Tensor:
-            return self._received(tensor, *take(tensor)) if tensor.is_meta else tensor
+            if not tensor.is_meta:
+                return tensor
+            if tensor not in self._filled:  # sent once, also to ranks that have no part of it
+                self._filled[tensor] = self._received(tensor, *take(tensor))
+            return self._filled[tensor]
 
-        replace_tensors(model, fill, self._filled)
+        replace_tensors(model, fill)
 
     def _received(
         self, tensor: torch.Tensor, cut: MatrixPart | None, is_held: bool

@@ -1,4 +1,4 @@
-"""Partition: which part of a model each rank of a mesh has. It needs shapes only."""
+"""Partition of a model: the part that each rank of a mesh has. It needs shapes only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from trainer.data.order import counted
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, counted
 from trainer.hook_errors import call
 from trainer.micro_batch import count_rows
 from trainer.strategy.base import Blueprint
@@ -29,19 +28,17 @@ Sizes = Sequence[tuple[str, Any]]  # of random draws
 class Partition:
     """The parts of a model whose tensors are on the meta device.
 
-    `blocks_of` are the numbers of the blocks of each stage. `stages` are the stages that have a
-    parameter or buffer, by its name, where it is not the first one alone. `owners` are the stages
-    that write one, where that is not the first of these. `shared` are the buffers that several
-    stages use. `cuts` are the parameters
-    that the tensor plan divides, as they are after the cut. `draws` are this rank's part of each
-    random draw of a row. `flops` are those of a row, forward and backward; 0 where each rank has
-    whole rows, so that its own pass finds them.
+    - `blocks_of[stage]`: the numbers of the stage's blocks.
+    - `stages[name]`: stages that use the parameter or buffer; default (0,).
+    - `owners[name]`: the stage that writes the buffer; default its first.
+    - `shared`: names of the buffers that several stages use.
+    - `cuts[parameter]`: how the tensor plan divides it. The key is the divided parameter.
+    - `draws[number]`: this rank's part of a random draw: (dim, part, number of parts) per cut.
+    - `flops`: of a row, forward and backward; 0 if each rank counts them itself, on whole rows.
     """
 
-    def __init__(
-        self, blueprint: Blueprint, mesh: Mesh, context: Context | None, is_compiled: bool
-    ):
-        """Find the parts by traces of the model, and apply the tensor plan to it.
+    def __init__(self, blueprint: Blueprint, mesh: Mesh, context: Context | None):
+        """Trace the model to find the parts, and apply the tensor plan.
 
         Raises ConfigError for a task that the axes of the mesh cannot divide.
         """
@@ -56,7 +53,7 @@ class Partition:
         self.draws: list[tuple[tuple[int, int, int], ...]] = []
         self.flops = 0.0
         if mesh.divides_model:
-            self._check(is_compiled)
+            self._check()
             self._divide(context)
             blueprint.draws.divide(self.draws)
 
@@ -67,14 +64,16 @@ class Partition:
 
     @property
     def partial(self) -> set[str]:
-        """The parameters whose gradients are partial: if ranks of the tensor axis divide the
-        positions, the whole ones in blocks."""
+        """Names of the parameters of which each rank of the tensor axis has a partial gradient.
+
+        With strategy.sequence, which divides the positions, these are the undivided ones in blocks.
+        """
         if not self._blueprint.config.strategy.sequence:
             return set()
         inside = {p for block in self._blocks for p in block.parameters() if p not in self.cuts}
         return {name for name, p in self._blueprint.model.named_parameters() if p in inside}
 
-    def _check(self, is_compiled: bool) -> None:
+    def _check(self) -> None:
         """Raise ConfigError for a task that the axes of the mesh cannot divide."""
         mesh = self._mesh
         config = self._blueprint.config
@@ -90,7 +89,7 @@ class Partition:
             raise ConfigError(
                 "strategy.sequence=true: the task has no blocks; define blocks(model)"
             )
-        if is_compiled and not count:
+        if config.run.compile and not count:
             why = f"{mesh} can compile blocks only; define blocks(model)"
             raise ConfigError(f"run.compile=true: {why}")
         if mesh.context > 1 and has_batchnorm(self._blueprint.model):
@@ -98,8 +97,10 @@ class Partition:
             raise ConfigError(f"strategy.mesh.context={mesh.context}: {why}; choose another axis")
 
     def _check_extra_state(self) -> None:
-        """Raise ConfigError for a module with state that is no tensor: rank 0 would save its own,
-        also of modules that only another stage runs."""
+        """Raise ConfigError for a module with state that is not a tensor.
+
+        Rank 0 would save its own copy, even of a module that only another stage runs.
+        """
         for name, module in self._blueprint.model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 why = f"{name or 'the model'} has get_extra_state, and a stage saves tensors only"
@@ -151,8 +152,11 @@ class Partition:
         return self._blueprint.draws.watch(lambda: trace.run(compute, reason), rows), trace
 
     def _find_parts(self, drawn: Sequence[Sizes]) -> list[tuple[tuple[int, int, int], ...]]:
-        """Return the part of each draw that this rank keeps, from the sizes of the draws of the
-        whole model, of that of the tensor plan, and of that on this rank's positions."""
+        """Return the part of each random draw that this rank keeps.
+
+        `drawn`: the draws of the whole model, of the model after the tensor plan, and of the model
+        on this rank's positions; the last two only if these axes are above 1.
+        """
         groups = self._blueprint.world.groups
         axes = [groups[axis] for axis in ("tensor", "context") if groups[axis].size > 1]
         if len({len(sizes) for sizes in drawn}) > 1:
@@ -171,10 +175,10 @@ class Partition:
     def _name_stages(
         self, stages: dict[torch.Tensor, tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]]:
-        """Return the stages of parameters and buffers by name, and note the owners of buffers.
+        """Return the stages of parameters and buffers by name, and set `owners` and `shared`.
 
-        Buffers are on the stages of their blocks, or of the parameters beside them, else on all.
-        The last stage that uses a buffer owns it: what runs after the blocks runs only there.
+        A buffer is on the stages of its block, else of the parameters in its module, else on all.
+        The last stage that uses a buffer owns it: code after the blocks runs only there.
         """
         model = self._blueprint.model
         found: dict[str, tuple[int, ...]] = {}

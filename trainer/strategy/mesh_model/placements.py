@@ -1,4 +1,4 @@
-"""Placements: which ranks of a mesh have which part of each tensor."""
+"""Placements of tensors: the part of each tensor that each rank of a mesh has."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from trainer.strategy.tensor_parallel.plan import MatrixPart
 class Placements:
     """The parts of a model's tensors, by their names in the model.
 
-    `cuts` are those of tensor parallel. `stages` are the stages of the pipeline that use a tensor,
-    where it is not the first one alone, `owners` the stages that write one, where that is not the
-    first of these.
+    `cuts[name]`: how tensor parallel divides the parameter.
     """
 
     def __init__(
@@ -29,6 +27,8 @@ class Placements:
         stages: Mapping[str, tuple[int, ...]],
         owners: Mapping[str, int],
     ):
+        """`stages[name]`: stages that use the tensor; default (0,). `owners[name]`: the stage that
+        writes it; default its first."""
         self.cuts = cuts
         self._mesh = mesh
         self._sharding = sharding
@@ -46,7 +46,7 @@ class Placements:
         return self._sharding is not None and self._sharding.divides(tensor)
 
     def divides(self, name: str, tensor: torch.Tensor) -> bool:
-        """Return True if this rank has a part of a tensor only, or nothing of it."""
+        """Return True if this rank has only a part of a tensor, or nothing."""
         return tensor.is_meta or name in self.cuts or self.is_sharded(tensor)
 
     def num_copies(self, name: str, tensor: torch.Tensor) -> int:
@@ -58,7 +58,7 @@ class Placements:
         return number if name in self.cuts else number * mesh.tensor
 
     def shard(self, name: str, tensor: torch.Tensor) -> Shard:
-        """Return this rank's part of a tensor, a plain one that shares its memory."""
+        """Return this rank's part of a tensor, as a plain tensor that shares its memory."""
         cut = self.cuts.get(name)
         is_sharded = self.is_sharded(tensor)
         is_written = self._is_writer(name, cut is not None, is_sharded)

@@ -1,14 +1,13 @@
 """Pipeline parallel: each stage has some of the model's blocks.
 
-Every stage runs the model's own forward pass. What belongs to other stages is on torch's meta
-device, where a computation yields shapes only. So a stage comes to its first block with arguments
-on the meta device, which it receives from the previous stage instead; what it can compute from the
-inputs itself, such as a mask, it does not receive.
+Every stage runs the model's own forward pass. The tensors of other stages are on torch's meta
+device, where operations compute shapes only. A stage receives the arguments of its first block that
+are on the meta device. It computes the others from the inputs itself, such as a mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,16 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from trainer.errors import ConfigError
+from trainer.hook_errors import call
 from trainer.rng.forward import Draws
 from trainer.strategy.modules.dry_run import FlopCounter
 from trainer.strategy.modules.meta_shapes import compute_shapes, to_meta
 from trainer.strategy.pipeline_parallel.p2p import P2P, ReceivedTensor
 
-Call = Callable[[nn.Module, Any], Any]
-
 
 class OnMeta(TorchDispatchMode):
-    """Compute on the meta device whatever has an argument there."""
+    """A mode in which an operation with an argument on the meta device runs there."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -45,8 +43,23 @@ class OnMeta(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class MetaSwitch:
+    """OnMeta, entered and left during a forward pass: it slows down every operation."""
+
+    def __init__(self) -> None:
+        self._mode = OnMeta()
+        self._is_on = False
+
+    def set(self, is_on: bool) -> None:
+        if is_on and not self._is_on:
+            self._mode.__enter__()
+        elif self._is_on and not is_on:
+            self._mode.__exit__(None, None, None)
+        self._is_on = is_on
+
+
 class EndOfStage(BaseException):
-    """The forward pass of a stage is done; the user's code after it does not run."""
+    """Ends the forward pass of a stage: the model's code after it does not run."""
 
 
 class Passage:
@@ -58,23 +71,18 @@ class Passage:
 
 
 class Stage(nn.Module):
-    """A stage of the pipeline: its blocks, and what runs before the first or after the last block.
+    """A stage of a pipeline: some blocks, and on the first and last one the code around them.
 
-    Called with the inputs of a micro-batch, it returns the outputs on the last stage, and what it
-    sent on others. `passage` is that of the last call. A model may run its blocks several times, in
-    rounds.
+    A call with the inputs of a micro-batch returns the outputs on the last stage, and the sent
+    tensors on the others. A forward pass may run the blocks several times; each is a *round*.
+
+    `passage`: the tensors that the last call received and sent.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        blocks: Sequence[nn.Module],
-        own: range,
-        p2p: P2P,
-        draws: Draws,
-        call: Call,
+        self, model: nn.Module, blocks: Sequence[nn.Module], own: range, p2p: P2P, draws: Draws
     ):
-        """Give the `own` numbers of the blocks to this stage, and the structure of the others."""
+        """Run the blocks with the numbers `own`; of the other blocks, compute shapes only."""
         super().__init__()
         self.model = model
         self.passage = Passage()
@@ -82,13 +90,10 @@ class Stage(nn.Module):
         self._is_first = own.start == 0
         self._is_last = own.stop == len(blocks)
         self._draws = draws
-        self._call = call
-        self._mode = OnMeta()
-        self._is_mixed = False
-        self._is_forward = False
-        self._key: tuple[Any, ...] = ()
+        self._on_meta = MetaSwitch()
+        self._key: tuple[Any, ...] = ()  # of messages; empty outside of a forward pass
         self._round = 0
-        self._rounds: dict[bool, int] = {}
+        self._rounds: dict[bool, int] = {}  # of a forward pass, by the training mode
         self._given: list[tuple[torch.Tensor, torch.Tensor]] = []  # without and with values
         for number, block in enumerate(blocks):
             if number not in own:
@@ -110,10 +115,9 @@ class Stage(nn.Module):
         self._round = 0
         shapes = tuple(tuple(t.shape) for t in tree_leaves(inputs) if isinstance(t, torch.Tensor))
         self._key = (self.model.training, torch.is_grad_enabled(), self._draws.is_on, shapes)
-        self._mix(not self._is_first)
-        self._is_forward = True
+        self._on_meta.set(not self._is_first)
         try:
-            outputs = self._call(self.model, inputs)
+            outputs = call(self.model, inputs)
         except EndOfStage:
             return self.passage.sent
         except Exception:
@@ -121,8 +125,8 @@ class Stage(nn.Module):
                 raise
             outputs = None  # code after this stage's blocks does not work without values
         finally:
-            self._mix(False)
-            self._is_forward = False
+            self._on_meta.set(False)
+            self._key = ()
             self._given = []  # else they are kept until the next micro-batch
         self._rounds[self.model.training] = self._round
         if not self._is_last:
@@ -134,23 +138,15 @@ class Stage(nn.Module):
 
     def _check_forward(self) -> None:
         """Raise ConfigError in a recomputation: it would receive or send a second time."""
-        if not self._is_forward:
+        if not self._key:
             why = "a block is recomputed from outside, by the model or a module around it"
             advice = "use strategy.recompute=blocks instead"
             raise ConfigError(f"strategy.mesh.pipeline: {why}; {advice}")
 
-    def _mix(self, is_on: bool) -> None:
-        """Allow computations with tensors of other stages, or not: it costs some time."""
-        if is_on and not self._is_mixed:
-            self._mode.__enter__()
-        elif self._is_mixed and not is_on:
-            self._mode.__exit__(None, None, None)
-        self._is_mixed = is_on
-
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Replace the arguments on the meta device by those that the previous stage computed."""
+        """Replace arguments on the meta device by the values that the previous stage sends."""
         self._check_forward()
-        self._mix(False)
+        self._on_meta.set(False)
         leaves, tree = tree_flatten((args, kwargs))
         wanted = [n for n, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_meta]
         self.p2p.ask(self.model.training, wanted)
@@ -168,7 +164,7 @@ class Stage(nn.Module):
         return tree_unflatten(leaves, tree)
 
     def _fill(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Replace arguments that this stage has received for its first block."""
+        """Replace arguments on the meta device by the values received for the first block."""
         leaves, tree = tree_flatten((args, kwargs))
         return tree_unflatten([self._with_value(leaf) for leaf in leaves], tree)
 
@@ -183,7 +179,7 @@ class Stage(nn.Module):
         raise ConfigError(f"strategy.mesh.pipeline: {why}; compute it once, before the blocks")
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Send the arguments of the next stage's first block, and go on with their shapes."""
+        """Send the arguments of the next stage's first block, and continue with their shapes."""
         self._check_forward()
         self._round += self._is_first
         leaves = tree_leaves((args, kwargs))
@@ -192,12 +188,12 @@ class Stage(nn.Module):
         self.passage.sent.extend(sent)
         if self._round == self._rounds.get(self.model.training):
             raise EndOfStage
-        self._mix(True)
+        self._on_meta.set(True)
         return tree_map_only(torch.Tensor, to_meta, (args, kwargs))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Expect another round after the last block, unless it is known to be the last one."""
-        self._mix(self._round != self._rounds.get(self.model.training))
+        """Prepare for another round after the last block, unless this one is known to be last."""
+        self._on_meta.set(self._round != self._rounds.get(self.model.training))
 
 
 class _Structure:
