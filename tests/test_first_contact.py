@@ -16,6 +16,7 @@ from tiny import Tiny
 import trainer
 from trainer import ConfigError, limit, load_config
 from trainer.config.hints import HINTS
+from trainer.config.targets import check_target
 from trainer.config.typed import build
 from trainer.data.batch_plan import Cut
 from trainer.distributed import world
@@ -90,6 +91,21 @@ class Mixed:
     second: Annotated[int | str, limit(min=10)] = "a"
     third: Annotated[int, limit(min=10)] | None = None
     fourth: Annotated[int, limit(min=10)] | str = "a"
+
+
+def test_limits_of_a_schedule_hold_also_if_its_annotations_are_strings(tmp_path, monkeypatch):
+    text = """from __future__ import annotations
+from typing import Annotated
+from trainer import limit
+def mine(num_steps, height: Annotated[float, limit(min=0)] = 1.0):
+    return lambda step: height
+"""
+    (tmp_path / "schedule_of_strings.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = {"_target_": "schedule_of_strings.mine", "height": -1.0}
+    with pytest.raises(ConfigError, match=r"schedule.height=-1.0: must be a number of at least 0"):
+        check_target(spec, "schedule", ["schedule_of_strings"])
+    assert check_target({**spec, "height": 2.0}, "schedule", ["schedule_of_strings"])
 
 
 def test_number_stays_a_number_in_a_union_and_keeps_its_limit():

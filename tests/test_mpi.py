@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader
 
 from trainer.distributed import mpi
 from trainer.errors import ConfigError, RunError
-from trainer.strategy.comm_hooks import open_hook
 from trainer.strategy.modules.batchnorm import synchronize
+from trainer.strategy.modules.comm_hooks import open_hook
 
 PYTHON = [
     sys.executable,

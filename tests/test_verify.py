@@ -2,7 +2,6 @@
 tasks."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ def prove(monkeypatch, capfd):
 
     def launch(self, spec, ranks):
         on_ranks(ranks, recording.main, [str(spec)])
-        return SimpleNamespace(returncode=0, stderr="")
+        return 0, ""
 
     def run(task, *words):
         monkeypatch.setattr(verify.TrialRuns, "launch", launch)

@@ -8,6 +8,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from trainer.config.hints import suggest
@@ -78,10 +79,7 @@ def check_target(spec: Spec, key: str, packages: Sequence[str], kind: type | Non
     """
     name = spec["_target_"]
     target = resolve(name, f"{key}._target_", packages)
-    try:
-        signature = inspect.signature(target)
-    except ValueError:  # some builtins have no signature
-        signature = inspect.Signature()
+    signature = _signature_of(target)
     if kind is None and next(iter(signature.parameters), None) != "num_steps":
         advice = "as in def mine(num_steps, warmup_steps=0)"
         raise ConfigError(f"{key}._target_={name}: must take num_steps first, {advice}")
@@ -101,6 +99,14 @@ def check_target(spec: Spec, key: str, packages: Sequence[str], kind: type | Non
             line = f"{key}.{unknown[0]} is not an argument of {name}{near}"
         raise ConfigError(line) from None
     return target
+
+
+def _signature_of(target: Any) -> inspect.Signature:
+    """Return the signature, with annotations as objects where their names can be resolved."""
+    for is_resolved in (True, False):
+        with suppress(Exception):  # a name may exist for type checkers only
+            return inspect.signature(target, eval_str=is_resolved)
+    return inspect.Signature()  # some builtins have none
 
 
 def _check_argument(parameter: inspect.Parameter, value: Any, key: str) -> None:

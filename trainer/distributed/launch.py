@@ -8,10 +8,11 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -83,16 +84,7 @@ def _elastic(max_restarts: int, size: int, words: Sequence[str]) -> None:
 
 def _spawn(size: int, words: Sequence[str]) -> None:
     """Run the ranks with torch.multiprocessing, and forward signals to them."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    variables = {
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(server.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    with _environment(variables):
+    with _store_of(size, {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex}):
         # Each rank unblocks the signals when it can handle them. Python's resource tracker must run
         # before: its start, with the first rank, would unblock SIGTERM for all later ranks.
         resource_tracker.ensure_running()
@@ -100,19 +92,61 @@ def _spawn(size: int, words: Sequence[str]) -> None:
         check_start(0.0)
         ranks = mp.start_processes(_enter, (list(words),), size, join=False, start_method="spawn")
 
-    def pass_on(number: int, frame: object) -> None:
-        for pid in ranks.pids():
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        def pass_on(number: int, frame: object) -> None:
+            for pid in ranks.pids():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
-    handlers = {number: signal.signal(number, pass_on) for number in SIGNALS}
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    try:
-        while not ranks.join():
-            pass
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        handlers = {number: signal.signal(number, pass_on) for number in SIGNALS}
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            while not ranks.join():
+                pass
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def fork_ranks(
+    size: int, enter: Callable[..., None], arguments: Sequence[Any], more: Mapping[str, str]
+) -> int:
+    """Run `enter(rank, environment, *arguments)` as several ranks; return the exit code.
+
+    The environment is this process's, with `more`. The ranks are forked from a process that has
+    imported the module of `enter` and does nothing else, one for all calls: an import of torch
+    takes longer than a short run. The exit code is that of the first rank that failed, negative for
+    a signal; the other ranks are then ended.
+    """
+    mp.set_forkserver_preload([enter.__module__])
+    with _store_of(size, more):
+        own = {**os.environ}
+        try:
+            ranks = mp.start_processes(
+                enter, (own, *arguments), size, join=False, start_method="forkserver"
+            )
+            while not ranks.join():
+                pass
+        except mp.ProcessExitedException as error:
+            return error.exit_code
+        except mp.ProcessRaisedException:
+            return 1
+    return 0
+
+
+@contextmanager
+def _store_of(size: int, more: Mapping[str, str]) -> Iterator[None]:
+    """Serve a store during the block, in which the environment is that of ranks that meet there."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(server.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        **more,
+    }
+    with _environment(variables):
+        yield
 
 
 def _enter(rank: int, words: list[str]) -> None:

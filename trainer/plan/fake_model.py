@@ -11,8 +11,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.strategy.base import Blueprint
-from trainer.strategy.context_parallel import Context
 from trainer.strategy.mesh import Mesh
+from trainer.strategy.mesh_model.context_parallel import Context
 from trainer.strategy.mesh_model.materialize import Values
 from trainer.strategy.mesh_model.partition import Partition
 from trainer.strategy.shards import replace_tensors

@@ -98,6 +98,9 @@ class Strategy(ABC):
 
     `module` is the user's model without any wrapper, `tensors` what this rank has of it. `flops` is
     the number of floating-point operations per example, forward and backward.
+
+    After each step all ranks with the same part of the model have the same weights: drift checks,
+    evaluation and checkpoints rely on it. A strategy does not know the number of the step.
     """
 
     takes_device_ids = False
@@ -105,8 +108,8 @@ class Strategy(ABC):
     takes_mesh = False  # with axes that divide the model
     on_mesh = ""  # name of the strategy that takes its place on such a mesh
     builds_on_rank_0 = False  # the model, and only its structure on other ranks
-    averages = True  # gradients over the ranks, instead of adding them up
-    of_the_run: tuple[str, ...] = ()  # settings that are layout under other strategies
+    averages = True  # the mean of the ranks' gradients, as DDP; False: their sum
+    of_the_run: tuple[str, ...] = ()  # settings for the run's hash, layout in other strategies
     cost: type[Cost] = Cost
     leaves: Leaves | None = None  # this rank's, if micro-batches have one size in any layout
 
@@ -194,7 +197,8 @@ class Strategy(ABC):
     def forward_backward(self, batch: MicroBatches, objective: ObjectiveProtocol) -> torch.Tensor:
         """Compute the gradients of a global batch from this rank's rows.
 
-        Returns the values that the objective carries, (2,), summed over all ranks.
+        Returns the values that the objective carries, (2,), summed over all ranks, in a tensor of
+        its own: those of the objective are kept.
         """
 
     def forward(self, inputs: Any) -> Any:

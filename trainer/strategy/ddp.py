@@ -22,7 +22,6 @@ from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.hook_errors import call
 from trainer.strategy.base import Blueprint, MicroBatches, ObjectiveProtocol, Strategy
-from trainer.strategy.comm_hooks import COMPRESSING, open_hook
 from trainer.strategy.cost import (
     AGREED,
     ESTIMATED,
@@ -33,6 +32,7 @@ from trainer.strategy.cost import (
     PlannedRank,
     reduced,
 )
+from trainer.strategy.modules.comm_hooks import COMPRESSING, open_hook
 from trainer.strategy.modules.dry_run import untouched
 from trainer.strategy.single import SingleDevice
 

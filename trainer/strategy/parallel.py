@@ -24,10 +24,10 @@ from trainer.errors import ConfigError
 from trainer.hook_errors import call
 from trainer.micro_batch import count_rows, take_rows
 from trainer.strategy.base import Blueprint, MicroBatches, ObjectiveProtocol, Strategy
-from trainer.strategy.context_parallel import Context
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.mesh_model.build import Division
 from trainer.strategy.mesh_model.checks import check_copies, check_shared
+from trainer.strategy.mesh_model.context_parallel import Context
 from trainer.strategy.mesh_model.cost import MeshCost
 from trainer.strategy.mesh_model.divided_parameters import DividedParameters
 from trainer.strategy.mesh_model.full_model import (

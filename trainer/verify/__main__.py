@@ -12,7 +12,7 @@ from trainer.config.compose import load_config
 from trainer.engine.precision import choose_precision, is_bf16_native
 from trainer.errors import ConfigError
 from trainer.strategy.base import find_strategy
-from trainer.strategy.comm_hooks import COMPRESSING
+from trainer.strategy.modules.comm_hooks import COMPRESSING
 from trainer.task import Task
 from trainer.verify.layouts import (
     LAYOUTS,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from trainer.data.batch_plan import Cut
-from trainer.errors import ConfigError
+from trainer.distributed.world import usable_cores
+from trainer.errors import ConfigError, counted
 from trainer.strategy.mesh import DATA
 from trainer.verify.comparison import (
     DIFFERENT,
@@ -108,6 +110,11 @@ def _parse(name: str) -> Layout:
     return Layout(name, int(count))
 
 
+def _estimate(seconds: float, layouts: Sequence[Layout]) -> float:
+    """Return the seconds that layouts take if one rank takes `seconds`: ranks share the cores."""
+    return sum(seconds * max(1.0, layout.ranks / usable_cores()) for layout in layouts)
+
+
 def prove_layouts(
     stage: TrialRuns, layouts: Iterable[Layout], is_bits: bool = False, may_refuse: bool = False
 ) -> list[Finding]:
@@ -117,10 +124,14 @@ def prove_layouts(
     layout that divides the model or the batch is left out where that cannot work for this task.
     """
     precisions = list(stage.precisions)[-1:] if is_bits else list(stage.precisions)
-    print("training on one rank, the reference ...", file=sys.stderr, flush=True)
-    reference = stage.train("one-rank", 1, ONCE, precisions)
-    findings = [judge_reference("one rank", p, evidence) for p, evidence in reference.items()]
     every = list(layouts)
+    print("training on one rank, the reference ...", file=sys.stderr, flush=True)
+    begun = time.monotonic()
+    reference = stage.train("one-rank", 1, ONCE, precisions)
+    seconds = _estimate(time.monotonic() - begun, every)
+    ahead = f"it took {time.monotonic() - begun:.0f} s; {counted(len(every), 'layout')} to try"
+    print(f"{ahead}, about {seconds:.0f} s", file=sys.stderr, flush=True)
+    findings = [judge_reference("one rank", p, evidence) for p, evidence in reference.items()]
     for number, layout in enumerate(every, 1):
         where = f"layout {layout.name} ({number} of {len(every)})"
         print(f"training in {where} ...", file=sys.stderr, flush=True)

@@ -6,10 +6,12 @@ import functools
 import json
 import os
 import signal
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 from torch.optim import Optimizer
 
 from trainer.cli import load_task, run
@@ -41,6 +43,19 @@ def main(arguments: Sequence[str]) -> int:
         recorder.finish(directory if rank == 0 else None)
         recorder.notes.save(Path(plan["out"]) / f"{name}-{rank}.pt")
     return 0
+
+
+def enter(rank: int, environment: Mapping[str, str], plan: str, log: str) -> None:
+    """Run `main` in a forked process as a rank; what it writes to stderr is added to `log`."""
+    os.environ.clear()
+    os.environ |= {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    for number, path in ((1, os.devnull), (2, log)):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    numpy.random.seed()  # as in a process of its own; `random` does so itself
+    sys.argv = ["trainer.verify.recording", plan]
+    run(main)
 
 
 class StepRecorder:

@@ -14,10 +14,12 @@ from pathlib import Path
 import trainer
 from trainer.config.schema import Config
 from trainer.distributed import entry
+from trainer.distributed.launch import fork_ranks
 from trainer.distributed.launchers import CODES
 from trainer.errors import ConfigError, RunError
-from trainer.strategy.comm_hooks import COMPRESSING
+from trainer.strategy.modules.comm_hooks import COMPRESSING
 from trainer.verify.evidence import Evidence, Notes, join_shards
+from trainer.verify.recording import enter
 
 FP64 = "fp64"
 _FRAME = re.compile(r'  File "([^"]+)", line (\d+), in (.+)')
@@ -62,7 +64,7 @@ class TrialRuns:
         Raises ConfigError or RunError with the error line of the ranks if they fail.
         """
         plan = self._write_plan(name, overrides, precisions, None)
-        self._check(name, self.launch(plan, ranks))
+        self._check(name, *self.launch(plan, ranks))
         evidence = {}
         for precision in precisions:
             run = _run_name(name, precision)
@@ -84,21 +86,27 @@ class TrialRuns:
         Returns False if the run ended before. Raises ConfigError or RunError if it failed.
         """
         plan = self._write_plan(name, overrides, [precision], (step, rank))
-        done = self.launch(plan, ranks)
-        if done.returncode == -signal.SIGKILL or "SIGKILL" in done.stderr:
+        code, stderr = self.launch(plan, ranks)
+        if code == -signal.SIGKILL:
             return True
-        self._check(name, done)
+        self._check(name, code, stderr)
         return False
 
-    def launch(self, plan: Path, ranks: int) -> subprocess.CompletedProcess[str]:
-        """Run a plan on `ranks` processes, with torchrun if there are several."""
-        words = [sys.executable]
-        if ranks > 1:
-            words += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        words += [*entry.words("verify.recording"), str(plan)]
+    def launch(self, plan: Path, ranks: int) -> tuple[int, str]:
+        """Run a plan on `ranks` processes; return the exit code and what they wrote to stderr.
+
+        One rank is a process of its own, with its own seed for hashes of strings. Several are
+        forked, which takes half the time; they share another seed.
+        """
         more = {"OMP_NUM_THREADS": "1", CODES: str(self._folder / "codes")}
-        environment = {**os.environ, **more}
-        return subprocess.run(words, capture_output=True, text=True, env=environment)  # noqa: S603
+        if ranks == 1:
+            words = [sys.executable, *entry.words("verify.recording"), str(plan)]
+            own = {**os.environ, **more}
+            done = subprocess.run(words, capture_output=True, text=True, env=own)  # noqa: S603
+            return done.returncode, done.stderr
+        log = plan.with_suffix(".log")
+        code = fork_ranks(ranks, enter, [str(plan), str(log)], more)
+        return code, log.read_text(encoding="utf-8", errors="replace")
 
     def _write_plan(
         self,
@@ -122,13 +130,13 @@ class TrialRuns:
         path.write_text(json.dumps(plan), encoding="utf-8")
         return path
 
-    def _check(self, name: str, done: subprocess.CompletedProcess[str]) -> None:
-        if not done.returncode:
+    def _check(self, name: str, code: int, stderr: str) -> None:
+        if not code:
             return
-        codes = self._folder / "codes"  # torchrun turns every failure into exit code 1
+        codes = self._folder / "codes"  # of all ranks, of which the first to fail may be another
         is_refused = codes.exists() and "2" in codes.read_text().split()
         error = ConfigError if is_refused else RunError
-        raise error(f"{name}: {last_words(done.stderr)}")
+        raise error(f"{name}: {last_words(stderr)}")
 
 
 def _run_name(name: str, precision: str) -> str:

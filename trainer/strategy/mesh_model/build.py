@@ -10,8 +10,8 @@ from torch import nn
 
 from trainer.errors import counted
 from trainer.strategy.base import Blueprint
-from trainer.strategy.context_parallel import Context
 from trainer.strategy.mesh import Mesh, open_group
+from trainer.strategy.mesh_model.context_parallel import Context
 from trainer.strategy.mesh_model.gradient_sums import GradientSums
 from trainer.strategy.mesh_model.materialize import Values, copy_structure, inner_first
 from trainer.strategy.mesh_model.partition import Partition

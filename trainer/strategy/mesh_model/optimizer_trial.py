@@ -41,7 +41,7 @@ def check_closure(optimizer: Optimizer) -> None:
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return True for torch's own optimizers with their own step."""
+    """Return True for an optimizer of ELEMENTWISE, unless its step was replaced."""
     return type(optimizer) in ELEMENTWISE and "step" not in vars(optimizer)
 
 

@@ -14,8 +14,8 @@ from trainer.errors import ConfigError, counted
 from trainer.hook_errors import call
 from trainer.micro_batch import count_rows
 from trainer.strategy.base import Blueprint
-from trainer.strategy.context_parallel import Context
 from trainer.strategy.mesh import Mesh
+from trainer.strategy.mesh_model.context_parallel import Context
 from trainer.strategy.modules.batchnorm import has_batchnorm
 from trainer.strategy.modules.dry_run import FlopCounter
 from trainer.strategy.pipeline_parallel.stage import OnMeta
