@@ -152,6 +152,7 @@ def _store_of(size: int, more: Mapping[str, str]) -> Iterator[None]:
 def _enter(rank: int, words: list[str]) -> None:
     """Run one rank of `launch=spawn`, in its process."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    mp.set_start_method(None, force=True)  # data workers start as under any other launcher
     sys.argv = ["trainer", *words]
     entry.run_module()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -53,6 +54,7 @@ def enter(rank: int, environment: Mapping[str, str], plan: str, log: str) -> Non
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(descriptor, number)
         os.close(descriptor)
+    multiprocessing.set_start_method(None, force=True)  # for data workers: this process has another
     numpy.random.seed()  # as in a process of its own; `random` does so itself
     sys.argv = ["trainer.verify.recording", plan]
     run(main)
