@@ -10,7 +10,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+import trainer
 from trainer.config.schema import LaunchSettings
 from trainer.distributed import entry
 from trainer.distributed.launchers import CODES, MARK, MASTER, RANKS
@@ -117,8 +118,9 @@ def fork_ranks(
     takes longer than a short run. The exit code is that of the first rank that failed, negative for
     a signal; the other ranks are then ended.
     """
-    mp.set_forkserver_preload([enter.__module__])
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)
     with _store_of(size, more):
+        _start_server(enter.__module__)
         own = {**os.environ}
         try:
             ranks = mp.start_processes(
@@ -131,6 +133,20 @@ def fork_ranks(
         except mp.ProcessRaisedException:
             return 1
     return 0
+
+
+def _start_server(module: str) -> None:
+    """Start the process that imports `module` and forks the ranks, unless it is running.
+
+    It would look for packages in the working directory first, which may hold a `trainer.py`.
+    """
+    forkserver.set_forkserver_preload([module])
+    here = Path.cwd()
+    os.chdir(Path(trainer.__file__).parents[1])
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(here)
 
 
 @contextmanager
