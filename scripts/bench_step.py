@@ -173,7 +173,8 @@ def lockstep(steps: int, ranks: int) -> dict[str, float]:
             return outcome
 
     with tempfile.TemporaryDirectory() as folder:
-        overrides = ["task=cifar", "optim=sgd", "optim.lr=0.01", "strategy.precision=fp32"]
+        overrides = ["task=cifar", "run.norm_rows=null", "optim=sgd", "optim.lr=0.01"]
+        overrides.append("strategy.precision=fp32")
         overrides += [f"run.dir={folder}", f"run.steps={WARM + steps}"]
         overrides += [f"data.global_batch={BATCH}", f"log.every_steps={LOG_EVERY}"]
         Tiny(load_config(overrides)).fit()

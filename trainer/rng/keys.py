@@ -56,11 +56,14 @@ class CallCounter:
         self._seeds.append(seed)
 
 
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
+
+
 class RowKeys:
     """The keys of the current rows, from the indices of their examples."""
 
     def __init__(self) -> None:
-        self.indices = torch.empty(0, dtype=torch.int64)
+        self.indices = _NO_ROWS
         self._keys: dict[torch.device, torch.Tensor] = {}
         self._counters: dict[torch.device, torch.Tensor] = {}
 
@@ -71,7 +74,7 @@ class RowKeys:
 
     def end(self) -> None:
         """Change to no rows."""
-        self.indices = self.indices[:0]
+        self.indices = _NO_ROWS  # a slice would take 5 us, twice a step
 
     def of_call(self, call: int, device: torch.device) -> torch.Tensor:
         """Return (rows,) int64, the keys of the rows for a call."""
