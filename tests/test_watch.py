@@ -92,7 +92,7 @@ GROUPS = {
     ),
     "shard=2 strategy.mesh.context=2": (
         "shard 1, context 1",
-        "ranks 0-2 wait in the shard group in forward and backward of step 6",
+        "ranks 0-2 wait in a collective in forward and backward of step 6",  # of torch's FSDP
     ),
 }
 
