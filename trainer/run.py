@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -70,8 +71,8 @@ class Run:
         code = fingerprint.of_code(type(task))
         self.checkpoints = Checkpointer(*own, opened, data, code)
         self._is_sound = True  # False while a step is judged, and while it is saved
-        changes = [*opened.warnings, *skipped, *fingerprint.list_unsteady(data)]
-        changes += self._list_changes(manifest, code)
+        warnings = [*opened.warnings, *skipped, *fingerprint.list_unsteady(data)]
+        changes = partial(self._list_changes, warnings, manifest, code)
         session = (opened.record, opened.directory, self.step, changes, not origin.is_resumed)
         self._log = RunLog(config, group, *session)
 
@@ -152,11 +153,16 @@ class Run:
             inputs, _ = next(iter(self.batches.of_step(self.step)))
             self.record.images(self.step, inputs)
 
-    def _list_changes(self, manifest: Manifest | None, code: Mapping[str, str]) -> list[str]:
-        """Return lines on slow ranks, changes at a resume, and limits of strategy and draws."""
+    def _list_changes(
+        self, warnings: Sequence[str], manifest: Manifest | None, code: Mapping[str, str]
+    ) -> list[str]:
+        """Return warnings, slow ranks, changes at a resume, and limits of strategy and draws.
+
+        A collective.
+        """
         config, setup, group = self.config, self._setup, self._ranks.group
         reasons = startup.slow_reasons(config, group.world, setup.threads, self.batches.is_streamed)
-        lines = startup.slowness(group.collect(reasons))
+        lines = [*warnings, *startup.slowness(group.collect(reasons))]
         lines += startup.resumed(config, manifest, group.world, self.num_steps, code)
         strategy = self.engine.strategy
         lines += strategy.list_remarks(manifest is not None)

@@ -55,6 +55,8 @@ class RolledBack(Exception):
 
 
 class Writer(Protocol):
+    """A saver or record that writes in the background, which may fail."""
+
     @property
     def has_failed(self) -> bool: ...
 

@@ -69,7 +69,7 @@ class Norms:
             clip_grads_with_norm_(parameters, self._limit, norm)
 
     def take(self) -> dict[str, float]:
-        """Return the norm of each update's last gradients, by name, once."""
+        """Return the norm of each update's last gradients before clipping, by name, once."""
         norms = {name: float(norm) for name, norm in self._found.items()}
         self._found.clear()
         return norms
@@ -107,13 +107,13 @@ class Engine:
         self._objectives: dict[str, Objective] = {}
         hooks = parts.hooks if config.log.train_metrics else None
         self.recorder = Recorder(means, self._objectives, is_counted, hooks)
-        self._norms = Norms(config.run.clip_norm)
+        self.norms = Norms(config.run.clip_norm)
         rehearsal = next(iter(batch))
         seed_all(config.run.seed)  # lazy layers initialise their weights in the rehearsal
         strategy.prepare(rehearsal, self._objective("loss").of(parts.hooks.loss))
         self._few_rows = take_rows(rehearsal, 3 * (config.norm_rows or 1))
         self._rehearse_draws("loss", parts.hooks.loss)
-        self.means.clear()
+        self.recorder.means.clear()
         built = parts.hooks.build_optimizer(self.tensors.structure)
         self.optimizers = Optimizers(built, self.tensors, schedule, rate_scale(config))
         self.ema = open_ema(config, self.tensors)
@@ -122,10 +122,6 @@ class Engine:
     @property
     def tensors(self) -> Tensors:
         return self.strategy.tensors
-
-    @property
-    def means(self) -> Means:
-        return self.recorder.means
 
     @property
     def model(self) -> nn.Module:
@@ -173,14 +169,14 @@ class Engine:
         if optimizers is not None:
             self.optimizers.drop_other_gradients(optimizers)
         found_inf = self.precision.unscale(self.tensors.gradients(), objective.factor(totals))
-        found_inf, norm = strategy.reduce(found_inf, self._norms.are_wanted)
-        self._norms.note(name, norm)
+        found_inf, norm = strategy.reduce(found_inf, self.norms.are_wanted)
+        self.norms.note(name, norm)
         return Gradients(totals, found_inf, norm)
 
     def step(self, gradients: Gradients, optimizers: Sequence[Optimizer] | None = None) -> Outcome:
         """Clip, step and free the gradients: the second half of an update."""
         found_inf = gradients.found_inf
-        self._norms.clip(self.tensors.trained, gradients.norm)
+        self.norms.clip(self.tensors.trained, gradients.norm)
         self.optimizers.step(found_inf, optimizers)
         if self.precision.is_scaled:
             self.precision.update_scale(found_inf)
@@ -212,21 +208,17 @@ class Engine:
 
         If `wants_norm`, its gradients' norm is computed, for `norms`.
         """
-        self._norms.begin_step(wants_norm)
+        self.norms.begin_step(wants_norm)
         self.recorder.begin_step()
         self.optimizers.set_rate(step)
 
     def end_step(self) -> None:
         """Close the step's row of means, and advance the moving average of the weights."""
         self._ranks.end_child()
-        self.means.end_row()
+        self.recorder.means.end_row()
         if self.ema is not None:
             self.ema.update()
         self.recorder.end_step()
-
-    def norms(self) -> dict[str, float]:
-        """Return the norm of each update's last gradients before clipping, by name, once."""
-        return self._norms.take()
 
     def gather_rows(self, tensor: torch.Tensor, num_batches: int) -> tuple[torch.Tensor, int]:
         """Return the rows of all ranks, and the number of this rank's first one among them."""
@@ -264,7 +256,7 @@ class Engine:
         group = self._ranks.group
         return {
             "optimizers": self.tensors.collect_plain(self.optimizers.state(), group),
-            "rows": self.means.reduced(group),
+            "rows": self.recorder.means.reduced(group),
             "elements": {name: each.elements for name, each in self._objectives.items()},
             "precision": self.precision.state_dict(),
             "extra": self.tensors.extra_state(),
@@ -284,7 +276,7 @@ class Engine:
 
         Raises CheckpointError if they are of another model or optimizer.
         """
-        self.means.load(training["rows"])
+        self.recorder.means.load(training["rows"])
         self._objectives.clear()
         for name, elements in training["elements"].items():
             self._objectives[name] = self._open_objective(name, elements=elements)

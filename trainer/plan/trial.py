@@ -71,6 +71,7 @@ class Trial:
         self.task = load_task(config)(config, world)
         self.task.world = world  # hooks that build something place it on the CPU
         config = self.config
+        self.kind: type[Strategy] = find_strategy(config.strategy)
         self.precision = Precision(config.strategy.precision, world.device)
         prepare = build_preparation(self.task, self.precision)
         self.draws = prepare.draws
@@ -93,10 +94,6 @@ class Trial:
     @property
     def config(self) -> Config:
         return self.task.config
-
-    @property
-    def kind(self) -> type[Strategy]:
-        return find_strategy(self.config.strategy)
 
     @property
     def rows(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,11 @@ class RunLog:
         record: Record,
         directory: Path,
         first_step: int,
-        changes: Sequence[str],
+        list_changes: Callable[[], Sequence[str]],
         is_new: bool,
     ):
-        """`changes` are the last lines of the start; `is_new` is False if a run is resumed."""
+        """`list_changes` returns the last lines of the start. It is called by `announce`, where the
+        run's context records a failure. `is_new` is False if a run is resumed."""
         self.first_step = first_step
         self.directory = directory
         self._config = config
@@ -42,7 +43,7 @@ class RunLog:
         self._clock = Clock()
         self._began_s = self._clock.read()
         self._logged = (first_step, self._began_s)
-        self._changes = changes
+        self._list_changes = list_changes
         self._is_new = is_new
 
     def paused(self) -> AbstractContextManager[None]:
@@ -56,17 +57,17 @@ class RunLog:
         self._record.table(startup.rank_columns(mesh), startup.rank_rows(ranks))
         layout = startup.layout(self._config, world, threads)
         place = f"run directory: {self._shown}"
-        for line in (layout, *built, place, *self._changes):
+        for line in (layout, *built, place, *self._list_changes()):
             self._record.say(line)
         if self._is_new:
             self._record.hyper_parameters(self._config.flat())
 
     def scalars(self, engine: Engine, step: int) -> dict[str, float]:
         """Return means since the last call, learning rate and speed, by name. A collective."""
-        means = engine.means.read(self._group)
+        means = engine.recorder.means.read(self._group)
         values = {f"train/{name}": mean for name, mean in means.items()}
         values |= engine.optimizers.rates()
-        for name, norm in engine.norms().items():
+        for name, norm in engine.norms.take().items():
             values["optim/grad_norm" + f"/{name}" * (name != "loss")] = norm
         then, before = self._logged
         self._logged = (step, self._clock.read())

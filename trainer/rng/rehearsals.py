@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import eq
 
-import torch
-
+from trainer.hook_errors import is_out_of_memory
 from trainer.rng.functions import Sizes
 
 Draw = tuple[str, Sizes]  # its name, and the sizes of the drawn tensor
@@ -45,9 +44,9 @@ class Rehearsals:
         for rows in sizes:  # both, if the first one fails too: another rank may take part in them
             try:
                 seen.append(watch(rows))
-            except torch.OutOfMemoryError:
-                raise
-            except Exception:
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
                 self._used[update] = True
         if len(seen) < len(sizes):
             return
