@@ -258,6 +258,7 @@ def first_steps(task: Trainer) -> None:
         setup = Setup(task, session.ranks, ("train", *task.config.eval.splits))
         with Run(task, setup, resume.Origin()) as run:
             task._run = run
+            run.engine.proof.close()
             for _ in range(2):
                 run.engine.set_rate(0, True)
                 task.train_step(run.batches.of_step(0))

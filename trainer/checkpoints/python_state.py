@@ -65,7 +65,7 @@ class PythonState:
             yield type(self._schedule).__name__, self._schedule, set()
         for name, module in self._model.named_modules():
             # the old nn.utils.weight_norm computes `weight` from the parameter `weight_g`
-            made = {name.rpartition("_")[0] for name in module._parameters}
+            made = {name.rpartition("_")[0] for name in dict(module._parameters)}
             yield f"model.{name}".rstrip("."), module, OF_A_MODULE | made
 
     def _read(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from trainer.config.typed import NO_SETTING, limit
 
 # Settings of the layout: how a run is computed, saved and shown. All others belong to the run.
 _LAYOUT = """
-    checkpoint. dist. launch. log. eval.micro_batch run.dir run.name run.resume
+    checkpoint. dist. launch. log. eval.micro_batch run.dir run.name run.resume run.prove
     run.max_minutes run.stop_after_evals run.min_improvement
     data.micro_batch data.path data.timeout_s data.workers
     strategy.name strategy.device_ids strategy.devices_per_rank
@@ -42,6 +42,8 @@ class RunSettings:
     clip_norm: Annotated[float | None, limit(above=0)]
     dropout: Literal["example", "torch"]
     norm_rows: Annotated[int | None, limit(min=1)]
+    buffers: Literal["per_pass", "per_step"]
+    prove: bool | Literal["warn"]
     on_bad_step: Literal["skip", "stop", "rollback"]
     max_minutes: Annotated[float | None, limit(above=0)]
     stop_after_evals: Annotated[int | None, limit(min=1)]

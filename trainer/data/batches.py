@@ -15,7 +15,7 @@ from trainer.data.batch_plan import BatchPlan, Cut, check_batch
 from trainer.data.examples import length_of
 from trainer.data.ledger import Ledger
 from trainer.data.loaders import ExampleSource, Piece
-from trainer.data.order import EpochSampler
+from trainer.data.order import EpochSampler, Order
 from trainer.data.preparation import MicroBatch, Preparation
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.watch.heartbeat import Heartbeat, Phase
@@ -129,6 +129,12 @@ class Batches:
         """Return these examples as one micro-batch, read in this process as in epoch 0."""
         piece = self._loaders[0].read(indices.to(self._sampler.device))
         return LocalBatch([piece], 0, 0, 0, self._prepare, self._ranks.heartbeat)
+
+    def first_examples(self, count: int) -> torch.Tensor:
+        """Return the indices of the first examples of epoch 0, from the first again if too few."""
+        total = self.plan.num_examples
+        order = Order(self._prepare.seed, 0, total)
+        return order(torch.arange(count) % total).to(self._sampler.device)
 
     def check_length(self) -> None:
         """Raise RunError if the number of training examples has changed since the start."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,13 +21,12 @@ from trainer.engine.objective import Objective, Share
 from trainer.engine.optimizers import Optimizers
 from trainer.engine.outcome import Outcome
 from trainer.engine.parts import Parts
+from trainer.engine.proof.proof import Proof
 from trainer.engine.recording import Loss, Recorder
 from trainer.errors import ConfigError
-from trainer.micro_batch import take_rows
 from trainer.rng.philox import seed_all
 from trainer.schedule import Factor, rate_scale
 from trainer.strategy.base import MicroBatches
-from trainer.strategy.modules.dry_run import untouched
 from trainer.strategy.shards import Shard, TensorSource, read_into
 from trainer.strategy.tensor_parallel.collectives import gather_parts, sizes_of
 from trainer.strategy.tensors import Tensors
@@ -111,8 +109,8 @@ class Engine:
         rehearsal = next(iter(batch))
         seed_all(config.run.seed)  # lazy layers initialise their weights in the rehearsal
         strategy.prepare(rehearsal, self._objective("loss").of(parts.hooks.loss))
-        self._few_rows = take_rows(rehearsal, 3 * (config.norm_rows or 1))
-        self._rehearse_draws("loss", parts.hooks.loss)
+        self.proof = Proof(parts, self.recorder, rehearsal)
+        self.proof.rehearse("loss", parts.hooks.loss)
         self.recorder.means.clear()
         built = parts.hooks.build_optimizer(self.tensors.structure)
         self.optimizers = Optimizers(built, self.tensors, schedule, rate_scale(config))
@@ -161,8 +159,7 @@ class Engine:
         self._ranks.end_child()
         strategy = self.strategy
         objective = self._objective(name).of(self.recorder.watched(loss))
-        if not self.draws.is_known(name):
-            self._rehearse_draws(name, loss)
+        self.proof.of(name, loss)
         with self.draws.update(name):
             totals = strategy.forward_backward(batch, objective)
         self._ranks.heartbeat.enter(Phase.UPDATE)
@@ -184,20 +181,6 @@ class Engine:
         self.tensors.drop_gradients()
         return Outcome(((gradients.totals, found_inf),))
 
-    def _rehearse_draws(self, name: str, loss: Loss) -> None:
-        """Find the random draws of an update by a rehearsal, which leaves the model unchanged."""
-
-        def compute(inputs: Any, targets: Any) -> None:
-            self.strategy.compute(inputs, targets, loss)
-
-        config = self.strategy.blueprint.config
-        eagerly = torch.compiler.set_stance("force_eager") if config.run.compile else nullcontext()
-        with eagerly, untouched(self.model), self.recorder.closed():
-            self.draws.rehearse(name, compute, self._few_rows, config.norm_rows or 1)
-        if self.strategy.mesh.divides_model:
-            self.draws.agree(name, self._ranks.group.max)
-        self.tensors.refresh()
-
     def _objective(self, name: str) -> Objective:
         if name not in self._objectives:
             self._objectives[name] = self._open_objective(name)
@@ -209,6 +192,7 @@ class Engine:
         If `wants_norm`, its gradients' norm is computed, for `norms`.
         """
         self.norms.begin_step(wants_norm)
+        self.proof.begin_step(step)
         self.recorder.begin_step()
         self.optimizers.set_rate(step)
 
@@ -222,6 +206,8 @@ class Engine:
 
     def gather_rows(self, tensor: torch.Tensor, num_batches: int) -> tuple[torch.Tensor, int]:
         """Return the rows of all ranks, and the number of this rank's first one among them."""
+        if self.proof.gathering.is_on:
+            return self.proof.gathering.take(tensor)
         rows = self.recorder.rows
         if rows is None:
             return tensor, 0

@@ -20,7 +20,7 @@ from trainer.hook_errors import Rows
 from trainer.micro_batch import take_rows
 from trainer.rng.functions import HANDLERS, REOPENED, Numbers, Part, Sizes
 from trainer.rng.keys import CallCounter, RowKeys
-from trainer.rng.philox import key_of, seed_layers
+from trainer.rng.philox import key_of, seed_coins, seed_layers
 from trainer.rng.rehearsals import Draw, Rehearsals
 
 
@@ -43,7 +43,7 @@ class Draws(TorchFunctionMode):
         self._cuts: list[tuple[Part, ...]] = []
         self._calls = CallCounter()
         self._keys = RowKeys()
-        self._rehearsals = Rehearsals()
+        self.rehearsals = Rehearsals()
 
     # Rows ---------------------------------------------------------------------------------------
 
@@ -56,6 +56,8 @@ class Draws(TorchFunctionMode):
     def begin_again(self, first: int, last: int) -> None:
         """Repeat the draws of the current micro-batch, for its rows from `first` to `last`."""
         step, number, indices = self._begun
+        if self.rehearsals.has_coins:  # the same in all micro-batches of an update
+            seed_coins(self._seed, step, key_of(self._update))
         if not self._is_entered:
             seed_layers(self._seed, step, number, self._device)
             return
@@ -74,13 +76,13 @@ class Draws(TorchFunctionMode):
 
     def is_known(self, name: str) -> bool:
         """Return True if this update needs no rehearsal."""
-        return self._rehearsals.has_draws(name) is not None or not self._is_by_example
+        return self.rehearsals.has_draws(name) is not None or not self._is_by_example
 
     @contextmanager
     def update(self, name: str) -> Iterator[None]:
         """Draw by example during one update; skip the mode if its rehearsal saw no draw."""
         self._update = name
-        self._is_entered = bool(self._rehearsals.has_draws(name))
+        self._is_entered = bool(self.rehearsals.has_draws(name))
         try:
             with self if self._is_entered else nullcontext():
                 yield
@@ -103,7 +105,7 @@ class Draws(TorchFunctionMode):
             return self.watch(partial(compute, *take_rows(batch, rows)), rows)
 
         self._update = name
-        self._rehearsals.rehearse(name, watch, unit)
+        self.rehearsals.rehearse(name, watch, unit)
 
     def agree(self, name: str, most: Callable[[float], list[float]]) -> None:
         """Draw by example in an update if any rank saw a draw in its rehearsal.
@@ -111,7 +113,7 @@ class Draws(TorchFunctionMode):
         `most` returns the maximum over the ranks, as `Group.max` does.
         """
         if self._is_by_example:
-            self._rehearsals.agree(name, most)
+            self.rehearsals.agree(name, most)
 
     def watch(self, compute: Callable[[], Any], rows: int) -> list[Draw]:
         """Return the name and sizes of each draw of a computation on `rows` rows."""
@@ -120,7 +122,7 @@ class Draws(TorchFunctionMode):
             return []
         self._begin_rows(torch.arange(rows))
         try:
-            with self._rehearsals.noting() as draws, self:
+            with self.rehearsals.noting() as draws, self:
                 compute()
         finally:
             self.end()
@@ -153,8 +155,8 @@ class Draws(TorchFunctionMode):
             for axis, _, count in parts:
                 whole[axis] *= count
             sizes = tuple(whole)
-        self._rehearsals.note(name, sizes)
-        place = self._rehearsals.place(self._update, name, sizes, len(self._keys.indices))
+        self.rehearsals.note(name, sizes)
+        place = self.rehearsals.place(self._update, name, sizes, len(self._keys.indices))
         call = self._calls.next(device, place is None)
         if place is None:
             return None
@@ -185,7 +187,7 @@ class Draws(TorchFunctionMode):
     def by_micro_batch(self, name: str) -> int:
         """Return the seed for a call whose kernel draws internally."""
         self.kernels.add(name)
-        self._rehearsals.note(name, ())
+        self.rehearsals.note(name, ())
         return key_of(self._calls.next(torch.device("cpu")), self._begun[1])
 
     def list_remarks(self) -> list[str]:
@@ -194,7 +196,7 @@ class Draws(TorchFunctionMode):
             f"{name} draws inside its kernel: keyed by micro-batch, not by example"
             for name in sorted(self.kernels)
         ]
-        if "attention" in self._rehearsals.names and self._device.type == "cuda":
+        if "attention" in self.rehearsals.names and self._device.type == "cuda":
             why = "fused kernels take no mask and are off; run.dropout=torch keeps them"
             remarks.append(f"dropout of attention by example: {why}")
         return remarks

@@ -176,17 +176,26 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 
 def random_state() -> tuple[Any, ...]:
     """Return the states of the generators that `seed_example` seeds."""
+    return *coins(), torch.default_generator.get_state().numpy().tobytes()
+
+
+def coins() -> tuple[Any, ...]:
+    """Return the states of Python's and, if it is imported, numpy's generator."""
     numpy = sys.modules.get("numpy")
     arrays = numpy.random.get_state()[1:3] if numpy is not None else ()
     drawn = [str(part) if isinstance(part, int) else part.tobytes() for part in arrays]
-    state = torch.default_generator.get_state().numpy().tobytes()
-    return random.getstate(), state, *drawn
+    return random.getstate(), *drawn
+
+
+def seed_coins(*parts: int) -> None:
+    """Seed Python's and, if it is imported, numpy's generator."""
+    value = mixed(*parts)
+    random.seed(value)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(value & _MASK)
 
 
 def seed_example(seed: int, epoch: int, index: int) -> None:
     """Seed `random`, `torch` and, if it is imported, `numpy` for one example of a dataset."""
-    value = mixed(seed, epoch, index)
-    random.seed(value)
-    torch.default_generator.manual_seed(value)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(value & _MASK)
+    torch.default_generator.manual_seed(mixed(seed, epoch, index))
+    seed_coins(seed, epoch, index)

@@ -13,12 +13,12 @@ from trainer.data.order import Order
 from trainer.data.preparation import MicroBatch
 from trainer.engine.means import weigh
 from trainer.engine.parts import Hooks
+from trainer.engine.proof.holders import Holders, of_dataset, of_model, of_task
 from trainer.micro_batch import count_rows
 from trainer.run import Run
 from trainer.strategy.base import call
 from trainer.strategy.modules.dry_run import untouched
 from trainer.verify.evidence import Probe, Tensors
-from trainer.verify.holders import Holders, of_dataset, of_model, of_task
 
 PROBED = 8  # examples, the same on every rank
 

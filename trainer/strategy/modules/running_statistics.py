@@ -25,7 +25,9 @@ class RunningStatistics:
     steps in which they change on any rank, so that frozen ones keep their bits.
     """
 
-    def __init__(self, rows: float | None):
+    def __init__(self, rows: float | None, takes_all: bool = False):
+        """With `takes_all`, integers start from their values at the start of the step too."""
+        self._takes_all = takes_all
         self.buffers: list[torch.Tensor] = []
         self.rows = rows
         self._is_first = True
@@ -57,7 +59,10 @@ class RunningStatistics:
         self.buffers = [buffer for buffer, _ in floats]
         self._frozen = [place for place, (_, is_changed) in enumerate(floats) if not is_changed]
         counted = [b for name, b in model.named_buffers() if name.endswith("num_batches_tracked")]
-        self._counters = [b for b in counted if any(b is each for each, _ in chosen)]
+        integers = [b for b, _ in chosen if not b.is_floating_point()]
+        if not self._takes_all:
+            integers = [b for b in integers if any(b is each for each in counted)]
+        self._counters = integers
 
     @property
     def sizes(self) -> list[int]:

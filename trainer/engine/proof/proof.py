@@ -1,0 +1,270 @@
+"""The proof of an update: its rows, draws and buffers do not depend on the layout (law 14)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.data.batches import Batches
+from trainer.data.preparation import MicroBatch
+from trainer.engine.parts import Parts
+from trainer.engine.proof.finding import (
+    compare,
+    explain,
+    explain_buffers,
+    limit_of,
+    list_changed,
+)
+from trainer.engine.proof.gathering import Gathering
+from trainer.engine.proof.holders import Holders, of_model, of_task
+from trainer.engine.proof.passes import Loss, Passed, ProofPasses, Subject
+from trainer.engine.proof.trace import find_module
+from trainer.engine.recording import Recorder
+from trainer.errors import ConfigError, one_line
+from trainer.hook_errors import is_out_of_memory
+from trainer.micro_batch import take_rows
+from trainer.strategy.mesh_model.full_model import PROVED_BYTES
+from trainer.strategy.modules.dry_run import untouched
+
+LATE = (1, 9, 99, 999)  # steps, 0-based, before which forward and loss are proved again
+CUTS = ((0, 1, 3), (0, 2, 4))  # of rows, times run.norm_rows; the second if one row is too few
+MOST_FLOPS = 2e13  # of a proof: a minute or more on a CPU
+FP64_FLOPS = 5e10  # more of them are computed in the run's precision, with fewer rows
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a proof: a line about the first dependence on the layout, else an empty one.
+
+    `unproved` says why nothing could be found out.
+    """
+
+    line: str = ""
+    unproved: str = ""
+
+
+class Proof:
+    """Proves each update of a run at its first step, and its values at a few later ones.
+
+    A collective: every rank must make the same updates.
+    """
+
+    def __init__(self, parts: Parts, recorder: Recorder, batch: MicroBatch):
+        """`batch` is a micro-batch, on a few rows of which draws are rehearsed."""
+        self.gathering = Gathering()
+        self._parts = parts
+        self._recorder = recorder
+        self._few_rows = take_rows(batch, 3 * (parts.config.norm_rows or 1))
+        self._batches: Batches | None = None
+        self._say: Callable[[str], None] = print
+        self._step = 0
+        self._proved: set[tuple[str, int]] = set()
+        self._found: set[str] = set()  # lines, each told once
+
+    def open(self, batches: Batches, say: Callable[[str], None]) -> None:
+        """Prove updates from now on, with rows of these batches; a line is told by `say`."""
+        self._batches = batches
+        self._say = say
+
+    def close(self) -> None:
+        """Prove nothing from now on."""
+        self._batches = None
+
+    def begin_step(self, step: int) -> None:
+        self._step = step
+
+    def of(self, name: str, loss: Loss) -> None:
+        """Rehearse the draws of an update at its first step, and prove it if that is due.
+
+        Raises ConfigError for one that is wrong in this layout.
+        """
+        if not self._parts.draws.is_known(name):
+            self.rehearse(name, loss)
+        is_first = (name, -1) not in self._proved
+        key = (name, -1 if is_first else self._step)
+        if self._batches is None or key in self._proved or not (is_first or self._step in LATE):
+            return
+        self._proved |= {key, (name, self._step)}
+        begun = time.monotonic()
+        verdict = self._agreed(self.examine(name, loss, self._batches, is_late=not is_first))
+        self._tell(verdict, name, time.monotonic() - begun, is_first)
+
+    def rehearse(self, name: str, loss: Loss) -> None:
+        """Find the random draws of an update by a rehearsal, which leaves the model unchanged."""
+        parts = self._parts
+        strategy, draws = parts.strategy, parts.draws
+
+        def compute(inputs: Any, targets: Any) -> None:
+            strategy.compute(inputs, targets, loss)
+
+        with self._eagerly(), untouched(strategy.module), self._recorder.closed():
+            draws.rehearse(name, compute, self._few_rows, parts.config.norm_rows or 1)
+        if strategy.mesh.divides_model:
+            draws.agree(name, parts.ranks.group.max)
+        strategy.tensors.refresh()
+
+    def _eagerly(self) -> AbstractContextManager:
+        is_compiled = self._parts.config.run.compile
+        return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+
+    @property
+    def _is_shared(self) -> bool:
+        """True if a global batch has more than one micro-batch in this layout."""
+        assert self._batches is not None
+        return self._batches.plan.accumulation * self._parts.strategy.mesh.data_size > 1
+
+    def _tell(self, verdict: Verdict, name: str, seconds: float, is_first: bool) -> None:
+        line = verdict.line
+        if not line:
+            what = f"proof of {name}: " if name != "loss" else "proof: "
+            if verdict.unproved and is_first:
+                self._say(f"{what}{verdict.unproved} ({seconds:.2f} s)")
+            elif is_first:
+                self._say(f"{what}rows, draws and buffers agree ({seconds:.2f} s)")
+            return
+        if line in self._found:
+            return
+        self._found.add(line)
+        if not self._is_shared:
+            self._say(f"with more ranks or micro-batches this run would differ: {line}")
+        elif self._parts.config.run.prove == "warn":
+            self._say(f"warning: this run differs from one of one micro-batch: {line}")
+        else:
+            self._recorder.end_step()  # nothing is updated yet, so the state is complete
+            raise ConfigError(f"run.prove=true: {line}; or set run.prove=warn")
+
+    def _agreed(self, verdict: Verdict) -> Verdict:
+        """Return the first verdict of any rank with a line. A collective."""
+        every = self._parts.ranks.group.gather([verdict.line, verdict.unproved])
+        return Verdict(*next((each for each in every if each[0]), every[0]))
+
+    def examine(self, name: str, loss: Loss, batches: Batches, is_late: bool = False) -> Verdict:
+        """Compare whole rows with parts of them. A collective."""
+        strategy = self._parts.strategy
+        size = sum(p.nbytes for p in strategy.tensors.structure.parameters())
+        flops = 2 * CUTS[0][-1] * strategy.flops
+        if size > PROVED_BYTES or flops > MOST_FLOPS:
+            what = f"a model of {size / 1e9:.1f} GB" if size > PROVED_BYTES else "so large rows"
+            return Verdict(unproved=f"left out for {what}; use python -m trainer.verify")
+        rows = CUTS[-1][-1] * (self._parts.config.norm_rows or 1)
+        indices = batches.first_examples(rows)
+        batch = next(iter(batches.of_examples(indices)))
+        with (
+            strategy.tensors.whole() as module,
+            untouched(module),
+            self._recorder.closed(),
+            self._eagerly(),
+        ):
+            subject = self._subject(module, name, loss, batch, indices)
+            verdict = self._judge(subject, flops > FP64_FLOPS, is_late)
+        strategy.tensors.refresh()
+        return verdict
+
+    def _subject(
+        self, module: nn.Module, name: str, loss: Loss, batch: MicroBatch, indices: torch.Tensor
+    ) -> Subject:
+        parts = self._parts
+        strategy = parts.strategy
+        is_sharded = strategy.mesh.shard > 1 and not strategy.mesh.divides_model
+        return Subject(
+            module=module,
+            loss=loss,
+            name=name,
+            batch=batch,
+            indices=indices,
+            unit=parts.config.norm_rows or 1,
+            draws=parts.draws,
+            autocast=parts.precision.autocast,
+            is_plain=not is_sharded,
+            rewinds=strategy.statistics.rows is not None,
+            gathering=self.gathering,
+        )
+
+    def _judge(self, subject: Subject, in_own: bool, is_late: bool) -> Verdict:
+        is_fixed = type(self._parts.strategy).cut(self._parts.config).is_fixed
+        module = subject.module
+        if self._parts.config.run.dropout == "torch":
+            module.eval()
+        why = ""
+        try:
+            for own, cuts in product((False, True)[in_own:], CUTS):
+                scaled = [
+                    cut * subject.unit for cut in (cuts[:1] + cuts[-1:] if is_fixed else cuts)
+                ]
+                try:
+                    return self._compare(subject, ProofPasses(subject, own, not is_late), scaled)
+                except Exception as error:
+                    why = f"{subject.name} cannot run on a few rows: {one_line(error)}"
+                    if is_out_of_memory(error):
+                        why = "left out for so large rows"
+        finally:
+            module.train()
+        return Verdict(unproved=why)
+
+    def _compare(self, subject: Subject, passes: ProofPasses, cuts: Sequence[int]) -> Verdict:
+        whole = passes.run((0, cuts[-1]))
+        parts = passes.run(cuts)
+        limit = limit_of(whole, self._is_narrow and not passes.is_exact)
+        found = compare(whole, parts, limit)
+        if found is None and not whole.has_coins:
+            return Verdict()
+        return Verdict(self._name(subject, passes, cuts, limit))
+
+    @property
+    def _is_narrow(self) -> bool:
+        precision = self._parts.precision
+        return precision.dtype.itemsize < 4 or "amp" in self._parts.config.strategy.precision
+
+    def _name(
+        self, subject: Subject, passes: ProofPasses, cuts: Sequence[int], limit: float
+    ) -> str:
+        """Return a line about a difference, by a few more passes with traces."""
+        rows = (0, cuts[-1])
+        holders = Holders([*of_model(subject.module), *of_task(self._parts.hooks)])
+        first = passes.run(rows, is_traced=True)
+        changed = holders.changed([*of_model(subject.module), *of_task(self._parts.hooks)])
+        again = passes.run(rows, is_traced=True)
+        if first.has_coins:
+            why = "draws from numpy's or Python's generator, which each process has for itself"
+            return f"{_place(first, again, limit)} {why}; use torch.rand"
+        if line := _name_draws(first, again, limit, changed):
+            return line
+        if not subject.rewinds:
+            rewound = compare(first, passes.run(cuts, rewinds=True), limit)
+            if rewound is None or rewound.kind == "buffer":
+                names = list_changed(subject.module, first)
+                return explain_buffers(names, can_rewind=rewound is None)
+        parts = passes.run(cuts, is_traced=True)
+        found = compare(first, parts, limit)
+        if found is None:
+            return "model or loss give other results from time to time; look for threads"
+        return explain(found, first, parts, limit)
+
+
+def _name_draws(first: Passed, again: Passed, limit: float, changed: Sequence[str]) -> str:
+    """Return a line if the same rows gave two results, else an empty one."""
+    if compare(first, again, limit) is None:
+        return ""
+    where = _place(first, again, limit)
+    if changed:
+        why = f"depends on {', '.join(changed)}, which it changes and no buffer holds"
+        return f"{where} {why}; make it a buffer, or a function of self.step"
+    return f"{where} draws unseeded random numbers; use torch.rand"
+
+
+def _place(first: Passed, other: Passed, limit: float) -> str:
+    found = None
+    if first.traces and other.traces:
+        found = find_module(first.traces[0], other.traces, limit)
+    if found is None:
+        return "the loss"
+    name, call = found
+    kind = type(call.module).__name__
+    return f"{name} ({kind})" if name else f"the model ({kind})"
