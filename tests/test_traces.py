@@ -62,6 +62,7 @@ class Constant(Tiny):
 
 def run(folder, *overrides, task=Tiny):
     words = [f"run.dir={folder}", "run.name=run", "task=tiny", "run.steps=3", "log.every_steps=1"]
+    words.append("run.prove=false")
     quiet = ["eval.every_epochs=null", "checkpoint.keep_best=0", "strategy.precision=fp64"]
     task(load_config([*words, *quiet, *overrides], [CONF])).fit()
 

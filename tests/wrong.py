@@ -4,6 +4,7 @@ import math
 import os
 import random
 import time
+import warnings
 
 import numpy as np
 import torch
@@ -26,11 +27,6 @@ class OwnAugmentation(Tiny):
         return inputs + 0.1 * torch.randn(inputs.shape, dtype=inputs.dtype) * (
             self.step > 2
         ), targets
-
-
-class RandomLoss(Tiny):
-    def loss(self, outputs, targets):
-        return super().loss(outputs, targets) * (1 + 0.1 * random.random())
 
 
 class LossOfTheRank(Tiny):
@@ -385,11 +381,8 @@ class KernelOfGru(Tiny):
 
 class Scripted(Tiny):
     def build_model(self):
-        class D(nn.Module):
-            def forward(self, x):
-                return F.dropout(x, 0.3, True)
-
-        return net(torch.jit.script(nn.Dropout(0.3)))
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            return net(torch.jit.script(nn.Dropout(0.3)))
 
 
 class SumsTheBatch(Tiny):
@@ -402,3 +395,243 @@ class DividesByTheBatch(Tiny):
     def loss(self, outputs, targets):
         values = super().loss(outputs, targets)
         return values / values.detach().norm()
+
+
+# Draws without a key by row ----
+
+
+class OfDefaultGenerator(nn.Module):
+    def forward(self, x):
+        return x * (torch.rand(x.shape, generator=torch.default_generator) > 0.3).to(x.dtype)
+
+
+class ModelOfDefaultGenerator(Tiny):
+    def build_model(self):
+        return net(OfDefaultGenerator())
+
+
+class NumpyRows(nn.Module):
+    def forward(self, x):
+        return x * torch.as_tensor(np.random.rand(len(x), 1)).to(x.dtype)
+
+
+class ModelOfNumpyRows(Tiny):
+    def build_model(self):
+        return net(NumpyRows())
+
+
+class PythonRows(nn.Module):
+    def forward(self, x):
+        return torch.stack([row * (1 + random.random()) for row in x])
+
+
+class ModelOfPythonRows(Tiny):
+    def build_model(self):
+        return net(PythonRows())
+
+
+class Permutes(nn.Module):
+    """Draws once for each row."""
+
+    def forward(self, x):
+        return torch.stack([row[torch.randperm(16)] for row in x])
+
+
+class ModelOfPermutations(Tiny):
+    def build_model(self):
+        return net(Permutes(), nn.Dropout(0.3))
+
+
+class DrawsForEachRow(nn.Module):
+    def forward(self, x):
+        return torch.stack([row * torch.rand(16, dtype=row.dtype) for row in x])
+
+
+class ModelOfDrawsForEachRow(Tiny):
+    def build_model(self):
+        return net(DrawsForEachRow(), nn.Dropout(0.3))
+
+
+class Packed(nn.Module):
+    """Dropout on joined tokens, of which a row has one to three."""
+
+    def forward(self, x):
+        counts = (x[:, 0] > 0).long() + (x[:, 1] > 0).long() + 1
+        tokens = F.dropout(x.repeat_interleave(counts, 0), 0.3, self.training)
+        rows = torch.arange(len(x)).repeat_interleave(counts)
+        return torch.zeros_like(x).index_add(0, rows, tokens)
+
+
+class ModelOfPackedTokens(Tiny):
+    def build_model(self):
+        return net(Packed())
+
+
+class MixesDrawn(nn.Module):
+    def forward(self, x):
+        return 0.8 * x + 0.2 * x[torch.randperm(len(x))]
+
+
+class ModelOfMixup(Tiny):
+    def build_model(self):
+        return net(MixesDrawn())
+
+
+class LossOfMixup(Tiny):
+    def loss(self, outputs, targets):
+        other = targets[torch.randperm(len(targets))]
+        return 0.7 * super().loss(outputs, targets) + 0.3 * super().loss(outputs, other)
+
+
+# Normalisation and balance over the rows ----
+
+
+class BatchNormOfFunction(nn.Module):
+    def forward(self, x):
+        return F.batch_norm(x, None, None, training=True)
+
+
+class ModelOfBatchNormOfFunction(Tiny):
+    def build_model(self):
+        return net(BatchNormOfFunction())
+
+
+class LossOfBalance(Tiny):
+    """The balance loss of a mixture of experts, as Mixtral's."""
+
+    def loss(self, outputs, targets):
+        shares = outputs.softmax(1).mean(0)
+        return super().loss(outputs, targets) + 0.01 * (shares * shares).sum()
+
+
+class LossOfMaskedMean(Tiny):
+    def loss(self, outputs, targets):
+        mask = (targets > 0).to(outputs.dtype)
+        return super().loss(outputs, targets) * mask / mask.sum().clamp_min(1)
+
+
+class BehindZeros(nn.Module):
+    """Mixes rows behind a projection that starts at zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(16, 16)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, x):
+        return x + self.out(x - x.mean(0))
+
+
+class ModelBehindZeros(Tiny):
+    def build_model(self):
+        return net(BehindZeros())
+
+
+# Buffers and parameters that forward passes change ----
+
+
+class OldSpectralNorm(Tiny):
+    def build_model(self):
+        return net(nn.utils.spectral_norm(nn.Linear(16, 16)))
+
+
+class SpectralNorm(Tiny):
+    def build_model(self):
+        return net(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)))
+
+
+class Codes(nn.Module):
+    """The codebook of a VQ-VAE, with moving averages."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.randn(8, 16))
+        self.register_buffer("counts", torch.ones(8))
+        self.register_buffer("sums", self.codes.clone())
+
+    def forward(self, x):
+        nearest = torch.cdist(x, self.codes).argmin(1)
+        quantized = self.codes[nearest]
+        if self.training:
+            with torch.no_grad():
+                marks = F.one_hot(nearest, 8).to(x.dtype)
+                self.counts.mul_(0.99).add_(marks.sum(0), alpha=0.01)
+                self.sums.mul_(0.99).add_(marks.T @ x, alpha=0.01)
+                self.codes.copy_(self.sums / self.counts[:, None])
+        return x + (quantized - x).detach()
+
+
+class Codebook(Tiny):
+    def build_model(self):
+        return net(Codes())
+
+
+class Maximum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("most", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.most = torch.maximum(self.most, x.detach().abs().max())
+        return x
+
+
+class RunningMaximum(Tiny):
+    def build_model(self):
+        return net(Maximum())
+
+
+class Renormed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 16, max_norm=0.5)
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.out(self.table((x[:, 0] * 10).long().clamp(-25, 24) + 25))
+
+
+class EmbeddingOfMaxNorm(Tiny):
+    def build_model(self):
+        return Renormed()
+
+
+# Backward passes ----
+
+
+class HookClamps(Tiny):
+    def build_model(self):
+        model = super().build_model()
+        model[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2))
+        return model
+
+
+class Normalised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / gradient.norm()
+
+
+class NormalisesGradient(nn.Module):
+    def forward(self, x):
+        return Normalised.apply(x)
+
+
+class OwnBackward(Tiny):
+    def build_model(self):
+        return net(NormalisesGradient())
+
+
+# Later ----
+
+
+class Curriculum(Tiny):
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        return values if self.step < 5 else values * values.detach().mean()

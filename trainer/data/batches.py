@@ -130,11 +130,11 @@ class Batches:
         piece = self._loaders[0].read(indices.to(self._sampler.device))
         return LocalBatch([piece], 0, 0, 0, self._prepare, self._ranks.heartbeat)
 
-    def first_examples(self, count: int) -> torch.Tensor:
-        """Return the indices of the first examples of epoch 0, from the first again if too few."""
+    def first_examples(self, first: int, count: int) -> torch.Tensor:
+        """Return the indices of `count` examples of epoch 0, from the `first` one in its order."""
         total = self.plan.num_examples
         order = Order(self._prepare.seed, 0, total)
-        return order(torch.arange(count) % total).to(self._sampler.device)
+        return order((first + torch.arange(count)) % total).to(self._sampler.device)
 
     def check_length(self) -> None:
         """Raise RunError if the number of training examples has changed since the start."""

@@ -18,25 +18,21 @@ Tensors = dict[str, torch.Tensor]
 class Probe:
     """Results of one rank on a few examples, the same on every rank, and facts about its model.
 
-    `first` and `second` are {"outputs": (rows, n), "values": (rows, n)} of model and loss, run
-    twice with one seed. `mixes` is True for outputs or values if those of a row depend on other
-    rows. `changed` lists attributes that model or loss change, `changed_by_reading` those of the
-    data set that change when examples are read. `kernels` are the names of kernels that draw
-    random numbers per micro-batch. `digests` has a number per example.
+    `results` are {"outputs": (rows, n), "values": (rows, n)} of model and loss. `finding` is the
+    line of a proof as at the start of a run, empty if it found nothing. `changed_by_reading` lists
+    attributes of the data set that change when examples are read. `digests` has a number per
+    example.
     """
 
     indices: list[int]
     digests: list[float]
-    changed: list[str]
     changed_by_reading: list[str]
-    kernels: list[str]
     is_torchs_dropout: bool
     has_batchnorm: bool
     has_max_pooling: bool
     optimizers: list[str]
-    first: Tensors
-    second: Tensors
-    mixes: dict[str, bool]
+    results: Tensors
+    finding: str
 
 
 @dataclass

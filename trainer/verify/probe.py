@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from trainer.data.order import Order
 from trainer.data.preparation import MicroBatch
 from trainer.engine.means import weigh
 from trainer.engine.parts import Hooks
-from trainer.engine.proof.holders import Holders, of_dataset, of_model, of_task
+from trainer.engine.proof.holders import Holders, of_dataset
+from trainer.engine.proof.ranks import digest_rows
 from trainer.micro_batch import count_rows
 from trainer.run import Run
 from trainer.strategy.base import call
@@ -24,43 +25,36 @@ PROBED = 8  # examples, the same on every rank
 
 
 def probe(run: Run, task: Any) -> Probe:
-    """Run model and loss on a few examples: twice with one seed, then the last half alone.
+    """Run model and loss on a few examples, and prove them as the start of a run does.
 
     The model does not change. A collective: a layer of the model may contain collectives.
     """
     config = run.config
     unit = config.norm_rows or 1
-    half = unit * -(-min(PROBED, config.data.global_batch) // (2 * unit))
+    rows = unit * -(-min(PROBED, config.data.global_batch) // unit)
     order = Order(config.run.seed, 0, run.batches.plan.num_examples)
-    indices = order(torch.arange(2 * half) % run.batches.plan.num_examples)
+    indices = order(torch.arange(rows) % run.batches.plan.num_examples)
     dataset = run.batches.dataset
     reading = Holders(of_dataset(dataset))
     batch = next(iter(run.batches.of_examples(indices)))
     changed_by_reading = reading.changed(of_dataset(dataset))
     with run.engine.tensors.whole() as module, torch.no_grad(), untouched(module):
         layers = list(module.modules())
-        holders = Holders([*of_model(module), *of_task(task)])
-        first = _evaluate(run, task, module, batch, indices)
-        changed = holders.changed([*of_model(module), *of_task(task)])
-        second = _evaluate(run, task, module, batch, indices)
-        # else the draws of a kernel would look like a mixing of rows
-        module.train(config.run.dropout == "example" and not run.engine.draws.kernels)
-        whole = _evaluate(run, task, module, batch, indices)
-        part = _evaluate(run, task, module, _rows_from(half, batch), indices[half:])
-        module.train()
+        results = _evaluate(run, task, module, batch, indices)
+    proof = run.engine.proof
+    proof.open(run.batches, print)
+    verdict = proof.examine("loss", task.loss)
+    proof.close()
     return Probe(
         indices=indices.tolist(),
         digests=digest_rows(batch),
-        changed=changed,
         changed_by_reading=changed_by_reading,
-        kernels=sorted(run.engine.draws.kernels),
         is_torchs_dropout=config.run.dropout == "torch",
         has_batchnorm=any(_is_plain_batchnorm(layer) for layer in layers),
         has_max_pooling=any("MaxPool" in type(layer).__name__ for layer in layers),
         optimizers=[type(optimizer).__name__ for optimizer in run.engine.optimizers],
-        first=first,
-        second=second,
-        mixes={name: not _is_close(whole[name][half:], part[name]) for name in whole},
+        results=results,
+        finding=verdict.line,
     )
 
 
@@ -89,30 +83,6 @@ def _has_rows(leaf: Any, rows: int) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == rows
 
 
-def _rows_from(first: int, batch: MicroBatch) -> MicroBatch:
-    return tree_map_only(torch.Tensor, lambda tensor: tensor[first:], batch)
-
-
-def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-3, atol=1e-6)
-
-
 def _is_plain_batchnorm(layer: nn.Module) -> bool:
     is_batchnorm = isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
     return is_batchnorm and type(layer).__module__.startswith("torch.")
-
-
-def digest_rows(tree: Any) -> list[float]:
-    """Return a number per example that changes if its tensors change.
-
-    It is the same on every device up to rounding. Empty if no tensor has a batch axis.
-    """
-    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    if not leaves:
-        return []
-    total = torch.zeros(len(leaves[0]), dtype=torch.float64, device=leaves[0].device)
-    for leaf in leaves:
-        flat = leaf.detach().reshape(len(leaf), -1).double()
-        places = torch.arange(1, flat.shape[1] + 1, device=flat.device, dtype=torch.float64)
-        total = total + (flat * torch.cos(places)).sum(1) + 3 * flat.sum(1)
-    return total.tolist()

@@ -13,6 +13,7 @@ def explain(reference: Evidence, other: Evidence, group: str, where: str) -> str
         _explain_data(reference, other)
         or _explain_augmentation(reference, other)
         or _explain_functions(reference, other)
+        or other.probes[0].finding
         or _explain_place(reference, other, group, where)
         or _explain_layers(other.probes[0])
     )
@@ -59,25 +60,19 @@ def _explain_augmentation(reference: Evidence, other: Evidence) -> str:
 
 def _explain_functions(reference: Evidence, other: Evidence) -> str:
     first, *rest = other.probes
-    for p in [*reference.probes, first, *rest]:
-        if _are_close(p.first, p.second):
-            continue
-        why = "they draw unseeded random numbers"
-        if p.changed:
-            why = f"they depend on {', '.join(p.changed)}, which they change and no buffer holds"
-        return f"model or loss returned two results for one batch and seed: {why}"
-    if any(not _are_close(first.first, p.first) for p in [reference.probes[0], *rest]):
+    if any(not _are_close(first.results, p.results) for p in [reference.probes[0], *rest]):
+        if first.finding:  # such as draws without a seed
+            return first.finding
         why = "they depend on the rank"
         return f"model or loss returned two results for one batch on two ranks: {why}"
     return ""
 
 
 def _explain_place(reference: Evidence, other: Evidence, group: str, where: str) -> str:
-    mixes = other.probes[0].mixes
-    if group == "metrics" and not (mixes["outputs"] or mixes["values"]):
+    if group == "metrics":
         why = "metrics, summarize or the eval data depend on rank or batch size"
         return f"training agrees and evaluation does not: {why}"
-    if group == "metrics" or group not in ("losses", "weights") or where.endswith(" of step 1"):
+    if group not in ("losses", "weights") or where.endswith(" of step 1"):
         return ""
     agree = "the first gradients agree, so the update differs"
     rates = other.rates
@@ -100,16 +95,6 @@ def _explain_layers(probe: Probe) -> str:
         why = "normalises over the rows of a micro-batch, whose number the layout changes"
         advice = "give run.norm_rows=<rows>, or strategy.sync_batchnorm=true"
         return f"plain BatchNorm {why}; {advice}"
-    if probe.mixes["outputs"]:
-        why = "its output for an example depends on the other examples"
-        return f"the model mixes the rows of a micro-batch: {why}"
-    if probe.mixes["values"]:
-        why = "its value for an example depends on the other examples"
-        return f"the loss mixes the rows of a micro-batch: {why}"
-    if probe.kernels:
-        why = "draws inside its kernel, per micro-batch and not per example"
-        advice = "put nn.Dropout between its layers"
-        return f"{' and '.join(probe.kernels)} {why}; {advice}"
     if probe.is_torchs_dropout:
         advice = "leave it out, or keep the size of the micro-batch"
         return f"run.dropout=torch draws per micro-batch, whose size the layout changes; {advice}"

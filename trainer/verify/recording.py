@@ -20,12 +20,13 @@ from trainer.config.compose import load_config
 from trainer.data.batches import LocalBatch
 from trainer.engine.means import Values
 from trainer.engine.outcome import Outcome
+from trainer.engine.proof.ranks import digest_rows
 from trainer.record.files import METRICS, read_entries
 from trainer.rng.philox import Random
 from trainer.strategy.base import Strategy
 from trainer.trainer import Trainer
 from trainer.verify.evidence import Notes, Tensors
-from trainer.verify.probe import digest_rows, probe
+from trainer.verify.probe import probe
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -5,8 +5,11 @@ Comparing them before and after a call finds state that a model, a loss or a dat
 
 from __future__ import annotations
 
+import copy
 import sys
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +17,8 @@ from torch import nn
 
 MOST_ITEMS = 1000  # of a container that are compared
 _OF_A_TASK = {"config", "world", "options", "_run"}
-_OF_A_MODULE = {"_parameters", "_buffers", "_modules", "training"}
+_CONTAINERS = (list, dict, set, deque, OrderedDict)
+_OF_A_MODULE = set(vars(nn.Module()))
 
 
 class Holders:
@@ -59,6 +63,64 @@ def of_task(task: Any) -> Iterator[tuple[str, Any]]:
                 yield key, value
 
 
+@contextmanager
+def attributes_kept(model: nn.Module, task: Any) -> Iterator[None]:
+    """Give the attributes of a task and of a model's modules their values back after the block.
+
+    Else caches of another dtype, or state that a checkpoint holds, would stay.
+    """
+    kept = []
+    for owner in (*model.modules(), task):
+        left_out = _OF_A_MODULE if isinstance(owner, nn.Module) else _OF_A_TASK
+        values = {key: value for key, value in vars(owner).items() if key not in left_out}
+        kept.append((owner, left_out, values, [(v, _copied(v)) for v in values.values()]))
+    try:
+        yield
+    finally:
+        for owner, left_out, values, copies in kept:
+            now = vars(owner)
+            for key in now.keys() - values.keys() - left_out:
+                del now[key]
+            now |= values
+            for value, before in copies:
+                _write(value, before)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (value._version, value.detach().clone())
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    return copy.copy(value) if type(value) in _CONTAINERS else None
+
+
+@torch.no_grad()
+def _write(value: Any, before: Any) -> None:
+    """Give a value that may have been changed in place what `_copied` returned."""
+    if isinstance(value, torch.Tensor):
+        version, values = before
+        if value._version != version and value.shape == values.shape:
+            value.copy_(values)
+    elif isinstance(value, torch.Generator):
+        value.set_state(before)
+    elif type(value) in _CONTAINERS and not _has_same(value, before):
+        value.clear()
+        (value.extend if isinstance(value, (list, deque)) else value.update)(before)
+
+
+def _has_same(one: Any, other: Any) -> bool:
+    """Return True if two containers have the same objects."""
+    ids = [
+        list(map(_identity, each.items() if isinstance(each, dict) else each))
+        for each in (one, other)
+    ]
+    return ids[0] == ids[1]
+
+
+def _identity(item: Any) -> Any:
+    return tuple(map(id, item)) if isinstance(item, tuple) else id(item)
+
+
 def of_dataset(dataset: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of a data set."""
     yield from getattr(dataset, "__dict__", {}).items()
@@ -69,7 +131,7 @@ def _mark(value: Any, depth: int = 2) -> Any:
     if isinstance(value, torch.Tensor):
         return value._version
     if isinstance(value, torch.Generator):
-        return value.get_state().sum().item()
+        return value.get_state().numpy().tobytes()
     if isinstance(value, (int, float, complex, str, bytes, type(None))):
         return value
     if isinstance(value, (list, tuple, dict, set)):

@@ -23,8 +23,16 @@ from trainer.engine.proof.finding import (
     list_changed,
 )
 from trainer.engine.proof.gathering import Gathering
-from trainer.engine.proof.holders import Holders, of_model, of_task
+from trainer.engine.proof.holders import Holders, attributes_kept, of_model, of_task
 from trainer.engine.proof.passes import Loss, Passed, ProofPasses, Subject
+from trainer.engine.proof.ranks import (
+    CLOSE,
+    digest_pass,
+    digest_rows,
+    explain_results,
+    explain_rows,
+    find_rank,
+)
 from trainer.engine.proof.trace import find_module
 from trainer.engine.recording import Recorder
 from trainer.errors import ConfigError, one_line
@@ -43,11 +51,16 @@ FP64_FLOPS = 5e10  # more of them are computed in the run's precision, with fewe
 class Verdict:
     """The result of a proof: a line about the first dependence on the layout, else an empty one.
 
-    `unproved` says why nothing could be found out.
+    With `is_of_ranks` several micro-batches of one rank agree, and several ranks would not.
+    `unproved` says why nothing could be found out. `results` are digests of a pass, which agree on
+    all ranks up to `limit`.
     """
 
     line: str = ""
+    is_of_ranks: bool = False
     unproved: str = ""
+    results: Sequence[float] = ()
+    limit: float = 0.0
 
 
 class Proof:
@@ -63,22 +76,33 @@ class Proof:
         self._recorder = recorder
         self._few_rows = take_rows(batch, 3 * (parts.config.norm_rows or 1))
         self._batches: Batches | None = None
+        self._rows: tuple[MicroBatch, torch.Tensor] | None = None  # and their indices
         self._say: Callable[[str], None] = print
         self._step = 0
         self._proved: set[tuple[str, int]] = set()
         self._found: set[str] = set()  # lines, each told once
 
     def open(self, batches: Batches, say: Callable[[str], None]) -> None:
-        """Prove updates from now on, with rows of these batches; a line is told by `say`."""
+        """Prove updates from now on, on the first rows of these batches; `say` tells a line."""
         self._batches = batches
         self._say = say
+        self._read(0)
+
+    def _read(self, first: int) -> None:
+        """Read a few rows, the same on every rank: those from the `first` one of the run."""
+        assert self._batches is not None
+        rows = CUTS[-1][-1] * (self._parts.config.norm_rows or 1)
+        indices = self._batches.first_examples(first, rows)
+        self._rows = next(iter(self._batches.of_examples(indices))), indices
 
     def close(self) -> None:
         """Prove nothing from now on."""
-        self._batches = None
+        self._rows = self._batches = None
 
     def begin_step(self, step: int) -> None:
         self._step = step
+        if self._batches is not None and step in LATE and not self._found:
+            self._read(CUTS[-1][-1] * step)
 
     def of(self, name: str, loss: Loss) -> None:
         """Rehearse the draws of an update at its first step, and prove it if that is due.
@@ -89,11 +113,12 @@ class Proof:
             self.rehearse(name, loss)
         is_first = (name, -1) not in self._proved
         key = (name, -1 if is_first else self._step)
-        if self._batches is None or key in self._proved or not (is_first or self._step in LATE):
+        is_due = is_first or (self._step in LATE and not self._found)
+        if self._rows is None or key in self._proved or not is_due:
             return
         self._proved |= {key, (name, self._step)}
         begun = time.monotonic()
-        verdict = self._agreed(self.examine(name, loss, self._batches, is_late=not is_first))
+        verdict = self._agreed(self.examine(name, loss, is_late=not is_first), is_first)
         self._tell(verdict, name, time.monotonic() - begun, is_first)
 
     def rehearse(self, name: str, loss: Loss) -> None:
@@ -114,12 +139,6 @@ class Proof:
         is_compiled = self._parts.config.run.compile
         return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
-    @property
-    def _is_shared(self) -> bool:
-        """True if a global batch has more than one micro-batch in this layout."""
-        assert self._batches is not None
-        return self._batches.plan.accumulation * self._parts.strategy.mesh.data_size > 1
-
     def _tell(self, verdict: Verdict, name: str, seconds: float, is_first: bool) -> None:
         line = verdict.line
         if not line:
@@ -132,20 +151,34 @@ class Proof:
         if line in self._found:
             return
         self._found.add(line)
-        if not self._is_shared:
+        assert self._batches is not None
+        size = self._parts.strategy.mesh.data_size
+        if size == 1 and (verdict.is_of_ranks or self._batches.plan.accumulation == 1):
             self._say(f"with more ranks or micro-batches this run would differ: {line}")
         elif self._parts.config.run.prove == "warn":
             self._say(f"warning: this run differs from one of one micro-batch: {line}")
         else:
             self._recorder.end_step()  # nothing is updated yet, so the state is complete
-            raise ConfigError(f"run.prove=true: {line}; or set run.prove=warn")
+            raise ConfigError(f"run.prove=true: {line}; set run.prove=warn to go on all the same")
 
-    def _agreed(self, verdict: Verdict) -> Verdict:
-        """Return the first verdict of any rank with a line. A collective."""
-        every = self._parts.ranks.group.gather([verdict.line, verdict.unproved])
-        return Verdict(*next((each for each in every if each[0]), every[0]))
+    def _agreed(self, verdict: Verdict, is_first: bool) -> Verdict:
+        """Return the first verdict of any rank with a line, or that ranks differ. A collective."""
+        assert self._rows is not None
+        batch, indices = self._rows
+        own = [verdict.line, verdict.is_of_ranks, verdict.unproved]
+        if is_first:
+            own += [digest_rows(batch), list(verdict.results)]
+        every = self._parts.ranks.group.gather(own)
+        found = next((each for each in every if each[0]), every[0])
+        if is_first and (other := find_rank([each[3] for each in every], CLOSE)):
+            rank, number = other
+            return Verdict(explain_rows(rank, int(indices[number])))
+        is_judged = is_first and not found[0] and not found[2]
+        if is_judged and (other := find_rank([each[4] for each in every], verdict.limit)):
+            return Verdict(explain_results(other[0]))
+        return Verdict(*found[:3])
 
-    def examine(self, name: str, loss: Loss, batches: Batches, is_late: bool = False) -> Verdict:
+    def examine(self, name: str, loss: Loss, is_late: bool = False) -> Verdict:
         """Compare whole rows with parts of them. A collective."""
         strategy = self._parts.strategy
         size = sum(p.nbytes for p in strategy.tensors.structure.parameters())
@@ -153,23 +186,21 @@ class Proof:
         if size > PROVED_BYTES or flops > MOST_FLOPS:
             what = f"a model of {size / 1e9:.1f} GB" if size > PROVED_BYTES else "so large rows"
             return Verdict(unproved=f"left out for {what}; use python -m trainer.verify")
-        rows = CUTS[-1][-1] * (self._parts.config.norm_rows or 1)
-        indices = batches.first_examples(rows)
-        batch = next(iter(batches.of_examples(indices)))
         with (
             strategy.tensors.whole() as module,
             untouched(module),
+            attributes_kept(module, self._parts.hooks),
             self._recorder.closed(),
             self._eagerly(),
         ):
-            subject = self._subject(module, name, loss, batch, indices)
+            subject = self._subject(module, name, loss)
             verdict = self._judge(subject, flops > FP64_FLOPS, is_late)
         strategy.tensors.refresh()
         return verdict
 
-    def _subject(
-        self, module: nn.Module, name: str, loss: Loss, batch: MicroBatch, indices: torch.Tensor
-    ) -> Subject:
+    def _subject(self, module: nn.Module, name: str, loss: Loss) -> Subject:
+        assert self._rows is not None
+        batch, indices = self._rows
         parts = self._parts
         strategy = parts.strategy
         is_sharded = strategy.mesh.shard > 1 and not strategy.mesh.divides_model
@@ -213,9 +244,14 @@ class Proof:
         parts = passes.run(cuts)
         limit = limit_of(whole, self._is_narrow and not passes.is_exact)
         found = compare(whole, parts, limit)
-        if found is None and not whole.has_coins:
-            return Verdict()
-        return Verdict(self._name(subject, passes, cuts, limit))
+        if found is not None or whole.has_coins:
+            return Verdict(self._name(subject, passes, cuts, limit))
+        changed = list_changed(subject.module, whole)
+        if changed and not subject.rewinds:  # as ranks, whose buffers are combined
+            rewound = compare(whole, passes.run(cuts, rewinds=True), limit)
+            if rewound is not None:
+                return Verdict(explain_buffers(changed, can_rewind=False), is_of_ranks=True)
+        return Verdict(results=digest_pass(whole), limit=limit)
 
     @property
     def _is_narrow(self) -> bool:

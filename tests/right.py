@@ -1,0 +1,175 @@
+"""Right tasks that look like wrong ones: the start of a run has no note about them."""
+
+import random
+import warnings
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tiny import Tiny
+from torch import nn
+from wrong import Norm, net
+
+
+class NumpyCoin(nn.Module):
+    """Draws a coin for the whole batch, which is the same in all micro-batches."""
+
+    def forward(self, x):
+        return x * 2 if np.random.rand() < 0.5 else x
+
+
+class ModelOfNumpyCoin(Tiny):
+    def build_model(self):
+        return net(NumpyCoin())
+
+
+class LossOfPythonCoin(Tiny):
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) * (1 + 0.1 * random.random())
+
+
+class TorchCoin(nn.Module):
+    def forward(self, x):
+        return x * 2 if torch.rand(()) < 0.5 else x
+
+
+class ModelOfTorchCoin(Tiny):
+    def build_model(self):
+        return net(TorchCoin(), nn.Dropout(0.2))
+
+
+class MeanForEachRow(Tiny):
+    """The mean of a library's loss, given to each row: its sum is the same in parts."""
+
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs, targets).expand(len(targets))
+
+
+class CastsLogits(Tiny):
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs.float(), targets, reduction="none")
+
+
+class MaskedWeights(Tiny):
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        return values, (targets > 0).to(values.dtype)
+
+
+class GathersRows(Tiny):
+    def loss(self, outputs, targets):
+        others, first = self.gather_rows(outputs)
+        labels = first + torch.arange(len(outputs))
+        return F.cross_entropy(outputs @ others.T, labels, reduction="none")
+
+
+class WeightNorm(Tiny):
+    def build_model(self):
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            old = nn.utils.weight_norm(nn.Linear(16, 16))
+        return net(old, nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 8, 2, batch_first=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.out(self.lstm(x.unsqueeze(1).expand(-1, 3, -1))[0][:, -1])
+
+
+class Lstm(Tiny):
+    def build_model(self):
+        return Recurrent()
+
+
+class SequenceFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.into = nn.Linear(4, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.2)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.out(self.layer(self.into(x).unsqueeze(0).expand(5, -1, -1)).mean(0))
+
+
+class Transformer(Tiny):
+    def build_model(self):
+        return SequenceFirst()
+
+
+class HookScales(Tiny):
+    def build_model(self):
+        model = super().build_model()
+        model[0].weight.register_hook(lambda gradient: gradient * 0.5)
+        return model
+
+
+class Clamps(nn.Module):
+    """Writes a parameter in each forward pass, to the same value in all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(16))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.scale.clamp_(-0.5, 0.5)
+        return x * self.scale
+
+
+class ClampsWeights(Tiny):
+    def build_model(self):
+        return net(Clamps())
+
+
+class Caches(nn.Module):
+    """Keeps a table of the first dtype that it meets, outside of its buffers."""
+
+    table = None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.linspace(0, 1, 16).to(x)
+        assert self.table.dtype == x.dtype
+        return x + self.table
+
+
+class CachesTable(Tiny):
+    def build_model(self):
+        return net(Caches())
+
+
+class PlainNorm(Norm):
+    """BatchNorm, which has a line of its own."""
+
+
+class GroupNorm(Tiny):
+    def build_model(self):
+        return net(nn.GroupNorm(4, 16), nn.LayerNorm(16))
+
+
+class FixedNoise(nn.Module):
+    """Noise on its weight, the same for the whole batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, x):
+        return x @ (self.weight + 0.1 * torch.randn_like(self.weight))
+
+
+class NoisyWeights(Tiny):
+    def build_model(self):
+        return net(FixedNoise())
+
+
+class Calendar(Tiny):
+    """A loss that changes later, alike in all layouts."""
+
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) * (1 if self.step < 5 else 0.5)

@@ -1,0 +1,254 @@
+"""The start of a run names what would depend on its layout, and says nothing of what does not."""
+
+import inspect
+
+import pytest
+import right
+import torch
+import wrong
+from harness import CONF, on_ranks
+from harness.training import compose
+from tiny import Tiny
+from torch import nn
+
+from trainer import ConfigError
+from trainer.engine.proof.finding import ALONE
+
+NOTE = "with more ranks or micro-batches this run would differ: "
+OTHERS = "its output for an example depends on the other examples"
+MIXED = "{} mixes the rows of a micro-batch: " + OTHERS
+MIXED_LOSS = (
+    "the loss mixes the rows of a micro-batch: its value for an example depends on the other "
+    "examples; return a value per example from its own row, or use gather_rows"
+)
+STATE = (
+    "{} depends on {}, which it changes and no buffer holds; make it a buffer, or a function of "
+    "self.step"
+)
+UNSEEDED = "{} draws unseeded random numbers; use torch.rand"
+ITSELF = "{} draws from torch's generator itself ({}), so its draws have no key by example"
+KERNEL = "{}: {} draws inside its kernel, per micro-batch and not per example"
+COINS = "{} draws from numpy's or Python's generator, per micro-batch and not per example"
+PASSES = "changed in each forward pass, of which a step has one for each micro-batch"
+OF_ROWS = "changed by the rows of a micro-batch, not by those of the global batch"
+BACKWARD = (
+    "the gradient of {} is not the sum over the rows: a hook on it, or a backward pass behind it, "
+    "depends on the other rows"
+)
+# Each mistake, and the line about it at the start of a run on one rank.
+NAMED = {
+    "StateOfCalls": STATE.format("1 (Counts)", "1.calls"),
+    "StateOfRows": STATE.format("1 (Average)", "1.mean"),
+    "StateOfModule": STATE.format("the loss", "SEEN"),
+    "ModelInPlace": STATE.format("1 (AddsInPlace)", "1.shift"),
+    "LossInPlace": STATE.format("the loss", "LossInPlace.table"),
+    "ModelOfOwnGenerator": STATE.format("1 (OwnGenerator)", "1.generator"),
+    "ModelOfSeededGenerator": STATE.format("1 (SeededGenerator)", "1.generator"),
+    "ModelUnseeded": UNSEEDED.format("1 (NumpyNoise)"),
+    "LossOfTheBatch": MIXED_LOSS,
+    "LossOfOrder": MIXED_LOSS,
+    "Contrastive": MIXED_LOSS,
+    "SumsTheBatch": MIXED_LOSS,
+    "DividesByTheBatch": MIXED_LOSS,
+    "LossOfMixup": MIXED_LOSS,
+    "LossOfBalance": MIXED_LOSS,
+    "LossOfMaskedMean": MIXED_LOSS,
+    "ModelOfTheBatch": MIXED.format("1 (Centred)"),
+    "ModelAttendsRows": MIXED.format("1 (Attends)"),
+    "ModelOfBatchNormOfFunction": MIXED.format("1 (BatchNormOfFunction)"),
+    "ModelBehindZeros": MIXED.format("1 (BehindZeros)"),
+    "KernelOfLstm": KERNEL.format("l (LSTM)", "lstm"),
+    "KernelOfGru": KERNEL.format("l (GRU)", "gru"),
+    "ModelOfPermutations": KERNEL.format("1 (Permutes)", "randperm"),
+    "ModelOfMixup": KERNEL.format("1 (MixesDrawn)", "randperm"),
+    "Scripted": ITSELF.format("the model (Sequential)", "1 is TorchScript"),
+    "ModelOfDefaultGenerator": ITSELF.format(
+        "1 (OfDefaultGenerator)", "generator=..., or a kernel"
+    ),
+    "ModelOfNumpyRows": COINS.format("1 (NumpyRows)"),
+    "ModelOfPythonRows": COINS.format("1 (PythonRows)"),
+    "ModelOfDrawsForEachRow": "1 (DrawsForEachRow) draws as often as a micro-batch has rows",
+    "ModelOfPackedTokens": "1 (Packed) draws dropout of shape (",
+    "OldSpectralNorm": f"buffers 1.weight_u, 1.weight_v: {PASSES}; set run.buffers=per_step",
+    "SpectralNorm": "buffers 1.parametrizations.weight.0._u, 1.parametrizations.weight.0._v: "
+    f"{PASSES}; set run.buffers=per_step",
+    "Codebook": f"buffers 1.codes, 1.counts, 1.sums: {OF_ROWS}; take strategy=exact",
+    "RunningMaximum": f"buffer 1.most: {OF_ROWS}; take strategy=exact",
+    "EmbeddingOfMaxNorm": "the parameter table.weight is written in the forward pass",
+    "HookClamps": BACKWARD.format("0.weight"),
+    "OwnBackward": BACKWARD.format("0.bias"),
+    "Curriculum": MIXED_LOSS,
+}
+# They depend on the rank, the data, the clock or the optimizer, which one rank cannot show.
+ELSEWHERE = {
+    *("OwnData", "OwnAugmentation", "LossOfTheRank", "ModelOfTheRank", "DropsByFunction", "Norm"),
+    *("MetricsOfTheRank", "MetricsOfTheBatch", "RateOfTheLayout", "DataOfProcess"),
+    *("DataOfTheSystem", "OptimizerOfTheRank", "OptimizerUnseeded", "ScheduleOfTheClock"),
+    *("ScheduleOfTheRank", "StepOfTheClock", "DataOfReads", "DataInPlace"),
+}
+
+
+def tasks_of(module):
+    found = inspect.getmembers(module, inspect.isclass)
+    return {n: c for n, c in found if issubclass(c, Tiny) and c.__module__ == module.__name__}
+
+
+def said_at_start(task, folder, capfd, *words, ranks=1):
+    """Return the lines of the proof of a run that makes 11 steps, or its error."""
+
+    def body():
+        try:
+            task(compose(folder, "task=tiny", "run.steps=11", *words)).fit()
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    error = on_ranks(ranks, body)[0]
+    lines = capfd.readouterr().out.splitlines()
+    return [error] if error else [x for x in lines if NOTE in x or x.startswith("proof")]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_would_differ_in_another_layout_is_named_with_its_reason(name, tmp_path, capfd):
+    lines = said_at_start(getattr(wrong, name), tmp_path, capfd)
+    (line,) = [line for line in lines if line.startswith(NOTE)]
+    assert NAMED[name] in line and line.count(";") >= 1
+
+
+def test_each_wrong_task_is_named_somewhere():
+    assert set(tasks_of(wrong)) == {*NAMED, *ELSEWHERE}
+    assert not {*NAMED} & ELSEWHERE
+
+
+AGREES = "proof: rows, draws and buffers agree ("
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64", "amp_bf16"])
+def test_right_tasks_have_no_note(precision, tmp_path, capfd):
+    tasks = tasks_of(right)
+    assert len(tasks) >= 17
+    for name, task in tasks.items():
+        words = [f"strategy.precision={precision}", f"run.name={name}"]
+        lines = said_at_start(task, tmp_path, capfd, *words)
+        assert len(lines) == 1 and lines[0].startswith(AGREES), (name, lines)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [(1, ["data.micro_batch=11"]), (2, []), (2, ["strategy=fsdp"]), (2, ["strategy=zero1"])],
+)
+def test_what_differs_in_this_layout_ends_the_run(layout, words, tmp_path, capfd):
+    (line,) = said_at_start(wrong.ModelOfTheBatch, tmp_path, capfd, *words, ranks=layout)
+    mixed = MIXED.format("1 (Centred)")
+    assert line == f"run.prove=true: {mixed}; {ALONE}; set run.prove=warn to go on all the same"
+
+
+def test_what_only_ranks_would_differ_in_is_a_note_with_micro_batches(tmp_path, capfd):
+    (line, *_) = said_at_start(wrong.RunningMaximum, tmp_path, capfd, "data.micro_batch=11")
+    assert line.startswith(NOTE) and "buffer 1.most" in line
+
+
+def test_a_run_that_is_to_warn_goes_on(tmp_path, capfd):
+    words = ["run.prove=warn", "data.micro_batch=11"]
+    assert not said_at_start(wrong.ModelOfTheBatch, tmp_path, capfd, *words)
+    words = ["run.prove=false", "run.name=b", "data.micro_batch=11"]
+    assert not said_at_start(wrong.ModelOfTheBatch, tmp_path, capfd, *words)
+
+
+OF_RANKS = {
+    "LossOfTheRank": "model or loss differ on rank 1: the same rows have another loss",
+    "ModelOfTheRank": "model or loss differ on rank 1: the same rows have another loss",
+    "OwnData": "differs on rank 1: the data set, or augment, depends on the rank or draws",
+    "DataOfProcess": "differs on rank 1: the data set, or augment, depends on the rank or draws",
+}
+
+
+@pytest.mark.parametrize("name", OF_RANKS)
+def test_what_depends_on_the_rank_ends_the_run(name, tmp_path, capfd):
+    (line,) = said_at_start(getattr(wrong, name), tmp_path, capfd, ranks=2)
+    assert line.startswith("run.prove=true: ") and OF_RANKS[name] in line
+
+
+def test_the_exit_code_is_that_of_a_mistake(command):
+    words = ["task=tiny", "task.trainer=wrong.LossOfTheBatch", "data.micro_batch=11"]
+    code, _, err = command("--config-dir", CONF, *words)
+    assert code == 2 and err.count("error: run.prove=true: the loss mixes the rows") == 1
+
+
+# Nothing is left behind ---
+
+
+class Counted(nn.Module):
+    """Counts its calls in an attribute, in its extra state and in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.seen = []
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(len(x))
+        return x
+
+
+class CountsCalls(Tiny):
+    def build_model(self):
+        return wrong.net(Counted())
+
+
+def trained(task, folder, *words):
+    def body():
+        made = task(compose(folder, "task=tiny", "run.steps=4", *words))
+        made.fit()
+        counted = made.model[1]
+        state = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
+        return state, getattr(counted, "calls", 0), getattr(counted, "seen", [])
+
+    return on_ranks(1, body)[0]
+
+
+@pytest.mark.parametrize("task", [CountsCalls, wrong.SpectralNorm, wrong.Codebook, wrong.Norm])
+def test_a_proof_leaves_no_trace_in_a_model(task, tmp_path):
+    with_proof = trained(task, tmp_path, "run.name=a")
+    without = trained(task, tmp_path, "run.name=b", "run.prove=false")
+    assert with_proof[1:] == without[1:]
+    for name, tensor in without[0].items():
+        assert torch.equal(tensor, with_proof[0][name]), name
+
+
+# Buffers that advance once a step ---
+
+
+@pytest.mark.parametrize("layout", [(1, ["data.micro_batch=6"]), (2, []), (3, [])], ids=str)
+@pytest.mark.parametrize("name", ["SpectralNorm", "OldSpectralNorm"])
+def test_buffers_per_step_are_those_of_one_micro_batch(name, layout, tmp_path):
+    ranks, words = layout
+    task = getattr(wrong, name)
+    same = ["task=tiny", "run.steps=6", "run.buffers=per_step", "strategy.precision=fp64"]
+
+    def body(*more):
+        made = task(compose(tmp_path, *same, *more))
+        made.fit()
+        return {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
+
+    one = on_ranks(1, body, "run.name=one")[0]
+    other = on_ranks(ranks, body, "run.name=other", *words)[0]
+    for name, tensor in one.items():
+        assert (tensor - other[name]).norm() <= 1e-12 * tensor.norm(), name
+
+
+def test_a_coin_is_the_same_in_all_micro_batches(tmp_path):
+    def body(task, *more):
+        made = task(compose(tmp_path, "task=tiny", "run.steps=8", "strategy.precision=fp64", *more))
+        made.fit()
+        return {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
+
+    for name in ("ModelOfNumpyCoin", "LossOfPythonCoin"):
+        task = getattr(right, name)
+        one = on_ranks(1, body, task, f"run.name={name}1")[0]
+        parts = on_ranks(1, body, task, f"run.name={name}2", "data.micro_batch=5")[0]
+        two = on_ranks(2, body, task, f"run.name={name}3")[0]
+        for key, tensor in one.items():
+            assert (tensor - parts[key]).norm() <= 1e-12 * tensor.norm(), key
+            assert (tensor - two[key]).norm() <= 1e-12 * tensor.norm(), key

@@ -1,0 +1,55 @@
+"""Ranks compared: the same rows must have the same tensors, loss and gradients on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from trainer.engine.proof.passes import Passed
+
+CLOSE = 1e-5  # relative, of digests of rows
+
+
+def digest_rows(tree: Any) -> list[float]:
+    """Return a number per example that changes if its tensors change.
+
+    It is the same on every device up to rounding. Empty if no tensor has a batch axis.
+    """
+    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if not leaves:
+        return []
+    total = torch.zeros(len(leaves[0]), dtype=torch.float64, device=leaves[0].device)
+    for leaf in leaves:
+        flat = leaf.detach().reshape(len(leaf), -1).double()
+        places = torch.arange(1, flat.shape[1] + 1, device=flat.device, dtype=torch.float64)
+        total = total + (flat * torch.cos(places)).sum(1) + 3 * flat.sum(1)
+    return total.tolist()
+
+
+def digest_pass(passed: Passed) -> list[float]:
+    """Return numbers that change with the sums or the gradients of a pass."""
+    norms = [float(g.double().norm()) for g in passed.gradients.values() if g is not None]
+    return [*passed.sums.tolist(), sum(norm * norm for norm in norms) ** 0.5]
+
+
+def find_rank(facts: Sequence[Sequence[float]], limit: float) -> tuple[int, int] | None:
+    """Return the first rank with other facts than rank 0, and the number of the fact."""
+    for rank, own in enumerate(facts):
+        for number, (one, other) in enumerate(zip(facts[0], own, strict=False)):
+            if not abs(one - other) <= limit * (1e-30 + abs(one)) and one == one:
+                return rank, number
+    return None
+
+
+def explain_rows(rank: int, index: int) -> str:
+    why = "the data set, or augment, depends on the rank or draws unseeded random numbers"
+    return f"example {index} differs on rank {rank}: {why}; draw from augment's Random argument"
+
+
+def explain_results(rank: int) -> str:
+    why = "the same rows have another loss or gradient there: they depend on the rank"
+    advice = "leave self.world and the order of sets out of model and loss"
+    return f"model or loss differ on rank {rank}: {why}; {advice}"
