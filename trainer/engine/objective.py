@@ -119,12 +119,20 @@ class Objective:
 
     def sums(self, outputs: Any, targets: Any) -> torch.Tensor:
         """Return the sums of values x weights, of their sizes and of the weights; count nothing."""
+        values, weights = self._weighed(outputs, targets)
+        weighted = values.detach().double() * weights
+        return torch.stack([weighted.sum(), weighted.abs().sum(), weights.sum().double()])
+
+    def total(self, outputs: Any, targets: Any) -> torch.Tensor:
+        """Return the sum of values x weights, to differentiate; count nothing."""
+        values, weights = self._weighed(outputs, targets)
+        return (values * weights).sum()
+
+    def _weighed(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._loss is not None
         returned = self._loss(outputs, targets)
         values, weights = weigh(self._name, returned, count_rows(targets, outputs))
-        weights = torch.ones_like(values) if weights is None else weights
-        weighted = values.detach().double() * weights
-        return torch.stack([weighted.sum(), weighted.abs().sum(), weights.sum().double()])
+        return values, torch.ones_like(values) if weights is None else weights
 
     def absent(self) -> torch.Tensor:
         """Return the carried values of a micro-batch that another rank counts."""

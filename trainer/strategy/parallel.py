@@ -31,12 +31,15 @@ from trainer.strategy.mesh_model.context_parallel import Context
 from trainer.strategy.mesh_model.cost import MeshCost
 from trainer.strategy.mesh_model.divided_parameters import DividedParameters
 from trainer.strategy.mesh_model.full_model import (
+    LOOSER,
     PROVED_BYTES,
     TOLERANCES,
-    check_proof,
     distance,
+    explain_gradient,
+    explain_values,
     seeded,
 )
+from trainer.strategy.mesh_model.gradient_proof import find_other_gradient, stirred
 from trainer.strategy.mesh_model.tensors import DividedTensors
 from trainer.strategy.mesh_model.unused_parameters import UnusedParameters
 from trainer.strategy.modules.batchnorm import FunctionalBatchNorm
@@ -56,6 +59,7 @@ class MeshParallel(Strategy):
     averages = False
     cost = MeshCost
     tensors: DividedTensors
+    _finding = ""  # the line of a proof that is to warn only
 
     @classmethod
     def check(cls, config: Config, world: World) -> None:
@@ -120,7 +124,11 @@ class MeshParallel(Strategy):
         if self._context is not None and not self._context.calls:
             why = "the model never calls scaled_dot_product_attention"
             raise ConfigError(f"strategy.mesh.context={self.mesh.context}: {why}; set 1")
-        self._prove(batch, objective)
+        prove = self.blueprint.config.run.prove
+        if prove and self.mesh.divides_model and not self._is_unproved:
+            self._finding = self._prove(batch, objective)
+            if self._finding and prove != "warn":
+                raise ConfigError(self._finding)
         self._compile(self._division.compiled)
 
     @property
@@ -129,17 +137,39 @@ class MeshParallel(Strategy):
         return self.mesh.divides_model and size > PROVED_BYTES
 
     @torch.no_grad()
-    def _prove(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
-        """Raise ConfigError if the divided model has other outputs, or another loss.
+    def _prove(self, batch: MicroBatch, objective: ObjectiveProtocol) -> str:
+        """Return a line if the divided model has other outputs, gradients, or another loss.
 
         These mistakes cause no other error: a wrong tensor plan (columns instead of columns/3, or
         no positions), and a loss that compares positions, or that reads the model's parameters.
         """
-        if not self.mesh.divides_model or self._is_unproved:
-            return
         inputs, targets = take_rows(batch, 2 * (self.blueprint.config.norm_rows or 1))
-        divided = self.module.eval()
-        whole = self.tensors.reunited().eval()
+        is_narrow = self.precision.dtype.itemsize < 4 or "amp" in self.config.precision
+        limit = 0.1 if is_narrow else TOLERANCES[self.precision.dtype]
+        with stirred(self.tensors) as whole:
+            divided = self.module.eval()
+            whole.eval()
+            try:
+                found = self._compare_values(whole, inputs, targets, objective)
+                line = explain_values(found, limit)
+                if not line:
+                    with torch.enable_grad():
+                        gradients = self._gradients_of(whole, inputs, targets, objective)
+                        self.module = divided
+                        with seeded(self.world.device):
+                            self.forward_backward([(inputs, targets)], objective)
+                    worst = find_other_gradient(self.tensors, gradients, LOOSER * limit)
+                    line = explain_gradient(*worst)
+            finally:
+                self.module = divided.train()
+                self.tensors.drop_gradients()
+        return f"strategy.mesh: {self.mesh}: {line}" if line else ""
+
+    def _compare_values(
+        self, whole: nn.Module, inputs: Any, targets: Any, objective: ObjectiveProtocol
+    ) -> list[float]:
+        """Return the relative differences of outputs, loss, and weight of the loss."""
+        divided = self.module
         outputs = self.forward(inputs)
         own = self._loss_sums(inputs, targets, objective)
         found = torch.zeros(3, dtype=torch.float64, device=self.world.device)
@@ -152,11 +182,28 @@ class MeshParallel(Strategy):
                 sums = objective.sums(expected, targets)
             if self.mesh.is_counted:
                 found[1:] = (own - sums)[[0, 2]].abs() / sums[1:].abs().clamp_min(1e-30)
-        self.module = divided.train()
+        self.module = divided
         dist.all_reduce(found, dist.ReduceOp.MAX)
-        is_narrow = self.precision.dtype.itemsize < 4 or "amp" in self.config.precision
-        limit = 0.1 if is_narrow else TOLERANCES[self.precision.dtype]
-        check_proof(str(self.mesh), found.tolist(), limit)
+        return found.tolist()
+
+    def _gradients_of(
+        self, whole: nn.Module, inputs: Any, targets: Any, objective: ObjectiveProtocol
+    ) -> dict[str, torch.Tensor]:
+        """Return the gradients of the whole model on this rank's rows, zeros on other ranks."""
+        named = {name: p for name, p in whole.named_parameters() if p.requires_grad}
+        gradients = {name: torch.zeros_like(p) for name, p in named.items()}
+        if not self.mesh.has_loss:
+            return gradients
+        self.module = whole
+        with seeded(self.world.device):
+            with self.precision.autocast():
+                total = objective.total(call(whole, inputs), targets)
+            root = self.precision.root(total, objective.scale)
+            found = torch.autograd.grad(total, list(named.values()), root, allow_unused=True)
+        if not (self.mesh["tensor"] or self.mesh["context"]):
+            made = zip(named, found, strict=True)
+            gradients |= {name: g.contiguous() for name, g in made if g is not None}
+        return gradients
 
     def _loss_sums(self, inputs: Any, targets: Any, objective: ObjectiveProtocol) -> torch.Tensor:
         """Return `objective.sums` over the ranks that divide the rows' positions."""
@@ -349,6 +396,8 @@ class MeshParallel(Strategy):
         lines = [f"mesh: {self.mesh}; {has}", *self._division.list_remarks(count)]
         if self._is_unproved:
             lines.append("the outputs were not compared with the whole model's: it is too large")
+        if self._finding:
+            lines.append(f"warning: {self._finding}")
         return lines
 
 

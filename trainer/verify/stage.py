@@ -54,7 +54,7 @@ class TrialRuns:
             *["data.micro_batch=null"] * (config.data.micro_batch == "auto"),
             f"run.dir={folder / 'runs'}",
             "run.compile=false",
-            "run.prove=false",  # what differs shall be measured
+            "run.prove=warn",  # what differs shall be measured
         ]
 
     def train(

@@ -29,10 +29,10 @@ from trainer.micro_batch import count_rows
 from trainer.rng.forward import Draws
 from trainer.rng.philox import coins
 from trainer.strategy.modules.batchnorm import GroupBatchNorm
+from trainer.strategy.modules.dry_run import stir
 from trainer.strategy.shards import replace_tensors
 
 Loss = Callable[[Any, Any], Values]
-STIR = 0.05  # of a weight; zeros, which would hide what is behind them, get a part of it
 Tensors = dict[str, torch.Tensor]
 
 
@@ -199,10 +199,8 @@ class ProofPasses:
         values = tensor.detach().clone() if self._in_own else _widened(tensor.detach().clone())
         if not isinstance(tensor, nn.Parameter):
             return values
-        if self._with_gradients and values.is_floating_point() and values.numel():
-            noise = torch.randn(values.shape, generator=stirred).to(values) * STIR
-            floor = values.abs().mean().clamp_min(STIR)
-            values += torch.where(values == 0, noise * floor, values * noise.clamp(-0.5, 0.5))
+        if self._with_gradients:
+            stir(values, stirred)
         copied = nn.Parameter(values, tensor.requires_grad)
         vars(copied).update(vars(tensor))
         for hook in (tensor._backward_hooks or {}).values():  # on its gradient

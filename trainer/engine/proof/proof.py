@@ -27,11 +27,14 @@ from trainer.engine.proof.holders import Holders, attributes_kept, of_model, of_
 from trainer.engine.proof.passes import Loss, Passed, ProofPasses, Subject
 from trainer.engine.proof.ranks import (
     CLOSE,
+    RESULTS,
     digest_pass,
     digest_rows,
     explain_results,
     explain_rows,
     find_rank,
+    is_alike,
+    padded,
 )
 from trainer.engine.proof.trace import find_module
 from trainer.engine.recording import Recorder
@@ -162,13 +165,20 @@ class Proof:
             raise ConfigError(f"run.prove=true: {line}; set run.prove=warn to go on all the same")
 
     def _agreed(self, verdict: Verdict, is_first: bool) -> Verdict:
-        """Return the first verdict of any rank with a line, or that ranks differ. A collective."""
+        """Return the first verdict of any rank with a line, or that ranks differ. A collective.
+
+        First by a reduction, which fails soon where a rank has ended.
+        """
         assert self._rows is not None
         batch, indices = self._rows
+        group = self._parts.ranks.group
+        facts = [*padded(digest_rows(batch), len(indices)), *padded(verdict.results, RESULTS)]
+        facts = facts if is_first else []
+        most = group.max(bool(verdict.line or verdict.unproved), *facts, *(-f for f in facts))
+        if not most[0] and is_alike(most[1 : len(facts) + 1], most[len(facts) + 1 :]):
+            return verdict
         own = [verdict.line, verdict.is_of_ranks, verdict.unproved]
-        if is_first:
-            own += [digest_rows(batch), list(verdict.results)]
-        every = self._parts.ranks.group.gather(own)
+        every = group.gather([*own, digest_rows(batch), list(verdict.results)])
         found = next((each for each in every if each[0]), every[0])
         if is_first and (other := find_rank([each[3] for each in every], CLOSE)):
             rank, number = other

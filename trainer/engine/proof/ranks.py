@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from trainer.engine.proof.passes import Passed
 
 CLOSE = 1e-5  # relative, of digests of rows
+RESULTS = 4  # numbers of `digest_pass`
 
 
 def digest_rows(tree: Any) -> list[float]:
@@ -33,6 +35,18 @@ def digest_pass(passed: Passed) -> list[float]:
     """Return numbers that change with the sums or the gradients of a pass."""
     norms = [float(g.double().norm()) for g in passed.gradients.values() if g is not None]
     return [*passed.sums.tolist(), sum(norm * norm for norm in norms) ** 0.5]
+
+
+def padded(values: Sequence[float], count: int) -> list[float]:
+    """Return `count` finite numbers that begin with these."""
+    finite = [value if math.isfinite(value) else 0.0 for value in values]
+    return (finite + [0.0] * count)[:count]
+
+
+def is_alike(most: Sequence[float], least: Sequence[float]) -> bool:
+    """Return True if the ranks' largest facts equal the smallest, which have the other sign."""
+    pairs = zip(most, least, strict=True)
+    return all(abs(one + other) <= 1e-9 * (1e-30 + abs(one)) for one, other in pairs)
 
 
 def find_rank(facts: Sequence[Sequence[float]], limit: float) -> tuple[int, int] | None:

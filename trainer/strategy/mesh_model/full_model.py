@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from trainer.distributed.world import RankGroup, World
-from trainer.errors import ConfigError
 from trainer.strategy.mesh_model.materialize import copy_structure
 from trainer.strategy.shards import Shard, join_boxes, list_boxes, replace_tensors
 
 PROVED_BYTES = 2**30  # of a model whose outputs are compared at each start
+LOOSER = 3  # for gradients
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative; narrower types: 0.1
 
 LEAST_OF_WEIGHTS = 1e-4  # relative: sums of 32 bits
@@ -94,12 +94,22 @@ def distance(outputs: Any, expected: Any) -> float:
     return most
 
 
-def check_proof(mesh: str, found: Sequence[float], limit: float) -> None:
-    """Raise ConfigError if a divided model is not the whole one.
+def explain_values(found: Sequence[float], limit: float) -> str:
+    """Return a line if a divided model is not the whole one, else an empty one.
 
     `found` are the relative differences of its outputs, its loss, and the weight of its loss.
     """
     limits = (limit, limit, LEAST_OF_WEIGHTS)
     for worst, most, (what, advice) in zip(found, limits, PROVED, strict=True):
         if not worst <= most:
-            raise ConfigError(f"strategy.mesh: {mesh}: {what.format(f'{worst:.1e}')}; {advice}")
+            return f"{what.format(f'{worst:.1e}')}; {advice}"
+    return ""
+
+
+def explain_gradient(name: str, worst: float) -> str:
+    """Return a line if a parameter's gradient is not that of the whole model."""
+    if not name:
+        return ""
+    what = f"the gradient of {name} in the divided model is {worst:.1e} from that of the whole"
+    advice = "check the tensor_plan of its layer and of those after it, and its hooks"
+    return f"{what}; {advice}"

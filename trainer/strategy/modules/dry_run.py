@@ -12,6 +12,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+STIR = 0.05  # of a weight
+
 
 class FlopCounter(TorchDispatchMode):
     """Count floating-point operations with torch's formulas.
@@ -44,6 +46,15 @@ class FlopCounter(TorchDispatchMode):
             formula = flop_registry[func._overloadpacket]
             self.total += formula(*args, **kwargs, out_val=out)
         return out
+
+
+@torch.no_grad()
+def stir(weights: torch.Tensor, noise: torch.Generator) -> None:
+    """Change weights a little and keep their signs; zeros, which hide what is behind them, too."""
+    if weights.is_floating_point() and weights.numel():
+        drawn = torch.randn(weights.shape, generator=noise).to(weights) * STIR
+        floor = weights.abs().mean().clamp_min(STIR)
+        weights += torch.where(weights == 0, drawn * floor, weights * drawn.clamp(-0.5, 0.5))
 
 
 @contextmanager
