@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from harness import check_equal_bits, check_parity, fit_on, on_ranks, relative_distance
 from harness.training import compose
-from meshed import Meshed, Net
+from meshed import Block, Meshed, Net
 from torch import nn
+from wrong import NormalisesGradient
 
 from trainer import ResidentDataset, RunError, Trainer
 from trainer.audit import main as audit
@@ -457,6 +458,36 @@ class Skipping(Meshed):
         return Skip(self.options)
 
 
+class MixedBehindZeros(Mixed):
+    def build_model(self):
+        model = super().build_model()
+        for block in model.blocks:
+            nn.init.zeros_(block.project.weight)
+            nn.init.zeros_(block.project.bias)
+        return model
+
+
+class NormalisedBlock(Block):
+    """A backward pass that normalises, over the columns that a rank has."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.widen = nn.Sequential(self.widen, NormalisesGradient())
+
+
+class WithOwnBackward(Meshed):
+    def build_model(self):
+        model = super().build_model()
+        o = self.options
+        model.blocks = nn.ModuleList(
+            NormalisedBlock(o.width, 4, o.dropout, o.inner) for _ in range(o.layers)
+        )
+        return model
+
+    def tensor_plan(self):
+        return {"blocks.*.widen.0": "columns", "blocks.*.narrow": "rows"}
+
+
 class Extra(Net):
     def get_extra_state(self):
         return torch.ones(2)
@@ -483,6 +514,16 @@ REFUSED = {
         Mixed,
         ["strategy=tp"],
         "the outputs of the divided model are .* check tensor_plan",
+    ),
+    "wrong plan behind zeros": (
+        MixedBehindZeros,
+        ["strategy=tp"],
+        "the outputs of the divided model are .* check tensor_plan",
+    ),
+    "own backward": (
+        WithOwnBackward,
+        ["strategy=tp", "strategy.precision=fp64"],
+        "the gradient of .* in the divided model is .* from that of the whole; check the",
     ),
     "half tied": (Half, ["strategy=tp"], "head.weight shares a parameter that tensor_plan divides"),
     "averages": (Averaging, ["strategy=cp"], r": must be values \(rows, positions\)"),

@@ -10,7 +10,7 @@ from meshed import WORDS, Meshed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.strategy.mesh_model.full_model import distance
+from trainer.strategy.mesh_model.mesh_proof import distance
 
 PRECISE = ["task=meshed", "strategy.precision=fp64"]
 

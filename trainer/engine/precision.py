@@ -72,6 +72,11 @@ class Precision:
             torch.backends.cuda.matmul.allow_tf32 = is_tf32
 
     @property
+    def is_narrow(self) -> bool:
+        """True if operations round to fewer than 32 bits."""
+        return self.dtype.itemsize < 4 or self._autocast is not None
+
+    @property
     def wide(self) -> torch.dtype:
         """Dtype of sums: that of the weights, in 32 bits or more."""
         return torch.promote_types(self.dtype, torch.float32)

@@ -30,16 +30,8 @@ from trainer.strategy.mesh_model.checks import check_copies, check_shared
 from trainer.strategy.mesh_model.context_parallel import Context
 from trainer.strategy.mesh_model.cost import MeshCost
 from trainer.strategy.mesh_model.divided_parameters import DividedParameters
-from trainer.strategy.mesh_model.full_model import (
-    LOOSER,
-    PROVED_BYTES,
-    TOLERANCES,
-    distance,
-    explain_gradient,
-    explain_values,
-    seeded,
-)
-from trainer.strategy.mesh_model.gradient_proof import find_other_gradient, stirred
+from trainer.strategy.mesh_model.full_model import PROVED_BYTES, seeded
+from trainer.strategy.mesh_model.mesh_proof import MeshProof, stirred
 from trainer.strategy.mesh_model.tensors import DividedTensors
 from trainer.strategy.mesh_model.unused_parameters import UnusedParameters
 from trainer.strategy.modules.batchnorm import FunctionalBatchNorm
@@ -136,7 +128,6 @@ class MeshParallel(Strategy):
         size = sum(p.nbytes for p in self.tensors.structure.parameters())
         return self.mesh.divides_model and size > PROVED_BYTES
 
-    @torch.no_grad()
     def _prove(self, batch: MicroBatch, objective: ObjectiveProtocol) -> str:
         """Return a line if the divided model has other outputs, gradients, or another loss.
 
@@ -144,66 +135,25 @@ class MeshParallel(Strategy):
         no positions), and a loss that compares positions, or that reads the model's parameters.
         """
         inputs, targets = take_rows(batch, 2 * (self.blueprint.config.norm_rows or 1))
-        is_narrow = self.precision.dtype.itemsize < 4 or "amp" in self.config.precision
-        limit = 0.1 if is_narrow else TOLERANCES[self.precision.dtype]
+        divided = self.module.eval()
         with stirred(self.tensors) as whole:
-            divided = self.module.eval()
-            whole.eval()
+            proof = MeshProof(whole.eval(), self.mesh, self.world, self.precision, objective)
             try:
-                found = self._compare_values(whole, inputs, targets, objective)
-                line = explain_values(found, limit)
+                with torch.no_grad():
+                    outputs = self.forward(inputs)
+                    own = self._loss_sums(inputs, targets, objective)
+                self.module = whole  # a loss may read the task's model
+                line = proof.compare_values(inputs, targets, outputs, own)
                 if not line:
-                    with torch.enable_grad():
-                        gradients = self._gradients_of(whole, inputs, targets, objective)
-                        self.module = divided
-                        with seeded(self.world.device):
-                            self.forward_backward([(inputs, targets)], objective)
-                    worst = find_other_gradient(self.tensors, gradients, LOOSER * limit)
-                    line = explain_gradient(*worst)
+                    gradients = proof.gradients(inputs, targets)
+                    self.module = divided
+                    with seeded(self.world.device):
+                        self.forward_backward([(inputs, targets)], objective)
+                    line = proof.compare_gradients(self.tensors, gradients)
             finally:
                 self.module = divided.train()
                 self.tensors.drop_gradients()
         return f"strategy.mesh: {self.mesh}: {line}" if line else ""
-
-    def _compare_values(
-        self, whole: nn.Module, inputs: Any, targets: Any, objective: ObjectiveProtocol
-    ) -> list[float]:
-        """Return the relative differences of outputs, loss, and weight of the loss."""
-        divided = self.module
-        outputs = self.forward(inputs)
-        own = self._loss_sums(inputs, targets, objective)
-        found = torch.zeros(3, dtype=torch.float64, device=self.world.device)
-        if self.mesh.has_loss:  # all ranks that call the loss, as it may have collectives
-            self.module = whole  # a loss may read the task's model
-            with seeded(self.world.device), self.precision.autocast():
-                expected = call(whole, inputs)
-                if self.mesh.is_counted:
-                    found[0] = distance(outputs, expected)
-                sums = objective.sums(expected, targets)
-            if self.mesh.is_counted:
-                found[1:] = (own - sums)[[0, 2]].abs() / sums[1:].abs().clamp_min(1e-30)
-        self.module = divided
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return found.tolist()
-
-    def _gradients_of(
-        self, whole: nn.Module, inputs: Any, targets: Any, objective: ObjectiveProtocol
-    ) -> dict[str, torch.Tensor]:
-        """Return the gradients of the whole model on this rank's rows, zeros on other ranks."""
-        named = {name: p for name, p in whole.named_parameters() if p.requires_grad}
-        gradients = {name: torch.zeros_like(p) for name, p in named.items()}
-        if not self.mesh.has_loss:
-            return gradients
-        self.module = whole
-        with seeded(self.world.device):
-            with self.precision.autocast():
-                total = objective.total(call(whole, inputs), targets)
-            root = self.precision.root(total, objective.scale)
-            found = torch.autograd.grad(total, list(named.values()), root, allow_unused=True)
-        if not (self.mesh["tensor"] or self.mesh["context"]):
-            made = zip(named, found, strict=True)
-            gradients |= {name: g.contiguous() for name, g in made if g is not None}
-        return gradients
 
     def _loss_sums(self, inputs: Any, targets: Any, objective: ObjectiveProtocol) -> torch.Tensor:
         """Return `objective.sums` over the ranks that divide the rows' positions."""

@@ -252,7 +252,7 @@ class Proof:
     def _compare(self, subject: Subject, passes: ProofPasses, cuts: Sequence[int]) -> Verdict:
         whole = passes.run((0, cuts[-1]))
         parts = passes.run(cuts)
-        limit = limit_of(whole, self._is_narrow and not passes.is_exact)
+        limit = limit_of(whole, self._parts.precision.is_narrow and not passes.is_exact)
         found = compare(whole, parts, limit)
         if found is not None or whole.has_coins:
             return Verdict(self._name(subject, passes, cuts, limit))
@@ -262,11 +262,6 @@ class Proof:
             if rewound is not None:
                 return Verdict(explain_buffers(changed, can_rewind=False), is_of_ranks=True)
         return Verdict(results=digest_pass(whole), limit=limit)
-
-    @property
-    def _is_narrow(self) -> bool:
-        precision = self._parts.precision
-        return precision.dtype.itemsize < 4 or "amp" in self._parts.config.strategy.precision
 
     def _name(
         self, subject: Subject, passes: ProofPasses, cuts: Sequence[int], limit: float
