@@ -114,6 +114,7 @@ class Strategy(ABC):
     averages = True  # the mean of the ranks' gradients, as DDP; False: their sum
     of_the_run: tuple[str, ...] = ()  # settings for the run's hash, layout in other strategies
     cost: type[Cost] = Cost
+    finding = ""  # a line of its own proof, if that is to warn only
     leaves: Leaves | None = None  # this rank's, if micro-batches have one size in any layout
 
     @classmethod

@@ -51,7 +51,6 @@ class MeshParallel(Strategy):
     averages = False
     cost = MeshCost
     tensors: DividedTensors
-    _finding = ""  # the line of a proof that is to warn only
 
     @classmethod
     def check(cls, config: Config, world: World) -> None:
@@ -118,9 +117,9 @@ class MeshParallel(Strategy):
             raise ConfigError(f"strategy.mesh.context={self.mesh.context}: {why}; set 1")
         prove = self.blueprint.config.run.prove
         if prove and self.mesh.divides_model and not self._is_unproved:
-            self._finding = self._prove(batch, objective)
-            if self._finding and prove != "warn":
-                raise ConfigError(self._finding)
+            self.finding = self._prove(batch, objective)
+            if self.finding and prove != "warn":
+                raise ConfigError(self.finding)
         self._compile(self._division.compiled)
 
     @property
@@ -346,8 +345,8 @@ class MeshParallel(Strategy):
         lines = [f"mesh: {self.mesh}; {has}", *self._division.list_remarks(count)]
         if self._is_unproved:
             lines.append("the outputs were not compared with the whole model's: it is too large")
-        if self._finding:
-            lines.append(f"warning: {self._finding}")
+        if self.finding:
+            lines.append(f"warning: {self.finding}")
         return lines
 
 

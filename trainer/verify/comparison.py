@@ -9,7 +9,6 @@ import torch
 
 from trainer.verify.evidence import Evidence, Tensors
 from trainer.verify.reasons import explain
-from trainer.verify.stage import FP64
 
 REFERENCE = "reference"
 AGREES = "agrees"
@@ -18,10 +17,12 @@ ROUNDING = "rounding"
 DIFFERENT = "DIFFERENT"
 PROVES_NOTHING = "PROVES NOTHING"
 Distances = dict[str, float]
-# Relative limits of (losses and metrics, gradients and weights). Below fp64 the limit of tensors is
-# so wide that they are shown but not judged.
-TOLERANCE = {FP64: (1e-8, 1e-6), "fp32": (1e-3, 1.0), "tf32": (1e-2, 1.0)}
-COARSE = (1e-1, 1.0)
+EXACT = {"examples": 0.0, "gradients": 1e-6, "losses": 1e-8, "weights": 1e-6, "metrics": 1e-8}
+# Below fp64 a limit is measured: so many times the distance of two equal layouts with another order
+# of summation, and at least a few roundings of a sum.
+TIMES = 10
+LEAST = {"fp32": 1e-5}
+COARSE = 1e-2  # of narrower types
 STILL = 1e-9  # a run whose weights move by less has learned nothing
 FLAT = 1e-6  # the same if its loss changes by less, relative to the largest loss
 
@@ -63,20 +64,27 @@ def _spread(curve: Sequence[float]) -> float:
     return max(curve, default=0.0) - min(curve, default=0.0)
 
 
-def compare(layout: str, precision: str, reference: Evidence, other: Evidence) -> Finding:
-    """Return agreement, or the first difference with its likely reason."""
-    scalars, tensors = TOLERANCE.get(precision, COARSE)
-    limits = {
-        "examples": 0.0,
-        "gradients": tensors,
-        "losses": scalars,
-        "weights": tensors,
-        "metrics": scalars,
+def measure_rounding(precision: str, reference: Evidence, other: Evidence) -> Distances:
+    """Return the limits of a precision from two runs that differ in the order of summation."""
+    least = LEAST.get(precision, COARSE)
+    worst = {
+        name: max(each.values(), default=0.0) for name, each in _measure(reference, other).items()
     }
+    return {name: max(least, TIMES * size) for name, size in worst.items()} | {"examples": 0.0}
+
+
+def compare(
+    layout: str,
+    precision: str,
+    reference: Evidence,
+    other: Evidence,
+    limits: Distances = EXACT,
+) -> Finding:
+    """Return agreement, or the first difference with its likely reason."""
     groups = _measure(reference, other)
     worst = {group: max(distances.values(), default=0.0) for group, distances in groups.items()}
-    for group, limit in limits.items():
-        distances = groups[group]
+    for group in EXACT:
+        distances, limit = groups[group], limits[group]
         name = next((name for name in distances if not distances[name] <= limit), None)
         if name is not None:
             is_tensor = group in ("gradients", "weights")

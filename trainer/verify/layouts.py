@@ -10,16 +10,20 @@ from dataclasses import dataclass, replace
 
 from trainer.data.batch_plan import Cut
 from trainer.distributed.world import usable_cores
-from trainer.errors import ConfigError, counted
+from trainer.errors import ConfigError, RunError, counted
 from trainer.strategy.mesh import DATA
 from trainer.verify.comparison import (
     DIFFERENT,
+    EXACT,
     ROUNDING,
+    Distances,
     Finding,
     compare,
     compare_bits,
     judge_reference,
+    measure_rounding,
 )
+from trainer.verify.evidence import Evidence
 from trainer.verify.reasons import rounding
 from trainer.verify.stage import FP64, TrialRuns
 
@@ -123,40 +127,62 @@ def prove_layouts(
     With `is_bits` train in the task's own precision only and compare bits. If it `may_refuse`, a
     layout that divides the model or the batch is left out where that cannot work for this task.
     """
-    precisions = list(stage.precisions)[-1:] if is_bits else list(stage.precisions)
     every = list(layouts)
-    print("training on one rank, the reference ...", file=sys.stderr, flush=True)
-    begun = time.monotonic()
-    reference = stage.train("one-rank", 1, ONCE, precisions)
-    seconds = _estimate(time.monotonic() - begun, every)
-    ahead = f"it took {time.monotonic() - begun:.0f} s; {counted(len(every), 'layout')} to try"
-    print(f"{ahead}, about {seconds:.0f} s", file=sys.stderr, flush=True)
+    reference, limits = _train_reference(stage, every, is_bits)
     findings = [judge_reference("one rank", p, evidence) for p, evidence in reference.items()]
     for number, layout in enumerate(every, 1):
         where = f"layout {layout.name} ({number} of {len(every)})"
         print(f"training in {where} ...", file=sys.stderr, flush=True)
         overrides = [*ONCE, *layout.overrides]
         try:
-            evidence = stage.train(layout.name, layout.ranks, overrides, precisions)
+            evidence = stage.train(layout.name, layout.ranks, overrides, list(reference))
         except ConfigError as error:
             if not may_refuse or not (layout.axes or layout.name == "accumulation"):
                 raise
             print(f"left out: {error}")
             continue
-        is_different = False
-        for precision in precisions:
+        found: dict[str, Finding] = {}
+        for precision in reference:
+            pair = (reference[precision], evidence[precision])
             if is_bits:
-                pair = (reference[precision], evidence[precision])
-                findings.append(compare_bits(layout.name, precision, *pair))
+                found[precision] = compare_bits(layout.name, precision, *pair)
                 continue
-            finding = compare(layout.name, precision, reference[precision], evidence[precision])
-            if finding.result == DIFFERENT:
-                if precision != FP64 and not is_different:
+            finding = compare(layout.name, precision, *pair, limits[precision])
+            exact = found.get(FP64)
+            if exact is not None and finding.result == DIFFERENT:
+                finding = replace(finding, reason="as in fp64")  # here rounding adds to it
+                if exact.result != DIFFERENT:
                     reason = rounding(reference[precision])
                     finding = replace(finding, result=ROUNDING, reason=reason)
-                elif is_different:
-                    finding = replace(finding, reason="as in fp64")  # here rounding adds to it
-                else:
-                    is_different = True
-            findings.append(finding)
+            found[precision] = finding
+        findings += found.values()
     return findings
+
+
+def _train_reference(
+    stage: TrialRuns, layouts: Sequence[Layout], is_bits: bool
+) -> tuple[dict[str, Evidence], dict[str, Distances]]:
+    """Train on one rank; return the evidence, and the limits for other layouts, by precision.
+
+    A task that does not run in fp64 is judged in its own precision alone.
+    """
+    *exact, own = list(stage.precisions)[-1:] if is_bits else list(stage.precisions)
+    print("training on one rank, the reference ...", file=sys.stderr, flush=True)
+    begun = time.monotonic()
+    try:
+        reference = stage.train("one-rank", 1, ONCE, [*exact, own])
+    except (ConfigError, RunError) as error:
+        if not exact:
+            raise
+        begun = time.monotonic()
+        reference = stage.train("one-rank", 1, ONCE, [own])
+        print(f"does not run in fp64, so {own} alone is judged: {error}")
+    seconds = time.monotonic() - begun
+    more = _estimate(seconds, layouts)
+    ahead = f"it took {seconds:.0f} s; {counted(len(layouts), 'layout')} to try"
+    print(f"{ahead}, about {more:.0f} s", file=sys.stderr, flush=True)
+    limits = {FP64: EXACT}
+    if own != FP64 and not is_bits:
+        other = stage.train("one-rank-reversed", 1, ONCE, [own], is_reversed=True)
+        limits[own] = measure_rounding(own, reference[own], other[own])
+    return reference, limits

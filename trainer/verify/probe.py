@@ -54,7 +54,7 @@ def probe(run: Run, task: Any) -> Probe:
         has_max_pooling=any("MaxPool" in type(layer).__name__ for layer in layers),
         optimizers=[type(optimizer).__name__ for optimizer in run.engine.optimizers],
         results=results,
-        finding=verdict.line,
+        finding=verdict.line or run.engine.strategy.finding,
     )
 
 

@@ -9,11 +9,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from trainer.cli import load_task, run
 from trainer.config.compose import load_config
@@ -33,12 +36,13 @@ def main(arguments: Sequence[str]) -> int:
     """Train the runs of a plan, a JSON file whose path is the only argument.
 
     {"out": folder, "config_dirs": [...], "runs": [[name, overrides], ...], "kill": null or
-    [step, rank]}: that rank kills itself before it trains at that 0-based step.
+    [step, rank], "is_reversed": bool}: that rank kills itself before it trains at that 0-based
+    step; rows are taken in reverse order.
     """
     plan = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     for name, overrides in plan["runs"]:
         config = load_config(overrides, plan["config_dirs"])
-        recorder = StepRecorder(plan["kill"])
+        recorder = StepRecorder(plan["kill"], plan["is_reversed"])
         task = recorded(load_task(config), recorder)(config)
         directory = task.fit().directory
         rank = task.world.rank
@@ -64,8 +68,9 @@ def enter(rank: int, environment: Mapping[str, str], plan: str, log: str) -> Non
 class StepRecorder:
     """Recorder of one rank's evidence, kept outside the user's task to use none of its names."""
 
-    def __init__(self, kill: Sequence[int] | None):
+    def __init__(self, kill: Sequence[int] | None, is_reversed: bool = False):
         self.notes = Notes()
+        self._is_reversed = is_reversed
         self._kill = None if kill is None else tuple(kill)
         self._is_stepping = False
 
@@ -86,6 +91,10 @@ class StepRecorder:
                 boxes = [(list(offset), list(box.shape)) for box, offset in shard.boxes()]
                 notes.boxes[name] = (list(shard.shape), boxes)
             notes.first_weights = _copy({name: shard.tensor for name, shard in shards.items()})
+        if self._is_reversed:
+            batch = replace(
+                batch, pieces=[tree_map_only(torch.Tensor, _flip, p) for p in batch.pieces]
+            )
         notes.indices[step + 1] = [i for indices in batch.indices for i in indices.tolist()]
         self._is_stepping = True
         outcome = train_step(batch)
@@ -148,6 +157,10 @@ def recorded(base: Any, recorder: StepRecorder) -> Any:
 
     functools.update_wrapper(Recorded.train_step, base.train_step)  # shows whose step it is
     return Recorded
+
+
+def _flip(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flip(0) if tensor.dim() else tensor
 
 
 def _copy(tensors: Tensors) -> Tensors:

@@ -58,13 +58,19 @@ class TrialRuns:
         ]
 
     def train(
-        self, name: str, ranks: int, overrides: Sequence[str], precisions: Collection[str]
+        self,
+        name: str,
+        ranks: int,
+        overrides: Sequence[str],
+        precisions: Collection[str],
+        is_reversed: bool = False,
     ) -> dict[str, Evidence]:
         """Train on `ranks` real processes and return the evidence by precision.
 
-        Raises ConfigError or RunError with the error line of the ranks if they fail.
+        If it `is_reversed`, the rows of each micro-batch are taken in reverse order. Raises
+        ConfigError or RunError with the error line of the ranks if they fail.
         """
-        plan = self._write_plan(name, overrides, precisions, None)
+        plan = self._write_plan(name, overrides, precisions, None, is_reversed)
         self._check(name, *self.launch(plan, ranks))
         evidence = {}
         for precision in precisions:
@@ -115,6 +121,7 @@ class TrialRuns:
         overrides: Sequence[str],
         precisions: Collection[str],
         kill: tuple[int, int] | None,
+        is_reversed: bool = False,
     ) -> Path:
         runs = []
         for precision in precisions:
@@ -126,6 +133,7 @@ class TrialRuns:
             "config_dirs": self._config_dirs,
             "runs": runs,
             "kill": kill,
+            "is_reversed": is_reversed,
         }
         path = self._folder / f"{name}.json"
         path.write_text(json.dumps(plan), encoding="utf-8")
