@@ -246,3 +246,24 @@ def test_a_parameter_may_get_its_first_gradient_late(tmp_path):
     two = fit_on(2, tmp_path / "two", *words, "strategy.find_unused_parameters=true", task=Late)
     check_parity(one, two, falls=False)
     assert one["code"] == 0
+
+
+class Exchanging(torch.optim.SGD):
+    """An optimizer that sums its gradients itself, as nanochat's."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                dist.all_reduce(p.grad)
+        super().step(closure)
+
+
+class WithExchange(Tiny):
+    def build_optimizer(self, model):
+        return Exchanging(model.parameters(), lr=0.1)
+
+
+def test_an_optimizer_that_communicates_is_named(tmp_path):
+    line = "build_optimizer: Exchanging.step exchanges tensors between ranks itself; the gradients"
+    with pytest.raises(AssertionError, match=line):
+        fit_on(2, tmp_path, "task=tiny", task=WithExchange)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -244,15 +244,15 @@ class Task:
         """
         return []
 
-    def tensor_plan(self) -> dict[str, str]:
+    def tensor_plan(self) -> dict[str, str] | Literal["auto"]:
         """Return how `strategy.mesh.tensor` divides layers, by patterns of their names.
 
         `columns` divides the outputs of an nn.Linear, `rows` the inputs of the one after it;
         `columns/3` divides each of three packed matrices; `vocabulary` divides the entries of an
         nn.Embedding and the nn.Linear that scores them. Code between columns and rows gets a part
         of the outputs: write -1 for the number of heads, and take rows and positions from the
-        shape of these outputs. `*` stands for one part of a name, `|`
-        for or.
+        shape of these outputs. `*` stands for one part of a name, `|` for or. "auto" takes the
+        plan of a model of transformers, from its config or by its family.
 
             return {"blocks.*.query|key|value|widen": "columns", "blocks.*.project|narrow": "rows"}
         """

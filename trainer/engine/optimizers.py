@@ -22,7 +22,11 @@ from trainer.engine.optimizer_state import (
 from trainer.errors import ConfigError, one_line
 from trainer.hook_errors import MOST_SHOWN, is_explained, is_of_torch
 from trainer.schedule import Factor
-from trainer.strategy.mesh_model.optimizer_trial import check_closure, is_elementwise
+from trainer.strategy.mesh_model.optimizer_trial import (
+    check_closure,
+    check_silence,
+    is_elementwise,
+)
 from trainer.strategy.shards import Shard, TensorSource
 from trainer.strategy.tensors import Tensors
 
@@ -172,6 +176,7 @@ def _check_step(optimizer: Optimizer) -> None:
         why = f"{kind.__name__} has train() and eval(), which move the weights between steps"
         advice = "use an optimizer without, such as optim=adamw with run.ema_decay"
         raise ConfigError(f"build_optimizer: {why}; {advice}")
+    check_silence(optimizer)
     if not is_elementwise(optimizer):
         check_closure(optimizer)
 

@@ -38,6 +38,7 @@ from trainer.strategy.base import Blueprint, convert, find_strategy
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.mesh_model.materialize import Values, build_structure
 from trainer.strategy.modules.tensor_memory import make_dense
+from trainer.strategy.tensor_parallel.auto_plan import find_plan
 from trainer.task import Task
 
 PREPARATION = timedelta(days=7)  # for downloads, while dist.timeout_s is for collectives
@@ -238,7 +239,8 @@ def make_blueprint(
     """
     _check_step(task)
     blocks = _list_blocks(task, model)
-    plan = task.tensor_plan()
+    is_divided = Mesh.of(task.config.strategy.mesh, task.world).tensor > 1
+    plan = find_plan(task.tensor_plan(), model) if is_divided else {}
     model = model.train()
     rows = 2 * (task.config.norm_rows or 1)
     parts = (model, blocks, plan, draws, lambda: take_rows(read_inputs(), rows), reduce_begun)

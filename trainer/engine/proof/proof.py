@@ -47,7 +47,8 @@ from trainer.strategy.modules.dry_run import untouched
 LATE = (1, 9, 99, 999)  # steps, 0-based, before which forward and loss are proved again
 CUTS = ((0, 1, 3), (0, 2, 4))  # of rows, times run.norm_rows; the second if one row is too few
 MOST_FLOPS = 2e13  # of a proof: a minute or more on a CPU
-FP64_FLOPS = 5e10  # more of them are computed in the run's precision, with fewer rows
+FP64_FLOPS = 2e10  # more of them are computed in the run's precision, on fewer rows
+FEW_CUTS = ((0, 1, 2), (0, 2, 4))
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ class Proof:
         """Compare whole rows with parts of them. A collective."""
         strategy = self._parts.strategy
         size = sum(p.nbytes for p in strategy.tensors.structure.parameters())
-        flops = 2 * CUTS[0][-1] * strategy.flops
+        flops = 2 * CUTS[0][-1] * (self._parts.config.norm_rows or 1) * strategy.flops
         if size > PROVED_BYTES or flops > MOST_FLOPS:
             what = f"a model of {size / 1e9:.1f} GB" if size > PROVED_BYTES else "so large rows"
             return Verdict(unproved=f"left out for {what}; use python -m trainer.verify")
@@ -235,7 +236,7 @@ class Proof:
             module.eval()
         why = ""
         try:
-            for own, cuts in product((False, True)[in_own:], CUTS):
+            for own, cuts in product((False, True)[in_own:], FEW_CUTS if in_own else CUTS):
                 scaled = [
                     cut * subject.unit for cut in (cuts[:1] + cuts[-1:] if is_fixed else cuts)
                 ]

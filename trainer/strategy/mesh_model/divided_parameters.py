@@ -20,6 +20,7 @@ ADVICE = "use weight_decay for a penalty, an attribute of the task for a teacher
 _MIXED = re.compile(
     r"mixed torch\.Tensor and DTensor|on device meta|[Mm]eta tensor|FSDP does not support deepcopy"
 )
+_READ = re.compile(r"item\(\) cannot be called on meta tensors")
 _FREED = re.compile(r"setStorage: .* storage of size 0|expected device \w+ but got meta")
 
 
@@ -54,6 +55,11 @@ def parts_named(is_divided: bool) -> Iterator[None]:
             why = "a gradient of a gradient needs parameters that are freed, or on other ranks"
             advice = "use strategy=ddp, or under fsdp torch.autograd.grad in forward"
             raise ConfigError(f"strategy.mesh: {why}; {advice}") from error
+        if _READ.search(str(error)):
+            place = _task_line(error.__cause__ or error)
+            why = f"{place} reads the value of a tensor, and a dry run has shapes only"
+            advice = "pass masks and positions as inputs, or use strategy=fsdp"
+            raise ConfigError(f"strategy.mesh: {why}; {advice}") from error
         if not _MIXED.search(str(error)):
             raise
         place = _task_line(error.__context__ or error)  # of torch's error, which a hook's may hide
@@ -63,7 +69,7 @@ def parts_named(is_divided: bool) -> Iterator[None]:
 
 def _task_line(error: BaseException) -> str:
     """Return `file.py:12`, the last line outside of torch, this package and the stdlib."""
-    package = str(Path(__file__).parents[1])
+    package = str(Path(__file__).parents[2])
     library = str(Path(traceback.__file__).parent)
     frames = traceback.extract_tb(error.__traceback__)
     others = [f for f in frames if not f.filename.startswith((package, "<"))]

@@ -7,8 +7,10 @@ parameters, which a rank of a divided model does not have.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from contextlib import suppress
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -25,6 +27,36 @@ ELEMENTWISE = {
 }
 LONGEST = 4  # axis of a stand-in
 TOLERANCE = 1e-9  # relative, in 64 bits
+
+
+def check_silence(optimizer: Optimizer) -> None:
+    """Raise ConfigError for an optimizer whose own code uses torch.distributed."""
+    for kind in type(optimizer).__mro__:
+        if kind.__module__.startswith(("torch.optim.", "builtins")):
+            break
+        for function in filter(inspect.isfunction, vars(kind).values()):
+            if kind.__module__.startswith("torch.distributed") or _communicates(function):
+                why = f"{kind.__name__}.{function.__name__} exchanges tensors between ranks itself"
+                instead = "the gradients are summed already; use its version for one process"
+                raise ConfigError(f"build_optimizer: {why}; {instead}, with zero1 or fsdp")
+
+
+def _communicates(function: FunctionType) -> bool:
+    names: set[str] = set()
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    if "distributed" in names and function.__globals__.get("torch") is torch:
+        return True
+    values = [function.__globals__.get(name) for name in names]
+    modules = [
+        each.__name__ if inspect.ismodule(each) else each.__module__
+        for each in values
+        if inspect.ismodule(each) or inspect.isfunction(each)
+    ]
+    return any(module.startswith("torch.distributed") for module in modules)
 
 
 def check_closure(optimizer: Optimizer) -> None:

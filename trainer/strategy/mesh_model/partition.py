@@ -146,7 +146,14 @@ class Partition:
 
         def compute() -> None:
             with context or nullcontext():
-                call(model, sample)
+                try:
+                    call(model, sample)
+                except ConfigError as error:
+                    if "on meta tensors" in str(error):  # told by parts_named
+                        raise
+                    how = "a dry run with shapes only"
+                    advice = "choose another implementation of it, or strategy=fsdp"
+                    raise ConfigError(f"strategy.mesh: {how}: {error}; {advice}") from error
 
         rows = count_rows(sample)
         return self._blueprint.draws.watch(lambda: trace.run(compute, reason), rows), trace

@@ -22,6 +22,8 @@ from trainer.strategy.modules.dry_run import FlopCounter
 from trainer.strategy.modules.meta_shapes import compute_shapes, to_meta
 from trainer.strategy.pipeline_parallel.p2p import P2P, ReceivedTensor
 
+_MOVE = torch.ops.aten._to_copy.default
+
 
 class OnMeta(TorchDispatchMode):
     """A mode in which an operation with an argument on the meta device runs there."""
@@ -32,6 +34,8 @@ class OnMeta(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _MOVE and args[0].is_meta and kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": args[0].device}  # it has no values to move
         if (results := compute_shapes(func, args, kwargs)) is not NotImplemented:
             return results
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
