@@ -120,3 +120,29 @@ def test_gradients_of_gradients_train_under_ddp_and_are_refused_under_fsdp(tmp_p
     line = "a gradient of a gradient needs parameters that are freed"
     with pytest.raises(AssertionError, match=line):
         fit_on(2, tmp_path / "parts", *WORDS, "strategy=fsdp", task=DoubleGradient)
+
+
+class DoubleGradientOfRows(DoubleGradient):
+    """The same through the rows of all ranks."""
+
+    def loss(self, outputs, targets):
+        if not torch.is_grad_enabled():
+            return Taught.loss(self, outputs, targets)
+        others, first = self.gather_rows(outputs)
+        labels = first + torch.arange(len(outputs))
+        values = nn.functional.cross_entropy(outputs @ others.T, labels, reduction="none")
+        (slope,) = torch.autograd.grad(values.sum(), self.inputs, create_graph=True)
+        return values + slope.square().sum(1)
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (DoubleGradient, ["task.options.norm=true", "strategy.sync_batchnorm=true"]),
+        (DoubleGradientOfRows, ["optim.lr=0.001"]),
+    ],
+)
+def test_gradients_of_gradients_pass_through_all_ranks(task, words, tmp_path):
+    one = fit_on(1, tmp_path / "one", *WORDS, *words, task=task)
+    two = fit_on(2, tmp_path / "two", *WORDS, *words, "strategy=ddp", task=task)
+    check_parity(one, two, falls=False)

@@ -185,18 +185,21 @@ class Draws(TorchFunctionMode):
             self._calls.advance(position)
 
     def by_micro_batch(self, name: str) -> int:
-        """Return the seed for a call whose kernel draws internally."""
+        """Return the seed for a call whose kernel draws internally.
+
+        Such calls have a count of their own, or later draws would have other numbers where they are
+        made once for each row. It is the state of torch's generator, which a recomputation
+        restores.
+        """
         self.kernels.add(name)
         self.rehearsals.note(name, ())
-        return key_of(self._calls.next(torch.device("cpu")), self._begun[1])
+        position = torch.default_generator.initial_seed()
+        count = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        return key_of(position, count, self._begun[1])
 
     def list_remarks(self) -> list[str]:
         """Return lines to print at the start of a run."""
-        remarks = [
-            f"{name} draws inside its kernel: keyed by micro-batch, not by example"
-            for name in sorted(self.kernels)
-        ]
         if "attention" in self.rehearsals.names and self._device.type == "cuda":
             why = "fused kernels take no mask and are off; run.dropout=torch keeps them"
-            remarks.append(f"dropout of attention by example: {why}")
-        return remarks
+            return [f"dropout of attention by example: {why}"]
+        return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import product
@@ -45,10 +45,13 @@ from trainer.strategy.mesh_model.full_model import PROVED_BYTES
 from trainer.strategy.modules.dry_run import untouched
 
 LATE = (1, 9, 99, 999)  # steps, 0-based, before which forward and loss are proved again
-CUTS = ((0, 1, 3), (0, 2, 4))  # of rows, times run.norm_rows; the second if one row is too few
+# Of rows, times run.norm_rows: more rows see more; the second ones if one row is too few.
+MANY_CUTS = ((0, 3, 8),)
+CUTS = ((0, 1, 3), (0, 2, 4))
 MOST_FLOPS = 2e13  # of a proof: a minute or more on a CPU
 FP64_FLOPS = 2e10  # more of them are computed in the run's precision, on fewer rows
 FEW_CUTS = ((0, 1, 2), (0, 2, 4))
+MANY = 8  # rows that are read
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class Proof:
     def _read(self, first: int) -> None:
         """Read a few rows, the same on every rank: those from the `first` one of the run."""
         assert self._batches is not None
-        rows = CUTS[-1][-1] * (self._parts.config.norm_rows or 1)
+        rows = MANY * (self._parts.config.norm_rows or 1)
         indices = self._batches.first_examples(first, rows)
         self._rows = next(iter(self._batches.of_examples(indices))), indices
 
@@ -106,7 +109,7 @@ class Proof:
     def begin_step(self, step: int) -> None:
         self._step = step
         if self._batches is not None and step in LATE and not self._found:
-            self._read(CUTS[-1][-1] * step)
+            self._read(MANY * step)
 
     def of(self, name: str, loss: Loss) -> None:
         """Rehearse the draws of an update at its first step, and prove it if that is due.
@@ -205,7 +208,7 @@ class Proof:
             self._eagerly(),
         ):
             subject = self._subject(module, name, loss)
-            verdict = self._judge(subject, flops > FP64_FLOPS, is_late)
+            verdict = self._judge(subject, flops, is_late)
         strategy.tensors.refresh()
         return verdict
 
@@ -229,17 +232,16 @@ class Proof:
             gathering=self.gathering,
         )
 
-    def _judge(self, subject: Subject, in_own: bool, is_late: bool) -> Verdict:
+    def _judge(self, subject: Subject, flops: float, is_late: bool) -> Verdict:
         is_fixed = type(self._parts.strategy).cut(self._parts.config).is_fixed
         module = subject.module
         if self._parts.config.run.dropout == "torch":
             module.eval()
         why = ""
         try:
-            for own, cuts in product((False, True)[in_own:], FEW_CUTS if in_own else CUTS):
-                scaled = [
-                    cut * subject.unit for cut in (cuts[:1] + cuts[-1:] if is_fixed else cuts)
-                ]
+            for own, every in _list_trials(flops):
+                cuts = (*every[:1], *every[-1:]) if is_fixed else every
+                scaled = [cut * subject.unit for cut in cuts]
                 try:
                     return self._compare(subject, ProofPasses(subject, own, not is_late), scaled)
                 except Exception as error:
@@ -288,6 +290,14 @@ class Proof:
         if found is None:
             return "model or loss give other results from time to time; look for threads"
         return explain(found, first, parts, limit)
+
+
+def _list_trials(flops: float) -> Iterator[tuple[bool, Sequence[int]]]:
+    """Yield what to try in turn: in the run's precision or in fp64, and the cuts of the rows."""
+    cuts: Sequence[Sequence[int]] = FEW_CUTS if flops > FP64_FLOPS else CUTS
+    if flops * MANY / CUTS[0][-1] < FP64_FLOPS:
+        cuts = MANY_CUTS
+    yield from product((True,) if flops > FP64_FLOPS else (False, True), cuts)
 
 
 def _name_draws(first: Passed, again: Passed, limit: float, changed: Sequence[str]) -> str:

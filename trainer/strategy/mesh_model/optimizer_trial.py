@@ -35,7 +35,9 @@ def check_silence(optimizer: Optimizer) -> None:
         if kind.__module__.startswith(("torch.optim.", "builtins")):
             break
         for function in filter(inspect.isfunction, vars(kind).values()):
-            if kind.__module__.startswith("torch.distributed") or _communicates(function):
+            if kind.__module__.startswith("torch.distributed") or _communicates(
+                inspect.unwrap(function)  # torch wraps `step`
+            ):
                 why = f"{kind.__name__}.{function.__name__} exchanges tensors between ranks itself"
                 instead = "the gradients are summed already; use its version for one process"
                 raise ConfigError(f"build_optimizer: {why}; {instead}, with zero1 or fsdp")

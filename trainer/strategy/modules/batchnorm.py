@@ -277,4 +277,4 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _Total.forward(ctx, gradient, ctx.group), None
+        return _Total.apply(gradient, ctx.group), None  # with a gradient of its own

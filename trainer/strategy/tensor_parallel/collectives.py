@@ -48,6 +48,9 @@ def joined(part: torch.Tensor, dim: int, length: int, axis: RankGroup) -> torch.
     return torch.cat([each[:size].movedim(0, dim) for each, size in parts], dim)
 
 
+# Each backward pass is the forward pass of another one: gradients of gradients are right too.
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: RankGroup) -> torch.Tensor:
@@ -56,17 +59,18 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return summed(gradient.clone(), ctx.axis), None
+        return _Add.apply(gradient, ctx.axis), None
 
 
 class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: RankGroup) -> torch.Tensor:
+        ctx.axis = axis
         return summed(tensor.clone(), axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
+        return _Copy.apply(gradient, ctx.axis), None
 
 
 class _Gather(torch.autograd.Function):
@@ -77,7 +81,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return own_part(gradient, ctx.dim, ctx.axis), None, None, None
+        return _Split.apply(gradient, ctx.dim, ctx.axis), None, None, None
 
 
 class _Split(torch.autograd.Function):
@@ -88,14 +92,13 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return joined(gradient, ctx.dim, ctx.length, ctx.axis), None, None
+        return _Gather.apply(gradient, ctx.dim, ctx.length, ctx.axis), None, None
 
 
 class _GatherParts(_Gather):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        total = summed(gradient.clone(), ctx.axis)
-        return own_part(total, ctx.dim, ctx.axis).contiguous(), None, None, None
+        return _AddSplit.apply(gradient, ctx.dim, ctx.axis), None, None, None
 
 
 class _AddSplit(_Split):
@@ -103,6 +106,10 @@ class _AddSplit(_Split):
     def forward(ctx: Any, whole: torch.Tensor, dim: int, axis: RankGroup) -> torch.Tensor:
         ctx.dim, ctx.axis, ctx.length = dim, axis, whole.shape[dim]
         return own_part(summed(whole.clone(), axis), dim, axis).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _GatherParts.apply(gradient, ctx.dim, ctx.length, ctx.axis), None, None
 
 
 def copy(tensor: torch.Tensor, axis: RankGroup) -> Any:
