@@ -501,6 +501,51 @@ class Keeping(Meshed):
         return Extra(self.options)
 
 
+class Unet(Net):
+    """Adds the output of the first block after the third one."""
+
+    def forward(self, tokens, positions):
+        x = self.embed(tokens)
+        first = self.blocks[0](x, positions, mask=None)
+        x = self.blocks[2](self.blocks[1](first, positions, mask=None), positions, mask=None)
+        x = self.blocks[3](x + first, positions, mask=None)
+        return self.head(self.norm(x)) * self.scale + self.position.sum()
+
+
+class Unetting(Meshed):
+    def build_model(self):
+        return Unet(self.options)
+
+
+class Balanced(Block):
+    def forward(self, x, positions, *, mask):
+        x = super().forward(x, positions, mask=mask)
+        return x, x.square().mean((1, 2))
+
+
+class WithLosses(Net):
+    """Each block returns a loss of its own beside its output."""
+
+    def forward(self, tokens, positions):
+        x = self.embed(tokens) * self.scale + F.embedding(positions, self.position)
+        total = 0.0
+        for block in self.blocks:
+            x, loss = block(x, positions, mask=None)
+            total = total + loss
+        return self.head(self.norm(x)) + 0.01 * total[:, None, None]
+
+
+class Balancing(Meshed):
+    def build_model(self):
+        model = WithLosses(self.options)
+        o = self.options
+        model.blocks = nn.ModuleList(
+            Balanced(o.width, 4, o.dropout, o.inner) for _ in range(o.layers)
+        )
+        return model
+
+
+USES = "uses what another stage has, a parameter or the output of a block; a block may take inputs"
 REFUSED = {
     "own step": (Stepping, ["strategy=pp"], "Stepping has a train_step of its own"),
     "few blocks": (
@@ -533,6 +578,8 @@ REFUSED = {
         "must run in the order of the list, 0 to 3; they ran 3 2 1",
     ),
     "skip": (Skipping, ["strategy=pp"], "the outputs depend on blocks other than through the next"),
+    "skip between stages": (Unetting, ["strategy=pp"], f"mesh.pipeline: .*{USES}"),
+    "losses of blocks": (Balancing, ["strategy=pp"], f"mesh.pipeline: .*{USES}"),
     "torch's dropout": (
         Meshed,
         ["strategy=tp", "run.dropout=torch"],

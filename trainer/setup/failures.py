@@ -35,7 +35,7 @@ def failures_named(group: Group, config: Config) -> Iterator[None]:
         workers_named(),
         memory_named(config, group.world),
         exits_raised(),
-        parts_named(Mesh.of(config.strategy.mesh, group.world).is_divided),
+        parts_named(Mesh.of(config.strategy.mesh, group.world)),
     ):
         try:
             yield

@@ -14,11 +14,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.errors import ConfigError
+from trainer.strategy.mesh import Mesh
 from trainer.strategy.tensor_parallel.loss_parallel import ABOUT
 
 ADVICE = "use weight_decay for a penalty, an attribute of the task for a teacher, or strategy=ddp"
+CHAIN = "a block may take inputs and the output of the one before; else use strategy=fsdp"
 _MIXED = re.compile(
-    r"mixed torch\.Tensor and DTensor|on device meta|[Mm]eta tensor|FSDP does not support deepcopy"
+    r"expected device meta|mixed torch\.Tensor and DTensor|on device meta|[Mm]eta tensor|FSDP does not support deepcopy"
 )
 _READ = re.compile(r"item\(\) cannot be called on meta tensors")
 _FREED = re.compile(r"setStorage: .* storage of size 0|expected device \w+ but got meta")
@@ -43,13 +45,13 @@ class DividedParameters(TorchFunctionMode):
 
 
 @contextmanager
-def parts_named(is_divided: bool) -> Iterator[None]:
+def parts_named(mesh: Mesh) -> Iterator[None]:
     """Raise ConfigError where the task's code mixes tensors with parts of parameters, or takes
     gradients of gradients through parameters that are not there any more."""
     try:
         yield
     except (RuntimeError, AssertionError, ConfigError) as error:
-        if not is_divided:
+        if not mesh.is_divided:
             raise
         if _FREED.search(str(error)):
             why = "a gradient of a gradient needs parameters that are freed, or on other ranks"
@@ -63,6 +65,9 @@ def parts_named(is_divided: bool) -> Iterator[None]:
         if not _MIXED.search(str(error)):
             raise
         place = _task_line(error.__context__ or error)  # of torch's error, which a hook's may hide
+        if mesh.pipeline > 1:
+            why = f"{place} uses what another stage has, a parameter or the output of a block"
+            raise ConfigError(f"strategy.mesh.pipeline: {why}; {CHAIN}") from error
         why = f"{place} uses parameters that this mesh divides, or that other ranks have"
         raise ConfigError(f"strategy.mesh: {why}; {ADVICE}") from error
 
