@@ -20,7 +20,8 @@ from trainer.strategy.tensor_parallel.loss_parallel import ABOUT
 ADVICE = "use weight_decay for a penalty, an attribute of the task for a teacher, or strategy=ddp"
 CHAIN = "a block may take inputs and the output of the one before; else use strategy=fsdp"
 _MIXED = re.compile(
-    r"expected device meta|mixed torch\.Tensor and DTensor|on device meta|[Mm]eta tensor|FSDP does not support deepcopy"
+    r"expected device meta|mixed torch\.Tensor and DTensor|on device meta|[Mm]eta tensor"
+    r"|FSDP does not support deepcopy"
 )
 _READ = re.compile(r"item\(\) cannot be called on meta tensors")
 _FREED = re.compile(r"setStorage: .* storage of size 0|expected device \w+ but got meta")
