@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from tiny import Tiny
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from wrong import Norm, net
 
 
@@ -173,3 +174,28 @@ class Calendar(Tiny):
 
     def loss(self, outputs, targets):
         return super().loss(outputs, targets) * (1 if self.step < 5 else 0.5)
+
+
+class Recomputed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x):
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # without gradients
+            return checkpoint(self.inner, x, use_reentrant=True)
+
+
+class ReentrantRecomputation(Tiny):
+    def build_model(self):
+        return net(Recomputed())
+
+
+class StopsLater(Tiny):
+    """Asks for the end where few rows have a small loss, which a proof must not do."""
+
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        if len(values) < 10:
+            self.stop("few rows")
+        return values

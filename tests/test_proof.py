@@ -14,7 +14,7 @@ from torch import nn
 from trainer import ConfigError
 from trainer.engine.proof.finding import ALONE
 
-NOTE = "with more ranks or micro-batches this run would differ: "
+NOTE = " this run would differ: "
 OTHERS = "its output for an example depends on the other examples"
 MIXED = "{} mixes the rows of a micro-batch: " + OTHERS
 MIXED_LOSS = (
@@ -111,7 +111,7 @@ def said_at_start(task, folder, capfd, *words, ranks=1):
 @pytest.mark.parametrize("name", NAMED)
 def test_what_would_differ_in_another_layout_is_named_with_its_reason(name, tmp_path, capfd):
     lines = said_at_start(getattr(wrong, name), tmp_path, capfd)
-    (line,) = [line for line in lines if line.startswith(NOTE)]
+    (line,) = [line for line in lines if NOTE in line]
     assert NAMED[name] in line and line.count(";") >= 1
 
 
@@ -145,7 +145,15 @@ def test_what_differs_in_this_layout_ends_the_run(layout, words, tmp_path, capfd
 
 def test_what_only_ranks_would_differ_in_is_a_note_with_micro_batches(tmp_path, capfd):
     (line, *_) = said_at_start(wrong.RunningMaximum, tmp_path, capfd, "data.micro_batch=11")
-    assert line.startswith(NOTE) and "buffer 1.most" in line
+    assert NOTE in line and "buffer 1.most" in line
+
+
+def test_what_only_micro_batches_would_differ_in_is_a_note_with_ranks(tmp_path, capfd):
+    (line, *_) = said_at_start(wrong.SpectralNorm, tmp_path, capfd, ranks=2)
+    assert NOTE in line and "set run.buffers=per_step" in line
+    words = ["data.micro_batch=6", "run.name=b"]
+    (line,) = said_at_start(wrong.SpectralNorm, tmp_path, capfd, *words, ranks=2)
+    assert line.startswith("run.prove=true: buffers 1.param")
 
 
 def test_a_run_that_is_to_warn_goes_on(tmp_path, capfd):
@@ -153,6 +161,18 @@ def test_a_run_that_is_to_warn_goes_on(tmp_path, capfd):
     assert not said_at_start(wrong.ModelOfTheBatch, tmp_path, capfd, *words)
     words = ["run.prove=false", "run.name=b", "data.micro_batch=11"]
     assert not said_at_start(wrong.ModelOfTheBatch, tmp_path, capfd, *words)
+
+
+class WithoutStatistics(Tiny):
+    def build_model(self):
+        return wrong.net(nn.BatchNorm1d(16, track_running_stats=False))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_batchnorm_without_statistics_hides_the_rest(ranks, tmp_path, capfd):
+    words = ["strategy.sync_batchnorm=true"]
+    (line,) = said_at_start(WithoutStatistics, tmp_path, capfd, *words, ranks=ranks)
+    assert line.startswith("proof: left out for BatchNorm without running statistics, which norm")
 
 
 OF_RANKS = {

@@ -136,7 +136,7 @@ class Trainer(Task):
 
             if means["accuracy"] > 0.94: self.stop("accuracy above 0.94")
         """
-        if isinstance(self._run, Run):
+        if isinstance(self._run, Run) and not self._run.engine.proof.is_running:
             self._run.requests.ask_for_end(visible(str(reason or "the task asked for it")))
 
     def gather_rows(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

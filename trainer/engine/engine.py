@@ -206,7 +206,7 @@ class Engine:
 
     def gather_rows(self, tensor: torch.Tensor, num_batches: int) -> tuple[torch.Tensor, int]:
         """Return the rows of all ranks, and the number of this rank's first one among them."""
-        if self.proof.gathering.is_on:
+        if self.proof.is_running:
             return self.proof.gathering.take(tensor)
         rows = self.recorder.rows
         if rows is None:

@@ -16,12 +16,10 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Probe:
-    """Results of one rank on a few examples, the same on every rank, and facts about its model.
+    """A few examples on one rank, the same on every rank, and facts about its model.
 
-    `results` are {"outputs": (rows, n), "values": (rows, n)} of model and loss. `finding` is the
-    line of a proof as at the start of a run, empty if it found nothing. `changed_by_reading` lists
-    attributes of the data set that change when examples are read. `digests` has a number per
-    example.
+    `changed_by_reading` lists attributes of the data set that change when examples are read.
+    `digests` has a number per example.
     """
 
     indices: list[int]
@@ -31,8 +29,6 @@ class Probe:
     has_batchnorm: bool
     has_max_pooling: bool
     optimizers: list[str]
-    results: Tensors
-    finding: str
 
 
 @dataclass
@@ -48,6 +44,7 @@ class Notes:
     last_weights: Tensors = field(default_factory=dict)
     record: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, on rank 0
     probe: Probe | None = None
+    finding: str = ""  # the first line of the run's own proofs
     has_rows: bool = True  # on one of the ranks that train on the same rows
     boxes: dict[str, Any] = field(default_factory=dict)  # shape of the whole, and (offset, size)s
 

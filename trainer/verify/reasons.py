@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainer.verify.evidence import Evidence, Probe, Tensors
+from trainer.verify.evidence import Evidence, Probe
 
 
 def explain(reference: Evidence, other: Evidence, group: str, where: str) -> str:
@@ -12,8 +12,7 @@ def explain(reference: Evidence, other: Evidence, group: str, where: str) -> str
     return (
         _explain_data(reference, other)
         or _explain_augmentation(reference, other)
-        or _explain_functions(reference, other)
-        or other.probes[0].finding
+        or other.ranks[0].finding
         or _explain_place(reference, other, group, where)
         or _explain_layers(other.probes[0])
     )
@@ -58,16 +57,6 @@ def _explain_augmentation(reference: Evidence, other: Evidence) -> str:
     return ""
 
 
-def _explain_functions(reference: Evidence, other: Evidence) -> str:
-    first, *rest = other.probes
-    if any(not _are_close(first.results, p.results) for p in [reference.probes[0], *rest]):
-        if first.finding:  # such as draws without a seed
-            return first.finding
-        why = "they depend on the rank"
-        return f"model or loss returned two results for one batch on two ranks: {why}"
-    return ""
-
-
 def _explain_place(reference: Evidence, other: Evidence, group: str, where: str) -> str:
     if group == "metrics":
         why = "metrics, summarize or the eval data depend on rank or batch size"
@@ -104,9 +93,3 @@ def _explain_layers(probe: Probe) -> str:
 
 def _is_close(one: float, other: float) -> bool:
     return abs(one - other) <= 1e-5 * (1 + abs(one))
-
-
-def _are_close(one: Tensors, other: Tensors) -> bool:
-    return all(
-        torch.allclose(one[name], other[name], rtol=1e-3, atol=1e-6, equal_nan=True) for name in one
-    )

@@ -82,8 +82,7 @@ class StepRecorder:
         notes = self.notes
         if notes.probe is None:
             engine = task._run.engine
-            with engine.recorder.closed():
-                notes.probe = probe(task._run, task)
+            notes.probe = probe(task._run)
             strategy = engine.strategy
             notes.has_rows = strategy.mesh.is_first
             shards = strategy.tensors.shards()
@@ -100,7 +99,10 @@ class StepRecorder:
         outcome = train_step(batch)
         self._is_stepping = False
         if step + 1 == task._run.num_steps:
-            shards = task._run.engine.tensors.shards()
+            engine = task._run.engine
+            shards = engine.tensors.shards()
+            found = [*engine.proof.found, engine.strategy.finding]
+            notes.finding = found[0]
             notes.last_weights = _copy({name: shard.tensor for name, shard in shards.items()})
         return outcome
 

@@ -302,8 +302,18 @@ def _modes_kept(module: nn.Module) -> Iterator[None]:
 def _look_behind_batchnorm(module: nn.Module) -> None:
     """Let plain BatchNorm, which the start names anyway, use its running statistics."""
     for each in module.modules():
-        if isinstance(each, _BatchNorm) and not isinstance(each, GroupBatchNorm):
-            each.train(each.running_mean is None)
+        if _is_plain(each):
+            each.eval()
+
+
+def has_batch_statistics(module: nn.Module) -> bool:
+    """Return True if plain BatchNorm has no running statistics to use instead of the rows'."""
+    every = [each for each in module.modules() if _is_plain(each)]
+    return any(each.running_mean is None for each in every)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    return isinstance(layer, _BatchNorm) and not isinstance(layer, GroupBatchNorm)
 
 
 @contextmanager

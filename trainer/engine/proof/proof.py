@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
@@ -24,7 +23,13 @@ from trainer.engine.proof.finding import (
 )
 from trainer.engine.proof.gathering import Gathering
 from trainer.engine.proof.holders import Holders, attributes_kept, of_model, of_task
-from trainer.engine.proof.passes import Loss, Passed, ProofPasses, Subject
+from trainer.engine.proof.passes import (
+    Loss,
+    Passed,
+    ProofPasses,
+    Subject,
+    has_batch_statistics,
+)
 from trainer.engine.proof.ranks import (
     CLOSE,
     RESULTS,
@@ -58,13 +63,13 @@ MANY = 8  # rows that are read
 class Verdict:
     """The result of a proof: a line about the first dependence on the layout, else an empty one.
 
-    With `is_of_ranks` several micro-batches of one rank agree, and several ranks would not.
+    `among` tells where it shows: among "ranks", among the "micro-batches" of a rank, or both.
     `unproved` says why nothing could be found out. `results` are digests of a pass, which agree on
     all ranks up to `limit`.
     """
 
     line: str = ""
-    is_of_ranks: bool = False
+    among: str = ""
     unproved: str = ""
     results: Sequence[float] = ()
     limit: float = 0.0
@@ -87,7 +92,7 @@ class Proof:
         self._say: Callable[[str], None] = print
         self._step = 0
         self._proved: set[tuple[str, int]] = set()
-        self._found: set[str] = set()  # lines, each told once
+        self.found: list[str] = []  # lines, each told once
 
     def open(self, batches: Batches, say: Callable[[str], None]) -> None:
         """Prove updates from now on, on the first rows of these batches; `say` tells a line."""
@@ -102,13 +107,17 @@ class Proof:
         indices = self._batches.first_examples(first, rows)
         self._rows = next(iter(self._batches.of_examples(indices))), indices
 
+    @property
+    def is_running(self) -> bool:
+        return self.gathering.is_on
+
     def close(self) -> None:
         """Prove nothing from now on."""
         self._rows = self._batches = None
 
     def begin_step(self, step: int) -> None:
         self._step = step
-        if self._batches is not None and step in LATE and not self._found:
+        if self._batches is not None and step in LATE and not self.found:
             self._read(MANY * step)
 
     def of(self, name: str, loss: Loss) -> None:
@@ -120,7 +129,7 @@ class Proof:
             self.rehearse(name, loss)
         is_first = (name, -1) not in self._proved
         key = (name, -1 if is_first else self._step)
-        is_due = is_first or (self._step in LATE and not self._found)
+        is_due = is_first or (self._step in LATE and not self.found)
         if self._rows is None or key in self._proved or not is_due:
             return
         self._proved |= {key, (name, self._step)}
@@ -155,13 +164,17 @@ class Proof:
             elif is_first:
                 self._say(f"{what}rows, draws and buffers agree ({seconds:.2f} s)")
             return
-        if line in self._found:
+        if line in self.found:
             return
-        self._found.add(line)
+        self.found.append(line)
         assert self._batches is not None
-        size = self._parts.strategy.mesh.data_size
-        if size == 1 and (verdict.is_of_ranks or self._batches.plan.accumulation == 1):
-            self._say(f"with more ranks or micro-batches this run would differ: {line}")
+        parts = {"ranks": self._parts.strategy.mesh.data_size}
+        parts["micro-batches"] = self._batches.plan.accumulation
+        if verdict.among:
+            parts = {verdict.among: parts[verdict.among]}
+        if max(parts.values()) == 1:
+            where = verdict.among or "ranks or micro-batches"
+            self._say(f"with more {where} this run would differ: {line}")
         elif self._parts.config.run.prove == "warn":
             self._say(f"warning: this run differs from one of one micro-batch: {line}")
         else:
@@ -181,7 +194,7 @@ class Proof:
         most = group.max(bool(verdict.line or verdict.unproved), *facts, *(-f for f in facts))
         if not most[0] and is_alike(most[1 : len(facts) + 1], most[len(facts) + 1 :]):
             return verdict
-        own = [verdict.line, verdict.is_of_ranks, verdict.unproved]
+        own = [verdict.line, verdict.among, verdict.unproved]
         every = group.gather([*own, digest_rows(batch), list(verdict.results)])
         found = next((each for each in every if each[0]), every[0])
         if is_first and (other := find_rank([each[3] for each in every], CLOSE)):
@@ -235,15 +248,19 @@ class Proof:
     def _judge(self, subject: Subject, flops: float, is_late: bool) -> Verdict:
         is_fixed = type(self._parts.strategy).cut(self._parts.config).is_fixed
         module = subject.module
+        if has_batch_statistics(module):
+            why = "left out for BatchNorm without running statistics, which normalises the rows"
+            return Verdict(unproved=why)
         if self._parts.config.run.dropout == "torch":
             module.eval()
         why = ""
         try:
-            for own, every in _list_trials(flops):
+            for own, every, differentiates in _list_trials(flops):
                 cuts = (*every[:1], *every[-1:]) if is_fixed else every
                 scaled = [cut * subject.unit for cut in cuts]
+                passes = ProofPasses(subject, own, differentiates and not is_late)
                 try:
-                    return self._compare(subject, ProofPasses(subject, own, not is_late), scaled)
+                    return self._compare(subject, passes, scaled)
                 except Exception as error:
                     why = f"{subject.name} cannot run on a few rows: {one_line(error)}"
                     if is_out_of_memory(error):
@@ -258,17 +275,17 @@ class Proof:
         limit = limit_of(whole, self._parts.precision.is_narrow and not passes.is_exact)
         found = compare(whole, parts, limit)
         if found is not None or whole.has_coins:
-            return Verdict(self._name(subject, passes, cuts, limit))
+            return self._name(subject, passes, cuts, limit)
         changed = list_changed(subject.module, whole)
         if changed and not subject.rewinds:  # as ranks, whose buffers are combined
             rewound = compare(whole, passes.run(cuts, rewinds=True), limit)
             if rewound is not None:
-                return Verdict(explain_buffers(changed, can_rewind=False), is_of_ranks=True)
+                return Verdict(explain_buffers(changed, can_rewind=False), "ranks")
         return Verdict(results=digest_pass(whole), limit=limit)
 
     def _name(
         self, subject: Subject, passes: ProofPasses, cuts: Sequence[int], limit: float
-    ) -> str:
+    ) -> Verdict:
         """Return a line about a difference, by a few more passes with traces."""
         rows = (0, cuts[-1])
         holders = Holders([*of_model(subject.module), *of_task(self._parts.hooks)])
@@ -277,27 +294,34 @@ class Proof:
         again = passes.run(rows, is_traced=True)
         if first.has_coins:
             why = "draws from numpy's or Python's generator, which each process has for itself"
-            return f"{_place(first, again, limit)} {why}; use torch.rand"
+            return Verdict(f"{_place(first, again, limit)} {why}; use torch.rand")
         if line := _name_draws(first, again, limit, changed):
-            return line
+            return Verdict(line)
         if not subject.rewinds:
             rewound = compare(first, passes.run(cuts, rewinds=True), limit)
-            if rewound is None or rewound.kind == "buffer":
-                names = list_changed(subject.module, first)
-                return explain_buffers(names, can_rewind=rewound is None)
+            names = list_changed(subject.module, first)
+            if rewound is None:
+                return Verdict(explain_buffers(names, can_rewind=True), "micro-batches")
+            if rewound.kind == "buffer":
+                return Verdict(explain_buffers(names, can_rewind=False))
         parts = passes.run(cuts, is_traced=True)
         found = compare(first, parts, limit)
         if found is None:
-            return "model or loss give other results from time to time; look for threads"
-        return explain(found, first, parts, limit)
+            return Verdict("model or loss give other results from time to time; look for threads")
+        return Verdict(explain(found, first, parts, limit))
 
 
-def _list_trials(flops: float) -> Iterator[tuple[bool, Sequence[int]]]:
-    """Yield what to try in turn: in the run's precision or in fp64, and the cuts of the rows."""
+def _list_trials(flops: float) -> Iterator[tuple[bool, Sequence[int], bool]]:
+    """Yield what to try in turn: in the run's precision or in fp64, cuts of rows, with gradients.
+
+    The last one is without, as a recomputation that is reentrant has none.
+    """
     cuts: Sequence[Sequence[int]] = FEW_CUTS if flops > FP64_FLOPS else CUTS
     if flops * MANY / CUTS[0][-1] < FP64_FLOPS:
         cuts = MANY_CUTS
-    yield from product((True,) if flops > FP64_FLOPS else (False, True), cuts)
+    for own in (True,) if flops > FP64_FLOPS else (False, True):
+        yield from ((own, each, True) for each in cuts)
+    yield True, cuts[-1], False
 
 
 def _name_draws(first: Passed, again: Passed, limit: float, changed: Sequence[str]) -> str:
