@@ -20,8 +20,7 @@ from trainer.plan.trial import SharedParts
 from trainer.strategy.cost import MEASURED
 from trainer.strategy.pipeline_parallel.schedule import most_kept
 
-# resident rows are views, and the proof exchanges its verdict
-SHARDED = ["task=sharded", "run.steps=2", "data.path=streamed", "run.prove=false"]
+SHARDED = ["task=sharded", "run.steps=2", "data.path=streamed"]  # resident rows are views
 SMALL = [
     *("task=text", "task.options.files=24", "task.options.context=16", "task.options.width=16"),
     *("task.options.layers=2", "task.options.heads=2", "eval.every_steps=null", "run.steps=2"),
@@ -73,7 +72,7 @@ class Collectives(TorchDispatchMode):
 
 def run_watched(folder, *words):
     """Train a few steps as a rank; return bytes and collectives of the last step."""
-    config = compose(folder, *words)
+    config = compose(folder, *words, "run.prove=false")
     trainer = load_task(config)(config)
     seen = {}
 
@@ -319,7 +318,7 @@ class Gathered(TorchDispatchMode):
 
 
 def find_most_gathered(folder, *words):
-    config = compose(folder, *words)
+    config = compose(folder, *words, "run.prove=false")
     trainer = load_task(config)(config)
     seen = []
 
