@@ -73,8 +73,7 @@ class Run:
         self._is_sound = True  # False while a step is judged, and while it is saved
         warnings = [*opened.warnings, *skipped, *fingerprint.list_unsteady(data)]
         changes = partial(self._list_changes, warnings, manifest, code)
-        if self.config.run.prove:
-            self.engine.proof.open(self.batches, self.record.say)
+        self.engine.proof.open(self.batches, self.record.say)
         session = (opened.record, opened.directory, self.step, changes, not origin.is_resumed)
         self._log = RunLog(config, group, *session)
 

@@ -173,6 +173,7 @@ class Engine:
     def step(self, gradients: Gradients, optimizers: Sequence[Optimizer] | None = None) -> Outcome:
         """Clip, step and free the gradients: the second half of an update."""
         found_inf = gradients.found_inf
+        self.proof.end_update()
         self.norms.clip(self.tensors.trained, gradients.norm)
         self.optimizers.step(found_inf, optimizers)
         if self.precision.is_scaled:
@@ -206,8 +207,8 @@ class Engine:
 
     def gather_rows(self, tensor: torch.Tensor, num_batches: int) -> tuple[torch.Tensor, int]:
         """Return the rows of all ranks, and the number of this rank's first one among them."""
-        if self.proof.is_running:
-            return self.proof.gathering.take(tensor)
+        if self.proof.judge.gathering.is_on:
+            return self.proof.judge.gathering.take(tensor)
         rows = self.recorder.rows
         if rows is None:
             return tensor, 0

@@ -32,11 +32,10 @@ class Draws(TorchFunctionMode):
     """
 
     def __init__(self, seed: int, device: torch.device, is_by_example: bool):
-        self.kernels: set[str] = set()  # that draw internally: keyed by micro-batch
         self.rows = Rows()  # of the current micro-batch
         self._seed = seed
         self._device = device
-        self._is_by_example = is_by_example
+        self.is_by_example = is_by_example
         self._update = ""
         self._is_entered = False
         self._begun = (0, 0, torch.empty(0, dtype=torch.int64))
@@ -76,7 +75,7 @@ class Draws(TorchFunctionMode):
 
     def is_known(self, name: str) -> bool:
         """Return True if this update needs no rehearsal."""
-        return self.rehearsals.has_draws(name) is not None or not self._is_by_example
+        return self.rehearsals.has_draws(name) is not None or not self.is_by_example
 
     @contextmanager
     def update(self, name: str) -> Iterator[None]:
@@ -98,7 +97,7 @@ class Draws(TorchFunctionMode):
         `compute` runs on 2 and on 3 times `unit` rows of `batch`. If it fails on these, a draw
         whose first axis is a multiple of the number of rows is keyed by example.
         """
-        if not self._is_by_example:
+        if not self.is_by_example:
             return
 
         def watch(rows: int) -> list[Draw]:
@@ -112,12 +111,12 @@ class Draws(TorchFunctionMode):
 
         `most` returns the maximum over the ranks, as `Group.max` does.
         """
-        if self._is_by_example:
+        if self.is_by_example:
             self.rehearsals.agree(name, most)
 
     def watch(self, compute: Callable[[], Any], rows: int) -> list[Draw]:
         """Return the name and sizes of each draw of a computation on `rows` rows."""
-        if not self._is_by_example:
+        if not self.is_by_example:
             compute()
             return []
         self._begin_rows(torch.arange(rows))
@@ -191,7 +190,6 @@ class Draws(TorchFunctionMode):
         made once for each row. It is the state of torch's generator, which a recomputation
         restores.
         """
-        self.kernels.add(name)
         self.rehearsals.note(name, ())
         position = torch.default_generator.initial_seed()
         count = int(torch.empty((), dtype=torch.int64, device="cpu").random_())

@@ -135,7 +135,7 @@ class MeshParallel(Strategy):
         """
         inputs, targets = take_rows(batch, 2 * (self.blueprint.config.norm_rows or 1))
         divided = self.module.eval()
-        with stirred(self.tensors) as whole:
+        with untouched(self.module), stirred(self.tensors) as whole:
             proof = MeshProof(whole.eval(), self.mesh, self.world, self.precision, objective)
             try:
                 with torch.no_grad():
@@ -152,6 +152,7 @@ class MeshParallel(Strategy):
             finally:
                 self.module = divided.train()
                 self.tensors.drop_gradients()
+                self._checked.discard(id(objective))
         return f"strategy.mesh: {self.mesh}: {line}" if line else ""
 
     def _loss_sums(self, inputs: Any, targets: Any, objective: ObjectiveProtocol) -> torch.Tensor:

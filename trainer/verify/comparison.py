@@ -23,6 +23,7 @@ EXACT = {"examples": 0.0, "gradients": 1e-6, "losses": 1e-8, "weights": 1e-6, "m
 TIMES = 10
 LEAST = {"fp32": 1e-5}
 COARSE = 1e-2  # of narrower types
+MOST = 0.3  # a larger difference is none of rounding alone
 STILL = 1e-9  # a run whose weights move by less has learned nothing
 FLAT = 1e-6  # the same if its loss changes by less, relative to the largest loss
 

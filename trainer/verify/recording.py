@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 import torch
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.cli import load_task, run
 from trainer.config.compose import load_config
@@ -91,9 +91,7 @@ class StepRecorder:
                 notes.boxes[name] = (list(shard.shape), boxes)
             notes.first_weights = _copy({name: shard.tensor for name, shard in shards.items()})
         if self._is_reversed:
-            batch = replace(
-                batch, pieces=[tree_map_only(torch.Tensor, _flip, p) for p in batch.pieces]
-            )
+            batch = replace(batch, pieces=[_reversed(piece) for piece in batch.pieces])
         notes.indices[step + 1] = [i for indices in batch.indices for i in indices.tolist()]
         self._is_stepping = True
         outcome = train_step(batch)
@@ -161,8 +159,13 @@ def recorded(base: Any, recorder: StepRecorder) -> Any:
     return Recorded
 
 
-def _flip(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.flip(0) if tensor.dim() else tensor
+def _reversed(piece: Any) -> Any:
+    """Return a micro-batch with its rows in reverse order; as it is if not all of it is by row."""
+    leaves = tree_leaves(piece)
+    is_by_row = all(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves)
+    if not is_by_row or len({len(leaf) for leaf in leaves}) > 1:
+        return piece
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.flip(0), piece)
 
 
 def _copy(tensors: Tensors) -> Tensors:

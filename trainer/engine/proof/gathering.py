@@ -26,6 +26,8 @@ class Gathering:
     def over(self, count: int) -> Iterator[Gathering]:
         """Gather over so many micro-batches in the block."""
         self.is_on = True
+        if count == 1:
+            self.is_used = False
         self._given = [[] for _ in range(count)]
         self._is_joined = False
         try:

@@ -6,18 +6,25 @@ Comparing them before and after a call finds state that a model, a loss or a dat
 from __future__ import annotations
 
 import copy
+import random
 import sys
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
+Restore = Callable[[], Any]
+DEPTH = 4  # of attributes of attributes
+MOST_BYTES = 2**24  # of a tensor whose changes in place are undone
 MOST_ITEMS = 1000  # of a container that are compared
 _OF_A_TASK = {"config", "world", "options", "_run"}
-_CONTAINERS = (list, dict, set, deque, OrderedDict)
+_LIBRARIES = ("torch", "numpy", "trainer.", "builtins", "collections", "threading", "_")
 _OF_A_MODULE = set(vars(nn.Module()))
 
 
@@ -69,43 +76,93 @@ def attributes_kept(model: nn.Module, task: Any) -> Iterator[None]:
 
     Else caches of another dtype, or state that a checkpoint holds, would stay.
     """
-    kept = []
-    for owner in (*model.modules(), task):
-        left_out = _OF_A_MODULE if isinstance(owner, nn.Module) else _OF_A_TASK
-        values = {key: value for key, value in vars(owner).items() if key not in left_out}
-        kept.append((owner, left_out, values, [(v, _copied(v)) for v in values.values()]))
+    seen: set[int] = set()
+    keepers = [_keep_attributes(each, DEPTH, seen) for each in (*model.modules(), task)]
     try:
         yield
     finally:
-        for owner, left_out, values, copies in kept:
-            now = vars(owner)
-            for key in now.keys() - values.keys() - left_out:
-                del now[key]
-            now |= values
-            for value, before in copies:
-                _write(value, before)
+        for restore in keepers:
+            restore()
 
 
-def _copied(value: Any) -> Any:
+def _keep_attributes(owner: Any, depth: int, seen: set[int]) -> Restore:
+    """Return a function that gives the attributes of an object their values back."""
+    left_out = _OF_A_MODULE if isinstance(owner, nn.Module) else _OF_A_TASK
+    now = vars(owner)
+    before = {key: value for key, value in now.items() if key not in left_out}
+    inner = [_keep(value, depth - 1, seen) for value in before.values()]
+
+    def restore() -> None:
+        for key in now.keys() - before.keys() - left_out:
+            del now[key]
+        now.update(before)
+        _call_all(inner)
+
+    return restore
+
+
+def _keep(value: Any, depth: int, seen: set[int]) -> Restore | None:
+    """Return a function that undoes later changes of a value in place, None if it needs none."""
+    if depth < 0 or id(value) in seen or isinstance(value, (type, ModuleType)):
+        return None
+    seen.add(id(value))
     if isinstance(value, torch.Tensor):
-        return (value._version, value.detach().clone())
+        return _keep_tensor(value)
     if isinstance(value, torch.Generator):
-        return value.get_state()
-    return copy.copy(value) if type(value) in _CONTAINERS else None
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, numpy.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if isinstance(value, numpy.ndarray):
+        is_small = value.nbytes <= MOST_BYTES and value.flags.writeable
+        return partial(numpy.copyto, value, value.copy()) if is_small else None
+    if isinstance(value, nn.Module):
+        return _keep_buffers(value)
+    if isinstance(value, (list, deque, dict, set)) and len(value) <= MOST_ITEMS:
+        return _keep_items(value, depth, seen)
+    if isinstance(value, tuple):
+        return partial(_call_all, [_keep(item, depth - 1, seen) for item in value])
+    is_own = not type(value).__module__.startswith(_LIBRARIES)
+    return _keep_attributes(value, depth, seen) if is_own and hasattr(value, "__dict__") else None
 
 
-@torch.no_grad()
-def _write(value: Any, before: Any) -> None:
-    """Give a value that may have been changed in place what `_copied` returned."""
-    if isinstance(value, torch.Tensor):
-        version, values = before
-        if value._version != version and value.shape == values.shape:
-            value.copy_(values)
-    elif isinstance(value, torch.Generator):
-        value.set_state(before)
-    elif type(value) in _CONTAINERS and not _has_same(value, before):
-        value.clear()
-        (value.extend if isinstance(value, (list, deque)) else value.update)(before)
+def _keep_tensor(tensor: torch.Tensor) -> Restore | None:
+    if tensor.is_inference() or tensor.nbytes > MOST_BYTES:
+        return None
+    version, values = tensor._version, tensor.detach().clone()
+
+    @torch.no_grad()
+    def restore() -> None:
+        if tensor._version != version and tensor.shape == values.shape:
+            tensor.copy_(values)
+
+    return restore
+
+
+def _keep_buffers(module: nn.Module) -> Restore:
+    kept = [_keep_tensor(buffer) for buffer in module.buffers()]
+    return partial(_call_all, kept)
+
+
+def _keep_items(value: Any, depth: int, seen: set[int]) -> Restore:
+    before = copy.copy(value)
+    items = value.values() if isinstance(value, dict) else value
+    inner = [_keep(item, depth - 1, seen) for item in items]
+
+    def restore() -> None:
+        if not _has_same(value, before):
+            value.clear()
+            (value.extend if isinstance(value, (list, deque)) else value.update)(before)
+        _call_all(inner)
+
+    return restore
+
+
+def _call_all(functions: Iterable[Restore | None]) -> None:
+    for function in functions:
+        if function is not None:
+            function()
 
 
 def _has_same(one: Any, other: Any) -> bool:
@@ -129,7 +186,7 @@ def of_dataset(dataset: Any) -> Iterator[tuple[str, Any]]:
 def _mark(value: Any, depth: int = 2) -> Any:
     """Return a mark that changes with the value, also when the value is changed in place."""
     if isinstance(value, torch.Tensor):
-        return value._version
+        return None if value.is_inference() else value._version
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
     if isinstance(value, (int, float, complex, str, bytes, type(None))):

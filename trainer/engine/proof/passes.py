@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.data.preparation import MicroBatch
 from trainer.engine.means import Values, weigh
@@ -48,6 +48,7 @@ class Passed:
     buffers: Tensors
     written: Tensors  # parameters that the first micro-batch's forward pass has changed
     dtype: torch.dtype  # of the values
+    has_drawn: bool = False  # from torch's generator
     has_coins: bool = False  # drew from numpy's or Python's generator, which no update seeds
     traces: list[CallTrace] = field(default_factory=list)
 
@@ -71,6 +72,7 @@ class Subject:
     is_plain: bool
     rewinds: bool  # each micro-batch starts with the buffers from the start of the step
     gathering: Gathering
+    devices: Sequence[torch.device]
 
     def take(self, first: int, last: int) -> MicroBatch:
         return tree_map_only(torch.Tensor, lambda t: t[first:last] if t.dim() else t, self.batch)
@@ -97,70 +99,86 @@ class ProofPasses:
         """
         subject = self._subject
         rewinds = subject.rewinds if rewinds is None else rewinds
-        with self._borrowed() as leaves, _drawing(subject.indices.device):
-            bounds = list(pairwise(cuts))
+        bounds = list(pairwise(cuts))
+        weights = [(last - first) / cuts[-1] for first, last in bounds] if rewinds else None
+        with (
+            self._borrowed() as leaves,
+            generators_kept(subject.devices),
+            subject.gathering.over(len(bounds)),
+        ):
             before = _buffers(subject.module)
+            if len(bounds) > 1 and subject.gathering.is_used:
+                return self._run_together(bounds, leaves, before, weights)
             passed: list[Passed] = []
-            buffers: list[Tensors] = []
-            with subject.gathering.over(len(bounds)) as gathering:
-                if len(bounds) > 1 and gathering.is_used:
-                    return self._run_together(bounds, leaves)
-                for number, (first, last) in enumerate(bounds):
-                    if number and rewinds:
-                        _restore(subject.module, before)
-                    passed.append(self._run(first, last, number, leaves, is_traced))
-                    buffers.append(passed[-1].buffers)
-            weights = [(last - first) / cuts[-1] for first, last in bounds]
-            return _joined(passed, weights if rewinds else None)
+            for number, (first, last) in enumerate(bounds):
+                if number and rewinds:
+                    _restore(subject.module, before)
+                passed.append(self._run(first, last, number, leaves, is_traced))
+            return _joined(passed, weights)
+
+    @contextmanager
+    def _drawing(self, first: int, last: int, number: int) -> Iterator[None]:
+        """Draw for these rows, in backward too, where a model may compute again."""
+        subject = self._subject
+        with subject.draws.update(subject.name):
+            subject.draws.begin(0, number, subject.indices[first:last])
+            subject.gathering.begin(number)
+            yield
 
     def _run(self, first: int, last: int, number: int, leaves: Tensors, is_traced: bool) -> Passed:
-        trace = CallTrace(self._subject.module, self._subject.draws, last - first)
-        before = _totals(leaves)
         subject = self._subject
-        of_coins = coins()
-        with trace if is_traced else nullcontext():
-            total, sums = self._forward(first, last, number)
-        has_coins = coins() != of_coins and not subject.draws.rehearsals.has_coins
-        after = _totals(leaves)
-        written = {n: p.detach().clone() for n, p in leaves.items() if after[n] != before[n]}
-        gradients = self._differentiate(total, leaves)
-        buffers = _buffers(self._subject.module)
-        return Passed(sums, gradients, buffers, written, total.dtype, has_coins, [trace])
+        trace = CallTrace(subject.module, subject.draws, last - first)
+        totals = _totals(leaves)
+        inputs, targets = self._cast(subject.take(first, last))
+        with self._drawing(first, last, number):
+            of_coins, of_torch = coins(), torch.default_generator.get_state()
+            with trace if is_traced else nullcontext(), self._autocast():
+                outputs = call(subject.module, inputs)
+                returned = subject.loss(outputs, targets)
+                total, sums = _sum(returned, targets, outputs, subject.name)
+            has_coins = coins() != of_coins and not subject.draws.rehearsals.has_coins
+            has_drawn = not torch.equal(of_torch, torch.default_generator.get_state())
+            after = _totals(leaves)
+            gradients = self._differentiate(total, leaves)
+        written = {n: p.detach().clone() for n, p in leaves.items() if after[n] != totals[n]}
+        found = (sums, gradients, _buffers(subject.module), written, total.dtype)
+        return Passed(*found, has_drawn, has_coins, [trace])
 
-    def _run_together(self, bounds: list[tuple[int, int]], leaves: Tensors) -> Passed:
+    def _run_together(
+        self,
+        bounds: list[tuple[int, int]],
+        leaves: Tensors,
+        before: Tensors,
+        weights: Sequence[float] | None,
+    ) -> Passed:
         """Run micro-batches whose loss gathers the rows of all of them, as `gather_rows` does."""
         subject = self._subject
-        outputs = []
+        made: list[tuple[Any, Any, int]] = []
+        buffers: list[Tensors] = []
         for number, (first, last) in enumerate(bounds):
+            if number and weights is not None:
+                _restore(subject.module, before)
             inputs, targets = self._cast(subject.take(first, last))
-            outputs.append((*self._outputs(inputs, first, last, number), targets))
-        for number, (made, targets) in enumerate(outputs):
-            subject.gathering.begin(number)
-            subject.loss(made, targets)
+            with self._drawing(first, last, number), self._autocast():
+                outputs = call(subject.module, inputs)
+                made.append((outputs, targets, subject.draws.position()))
+                buffers.append(_buffers(subject.module))
+                subject.loss(outputs, targets)
         subject.gathering.join()
         found = []
-        for number, (made, targets) in enumerate(outputs):
-            subject.gathering.begin(number)
-            found.append(_sum(subject.loss(made, targets), targets, made, subject.name))
+        for number, (first, last) in enumerate(bounds):
+            outputs, targets, position = made[number]
+            with self._drawing(first, last, number), self._autocast():
+                subject.draws.advance(position)
+                returned = subject.loss(outputs, targets)
+                found.append(_sum(returned, targets, outputs, subject.name))
         total = torch.stack([each for each, _ in found]).sum()
-        sums = torch.stack([sums for _, sums in found]).sum(0)
         gradients = self._differentiate(total, leaves)
-        return Passed(sums, gradients, _buffers(subject.module), {}, total.dtype)
-
-    def _outputs(self, inputs: Any, first: int, last: int, number: int) -> tuple[Any]:
-        subject = self._subject
-        with subject.draws.update(subject.name), self._autocast():
-            subject.draws.begin(0, number, subject.indices[first:last])
-            return (call(subject.module, inputs),)
-
-    def _forward(self, first: int, last: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        subject = self._subject
-        inputs, targets = self._cast(subject.take(first, last))
-        subject.gathering.begin(number)
-        with subject.draws.update(subject.name), self._autocast():
-            subject.draws.begin(0, number, subject.indices[first:last])
-            outputs = call(subject.module, inputs)
-            return _sum(subject.loss(outputs, targets), targets, outputs, subject.name)
+        parts = [
+            Passed(sums, {}, own, {}, total.dtype)
+            for (_, sums), own in zip(found, buffers, strict=True)
+        ]
+        return replace(_joined(parts, weights), gradients=gradients)
 
     def _autocast(self) -> AbstractContextManager:
         return self._subject.autocast() if self._in_own else nullcontext()
@@ -182,10 +200,12 @@ class ProofPasses:
     def _borrowed(self) -> Iterator[Tensors]:
         """Give the model copies of its tensors, with stirred weights; yield those to be trained."""
         module = self._subject.module
-        with _modes_kept(module), torch.set_grad_enabled(self._with_gradients):
+        with modes_kept(module), torch.set_grad_enabled(self._with_gradients):
             _look_behind_batchnorm(module)
             if not self._subject.is_plain:
+                before = _buffers(module)
                 yield {n: p for n, p in module.named_parameters() if p.requires_grad}
+                _restore(module, before)
                 return
             stirred = torch.Generator().manual_seed(0)
             with _tensors_kept(module):
@@ -235,7 +255,8 @@ def _joined(passed: Sequence[Passed], weights: Sequence[float] | None) -> Passed
         buffers = {name: _mean(name, passed, weights) for name in first.buffers}
     traces = [trace for each in passed for trace in each.traces]
     sums = torch.stack([each.sums for each in passed]).sum(0)
-    return Passed(sums, gradients, buffers, first.written, first.dtype, first.has_coins, traces)
+    found = (sums, gradients, buffers, first.written, first.dtype)
+    return Passed(*found, first.has_drawn, first.has_coins, traces)
 
 
 def _mean(name: str, passed: Sequence[Passed], weights: Sequence[float]) -> torch.Tensor:
@@ -268,14 +289,19 @@ def _tensors_kept(module: nn.Module) -> Iterator[None]:
             _put_back(owner, owner._buffers, buffers)
 
 
-def _put_back(owner: nn.Module, now: dict[str, Any], before: dict[str, Any]) -> None:
-    for key in set(dict(now)) - set(before):
-        del now[key]
+def _put_back(owner: nn.Module, register: dict[str, Any], before: dict[str, Any]) -> None:
+    now = dict(register)  # TorchScript's is no dict
+    for key in now.keys() - before.keys():
+        del register[key]
     for key, tensor in before.items():
         if tensor is None:
-            now[key] = None
+            register[key] = None
         elif now.get(key) is not tensor:
             setattr(owner, key, tensor)
+
+
+def tensors_with_axes(tree: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and t.dim()]
 
 
 def _buffers(module: nn.Module) -> Tensors:
@@ -290,7 +316,7 @@ def _restore(module: nn.Module, before: Tensors) -> None:
 
 
 @contextmanager
-def _modes_kept(module: nn.Module) -> Iterator[None]:
+def modes_kept(module: nn.Module) -> Iterator[None]:
     modes = [(each, each.training) for each in module.modules()]
     try:
         yield
@@ -317,10 +343,10 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 @contextmanager
-def _drawing(device: torch.device) -> Iterator[None]:
+def generators_kept(devices: Sequence[torch.device]) -> Iterator[None]:
     """Restore the states of all generators at the end of the block."""
     of_python, of_numpy = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.random.fork_rng([each for each in devices if each.type == "cuda"]):
         try:
             yield
         finally:

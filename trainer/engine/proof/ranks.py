@@ -21,6 +21,7 @@ def digest_rows(tree: Any) -> list[float]:
     It is the same on every device up to rounding. Empty if no tensor has a batch axis.
     """
     leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    leaves = [leaf for leaf in leaves if len(leaf) == len(leaves[0])]
     if not leaves:
         return []
     total = torch.zeros(len(leaves[0]), dtype=torch.float64, device=leaves[0].device)

@@ -144,6 +144,8 @@ class MeshProof:
         limit = LOOSER * self._limit
         norms = [gradient.double().norm() for gradient in gradients.values()]
         total = torch.stack(norms).norm()
+        if not total.isfinite():  # the scale of fp16 may be too large at first
+            return ""
         found = torch.zeros(len(gradients), dtype=torch.float64, device=total.device)
         for number, (name, whole) in enumerate(gradients.items()):
             part = tensors.parameters.get(name)

@@ -71,7 +71,7 @@ class RunningStatistics:
 
     def begin(self) -> None:
         """Begin a step: keep a copy of the values."""
-        if self.buffers:
+        if self.buffers or self._counters:
             self._before = [buffer.clone() for buffer in (*self.buffers, *self._counters)]
             self._total = []
             self._is_first = True
@@ -79,7 +79,8 @@ class RunningStatistics:
     @torch.no_grad()
     def rewind(self) -> None:
         """Restore the values from the start of the step before a forward pass, if `rows` is set."""
-        if self.rows is not None and self.buffers and not self._is_first:
+        has_any = self.buffers or self._counters
+        if self.rows is not None and has_any and not self._is_first:
             # .data: an earlier micro-batch's backward pass may be to come, which would refuse them
             torch._foreach_copy_([b.data for b in (*self.buffers, *self._counters)], self._before)
         self._is_first = False

@@ -1,0 +1,243 @@
+"""The judge of a proof: passes over a few rows, whole and in parts, and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trainer.data.preparation import MicroBatch
+from trainer.engine.parts import Parts
+from trainer.engine.proof.finding import (
+    compare,
+    explain,
+    explain_buffers,
+    limit_of,
+    list_changed,
+)
+from trainer.engine.proof.gathering import Gathering
+from trainer.engine.proof.holders import Holders, attributes_kept, of_model, of_task
+from trainer.engine.proof.passes import (
+    Loss,
+    Passed,
+    ProofPasses,
+    Subject,
+    has_batch_statistics,
+    modes_kept,
+    tensors_with_axes,
+)
+from trainer.engine.proof.ranks import (
+    digest_pass,
+)
+from trainer.engine.proof.trace import find_module
+from trainer.errors import one_line
+from trainer.hook_errors import is_out_of_memory
+from trainer.micro_batch import count_rows, take_rows
+from trainer.strategy.mesh_model.full_model import PROVED_BYTES
+from trainer.strategy.modules.dry_run import untouched
+
+# Of rows, times run.norm_rows: more rows see more; the second ones if one row is too few.
+MANY_CUTS = ((0, 3, 8),)
+CUTS = ((0, 1, 3), (0, 2, 4))
+MOST_FLOPS = 2e13  # of a proof: a minute or more on a CPU
+FP64_FLOPS = 2e10  # more of them are computed in the run's precision, on fewer rows
+FEW_CUTS = ((0, 1, 2), (0, 2, 4))
+MANY = 8  # rows that are read
+FP64_BYTES = 2**27  # of a model that is copied in fp64
+VERIFY = "use python -m trainer.verify"
+COINS = (
+    "model or loss draw from numpy's or Python's generator, which each process has for itself; use"
+    " torch.rand, or run.dropout=example"
+)
+Trial = tuple[bool, Sequence[int], bool]
+Rows = tuple[MicroBatch, torch.Tensor]  # and their indices
+Running = AbstractContextManager[None]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a proof: a line about the first dependence on the layout, else an empty one.
+
+    `among` tells where it shows: among "ranks", among the "micro-batches" of a rank, or both.
+    `unproved` says why nothing could be found out. `results` are digests of a pass, which agree on
+    all ranks up to `limit`.
+    """
+
+    line: str = ""
+    among: str = ""
+    unproved: str = ""
+    results: Sequence[float] = ()
+    limit: float = 0.0
+
+
+class Judge:
+    """Compares whole rows with parts of them, in a model and a loss."""
+
+    def __init__(self, parts: Parts, batch: MicroBatch):
+        """`batch` is a micro-batch of the run: so many rows fit into memory."""
+        self.gathering = Gathering()
+        self.few_rows = take_rows(batch, 3 * (parts.config.norm_rows or 1))
+        self._most_rows = count_rows(batch)
+        self._parts = parts
+
+    def examine(
+        self, name: str, loss: Loss, rows: Rows, is_late: bool, running: Running
+    ) -> Verdict:
+        """Compare whole rows with parts of them. A collective."""
+        strategy = self._parts.strategy
+        size = sum(p.nbytes for p in strategy.tensors.structure.parameters())
+        passed = 2 * CUTS[0][-1] * (self._parts.config.norm_rows or 1)
+        # rows may differ in length and number
+        flops, least = self._parts.ranks.group.max(passed * strategy.flops, -self._most_rows)
+        if size > PROVED_BYTES:
+            return Verdict(unproved=f"left out for a model of {size / 1e9:.1f} GB; {VERIFY}")
+        if flops > MOST_FLOPS:
+            return Verdict(unproved=f"left out, since a few rows would take too long; {VERIFY}")
+        with (
+            strategy.tensors.whole() as module,
+            untouched(module),
+            attributes_kept(module, self._parts.hooks),
+            modes_kept(module),
+            running,
+        ):
+            subject = self._subject(module, name, loss, rows)
+            trials = _list_trials(flops, size, -int(least) // subject.unit)
+            verdict = self._judge(subject, trials, is_late)
+        strategy.tensors.refresh()
+        return verdict
+
+    def _subject(self, module: nn.Module, name: str, loss: Loss, rows: Rows) -> Subject:
+        batch, indices = rows
+        parts = self._parts
+        strategy = parts.strategy
+        is_sharded = strategy.mesh.shard > 1 and not strategy.mesh.divides_model
+        return Subject(
+            module=module,
+            loss=loss,
+            name=name,
+            batch=batch,
+            indices=indices,
+            unit=parts.config.norm_rows or 1,
+            draws=parts.draws,
+            autocast=parts.precision.autocast,
+            is_plain=not is_sharded,
+            rewinds=strategy.statistics.rows is not None,
+            gathering=self.gathering,
+            devices=strategy.world.devices,
+        )
+
+    def _judge(self, subject: Subject, trials: Iterable[Trial], is_late: bool) -> Verdict:
+        """Compare by the first trial that no rank fails. A collective."""
+        if has_batch_statistics(subject.module):
+            why = "left out for BatchNorm without running statistics, which normalises the rows"
+            return Verdict(unproved=why)
+        lengths = {len(leaf) for leaf in tensors_with_axes(subject.batch)}
+        if lengths != {len(subject.indices)}:
+            return Verdict(unproved="left out for tensors in the batch that have no axis of rows")
+        is_fixed = type(self._parts.strategy).cut(self._parts.config).is_fixed
+        if not subject.draws.is_by_example:
+            subject.module.eval()
+        why = ""
+        for own, every, differentiates in trials:
+            cuts = (*every[:1], *every[-1:]) if is_fixed else every
+            scaled = [cut * subject.unit for cut in cuts]
+            passes = ProofPasses(subject, own, differentiates and not is_late)
+            verdict = None
+            has_room = True
+            try:
+                verdict = self._compare(subject, passes, scaled)
+            except Exception as error:
+                has_room = not is_out_of_memory(error)
+                why = one_line(error)
+            failed, is_full = self._parts.ranks.group.max(verdict is None, not has_room)
+            if verdict is not None and not failed:
+                return verdict
+            if is_full:
+                return Verdict(unproved="left out: memory is not enough for a few rows more")
+        return Verdict(unproved=f"{subject.name} cannot run on a few rows: {why}")
+
+    def _compare(self, subject: Subject, passes: ProofPasses, cuts: Sequence[int]) -> Verdict:
+        whole = passes.run((0, cuts[-1]))
+        parts = passes.run(cuts)
+        limit = limit_of(whole, self._parts.precision.is_narrow and not passes.is_exact)
+        found = compare(whole, parts, limit)
+        if found is not None and whole.has_drawn and not subject.draws.is_by_example:
+            return Verdict(unproved="left out: draws are by micro-batch with run.dropout=torch")
+        if found is not None or whole.has_coins:
+            try:
+                return self._name(subject, passes, cuts, limit)
+            except Exception:  # a model may not take the hooks of a trace
+                return Verdict(explain(found, whole, parts, limit)) if found else Verdict(COINS)
+        changed = list_changed(subject.module, whole)
+        if changed and not subject.rewinds:  # as ranks, whose buffers are combined
+            rewound = compare(whole, passes.run(cuts, rewinds=True), limit)
+            if rewound is not None:
+                return Verdict(explain_buffers(changed, can_rewind=False), "ranks")
+        return Verdict(results=digest_pass(whole), limit=limit)
+
+    def _name(
+        self, subject: Subject, passes: ProofPasses, cuts: Sequence[int], limit: float
+    ) -> Verdict:
+        """Return a line about a difference, by a few more passes with traces."""
+        rows = (0, cuts[-1])
+        holders = Holders([*of_model(subject.module), *of_task(self._parts.hooks)])
+        first = passes.run(rows, is_traced=True)
+        changed = holders.changed([*of_model(subject.module), *of_task(self._parts.hooks)])
+        again = passes.run(rows, is_traced=True)
+        if first.has_coins:
+            return Verdict(COINS)
+        if line := _name_draws(first, again, limit, changed):
+            return Verdict(line)
+        if not subject.rewinds:
+            rewound = compare(first, passes.run(cuts, rewinds=True), limit)
+            names = list_changed(subject.module, first)
+            if rewound is None:
+                return Verdict(explain_buffers(names, can_rewind=True), "micro-batches")
+            if rewound.kind == "buffer":
+                return Verdict(explain_buffers(names, can_rewind=False))
+        parts = passes.run(cuts, is_traced=True)
+        found = compare(first, parts, limit)
+        if found is None:
+            return Verdict("model or loss give other results from time to time; look for threads")
+        return Verdict(explain(found, first, parts, limit))
+
+
+def _list_trials(flops: float, size: int, most_rows: int) -> Iterator[Trial]:
+    """Yield what to try in turn: in the run's precision or in fp64, cuts of rows, with gradients.
+
+    `size` is that of the model in bytes, `most_rows` the units of a micro-batch, which fit into
+    memory. The last trial is without gradients: a reentrant recomputation has none.
+    """
+    cuts: Sequence[Sequence[int]] = FEW_CUTS if flops > FP64_FLOPS else CUTS
+    if flops * MANY / CUTS[0][-1] < FP64_FLOPS:
+        cuts = MANY_CUTS
+    fitting = [each for each in cuts if each[-1] <= max(2, most_rows)] or FEW_CUTS[:1]
+    is_large = flops > FP64_FLOPS or size > FP64_BYTES
+    for own in (True,) if is_large else (False, True):
+        yield from ((own, each, True) for each in fitting)
+    yield True, fitting[-1], False
+
+
+def _name_draws(first: Passed, again: Passed, limit: float, changed: Sequence[str]) -> str:
+    """Return a line if the same rows gave two results, else an empty one."""
+    if compare(first, again, limit) is None:
+        return ""
+    where = _place(first, again, limit)
+    if changed:
+        why = f"depends on {', '.join(changed)}, which it changes and no buffer holds"
+        return f"{where} {why}; make it a buffer, or a function of self.step"
+    return f"{where} draws unseeded random numbers; use torch.rand"
+
+
+def _place(first: Passed, other: Passed, limit: float) -> str:
+    found = None
+    if first.traces and other.traces:
+        found = find_module(first.traces[0], other.traces, limit)
+    if found is None:
+        return "the loss"
+    name, call = found
+    kind = type(call.module).__name__
+    return f"{name} ({kind})" if name else f"the model ({kind})"
