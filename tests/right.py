@@ -199,3 +199,45 @@ class StopsLater(Tiny):
         if len(values) < 10:
             self.stop("few rows")
         return values
+
+
+class DropsAgain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3))
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class RecomputedDropout(Tiny):
+    def build_model(self):
+        return net(DropsAgain())
+
+
+class ScriptedLayer(Tiny):
+    def build_model(self):
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            return net(torch.jit.script(nn.Linear(16, 16)))
+
+
+class GathersNoisyRows(GathersRows):
+    """A loss over all rows that draws, behind BatchNorm in groups and dropout."""
+
+    def build_model(self):
+        return net(nn.Dropout(0.2))
+
+    def loss(self, outputs, targets):
+        return super().loss(outputs + 0.1 * torch.randn_like(outputs), targets)
+
+
+class SumsInLists(Tiny):
+    """Keeps state below its attributes, which a proof gives back."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.seen = {"rows": [torch.zeros(())]}
+
+    def loss(self, outputs, targets):
+        self.seen["rows"][0] += len(targets)
+        return super().loss(outputs, targets)

@@ -237,6 +237,77 @@ def test_a_proof_leaves_no_trace_in_a_model(task, tmp_path):
         assert torch.equal(tensor, with_proof[0][name]), name
 
 
+class FreezesStem(Tiny):
+    """Sets a part of the model to evaluation in each step, as docs/tasks.md shows."""
+
+    def build_model(self):
+        return wrong.net(nn.BatchNorm1d(16))
+
+    def train_step(self, batch):
+        self.model[1].eval()
+        return super().train_step(batch)
+
+
+def test_a_proof_keeps_the_modes_of_layers(tmp_path):
+    state, _, _ = trained(FreezesStem, tmp_path)
+    assert not state["1.running_mean"].any()
+
+
+class SecondUpdate(Tiny):
+    """Makes an update from the third step on that mixes rows, after one that is right."""
+
+    def other(self, outputs, targets):
+        return self.loss(outputs, targets) * len(targets)
+
+    def train_step(self, batch):
+        outcome = super().train_step(batch)
+        return outcome + self.update(batch, self.other, name="other") if self.step > 1 else outcome
+
+
+def test_a_step_that_was_half_made_is_not_saved(tmp_path):
+    words = ["task=tiny", "run.steps=6", "data.micro_batch=11", "checkpoint.every_epochs=null"]
+
+    def body():
+        with pytest.raises(ConfigError, match=r"run\.prove=true: the loss mixes the rows") as told:
+            SecondUpdate(compose(tmp_path, *words)).fit()
+        return str(told.value)
+
+    assert "is saved" not in on_ranks(1, body)[0]
+
+
+class ClassWeights(Tiny):
+    """Targets with a tensor that has no axis of rows."""
+
+    def split_batch(self, batch):
+        inputs, targets = batch
+        return inputs, (targets, torch.ones(3, dtype=torch.float64))
+
+    def augment(self, inputs, targets, random, train):
+        return inputs, targets
+
+    def loss(self, outputs, targets):
+        return nn.functional.cross_entropy(outputs, *targets, reduction="none")
+
+    def metrics(self, outputs, targets):
+        return {}
+
+
+def test_a_tensor_without_rows_is_left_out(tmp_path, capfd):
+    (line,) = said_at_start(ClassWeights, tmp_path, capfd)
+    assert line.startswith("proof: left out for tensors in the batch that have no axis of rows (")
+
+
+class Noisy(Tiny):
+    def loss(self, outputs, targets):
+        return super().loss(outputs + 0.1 * torch.randn_like(outputs), targets)
+
+
+def test_torchs_dropout_is_as_asked_for(tmp_path, capfd):
+    words = ["run.dropout=torch", "data.micro_batch=11"]
+    (line,) = said_at_start(Noisy, tmp_path, capfd, *words)
+    assert line.startswith("proof: left out: draws are by micro-batch with run.dropout=torch (")
+
+
 # Buffers that advance once a step ---
 
 

@@ -135,7 +135,8 @@ class Judge:
             why = "left out for BatchNorm without running statistics, which normalises the rows"
             return Verdict(unproved=why)
         lengths = {len(leaf) for leaf in tensors_with_axes(subject.batch)}
-        if lengths != {len(subject.indices)}:
+        (is_odd,) = self._parts.ranks.group.max(lengths != {len(subject.indices)})
+        if is_odd:
             return Verdict(unproved="left out for tensors in the batch that have no axis of rows")
         is_fixed = type(self._parts.strategy).cut(self._parts.config).is_fixed
         if not subject.draws.is_by_example:
