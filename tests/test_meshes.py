@@ -545,7 +545,7 @@ class Balancing(Meshed):
         return model
 
 
-USES = "uses what another stage has, a parameter or the output of a block; a block may take inputs"
+USES = "uses what another stage has, a parameter or the output of a block; give a block inputs"
 REFUSED = {
     "own step": (Stepping, ["strategy=pp"], "Stepping has a train_step of its own"),
     "few blocks": (

@@ -18,7 +18,7 @@ from trainer.strategy.mesh import Mesh
 from trainer.strategy.tensor_parallel.loss_parallel import ABOUT
 
 ADVICE = "use weight_decay for a penalty, an attribute of the task for a teacher, or strategy=ddp"
-CHAIN = "a block may take inputs and the output of the one before; else use strategy=fsdp"
+CHAIN = "give a block inputs and the output of the one before only, or use strategy=fsdp"
 _MIXED = re.compile(
     r"expected device meta|mixed torch\.Tensor and DTensor|on device meta|[Mm]eta tensor"
     r"|FSDP does not support deepcopy"
