@@ -15,7 +15,7 @@ from trainer.data.batches import LocalBatch
 from trainer.distributed.group import Group
 from trainer.distributed.watch.watcher import name_ranks
 from trainer.engine.engine import Engine
-from trainer.engine.means import weigh
+from trainer.engine.means import weigh_all
 from trainer.engine.parts import Hooks
 from trainer.hook_errors import call
 from trainer.micro_batch import count_rows
@@ -110,8 +110,7 @@ def _losses(
     with engine.precision.autocast():
         outputs = call(module, inputs)
         rows = count_rows(targets, outputs)
-        values, weights = weigh("loss", hooks.loss(outputs, targets), rows)
-    weights = torch.ones_like(values) if weights is None else weights
+        values, weights = weigh_all("loss", hooks.loss(outputs, targets), rows)
     rows_of = [each.reshape(len(values), -1).sum(1) for each in (values * weights, weights)]
     return rows_of[0], rows_of[1]
 

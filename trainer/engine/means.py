@@ -47,6 +47,18 @@ def weigh(
     return values, None if weights is None else _check_weights(subject, values, weights)
 
 
+def weigh_all(name: str, returned: Values, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `weigh` does, with weights of 1 where there are none."""
+    values, weights = weigh(name, returned, rows)
+    return values, torch.ones_like(values) if weights is None else weights
+
+
+def sum_up(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return (3,) float64: the sums of values x weights, of their sizes, and of the weights."""
+    weighted = values.detach().double() * weights
+    return torch.stack([weighted.sum(), weighted.abs().sum(), weights.sum().double()])
+
+
 def _check_real(subject: str, tensor: torch.Tensor) -> None:
     """Raise ConfigError for a tensor without real numbers to sum. Called in each micro-batch."""
     is_strided = tensor.layout is torch.strided and not tensor.is_nested

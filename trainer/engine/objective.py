@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainer.codec import name_of
-from trainer.engine.means import Means, Values, check_signs, weigh
+from trainer.engine.means import Means, Values, check_signs, sum_up, weigh, weigh_all
 from trainer.errors import ConfigError
 from trainer.hook_errors import LOSS, Rows, call_hook
 from trainer.micro_batch import count_rows
@@ -119,9 +119,7 @@ class Objective:
 
     def sums(self, outputs: Any, targets: Any) -> torch.Tensor:
         """Return the sums of values x weights, of their sizes and of the weights; count nothing."""
-        values, weights = self._weighed(outputs, targets)
-        weighted = values.detach().double() * weights
-        return torch.stack([weighted.sum(), weighted.abs().sum(), weights.sum().double()])
+        return sum_up(*self._weighed(outputs, targets))
 
     def total(self, outputs: Any, targets: Any) -> torch.Tensor:
         """Return the sum of values x weights, to differentiate; count nothing."""
@@ -131,8 +129,7 @@ class Objective:
     def _weighed(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._loss is not None
         returned = self._loss(outputs, targets)
-        values, weights = weigh(self._name, returned, count_rows(targets, outputs))
-        return values, torch.ones_like(values) if weights is None else weights
+        return weigh_all(self._name, returned, count_rows(targets, outputs))
 
     def absent(self) -> torch.Tensor:
         """Return the carried values of a micro-batch that another rank counts."""

@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from trainer.engine.proof.passes import Passed
-from trainer.engine.proof.trace import Call, CallTrace, distance, find_module
+from trainer.engine.proof.trace import (
+    Call,
+    CallTrace,
+    Key,
+    describe,
+    find_module,
+)
+from trainer.strategy.mesh_model.mesh_proof import apart
 
 NARROW = 0.2
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative; of narrower types NARROW
@@ -40,11 +47,11 @@ def compare(whole: Passed, parts: Passed, limit: float) -> Mismatch | None:
         other = parts.buffers.get(name)
         if other is None or not value.is_floating_point():
             continue
-        if value.shape != other.shape or not distance(value, other) <= limit:
+        if not apart(value, other) <= limit:
             return Mismatch("buffer", name)
     for name in {**whole.written, **parts.written}:
         one, other = whole.written.get(name), parts.written.get(name)
-        if one is None or other is None or not distance(one, other) <= limit:
+        if one is None or other is None or not apart(one, other) <= limit:
             return Mismatch("parameter", name)
     return None
 
@@ -115,16 +122,15 @@ def explain_buffers(names: Sequence[str], can_rewind: bool) -> str:
     return f"{named}: {why}; {advice}"
 
 
-def _explain_module(name: str, call: Call, whole: CallTrace, parts: Sequence[CallTrace]) -> str:
-    kind = type(call.module).__name__
-    called = f"{name} ({kind})" if name else f"the model ({kind})"
+def _explain_module(key: Key, call: Call, whole: CallTrace, parts: Sequence[CallTrace]) -> str:
+    called = describe(key, call)
     kernels = sorted({drawn for drawn, sizes in call.drawn if not sizes})
     if kernels:
         why = "draws inside its kernel, per micro-batch and not per example"
         advice = (
             "put nn.Dropout between its layers"
             if "lstm" in kernels or "gru" in kernels
-            else ("draw with torch.rand(rows, ...) instead")
+            else "draw with torch.rand(rows, ...) instead"
         )
         return f"{called}: {' and '.join(kernels)} {why}; {advice}"
     if call.is_raw:
@@ -134,8 +140,8 @@ def _explain_module(name: str, call: Call, whole: CallTrace, parts: Sequence[Cal
         how = f"{scripted[0]} is TorchScript" if scripted else "generator=..., or a kernel"
         why = f"draws from torch's generator itself ({how}), so its draws have no key by example"
         return f"{called} {why}; call torch's functions without these"
-    others = [part.calls[key] for part in parts for key in part.calls if key == _key(whole, call)]
-    if any(other.positions[1] - other.positions[0] != _draws_of(call) for other in others):
+    others = [part.calls[key] for part in parts]  # each has it, or it was not found
+    if any(_draws_of(other) != _draws_of(call) for other in others):
         why = "draws as often as a micro-batch has rows, which shifts all later draws"
         return f"{called} {why}; draw for all rows at once, torch.rand(rows, ...)"
     if odd := _find_odd_draw(call, whole, others, parts):
@@ -146,10 +152,6 @@ def _explain_module(name: str, call: Call, whole: CallTrace, parts: Sequence[Cal
         return f"{called} {why}; use torch.rand(rows, ...)"
     why = "its output for an example depends on the other examples"
     return f"{called} mixes the rows of a micro-batch: {why}; {ALONE}"
-
-
-def _key(trace: CallTrace, call: Call) -> tuple[str, int]:
-    return next(key for key, each in trace.calls.items() if each is call)
 
 
 def _draws_of(call: Call) -> int:

@@ -26,13 +26,12 @@ from trainer.engine.proof.passes import (
     ProofPasses,
     Subject,
     has_batch_statistics,
+    look_behind_batchnorm,
     modes_kept,
     tensors_with_axes,
 )
-from trainer.engine.proof.ranks import (
-    digest_pass,
-)
-from trainer.engine.proof.trace import find_module
+from trainer.engine.proof.ranks import digest_pass
+from trainer.engine.proof.trace import describe, find_module
 from trainer.errors import one_line
 from trainer.hook_errors import is_out_of_memory
 from trainer.micro_batch import count_rows, take_rows
@@ -139,6 +138,7 @@ class Judge:
         if is_odd:
             return Verdict(unproved="left out for tensors in the batch that have no axis of rows")
         is_fixed = type(self._parts.strategy).cut(self._parts.config).is_fixed
+        look_behind_batchnorm(subject.module)
         if not subject.draws.is_by_example:
             subject.module.eval()
         why = ""
@@ -237,8 +237,4 @@ def _place(first: Passed, other: Passed, limit: float) -> str:
     found = None
     if first.traces and other.traces:
         found = find_module(first.traces[0], other.traces, limit)
-    if found is None:
-        return "the loss"
-    name, call = found
-    kind = type(call.module).__name__
-    return f"{name} ({kind})" if name else f"the model ({kind})"
+    return "the loss" if found is None else describe(*found)

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.data.preparation import MicroBatch
-from trainer.engine.means import Values, weigh
+from trainer.engine.means import Values, sum_up, weigh_all
 from trainer.engine.proof.gathering import Gathering
 from trainer.engine.proof.trace import CallTrace
 from trainer.hook_errors import call
@@ -200,8 +200,7 @@ class ProofPasses:
     def _borrowed(self) -> Iterator[Tensors]:
         """Give the model copies of its tensors, with stirred weights; yield those to be trained."""
         module = self._subject.module
-        with modes_kept(module), torch.set_grad_enabled(self._with_gradients):
-            _look_behind_batchnorm(module)
+        with torch.set_grad_enabled(self._with_gradients):
             if not self._subject.is_plain:
                 before = _buffers(module)
                 yield {n: p for n, p in module.named_parameters() if p.requires_grad}
@@ -231,12 +230,9 @@ class ProofPasses:
 def _sum(
     returned: Values, targets: Any, outputs: Any, name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum to differentiate, and (3,) sums of values, of their sizes, of weights."""
-    values, weights = weigh(name, returned, count_rows(targets, outputs))
-    weights = torch.ones_like(values) if weights is None else weights
-    weighted = values * weights
-    wide = weighted.detach().double()
-    return weighted.sum(), torch.stack([wide.sum(), wide.abs().sum(), weights.double().sum()])
+    """Return the sum to differentiate, and what `sum_up` returns."""
+    values, weights = weigh_all(name, returned, count_rows(targets, outputs))
+    return (values * weights).sum(), sum_up(values, weights)
 
 
 def _joined(passed: Sequence[Passed], weights: Sequence[float] | None) -> Passed:
@@ -325,7 +321,7 @@ def modes_kept(module: nn.Module) -> Iterator[None]:
             each.train(mode)
 
 
-def _look_behind_batchnorm(module: nn.Module) -> None:
+def look_behind_batchnorm(module: nn.Module) -> None:
     """Let plain BatchNorm, which the start names anyway, use its running statistics."""
     for each in module.modules():
         if _is_plain(each):

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from trainer.rng.forward import Draws
 from trainer.rng.philox import coins
 from trainer.rng.rehearsals import Draw
+from trainer.strategy.mesh_model.mesh_proof import apart
 
 Key = tuple[str, int]  # a module's name, and the number of its call
 
@@ -95,7 +96,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 def find_module(
     whole: CallTrace, parts: Sequence[CallTrace], limit: float
-) -> tuple[str, Call] | None:
+) -> tuple[Key, Call] | None:
     """Return the innermost module whose calls differ although they got the same.
 
     `parts` are traces of the same rows in parts; one trace is of the same rows again.
@@ -112,8 +113,14 @@ def find_module(
         if (starts and not ends) or not _agree(
             call.outputs, [each.outputs for each in found], limit
         ):
-            return key[0], call
+            return key, call
     return None
+
+
+def describe(key: Key, call: Call) -> str:
+    """Return the name of the called module, and its class."""
+    kind = type(call.module).__name__
+    return f"{key[0]} ({kind})" if key[0] else f"the model ({kind})"
 
 
 def _agree(
@@ -133,22 +140,7 @@ def _is_close(whole: torch.Tensor, parts: Sequence[torch.Tensor], limit: float) 
         sizes = [part.shape[axis] for part in parts]
         rest = {(*part.shape[:axis], *part.shape[axis + 1 :]) for part in [whole, *parts]}
         if sum(sizes) == whole.shape[axis] and len(rest) == 1:
-            return distance(whole, torch.cat(list(parts), axis)) <= limit
+            return apart(whole, torch.cat(list(parts), axis)) <= limit
     if all(part.shape == whole.shape for part in parts):
-        return all(distance(one, other) <= limit for one, other in pairwise([whole, *parts]))
+        return all(apart(one, other) <= limit for one, other in pairwise([whole, *parts]))
     return True
-
-
-def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the largest difference, relative to the largest value; infinity if NaNs differ."""
-    if not one.numel():
-        return 0.0
-    if not (one.is_floating_point() or one.is_complex()):
-        return 0.0 if torch.equal(one, other) else float("inf")
-    finite = one.isfinite()
-    if not torch.equal(finite, other.isfinite()):
-        return float("inf")
-    if not finite.any():
-        return 0.0
-    one, other = one[finite], other[finite]
-    return float((one - other).abs().max() / one.abs().max().clamp_min(1e-30))

@@ -168,23 +168,37 @@ class MeshProof:
 
 
 def distance(outputs: Any, expected: Any) -> float:
-    """Return the largest difference of two trees of tensors, relative to the largest value.
+    """Return the largest `apart` of the floating-point tensors of two trees."""
+    pairs = zip(tree_leaves(outputs), tree_leaves(expected), strict=True)
+    return max(
+        (
+            apart(other, one)
+            for one, other in pairs
+            if isinstance(other, torch.Tensor) and other.is_floating_point() and other.numel()
+        ),
+        default=0.0,
+    )
 
-    Infinities and NaNs must be at the same places; the other values are compared.
+
+def apart(tensor: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest difference of two tensors, relative to the largest value of the first.
+
+    Infinities and NaNs must be at the same places; the other values are compared. Other shapes,
+    and integers that are not equal, are infinitely apart.
     """
-    most = 0.0
-    for one, other in zip(tree_leaves(outputs), tree_leaves(expected), strict=True):
-        if isinstance(other, torch.Tensor) and other.is_floating_point() and other.numel():
-            if one.shape != other.shape:
-                return float("inf")
-            is_finite = other.isfinite()
-            if not torch.equal(one.isfinite(), is_finite):
-                return float("inf")
-            others = [t[~is_finite].nan_to_num(0.0, 1.0, -1.0) for t in (one, other)]
-            if not torch.equal(*others):
-                return float("inf")
-            one, other = one[is_finite].double(), other[is_finite].double()
-            if other.numel():
-                scale = other.abs().max().clamp_min(1e-30)
-                most = max(most, float((one - other).abs().max() / scale))
-    return most
+    if tensor.shape != other.shape:
+        return float("inf")
+    if tensor.is_complex():
+        tensor, other = torch.view_as_real(tensor), torch.view_as_real(other)
+    if not tensor.is_floating_point():
+        return 0.0 if torch.equal(tensor, other) else float("inf")
+    is_finite = tensor.isfinite()
+    if not torch.equal(other.isfinite(), is_finite):
+        return float("inf")
+    others = [t[~is_finite].nan_to_num(0.0, 1.0, -1.0) for t in (tensor, other)]
+    if not torch.equal(*others):
+        return float("inf")
+    tensor, other = tensor[is_finite].double(), other[is_finite].double()
+    if not tensor.numel():
+        return 0.0
+    return float((tensor - other).abs().max() / tensor.abs().max().clamp_min(1e-30))
