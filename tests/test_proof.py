@@ -120,7 +120,7 @@ def test_each_wrong_task_is_named_somewhere():
     assert not {*NAMED} & ELSEWHERE
 
 
-AGREES = "proof: rows, draws and buffers agree ("
+AGREES = "proof: rows, draws and buffers agree in any layout ("
 
 
 @pytest.mark.parametrize("precision", slow_but(["fp32", "fp64", "amp_bf16"], "fp32"))

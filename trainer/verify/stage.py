@@ -16,6 +16,7 @@ from trainer.config.schema import Config
 from trainer.distributed import entry
 from trainer.distributed.launch import fork_ranks
 from trainer.distributed.launchers import CODES
+from trainer.distributed.world import usable_cores
 from trainer.errors import ConfigError, RunError
 from trainer.strategy.modules.comm_hooks import COMPRESSING
 from trainer.verify.evidence import Evidence, Notes, join_shards
@@ -105,7 +106,7 @@ class TrialRuns:
         One rank is a process of its own, with its own seed for hashes of strings. Several are
         forked, which takes half the time; they share another seed.
         """
-        more = {"OMP_NUM_THREADS": "1", CODES: str(self._folder / "codes")}
+        more = {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)), CODES: str(self._folder / "codes")}
         if ranks == 1:
             words = [sys.executable, *entry.words("verify.recording"), str(plan)]
             own = {**os.environ, **more}

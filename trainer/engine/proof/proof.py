@@ -142,7 +142,7 @@ class Proof:
             if verdict.unproved and is_first:
                 self._say(f"{what}{verdict.unproved} ({seconds:.2f} s)")
             elif is_first:
-                self._say(f"{what}rows, draws and buffers agree ({seconds:.2f} s)")
+                self._say(f"{what}rows, draws and buffers agree in any layout ({seconds:.2f} s)")
             return
         if line in self._told:
             return
