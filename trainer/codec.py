@@ -20,6 +20,14 @@ def decode(data: torch.Tensor) -> Any:
     return json.loads(data.cpu().numpy().tobytes())
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor as uint8, in its memory.
+
+    A collective can move them whatever the dtype is: NCCL has no int16, uint16 and complex.
+    """
+    return tensor.view(-1).view(torch.uint8)
+
+
 def name_of(dtype: torch.dtype) -> str:
     """Return the name that `torch` has for a dtype, such as float32."""
     return str(dtype).removeprefix("torch.")

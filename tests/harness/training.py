@@ -136,7 +136,7 @@ def _recorded_state(found: dict[str, Any]) -> Iterator[None]:
             owners = strategy._division.placements._owners
             own = strategy.mesh["pipeline"]
             shards = {name: s for name, s in shards.items() if owners.get(name, own) == own}
-        found["parts"] = {name: s.tensor.detach().clone() for name, s in shards.items()}
+        found["parts"] = {name: s.tensor.detach().cpu().clone() for name, s in shards.items()}
         found["is_first"] = run.engine.strategy.mesh.is_first
         found["boxes"] = {
             name: (s.shape, [(offset, list(box.shape)) for box, offset in s.boxes()])

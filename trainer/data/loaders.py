@@ -25,6 +25,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from trainer import accelerator
 from trainer.config.schema import DataSettings
 from trainer.data.examples import find_flaw, find_odd, form_of, is_complex, length_of
 from trainer.data.order import IndexSampler
@@ -288,7 +289,7 @@ class StreamedLoader:
             num_workers=config.workers,
             timeout=min(POLL_S, config.timeout_s or POLL_S) if config.workers else 0,
             persistent_workers=config.workers > 0 and source.split == "train",
-            pin_memory=source.device.type == "cuda",
+            pin_memory=accelerator.is_used(source.device),
             worker_init_fn=prepare_worker,
             multiprocessing_context=context_of_workers() if config.workers else None,
         )

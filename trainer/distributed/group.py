@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer import accelerator
+from trainer.codec import bytes_of
 from trainer.config.schema import DistSettings
 from trainer.distributed import mpi
 from trainer.distributed.rendezvous import meet, part, read_keys
@@ -35,6 +37,7 @@ _LOST = re.compile(
 )
 
 
+CPU = torch.device("cpu")
 _KINDS = {"config": ConfigError, "run": RunError}
 
 
@@ -117,7 +120,7 @@ class Group:
         if self.world.world_size == 1:
             return tensor
         sent = tensor.to(self._wire_device()).contiguous()
-        dist.broadcast(sent, 0)
+        dist.broadcast(bytes_of(sent), 0)
         return sent.to(tensor.device)
 
     def send_to_rank_0(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
@@ -126,9 +129,9 @@ class Group:
             return tensor
         sent = tensor.to(self._wire_device()).contiguous()
         if self.world.rank == source:
-            dist.send(sent, 0)
+            dist.send(bytes_of(sent), 0)
         elif self.world.rank == 0:
-            dist.recv(sent, source)
+            dist.recv(bytes_of(sent), source)
         return sent.to(tensor.device)
 
     def collect(self, value: Any) -> list[Any]:
@@ -203,7 +206,7 @@ class Group:
         """
         problem: Exception | None = None
         size = self.world.world_size
-        has_limit = limit is not None and size > 1 and dist.get_backend() in ("gloo", "nccl")
+        has_limit = limit is not None and size > 1 and dist.get_backend() != "mpi"
         patient = dist.new_group(timeout=limit) if has_limit else None
         try:
             yield
@@ -250,7 +253,7 @@ class Group:
             raise RunError(f"{line}; read its error message, or its launcher's") from error
 
     def _wire_device(self) -> torch.device:
-        return self.world.device if dist.get_backend() == "nccl" else torch.device("cpu")
+        return self.world.device if accelerator.carries(dist.get_backend()) else CPU
 
 
 def _describe(problem: Exception | None) -> tuple[str, str]:
@@ -283,37 +286,54 @@ def _find_difference(each: list[dict[str, Any]]) -> str:
 
 
 def choose_backend(config: DistSettings, world: World) -> str:
-    """Resolve `auto`: nccl if every local rank has its own GPU, else gloo.
+    """Resolve `auto`: the accelerator's own backend, such as nccl, if there is one, else gloo.
 
-    Raises ConfigError if the configured backend cannot work here.
+    Ranks that share a device need gloo instead, which `process_group` finds out. Raises ConfigError
+    if the configured backend cannot work here.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # srun can show each rank its own GPUs only
-    needed = 1 if "SLURM_GPUS_PER_TASK" in os.environ else world.local_world_size
+    gpus = accelerator.count()
     problem = ""
     if config.backend == "mpi" and world.launcher.name not in ("mpirun", "srun"):
         problem = "needs mpirun or srun; use mpirun -n <ranks> python -m trainer, or gloo"
-    elif config.backend == "nccl" and not gpus:
+    elif config.backend == "mpi" and gpus:
+        hidden = "hide the GPUs with CUDA_VISIBLE_DEVICES= (empty)"
+        problem = f"carries CPU tensors only, and torch sees {gpus} GPUs; use auto, or {hidden}"
+    elif config.backend == "nccl" and accelerator.kind() != "cuda":
         problem = "needs CUDA, but torch sees no GPU here; use dist.backend=auto or gloo"
-    elif config.backend == "nccl" and 1 < gpus < needed:  # 1: each rank may see its own only
-        ranks = f"{world.local_world_size} local ranks share {gpus} GPUs"
-        problem = f"needs one GPU per rank, but {ranks}; use gloo"
     if problem:
         raise ConfigError(f"dist.backend={config.backend}: {problem}")
     if config.backend != "auto":
         return config.backend
-    return "nccl" if gpus >= needed and dist.is_nccl_available() else "gloo"
+    return accelerator.own_backend() if gpus else "gloo"
 
 
-def _check_own_gpu(group: Group) -> None:
-    """Raise ConfigError if ranks share a GPU, which each of them may see as its only one."""
-    uuid = torch.cuda.get_device_properties(group.world.device).uuid
-    gpus = group.collect(f"{group.world.host} {uuid}")
-    counts = Counter(gpus)
-    shared = group.tell_all([rank for rank, gpu in enumerate(gpus) if counts[gpu] > 1])
-    if shared:
-        problem = f"needs one GPU per rank, but {name_ranks(shared)} share GPUs; use gloo"
-        raise ConfigError(f"dist.backend=nccl: {problem}")
+def find_sharing(group: Group) -> list[int]:
+    """Return the ranks that share a device, which each of them may see as its only one.
+
+    How many devices a rank sees says nothing: srun --gpu-bind and wrappers show each rank its own.
+    """
+    own = group.world.device
+    devices = group.collect(f"{group.world.host} {accelerator.identity(own)}")
+    counts = Counter(devices)
+    return group.tell_all([rank for rank, each in enumerate(devices) if counts[each] > 1])
+
+
+def _of_own_devices(backend: str, config: DistSettings, group: Group) -> str:
+    """Return gloo instead of the accelerator's backend if ranks share a device.
+
+    Raises ConfigError if `dist.backend` asks for it.
+    """
+    shared = find_sharing(group)
+    if not shared:
+        return backend
+    ranks = f"{name_ranks(shared)} share GPUs"
+    if config.backend != "auto":
+        problem = f"needs one GPU per rank, but {ranks}; use gloo"
+        raise ConfigError(f"dist.backend={backend}: {problem}")
+    if group.world.rank == 0:
+        slow = f"gloo, which moves gradients through the host, instead of {backend}"
+        print(f"warning: {ranks}: dist.backend=auto is {slow}; start one rank per GPU")
+    return "gloo"
 
 
 @contextmanager
@@ -349,10 +369,12 @@ def process_group(
     group = Group(world, dist.HashStore() if world.world_size == 1 else meet(config, world))
     with group.peers_named():
         group.check_equal({**(facts or {}), "the backend": backend})
-    if backend == "nccl":
-        _check_own_gpu(group)
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)
+    if accelerator.is_used(world.device):
+        if world.world_size > 1 and accelerator.carries(backend):
+            backend = _of_own_devices(backend, config, group)
+        torch.accelerator.set_device_index(world.device)
+    # NCCL binds a group to one device: with several, DDP's buckets are on any of them
+    is_bound = accelerator.carries(backend) and len(world.devices) == 1
     # One process needs no group. gloo fails on a machine without a network even for one rank.
     with suppress(RuntimeError) if world.world_size == 1 else nullcontext(), _quietly():
         dist.init_process_group(
@@ -361,7 +383,7 @@ def process_group(
             rank=world.rank,
             world_size=world.world_size,
             timeout=timedelta(seconds=config.timeout_s),
-            device_id=world.device if backend == "nccl" else None,  # else barrier guesses it
+            device_id=world.device if is_bound else None,  # else barrier guesses it
         )
     try:
         yield group
@@ -372,6 +394,6 @@ def process_group(
     if not dist.is_initialized():
         return
     gc.collect()  # a DDP wrapper that outlives its group hangs the exit (9 of 40 runs, torch 2.13)
-    dist.barrier()
+    group.max(0.0)  # all arrive; with several devices a rank, dist.barrier() does not know which
     dist.destroy_process_group()
     part(config, world)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer import accelerator
 from trainer.codec import decode, encode
 from trainer.distributed.launchers import Launcher, find_launcher
 from trainer.errors import ConfigError
@@ -66,22 +67,25 @@ class RankGroup:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of the ranks, which JSON can hold, in the order of the ranks."""
-        data = encode(value).to("cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
+        is_there = accelerator.carries(dist.get_backend(self.group))
+        data = encode(value).to(accelerator.kind() if is_there else "cpu")
         sizes = list(map(int, self.all_gather(torch.tensor([len(data)], device=data.device))))
         padded = data.new_zeros(max(sizes))
         padded[: len(data)] = data
         parts = zip(self.all_gather(padded), sizes, strict=True)
         return [decode(part[:size]) for part, size in parts]
 
-    def open(self, ranks: tuple[int, ...], name: str = "") -> RankGroup:
+    def open(self, ranks: tuple[int, ...], name: str = "", is_separate: bool = False) -> RankGroup:
         """Open the group of other ranks that include this one, with this group's timeout.
+
+        If it `is_separate`, it is another group than the world's also if it has all its ranks.
 
         Every rank of the world must open equally many groups in the same order: torch 2.13 makes a
         group's name from its ranks and the number of groups before it.
         """
         number = ranks.index(self.ranks[self.rank])
         made = replace(self, ranks=ranks, rank=number, opened=None, name=name)
-        is_known = len(ranks) == 1 or len(ranks) == dist.get_world_size()
+        is_known = len(ranks) == 1 or (len(ranks) == dist.get_world_size() and not is_separate)
         return made if is_known else replace(made, opened=made._new())
 
     @property
@@ -91,7 +95,8 @@ class RankGroup:
     @property
     def group(self) -> dist.ProcessGroup:
         """torch's process group, for functions of torch.distributed; also for a single rank."""
-        if self.size == dist.get_world_size() > 1:  # not kept: it must not outlive its threads
+        is_world = self.opened is None and self.size == dist.get_world_size() > 1
+        if is_world:  # not kept: it must not outlive its threads
             assert dist.group.WORLD is not None
             return dist.group.WORLD
         return self.opened or self._alone
@@ -137,9 +142,9 @@ class World:
         return replace(self, devices=devices)
 
     def peak_bytes(self) -> int:
-        """Return the most memory used so far: by torch on a GPU, else by the whole process."""
-        if self.device.type == "cuda":
-            return sum(torch.cuda.max_memory_allocated(device) for device in self.devices)
+        """Return the most memory used so far: by torch on devices, else by the whole process."""
+        if accelerator.is_used(self.device):
+            return sum(map(torch.accelerator.max_memory_allocated, self.devices))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in kB on Linux
 
     @property
@@ -197,7 +202,7 @@ def explain_unseen_gpu() -> str:
     """Return the reason why torch sees no GPU despite an NVIDIA driver; empty otherwise."""
     has_driver = NVIDIA_DRIVER.exists() or shutil.which("nvidia-smi") is not None
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not has_driver or shown in ("", "-1") or _count_gpus():
+    if not has_driver or shown in ("", "-1") or accelerator.count():
         return ""
     build = f"torch {torch.__version__}"
     if not torch.version.cuda:
@@ -216,13 +221,9 @@ def count_ranks(number: str) -> int:
     `gpu` and `cpu` count GPUs and cores, `auto` counts GPUs if there are any, else cores. Raises
     ConfigError for `gpu` without a GPU.
     """
-    gpus = _count_gpus()
+    gpus = accelerator.count()
     if number == "gpu" and not gpus:
         advice = "torch sees no GPU here; give cpu, auto or a number"
         raise ConfigError(f"launch.nproc_per_node=gpu: {advice}")
     counts = {"gpu": gpus, "cpu": usable_cores(), "auto": gpus or usable_cores()}
     return counts[number] if number in counts else int(number)
-
-
-def _count_gpus() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0

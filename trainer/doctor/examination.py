@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer import accelerator
 from trainer.cli import WAIT_S
-from trainer.distributed.group import Group, process_group
+from trainer.distributed.group import Group, find_sharing, process_group
 from trainer.distributed.rendezvous import meet
+from trainer.distributed.watch.watcher import name_ranks
 from trainer.doctor.group import (
     SIZES,
     all_reduce,
@@ -69,7 +71,7 @@ class Examination(threading.Thread):
             group = self._meet(facts)
             self._begin("backends")
             group.check_equal({"dist.backend": facts["backend"]})
-            self._reduce(is_nccl=facts["backend"] == "nccl")
+            self._reduce(accelerator.carries(facts["backend"]))
         except Exception as error:
             self.error = one_line(error) or type(error).__name__
 
@@ -83,6 +85,10 @@ class Examination(threading.Thread):
         group = Group(world, store)
         self._begin("facts")
         self.checks = list_checks(group.gather(facts))
+        if accelerator.is_used(world.device) and (shared := find_sharing(group)):
+            found = f"{name_ranks(shared)} share GPUs, so dist.backend=auto is gloo"
+            advice = f"start one rank for each of the {accelerator.count()} GPUs"
+            self.checks.append(Check("devices", "warn", found, advice))
         self.checks += [compare(group, n, facts[n]) for n in ("versions", "code", "settings")]
         if world.world_size > 1:
             place = block.address or block.path or ":".join(map(str, world.launcher.master))
@@ -94,15 +100,16 @@ class Examination(threading.Thread):
             self.checks += self._check_visibility(group)
         return group
 
-    def _reduce(self, is_nccl: bool) -> None:
+    def _reduce(self, is_on_device: bool) -> None:
         """Test all-reduce with several sizes, then print the table on rank 0."""
         world = self.world
         block = self.config.dist
         self._begin("process group")
         # NCCL's own timeout kills the process, so it must expire after ours
-        block = replace(block, timeout_s=block.timeout_s + 5 * is_nccl)
-        device = world.device if is_nccl else torch.device("cpu")
+        block = replace(block, timeout_s=block.timeout_s + 5 * is_on_device)
         with process_group(block, world) as group:
+            is_carried = dist.is_initialized() and accelerator.carries(dist.get_backend())
+            device = world.device if is_carried else torch.device("cpu")
             for name, num_bytes in SIZES.items():
                 self._begin(f"all-reduce {name}")
                 found = group.gather(all_reduce(world, num_bytes, device))

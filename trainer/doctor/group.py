@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer import accelerator
 from trainer.distributed.group import Group
 from trainer.distributed.world import World
 from trainer.doctor.table import ADVICE, Check, judge, list_ranks
@@ -70,8 +71,8 @@ def all_reduce(world: World, num_bytes: int, device: torch.device) -> dict[str, 
         dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(summed)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if accelerator.is_used(device):
+            torch.accelerator.synchronize(device)
         seconds.append(time.perf_counter() - began)
         wrong += int((summed != exact).sum())
     return {

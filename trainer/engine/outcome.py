@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer import accelerator
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -35,13 +37,14 @@ class OneStepLate:
 
     def __init__(self) -> None:
         self._pending: Outcome | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._copied: torch.Event | None = None
 
     def push(self, outcome: Outcome) -> StepReport | None:
         """Return the report of the previous outcome, None the first time."""
         report = self.flush()
-        if outcome.parts[0][0].is_cuda:
-            self._copied = torch.cuda.Event()
+        device = outcome.parts[0][0].device
+        if accelerator.is_used(device):
+            self._copied = accelerator.module(device).Event()
             to_host = [[t.to("cpu", non_blocking=True) for t in part] for part in outcome.parts]
             outcome = Outcome(tuple((totals, found_inf) for totals, found_inf in to_host))
             self._copied.record()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from trainer import accelerator
 from trainer.errors import ConfigError
 
 WEIGHTS = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}  # others: float32
@@ -24,12 +25,14 @@ _WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_COR
 def is_bf16_native(device: torch.device) -> bool:
     """Return True if the device multiplies bf16 matrices in hardware.
 
-    A CPU needs AVX512-BF16 or AMX, a CUDA GPU needs compute capability 8.0. Other CPUs emulate
-    bf16: on a Xeon without either, the cifar recipe ran at 77 images/s in amp_bf16 and at 245 in
-    fp32.
+    A CPU needs AVX512-BF16 or AMX, a CUDA GPU compute capability 8.0. Other CPUs emulate bf16: on
+    a Xeon without either, the cifar recipe ran at 77 images/s in amp_bf16 and at 245 in fp32.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
+    if accelerator.is_used(device):
+        is_known = getattr(accelerator.module(device), "is_bf16_supported", None)
+        return is_known is not None and is_known()
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
     is_limited = limit.upper() in _WITHOUT_BF16
     has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -127,7 +130,9 @@ class Precision:
         for alike in gradients:
             if not alike:
                 continue
-            if factor is not None:
+            if isinstance(factor, torch.Tensor):  # a rank may have several devices
+                torch._foreach_mul_(alike, factor.to(alike[0].device))
+            elif factor is not None:
                 torch._foreach_mul_(alike, factor)
             is_here = alike[0].device == found_inf.device
             found = found_inf if is_here else found_inf.to(alike[0].device)

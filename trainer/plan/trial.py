@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from trainer import accelerator
 from trainer.cli import load_task
 from trainer.config.schema import Config
 from trainer.config.targets import check_target
@@ -120,7 +121,7 @@ class Trial:
         if self.device:
             self.device.flops_per_s(config.strategy.precision)
         checked = config
-        if is_gpu and config.dist.backend == "nccl":  # torch may see no GPU here
+        if is_gpu and accelerator.carries(config.dist.backend):  # torch may see no GPU here
             checked = replace(config, dist=replace(config.dist, backend="auto"))
         device = torch.device("cuda" if is_gpu else "cpu")
         check_layout(checked, world.with_devices((device,)))

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 import trainer
+from trainer import accelerator
 from trainer.config import PACKAGE
 from trainer.config.schema import Config
 from trainer.data import content
@@ -47,8 +48,8 @@ def of_code(task: type) -> dict[str, str]:
 def of_machine(world: World) -> dict[str, str]:
     """Return the software versions and the kind of device: others may round differently."""
     device = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
-    if world.device.type == "cuda":
-        device = torch.cuda.get_device_name(world.device)
+    if accelerator.is_used(world.device):
+        device = accelerator.describe(world.device)
     return {
         "Lockstep": trainer.__version__,
         "torch": torch.__version__,

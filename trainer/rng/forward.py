@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from trainer import accelerator
 from trainer.hook_errors import Rows
 from trainer.micro_batch import take_rows
 from trainer.rng.functions import HANDLERS, REOPENED, Numbers, Part, Sizes
@@ -197,7 +198,7 @@ class Draws(TorchFunctionMode):
 
     def list_remarks(self) -> list[str]:
         """Return lines to print at the start of a run."""
-        if "attention" in self.rehearsals.names and self._device.type == "cuda":
+        if "attention" in self.rehearsals.names and accelerator.is_used(self._device):
             why = "fused kernels take no mask and are off; run.dropout=torch keeps them"
             return [f"dropout of attention by example: {why}"]
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from trainer import accelerator
 from trainer.errors import ConfigError
 from trainer.rng.philox import mixed, splitmix
 
@@ -30,8 +31,8 @@ class CallCounter:
         """
         seed = torch.default_generator.initial_seed()
         torch.default_generator.manual_seed(mixed(seed, 1))
-        if is_shared and device.type == "cuda":
-            torch.cuda.default_generators[device.index or 0].manual_seed(mixed(seed, 1))
+        for generator in accelerator.generators(device)[1:] if is_shared else ():
+            generator.manual_seed(mixed(seed, 1))
         return seed >> 1
 
     def position(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from trainer import accelerator
 from trainer.errors import ConfigError
 
 Per = Literal["epoch", "run"]
@@ -136,7 +137,7 @@ def seed_layers(seed: int, step: int, number: int, device: torch.device) -> None
     Seeding them directly takes 1 us; torch.manual_seed visits every accelerator and takes 75 us.
     """
     value = mixed(seed, step, number)
-    for generator in _generators(device):
+    for generator in accelerator.generators(device):
         generator.manual_seed(value)
 
 
@@ -154,7 +155,7 @@ def seed_all(seed: int) -> None:
 @contextmanager
 def seed_generators(device: torch.device) -> Iterator[Callable[[int], None]]:
     """Yield a function that seeds torch's generators; restore their states at the end."""
-    generators = _generators(device)
+    generators = accelerator.generators(device)
     states = [generator.get_state() for generator in generators]
 
     def seed(value: int) -> None:
@@ -166,12 +167,6 @@ def seed_generators(device: torch.device) -> Iterator[Callable[[int], None]]:
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-
-
-def _generators(device: torch.device) -> list[torch.Generator]:
-    if device.type != "cuda":
-        return [torch.default_generator]
-    return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
 
 
 def random_state() -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_map_only
 
+from trainer import accelerator
 from trainer.config.schema import Config, StrategySettings
 from trainer.data.batch_plan import Cut, Leaves
 from trainer.data.preparation import MicroBatch
@@ -312,7 +313,7 @@ def find_devices(settings: StrategySettings, world: World) -> tuple[torch.device
 
     Raises ConfigError if torch does not see such a GPU.
     """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = accelerator.count()
     each = settings.devices_per_rank
     if not count:
         return (torch.device("cpu"),) * each
@@ -326,7 +327,7 @@ def find_devices(settings: StrategySettings, world: World) -> tuple[torch.device
         key = f"device_ids={ids}" if ids else f"devices_per_rank={each}"
         why = f"rank {world.rank} has no GPU {max(numbers)}; use the {count} that torch sees"
         raise ConfigError(f"strategy.{key}: {why}")
-    return tuple(torch.device("cuda", number) for number in numbers)
+    return tuple(torch.device(accelerator.kind(), number) for number in numbers)
 
 
 def find_strategy(settings: StrategySettings) -> type[Strategy]:

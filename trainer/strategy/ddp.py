@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from trainer import accelerator
 from trainer.config.schema import Config
 from trainer.data.preparation import MicroBatch
 from trainer.distributed.group import choose_backend
@@ -171,7 +172,7 @@ class DistributedDataParallel(Strategy):
             "find_unused_parameters": block.find_unused_parameters,
             "bucket_cap_mb": block.bucket_mb,
         }
-        if self.world.device.type == "cuda" and block.devices_per_rank == 1:
+        if accelerator.is_used(self.world.device) and block.devices_per_rank == 1:
             switches["device_ids"] = [self.world.device]
         return switches
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from trainer import accelerator
 from trainer.config.schema import Config
 from trainer.data.preparation import MicroBatch
 from trainer.distributed.world import World
@@ -27,6 +28,11 @@ class DataParallel(SingleDevice):
         if config.norm_rows is not None and len(world.devices) > 1:
             why = "torch's DataParallel splits micro-batches anywhere; set null, or use ddp"
             raise ConfigError(f"run.norm_rows={config.norm_rows}: {why}")
+        is_recomputed = block.recompute != "none"
+        if len(world.devices) > 1 and (config.run.compile or is_recomputed):
+            name = "strategy.recompute" if is_recomputed else "run.compile"
+            why = "torch's DataParallel makes copies, which would use the weights of the first GPU"
+            raise ConfigError(f"{name}: {why}; leave it out, or use ddp")
         if world.world_size > 1:
             started = f"must be one process, and {world.started}"
             raise ConfigError(f"strategy=dp: {started}; use ddp")
@@ -39,7 +45,7 @@ class DataParallel(SingleDevice):
 
     def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         super().prepare(batch, objective)
-        if self.world.device.type == "cuda":
+        if accelerator.is_used(self.world.device):
             self._wrapped = nn.DataParallel(self.module, list(self.world.devices))
 
     def list_remarks(self, is_resumed: bool) -> list[str]:

@@ -106,7 +106,10 @@ class TrialRuns:
         One rank is a process of its own, with its own seed for hashes of strings. Several are
         forked, which takes half the time; they share another seed.
         """
-        more = {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)), CODES: str(self._folder / "codes")}
+        more = {
+            "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
+            CODES: str(self._folder / "codes"),
+        }
         if ranks == 1:
             words = [sys.executable, *entry.words("verify.recording"), str(plan)]
             own = {**os.environ, **more}

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from trainer import accelerator
 from trainer.data.preparation import MicroBatch
 from trainer.engine.means import Values, sum_up, weigh_all
 from trainer.engine.proof.gathering import Gathering
@@ -342,7 +343,7 @@ def _is_plain(layer: nn.Module) -> bool:
 def generators_kept(devices: Sequence[torch.device]) -> Iterator[None]:
     """Restore the states of all generators at the end of the block."""
     of_python, of_numpy = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng([each for each in devices if each.type == "cuda"]):
+    with accelerator.fork_rng(devices):
         try:
             yield
         finally:

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer import accelerator
+from trainer.codec import bytes_of
 from trainer.distributed.world import RankGroup, World
 from trainer.strategy.mesh_model.materialize import copy_structure
 from trainer.strategy.shards import Shard, join_boxes, list_boxes, replace_tensors
@@ -29,7 +31,7 @@ def reunite(structure: nn.Module, shards: Mapping[str, Shard], world: World) -> 
         sent = torch.empty(box.shape, dtype=box.dtype, device=world.device)
         if source == world.rank:
             sent.copy_(box)
-        dist.broadcast(sent, source)
+        dist.broadcast(bytes_of(sent), source)
         return sent
 
     return _filled(structure, join_boxes(every, shards, world.rank, move))
@@ -48,6 +50,6 @@ def _filled(structure: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Modu
 @contextmanager
 def seeded(device: torch.device) -> Iterator[None]:
     """Give a loss that draws the same random numbers in each of these blocks."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with accelerator.fork_rng([device]):
         torch.manual_seed(0)
         yield

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from trainer.codec import bytes_of
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.strategy.shards import replace_tensors
@@ -97,7 +98,7 @@ class Values:
         made: torch.Tensor = torch.empty(whole.shape, dtype=whole.dtype, device=self._device)
         if (real := self._real.pop(whole, None)) is not None:
             made.copy_(real)
-        dist.broadcast(made, 0)
+        dist.broadcast(bytes_of(made), 0)
         if not is_held:
             return tensor
         if cut is not None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.codec import decode, dtype_of, encode, name_of
+from trainer import accelerator
+from trainer.codec import bytes_of, decode, dtype_of, encode, name_of
 from trainer.distributed.world import RankGroup
 from trainer.errors import RunError
 
@@ -75,15 +76,19 @@ class _Arrival(torch.autograd.Function):
 class P2P:
     """Messages of this stage to the next and the previous one.
 
-    Gradients have a group of their own, so that both directions keep their order. A header is sent
-    once for each kind of message, `key`, which both sides know.
+    Each direction has a group of its own: NCCL runs the messages of a pair of ranks in one order
+    for a group, and waits for each. With one group for both, 1f1b sends on two stages at once, and
+    hangs when a message is larger than NCCL's buffers. A header is sent once for each kind of
+    message, `key`, which both sides know.
     """
 
     def __init__(self, axis: RankGroup, device: torch.device):
-        self._down = axis
-        self._up = axis.open(axis.ranks, axis.name)
+        self._down, self._up = (axis.open(axis.ranks, axis.name, True) for _ in range(2))
         self._rank = axis.rank
         self._device = device
+        # gloo's send and recv read the memory of the host only
+        is_carried = accelerator.carries(dist.get_backend(self._down.group))
+        self._carrier = device if is_carried else torch.device("cpu")
         self._sent: dict[Hashable, Header] = {}
         self._known: dict[Hashable, Header] = {}
         self._wanted: dict[Hashable, list[int]] = {}
@@ -121,8 +126,7 @@ class P2P:
         header = self._known[key]
         arrived = []
         for dtype, shape, needs_grad in header.forms:
-            tensor = torch.empty(shape, dtype=dtype, device=self._device)
-            self._receive(tensor, self._rank - 1, self._down)
+            tensor = self._receive(shape, dtype, self._rank - 1, self._down)
             arrived.append(ReceivedTensor(tensor, needs_grad))
         return arrived, header.draws
 
@@ -134,10 +138,8 @@ class P2P:
 
     def receive_gradients(self, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients of the sent tensors that need one."""
-        gradients = [torch.empty_like(t.detach()).contiguous() for t in sent if t.requires_grad]
-        for gradient in gradients:
-            self._receive(gradient, self._rank + 1, self._up)
-        return gradients
+        needed = [tensor for tensor in sent if tensor.requires_grad]
+        return [self._receive(t.shape, t.dtype, self._rank + 1, self._up) for t in needed]
 
     def settle(self) -> None:
         """Wait until everything that was sent has arrived."""
@@ -147,22 +149,23 @@ class P2P:
         self._under_way.clear()
 
     def _post(self, tensor: torch.Tensor, target: int, axis: RankGroup) -> None:
-        tensor = tensor.contiguous()
-        work = dist.isend(tensor, group=axis.group, group_dst=target)
+        tensor = tensor.to(self._carrier).contiguous()
+        work = dist.isend(bytes_of(tensor), group=axis.group, group_dst=target)
         self._under_way.append((work, tensor))
 
-    def _receive(self, tensor: torch.Tensor, source: int, axis: RankGroup) -> None:
+    def _receive(
+        self, shape: Sequence[int], dtype: torch.dtype, source: int, axis: RankGroup
+    ) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self._carrier)
         with axis.waiting() as group:
-            dist.recv(tensor, group=group, group_src=source)
+            dist.recv(bytes_of(tensor), group=group, group_src=source)
+        return tensor.to(self._device)
 
     def _send_json(self, value: Any, target: int) -> None:
         data = encode(value)
         for tensor in (torch.tensor([len(data)]), data):
-            self._post(tensor.to(self._device), target, self._down)
+            self._post(tensor, target, self._down)
 
     def _receive_json(self, source: int) -> Any:
-        size = torch.empty(1, dtype=torch.int64, device=self._device)
-        self._receive(size, source, self._down)
-        data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-        self._receive(data, source, self._down)
-        return decode(data)
+        size = self._receive([1], torch.int64, source, self._down)
+        return decode(self._receive([int(size)], torch.uint8, source, self._down))

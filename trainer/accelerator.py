@@ -1,0 +1,72 @@
+"""The accelerator of this machine, such as CUDA or XPU, as torch.accelerator describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+HOST_BACKENDS = ("gloo", "mpi")  # carry tensors of the CPU; others those of their device
+
+
+def kind() -> str:
+    """Return the type of the devices: that of the accelerator that torch sees, else "cpu"."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None else found.type
+
+
+def count() -> int:
+    """Return how many devices of the accelerator this process sees."""
+    return torch.accelerator.device_count() if kind() != "cpu" else 0
+
+
+def module(device: torch.device) -> Any:
+    """Return torch's module of a device, such as torch.cuda."""
+    return torch.get_device_module(device)
+
+
+def is_used(device: torch.device) -> bool:
+    """Return True for a device whose work goes on while the host does something else."""
+    return device.type not in ("cpu", "meta")
+
+
+def own_backend() -> str:
+    """Return the backend for tensors of the accelerator, such as nccl; gloo if there is none."""
+    name = dist.get_default_backend_for_device(kind())
+    is_built = name != "nccl" or dist.is_nccl_available()
+    return name if is_built else "gloo"
+
+
+def carries(backend: str) -> bool:
+    """Return True if a backend carries tensors of the accelerator."""
+    return backend not in HOST_BACKENDS
+
+
+def generators(device: torch.device) -> list[torch.Generator]:
+    """Return the default generators that draws on a device use, the CPU's first."""
+    if not is_used(device):
+        return [torch.default_generator]
+    # CUDA's are there once it is initialised
+    found = getattr(module(device), "default_generators", ())
+    return [torch.default_generator, *found[device.index or 0 : (device.index or 0) + 1]]
+
+
+def fork_rng(devices: Sequence[torch.device]) -> AbstractContextManager[None]:
+    """Return a context that restores the generators of the CPU and of devices at its end."""
+    used = [device for device in devices if is_used(device)]
+    return torch.random.fork_rng(used, device_type=used[0].type if used else "cuda")
+
+
+def describe(device: torch.device) -> str:
+    """Return the name of a device, as its driver says it."""
+    name = getattr(module(device), "get_device_name", None)
+    return name(device) if name is not None else device.type
+
+
+def identity(device: torch.device) -> str:
+    """Return what tells a device of this machine from its others, also where one is visible."""
+    properties = module(device).get_device_properties(device)
+    return str(getattr(properties, "uuid", device))
