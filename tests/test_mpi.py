@@ -372,7 +372,7 @@ def train(hook, rank, size):
         nn.Linear(16, 3),
     ]
     model = nn.Sequential(*layers).to(dtype)
-    synchronize(model, torch.device("cpu"), None)
+    synchronize(model, None)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=1e-4)
     if hook != "none":
         wrapped.register_comm_hook(*open_hook(hook))

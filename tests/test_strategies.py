@@ -202,7 +202,7 @@ def normalized(sizes, affine, dims):
         part = slice(start, start + sizes[rank]) if synchronised else slice(None)
         model = nn.Sequential(layer)
         if synchronised:
-            synchronize(model, torch.device("cpu"), None)
+            synchronize(model, None)
         assert isinstance(model[0], SyncBatchNorm) == synchronised
         inputs = rows[part].clone().requires_grad_()
         outputs = model(inputs)

@@ -22,6 +22,11 @@ def count_rows(*trees: Any) -> int:
     raise ConfigError("neither targets nor outputs contain a tensor with a batch axis; one must")
 
 
+def copied(batch: Any) -> Any:
+    """Return a batch with copies of its tensors: a model or a loss may change them in place."""
+    return tree_map_only(torch.Tensor, torch.clone, batch)
+
+
 def take_rows(batch: Any, rows: int) -> Any:
     """Return `rows` rows of a batch; if it has fewer, repeat them from the first."""
 

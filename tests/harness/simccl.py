@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from harness.simulated_accelerator import NAME, module
 from harness.simulated_memory import block_of, to_cpu
-from harness.simulated_streams import current, note_launch, note_wait
+from harness.simulated_streams import note_launch, note_wait
 
 BACKEND = "simccl"
 _DTYPES = {
@@ -86,7 +86,7 @@ class Group(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(store, rank, size, self._limit)
         self._calls = 0
         self._pairs: dict[int, int] = {}
-        self._device: torch.device | None = None
+        self._devices: set[torch.device] = set()
 
     def getBackendName(self) -> str:  # torch's name
         return BACKEND
@@ -115,22 +115,25 @@ class Group(dist.ProcessGroup):
                 raise CollectiveError(f"{name}: Tensors must be contiguous")
             if t.dtype not in _DTYPES:
                 raise CollectiveError(f"{name}: Unconvertible NCCL type {t.dtype}")
-            if t.device.index != current.index:
-                violations.append(f"{name}: {t.device} is not the current device")
-            self._device = self._device or self._open(t.device)
-            if t.device != self._device:
-                on = f"this communicator is on {self._device}, the tensor on {t.device}"
+            if (bound := self._bound()) not in (None, t.device):
+                on = f"the group is bound to {bound}, the tensor is on {t.device}"
                 raise CollectiveError(f"Attempt to perform collective on tensor: {on}")
+            if t.device not in self._devices:  # a communicator for each device
+                self._open(t.device)
         if op in ("BAND", "BOR", "BXOR"):
             raise CollectiveError(f"Cannot use ReduceOp.{op} with NCCL")
 
-    def _open(self, device: torch.device) -> torch.device:
+    def _bound(self) -> torch.device | None:
+        """Return the device of init_process_group(device_id=...), as on every group."""
+        return getattr(dist.group.WORLD, "bound_device_id", None)
+
+    def _open(self, device: torch.device) -> None:
         mine = f"{socket.gethostname()} {module.get_device_properties(device).uuid}"
-        every = self._share("device", mine)
+        every = self._share(f"device/{len(self._devices)}", mine)
         if every.count(mine) > 1:
             ranks = [rank for rank, theirs in enumerate(every) if theirs == mine]
             raise CollectiveError(f"Duplicate GPU detected : ranks {ranks} on {device}")
-        return device
+        self._devices.add(device)
 
     def _share(self, key: str, mine: str) -> list[str]:
         """Return what each rank has said under a key; raise if one says nothing in time."""

@@ -194,6 +194,7 @@ class Engine:
         """
         self.norms.begin_step(wants_norm)
         self.proof.begin_step(step)
+        self.draws.begin_step(step)
         self.recorder.begin_step()
         self.optimizers.set_rate(step)
 

@@ -184,8 +184,9 @@ def _check_step(optimizer: Optimizer) -> None:
 def step_unless(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) -> None:
     """Step the optimizers. If `found_inf` is 1, change neither weights nor state.
 
-    Optimizers that support found_inf (torch's fused ones) skip on the device, so that the host does
-    not wait for it. On a CPU, and for other optimizers, the host reads `found_inf`.
+    On an accelerator this is decided on the device, so that the host does not wait for it:
+    optimizers that support found_inf (torch's fused ones) skip, others step and get back what they
+    had. On a CPU, and where there is no state yet to give back, the host reads `found_inf`.
     """
     is_host = found_inf.device.type == "cpu"
     for optimizer in optimizers:
@@ -193,8 +194,34 @@ def step_unless(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) -> Non
             optimizer.grad_scale = None  # type: ignore[attr-defined]
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             _step(optimizer)
+        elif not is_host and (kept := _tensors_of(optimizer)) is not None:
+            _step_and_undo(optimizer, kept, found_inf)
         elif not found_inf:
             _step(optimizer)
+
+
+def _tensors_of(optimizer: Optimizer) -> list[torch.Tensor] | None:
+    """Return the tensors that a step changes; None if a step may make more, or change numbers."""
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    tensors = list(stepped)
+    for parameter in stepped:
+        values = list(optimizer.state.get(parameter, {}).values())
+        if not values or not all(isinstance(value, torch.Tensor) for value in values):
+            return None
+        tensors += values
+    return [getattr(each, "_local_tensor", each) for each in tensors]  # of FSDP: this rank's
+
+
+@torch.no_grad()
+def _step_and_undo(
+    optimizer: Optimizer, tensors: Sequence[torch.Tensor], found_inf: torch.Tensor
+) -> None:
+    """Step, and where `found_inf` is 1 write back what the tensors held: a copy of them each."""
+    kept = [tensor.clone() for tensor in tensors]
+    _step(optimizer)
+    is_skipped = {device: found_inf.to(device) > 0 for device in {t.device for t in tensors}}
+    for tensor, before in zip(tensors, kept, strict=True):
+        torch.where(is_skipped[tensor.device], before, tensor, out=tensor)
 
 
 def _step(optimizer: Optimizer) -> None:

@@ -24,6 +24,8 @@ from trainer.rng.keys import CallCounter, RowKeys
 from trainer.rng.philox import key_of, seed_coins, seed_layers
 from trainer.rng.rehearsals import Draw, Rehearsals
 
+STEP = key_of("step")
+
 
 class Draws(TorchFunctionMode):
     """A torch function mode around forward, loss and backward: `with draws.update(name): ...`.
@@ -67,6 +69,11 @@ class Draws(TorchFunctionMode):
     def _begin_rows(self, indices: torch.Tensor) -> None:
         self._keys.begin(indices)
         self._calls = CallCounter()
+
+    def begin_step(self, step: int) -> None:
+        """Seed every generator, alike on all ranks, for what `train_step` draws itself."""
+        seed_layers(self._seed, step, STEP, self._device)
+        seed_coins(self._seed, step, STEP)
 
     def end(self) -> None:
         """Leave torch's functions unchanged until the next `begin`."""
@@ -156,7 +163,8 @@ class Draws(TorchFunctionMode):
                 whole[axis] *= count
             sizes = tuple(whole)
         self.rehearsals.note(name, sizes)
-        place = self.rehearsals.place(self._update, name, sizes, len(self._keys.indices))
+        rows, position = len(self._keys.indices), self._calls.position
+        place = self.rehearsals.place(self._update, name, sizes, rows, position)
         call = self._calls.next(device, place is None)
         if place is None:
             return None
@@ -191,7 +199,7 @@ class Draws(TorchFunctionMode):
         made once for each row. It is the state of torch's generator, which a recomputation
         restores.
         """
-        self.rehearsals.note(name, ())
+        self.rehearsals.note(name, (), is_counted=False)
         position = torch.default_generator.initial_seed()
         count = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         return key_of(position, count, self._begun[1])

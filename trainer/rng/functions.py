@@ -216,7 +216,7 @@ def _factory(kind: str, *bounds: Any) -> Handler:
             return func(*args, **kwargs)
         values = bounds or _bounds(func, args, kwargs)
         out = _fill(numbers, torch.empty_like(like, device=device), kind, *values)
-        return out.requires_grad_(kwargs.get("requires_grad", False))
+        return out.requires_grad_() if kwargs.get("requires_grad") else out  # else vmap refuses it
 
     return handle
 

@@ -28,6 +28,8 @@ class Rehearsals:
         self._noted: list[Draw] | None = None  # a list during a rehearsal
         self._used: dict[str, bool] = {}  # by update
         self._fixed: set[tuple[str, str, Sizes]] = set()
+        self._counted: list[Draw] = []  # of the draws noted, those that have a number
+        self._is_fixed: dict[str, list[bool]] = {}  # by update, for each draw in turn
         self._grown: set[Grown] = set()
         self._places: dict[tuple[str, str, Sizes, int], Place | None] = {}
 
@@ -42,11 +44,12 @@ class Rehearsals:
     def rehearse(self, update: str, watch: Callable[[int], list[Draw]], unit: int) -> None:
         """Learn what an update draws: `watch` returns the draws on 2 and on 3 times `unit` rows."""
         sizes = (2 * unit, 3 * unit)
-        seen = []
+        seen, counted = [], []
         before = coins()
         for rows in sizes:  # both, if the first one fails too: another rank may take part in them
             try:
                 seen.append(watch(rows))
+                counted.append(self._counted)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
@@ -58,34 +61,46 @@ class Rehearsals:
         self._places.clear()  # found before this rehearsal
         self._used[update] = bool(two)
         self._fixed |= {(update, *each) for each in set(two) & set(three)}
+        if list(map(_kind, counted[0])) == list(map(_kind, counted[1])):
+            self._is_fixed[update] = list(map(eq, *counted))
         self._grown |= _find_places(update, two, sizes[0]) & _find_places(update, three, sizes[1])
 
     @contextmanager
     def noting(self) -> Iterator[list[Draw]]:
         """Provide a list to which `note` adds each draw."""
         noted: list[Draw] = []
-        self._noted = noted
+        self._noted, self._counted = noted, []
         try:
             yield noted
         finally:
             self._noted = None
 
-    def note(self, name: str, sizes: Sizes) -> None:
+    def note(self, name: str, sizes: Sizes, is_counted: bool = True) -> None:
         """Add a draw to the list of a rehearsal, if there is one."""
         if self._noted is not None:
             self._noted.append((name, sizes))
             self.names.add(name)
+            if is_counted:
+                self._counted.append((name, sizes))
 
-    def place(self, update: str, name: str, sizes: Sizes, rows: int) -> Place | None:
-        """Return the place of the rows, preferably from a rehearsed draw with equal other sizes."""
+    def place(
+        self, update: str, name: str, sizes: Sizes, rows: int, position: Callable[[], int]
+    ) -> Place | None:
+        """Return the place of the rows, preferably from a rehearsed draw with equal other sizes.
+
+        `position` returns the number of the draw, which tells a weight of this shape from an
+        activation of so many rows.
+        """
         key = (update, name, sizes, rows)
         if key not in self._places:
             self._places[key] = self._find_place(*key)
-        return self._places[key]
+        place = self._places[key]
+        if place is not None and key[:3] in self._fixed:
+            known, number = self._is_fixed.get(update, []), position()
+            return None if number >= len(known) or known[number] else place
+        return place
 
     def _find_place(self, update: str, name: str, sizes: Sizes, rows: int) -> Place | None:
-        if (update, name, sizes) in self._fixed:
-            return None
         fitting = []
         for *known, (axis, parts), others in self._grown:
             is_alike = (*known, len(others) + 1) == (update, name, len(sizes))
@@ -95,9 +110,14 @@ class Rehearsals:
         if fitting:
             _, negative, parts = max(fitting)
             return -negative, parts
-        if sizes and sizes[0] and sizes[0] % rows == 0:
+        is_fixed = (update, name, sizes) in self._fixed
+        if sizes and sizes[0] and sizes[0] % rows == 0 and not is_fixed:
             return 0, sizes[0] // rows
         return None
+
+
+def _kind(draw: Draw) -> tuple[str, int]:
+    return draw[0], len(draw[1])
 
 
 def _find_places(update: str, draws: list[Draw], rows: int) -> set[Grown]:

@@ -27,7 +27,7 @@ from trainer.data.preparation import MicroBatch
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, counted
 from trainer.hook_errors import call
-from trainer.micro_batch import count_rows
+from trainer.micro_batch import copied, count_rows
 from trainer.rng.forward import Draws
 from trainer.strategy.cost import Cost
 from trainer.strategy.mesh import Mesh, is_divided
@@ -174,7 +174,7 @@ class Strategy(ABC):
         self.statistics = RunningStatistics(rows if is_mean or is_per_step else None, is_per_step)
         if self.config.sync_batchnorm:
             is_alone = self.mesh.data_size == 1
-            synchronize(model, world.device, self._data_group, is_alone)
+            synchronize(model, self._data_group, is_alone)
         if config.norm_rows is not None:
             normalize_groups(model, config.norm_rows)
         recompute(model, self.config.recompute, self.blocks)
@@ -283,7 +283,7 @@ class Strategy(ABC):
 
         Lazy layers create their weights, and the operations are counted.
         """
-        inputs, targets = batch
+        inputs, targets = copied(batch)
         watch = FunctionalBatchNorm.watch(self.module, self.blueprint.config)
         with FlopCounter() as counter, watch:
             with self.precision.autocast():

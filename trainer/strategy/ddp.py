@@ -22,6 +22,7 @@ from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.hook_errors import call
+from trainer.micro_batch import copied
 from trainer.strategy.base import Blueprint, MicroBatches, ObjectiveProtocol, Strategy
 from trainer.strategy.cost import (
     AGREED,
@@ -133,7 +134,7 @@ class DistributedDataParallel(Strategy):
         reached: list[torch.Tensor] = []
         hooks = [p.register_post_accumulate_grad_hook(reached.append) for p in self.tensors.trained]
         with untouched(self.module):
-            self.forward_backward([batch], objective)
+            self.forward_backward([copied(batch)], objective)
         for hook in hooks:
             hook.remove()
         reached[-1].register_post_accumulate_grad_hook(self.blueprint.reduce_begun)

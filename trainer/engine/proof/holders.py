@@ -76,7 +76,7 @@ def attributes_kept(model: nn.Module, task: Any) -> Iterator[None]:
 
     Else caches of another dtype, or state that a checkpoint holds, would stay.
     """
-    seen: set[int] = set()
+    seen = {id(each) for each in model.modules()}
     keepers = [_keep_attributes(each, DEPTH, seen) for each in (*model.modules(), task)]
     try:
         yield
@@ -114,11 +114,13 @@ def _keep(value: Any, depth: int, seen: set[int]) -> Restore | None:
         return partial(value.setstate, value.getstate())
     if isinstance(value, numpy.random.Generator):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if isinstance(value, numpy.random.RandomState):
+        return partial(value.set_state, value.get_state())
     if isinstance(value, numpy.ndarray):
         is_small = value.nbytes <= MOST_BYTES and value.flags.writeable
         return partial(numpy.copyto, value, value.copy()) if is_small else None
     if isinstance(value, nn.Module):
-        return _keep_buffers(value)
+        return _keep_module(value)
     if isinstance(value, (list, deque, dict, set)) and len(value) <= MOST_ITEMS:
         return _keep_items(value, depth, seen)
     if isinstance(value, tuple):
@@ -140,8 +142,9 @@ def _keep_tensor(tensor: torch.Tensor) -> Restore | None:
     return restore
 
 
-def _keep_buffers(module: nn.Module) -> Restore:
-    kept = [_keep_tensor(buffer) for buffer in module.buffers()]
+def _keep_module(module: nn.Module) -> Restore:
+    """Keep the tensors of a module that is not a part of the model, such as a teacher's."""
+    kept = [_keep_tensor(tensor) for tensor in (*module.buffers(), *module.parameters())]
     return partial(_call_all, kept)
 
 
@@ -189,6 +192,12 @@ def _mark(value: Any, depth: int = 2) -> Any:
         return None if value.is_inference() else value._version
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, numpy.random.Generator):
+        return str(value.bit_generator.state)
+    if isinstance(value, numpy.random.RandomState):
+        return value.get_state()[1].tobytes(), value.get_state()[2]
     if isinstance(value, (int, float, complex, str, bytes, type(None))):
         return value
     if isinstance(value, (list, tuple, dict, set)):

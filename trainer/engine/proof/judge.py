@@ -39,7 +39,7 @@ from trainer.strategy.mesh_model.full_model import PROVED_BYTES
 from trainer.strategy.modules.dry_run import untouched
 
 # Of rows, times run.norm_rows: more rows see more; the second ones if one row is too few.
-MANY_CUTS = ((0, 3, 8),)
+MANY_CUTS = ((0, 3, 6, 8),)  # two of one size: a model may keep state as long as that stays
 CUTS = ((0, 1, 3), (0, 2, 4))
 MOST_FLOPS = 2e13  # of a proof: a minute or more on a CPU
 FP64_FLOPS = 2e10  # more of them are computed in the run's precision, on fewer rows
@@ -177,6 +177,9 @@ class Judge:
             rewound = compare(whole, passes.run(cuts, rewinds=True), limit)
             if rewound is not None:
                 return Verdict(explain_buffers(changed, can_rewind=False), "ranks")
+        if name := _find_late_hook(subject.module):
+            why = "has a hook on its accumulated gradient, which is that of some rows only"
+            return Verdict(f"the parameter {name} {why}; change gradients in train_step, or clip")
         return Verdict(results=digest_pass(whole), limit=limit)
 
     def _name(
@@ -195,15 +198,25 @@ class Judge:
         if not subject.rewinds:
             rewound = compare(first, passes.run(cuts, rewinds=True), limit)
             names = list_changed(subject.module, first)
-            if rewound is None:
+            if rewound is None and names:
                 return Verdict(explain_buffers(names, can_rewind=True), "micro-batches")
-            if rewound.kind == "buffer":
+            if rewound is not None and rewound.kind == "buffer":
                 return Verdict(explain_buffers(names, can_rewind=False))
         parts = passes.run(cuts, is_traced=True)
         found = compare(first, parts, limit)
         if found is None:
             return Verdict("model or loss give other results from time to time; look for threads")
         return Verdict(explain(found, first, parts, limit))
+
+
+def _find_late_hook(module: nn.Module) -> str:
+    """Return a parameter with a hook of the user's that no pass here can call, or ""."""
+    for name, parameter in module.named_parameters():
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        own = ("trainer.", "torch.")
+        if any(not str(getattr(h, "__module__", "")).startswith(own) for h in hooks.values()):
+            return name
+    return ""
 
 
 def _list_trials(flops: float, size: int, most_rows: int) -> Iterator[Trial]:

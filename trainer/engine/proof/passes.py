@@ -76,7 +76,12 @@ class Subject:
     devices: Sequence[torch.device]
 
     def take(self, first: int, last: int) -> MicroBatch:
-        return tree_map_only(torch.Tensor, lambda t: t[first:last] if t.dim() else t, self.batch)
+        """Return a copy of some rows, which a model may change in place."""
+
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            return (tensor[first:last] if tensor.dim() else tensor).clone()
+
+        return tree_map_only(torch.Tensor, take, self.batch)
 
 
 class ProofPasses:

@@ -12,6 +12,8 @@ import torch
 from trainer.data.batches import Batches
 from trainer.data.preparation import MicroBatch
 from trainer.engine.parts import Parts
+from trainer.engine.proof.finding import is_prepared_alike
+from trainer.engine.proof.holders import attributes_kept
 from trainer.engine.proof.judge import MANY, Judge, Rows, Verdict
 from trainer.engine.proof.passes import (
     Loss,
@@ -31,6 +33,10 @@ from trainer.engine.recording import Recorder
 from trainer.errors import ConfigError
 from trainer.strategy.modules.dry_run import untouched
 
+MIXED = (
+    "a row is prepared otherwise with other rows beside it, by __getitems__, collate, split_batch"
+    " or augment; prepare each row from itself, and draw with the `random` that augment gets"
+)
 LATE = (1, 9, 99, 999)  # steps, 0-based, before which forward and loss are proved again
 
 
@@ -49,6 +55,7 @@ class Proof:
         self._has_updated = False  # in this step
         self._batches: Batches | None = None
         self._rows: Rows | None = None
+        self._is_mixed = False  # rows are prepared otherwise with others beside them
         self._say: Callable[[str], None] = print
         self._step = 0
         self._proved: set[tuple[str, int]] = set()
@@ -71,8 +78,15 @@ class Proof:
         assert self._batches is not None
         rows = MANY * (self._parts.config.norm_rows or 1)
         indices = self._batches.first_examples(first, rows)
-        with generators_kept(self._parts.strategy.world.devices):
-            self._rows = next(iter(self._batches.of_examples(indices))), indices
+        middle = rows * 3 // MANY
+        places = (slice(0, rows), slice(0, middle), slice(middle, rows))
+        taken = []
+        for place in places:
+            with generators_kept(self._parts.strategy.world.devices):
+                taken.append(next(iter(self._batches.of_examples(indices[place]))))
+        whole, *parts = taken
+        self._rows = whole, indices
+        self._is_mixed = not is_prepared_alike(whole, parts)
 
     def begin_step(self, step: int) -> None:
         """Begin the 0-based `step`: read other rows if it is proved again, else let go of them."""
@@ -105,7 +119,10 @@ class Proof:
         assert self._rows is not None
         self._proved |= {key, (name, self._step)}
         begun = time.monotonic()
-        found = self.judge.examine(name, loss, self._rows, not is_first, self._running())
+        if self._is_mixed:
+            found = Verdict(MIXED)
+        else:
+            found = self.judge.examine(name, loss, self._rows, not is_first, self._running())
         verdict = self._agreed(found, is_first)
         self._tell(verdict, name, time.monotonic() - begun, is_first)
 
@@ -117,7 +134,11 @@ class Proof:
         def compute(inputs: Any, targets: Any) -> None:
             strategy.compute(inputs, targets, loss)
 
-        with self._running(), untouched(strategy.module):
+        with (
+            self._running(),
+            untouched(strategy.module),
+            attributes_kept(strategy.module, parts.hooks),
+        ):
             draws.rehearse(name, compute, self.judge.few_rows, parts.config.norm_rows or 1)
         if strategy.mesh.divides_model:
             draws.agree(name, parts.ranks.group.max)

@@ -40,13 +40,11 @@ def has_plain_batchnorm(model: nn.Module) -> bool:
     return any(layer.training and not isinstance(layer, known) for layer in layers)
 
 
-def synchronize(
-    model: nn.Module, device: torch.device, group: dist.ProcessGroup | None, is_alone: bool = False
-) -> None:
+def synchronize(model: nn.Module, group: dist.ProcessGroup | None, is_alone: bool = False) -> None:
     """Make every BatchNorm layer compute its statistics over all ranks.
 
-    `group` are the ranks, None for all; with one rank the layers are only checked. Uses torch's
-    SyncBatchNorm on CUDA, elsewhere that of this module, since torch's refuses a CPU. Raises
+    `group` are the ranks, None for all; with one rank the layers are only checked. torch's
+    SyncBatchNorm refuses a CPU, and on CUDA it waits for the device in each layer. Raises
     ConfigError for a layer that cannot be converted.
     """
     given = "strategy.sync_batchnorm=true"
@@ -54,10 +52,9 @@ def synchronize(
         if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
             why = f"{name} is a {type(layer).__name__}, whose running statistics are not"
             raise ConfigError(f"{given}: {why}; set track_running_stats=False")
-    base = nn.SyncBatchNorm if device.type == "cuda" else SyncBatchNorm
     layers = _convertible(model, given, nn.SyncBatchNorm.forward)
     for layer in () if is_alone else layers:
-        _convert(layer, base)
+        _convert(layer, SyncBatchNorm)
         layer.process_group = group  # type: ignore[assignment]
 
 
@@ -242,7 +239,7 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         dims, shape = [0, *range(2, input.dim())], [-1, *[1] * (input.dim() - 2)]
         values = input if input.dtype == torch.float64 else input.float()
-        count = values.new_tensor([values.numel() // values.shape[1]])
+        count = values.new_full((1,), values.numel() // values.shape[1])  # by a kernel: no wait
         sums = _Total.apply(torch.cat([values.sum(dims), count]), self.process_group)
         mean, total = sums[:-1] / sums[-1], sums[-1].detach()
         centred = values - mean.view(shape)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 STIR = 0.05  # of a weight
+KEPT_BYTES = 2**30  # of parameters, which are copied for a rehearsal
 
 
 class FlopCounter(TorchDispatchMode):
@@ -59,15 +60,25 @@ def stir(weights: torch.Tensor, noise: torch.Generator) -> None:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Run a block, then restore the model's buffers and drop its gradients.
+    """Run a block, then restore the model's buffers, and drop its gradients.
 
-    Yields copies of the buffers from before the block, by name.
+    Parameters that a forward pass writes are restored too, up to KEPT_BYTES of them, but those of
+    FSDP. Yields copies
+    of the buffers from before the block, by name.
     """
     before = {name: b.clone() for name, b in model.named_buffers() if not is_lazy(b)}
+    parameters = [p for p in model.parameters() if not is_lazy(p) and not p.is_meta]
+    # FSDP gathers parameters on a stream of its own, and only its hooks wait for them
+    is_gathered = any(hasattr(each, "unshard") for each in model.modules())
+    is_kept = not is_gathered and sum(p.nbytes for p in parameters) <= KEPT_BYTES
+    kept = [(p, p._version, p.detach().clone()) for p in parameters if is_kept]
     try:
         yield before
     finally:
         with torch.no_grad():
+            for parameter, version, values in kept:
+                if parameter._version != version and parameter.shape == values.shape:
+                    parameter.copy_(values)
             for name, buffer in list(model.named_buffers()):
                 if name in before and buffer.shape == before[name].shape:
                     buffer.copy_(before[name])

@@ -63,6 +63,7 @@ class RunningStatistics:
         if not self._takes_all:
             integers = [b for b in integers if any(b is each for each in counted)]
         self._counters = integers
+        self._before = [torch.empty_like(buffer) for buffer in (*self.buffers, *self._counters)]
 
     @property
     def sizes(self) -> list[int]:
@@ -71,10 +72,10 @@ class RunningStatistics:
 
     def begin(self) -> None:
         """Begin a step: keep a copy of the values."""
-        if self.buffers or self._counters:
-            self._before = [buffer.clone() for buffer in (*self.buffers, *self._counters)]
-            self._total = []
-            self._is_first = True
+        self._total = []
+        self._is_first = True
+        for now, before in self._alike():
+            torch._foreach_copy_(before, [buffer.detach() for buffer in now])
 
     @torch.no_grad()
     def rewind(self) -> None:
@@ -128,5 +129,24 @@ class RunningStatistics:
     @torch.no_grad()
     def undo(self, found_inf: torch.Tensor) -> None:
         """Restore the values from the start of the step if `found_inf` is 1: it was skipped."""
-        for buffer, was in zip(self.buffers, self._before, strict=False):
-            buffer.copy_(torch.where(found_inf.to(buffer.device) > 0, was, buffer))
+        is_host = found_inf.device.type == "cpu"
+        if is_host and not found_inf:
+            return
+        for now, before in self._alike(self.buffers):
+            if not is_host:  # one kernel for all: each launch costs a GPU more than these numbers
+                sizes = [buffer.numel() for buffer in now]
+                is_skipped = found_inf.to(now[0].device) > 0
+                both = (torch.cat([each.view(-1) for each in some]) for some in (before, now))
+                chosen = torch.where(is_skipped, *both).split(sizes)
+                before = [each.view_as(b) for each, b in zip(chosen, now, strict=True)]
+            torch._foreach_copy_(now, before)
+
+    def _alike(self, some: Sequence[torch.Tensor] | None = None) -> list[Any]:
+        """Return pairs of (buffers, their values before) of one device and dtype each."""
+        groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        every = (*self.buffers, *self._counters) if some is None else some
+        for buffer, before in zip(every, self._before, strict=False):
+            now, was = groups.setdefault((buffer.device, buffer.dtype), ([], []))
+            now.append(buffer)
+            was.append(before)
+        return list(groups.values())
