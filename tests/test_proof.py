@@ -28,7 +28,6 @@ STATE = (
 UNSEEDED = "{} draws unseeded random numbers; use torch.rand"
 ITSELF = "{} draws from torch's generator itself ({}), so its draws have no key by example"
 KERNEL = "{}: {} draws inside its kernel, per micro-batch and not per example"
-COINS = "{} draws from numpy's or Python's generator, per micro-batch and not per example"
 PASSES = "changed in each forward pass, of which a step has one for each micro-batch"
 OF_ROWS = "changed by the rows of a micro-batch, not by those of the global batch"
 BACKWARD = (
@@ -36,6 +35,7 @@ BACKWARD = (
     "depends on the other rows"
 )
 # Each mistake, and the line about it at the start of a run on one rank.
+COINS = "{} draws from numpy's or Python's generator, per micro-batch and not per example"
 NAMED = {
     "StateOfCalls": STATE.format("1 (Counts)", "1.calls"),
     "StateOfRows": STATE.format("1 (Average)", "1.mean"),

@@ -58,8 +58,7 @@ class Draws(TorchFunctionMode):
     def begin_again(self, first: int, last: int) -> None:
         """Repeat the draws of the current micro-batch, for its rows from `first` to `last`."""
         step, number, indices = self._begun
-        if self.rehearsals.has_coins:  # the same in all micro-batches of an update
-            seed_coins(self._seed, step, key_of(self._update))
+        seed_coins(self._seed, step, key_of(self._update))  # the same in all micro-batches
         if not self._is_entered:
             seed_layers(self._seed, step, number, self._device)
             return

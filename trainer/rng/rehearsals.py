@@ -12,7 +12,6 @@ from operator import eq
 
 from trainer.hook_errors import is_out_of_memory
 from trainer.rng.functions import Sizes
-from trainer.rng.philox import coins
 
 Draw = tuple[str, Sizes]  # its name, and the sizes of the drawn tensor
 Place = tuple[int, int]  # of the rows in a drawn tensor: their axis, and its entries per row
@@ -24,7 +23,6 @@ class Rehearsals:
 
     def __init__(self) -> None:
         self.names: set[str] = set()  # of all draws noted
-        self.has_coins = False  # draws of numpy's or Python's generator were seen
         self._noted: list[Draw] | None = None  # a list during a rehearsal
         self._used: dict[str, bool] = {}  # by update
         self._fixed: set[tuple[str, str, Sizes]] = set()
@@ -45,7 +43,6 @@ class Rehearsals:
         """Learn what an update draws: `watch` returns the draws on 2 and on 3 times `unit` rows."""
         sizes = (2 * unit, 3 * unit)
         seen, counted = [], []
-        before = coins()
         for rows in sizes:  # both, if the first one fails too: another rank may take part in them
             try:
                 seen.append(watch(rows))
@@ -54,7 +51,6 @@ class Rehearsals:
                 if is_out_of_memory(error):
                     raise
                 self._used[update] = True
-        self.has_coins = self.has_coins or coins() != before
         if len(seen) < len(sizes):
             return
         two, three = seen

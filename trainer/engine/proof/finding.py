@@ -75,6 +75,15 @@ def is_prepared_alike(whole: Any, parts: Sequence[Any]) -> bool:
     return True
 
 
+def has_other_sizes(whole: Any, parts: Sequence[Any]) -> bool:
+    """Return True if rows are of other sizes in parts, such as padded to the longest one."""
+    sizes = [
+        [leaf.shape[1:] for leaf in tree_leaves(each) if isinstance(leaf, torch.Tensor)]
+        for each in (whole, *parts)
+    ]
+    return any(each != sizes[0] for each in sizes[1:])
+
+
 def _is_equal(one: torch.Tensor, other: torch.Tensor, limit: float) -> bool:
     if not (one.isfinite() and other.isfinite()):
         return bool(one.isfinite() == other.isfinite())

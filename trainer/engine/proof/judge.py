@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -46,13 +46,14 @@ FP64_FLOPS = 2e10  # more of them are computed in the run's precision, on fewer 
 FEW_CUTS = ((0, 1, 2), (0, 2, 4))
 MANY = 8  # rows that are read
 FP64_BYTES = 2**27  # of a model that is copied in fp64
-VERIFY = "use python -m trainer.verify"
-COINS = (
-    "model or loss draw from numpy's or Python's generator, which each process has for itself; use"
-    " torch.rand, or run.dropout=example"
+PADDED = (
+    "the loss of a row depends on its padding, which is as long as the longest row beside it; divide"
+    " by its own tokens, as a loss of (values, weights) does, or pad all rows to one length"
 )
+VERIFY = "use python -m trainer.verify"
 Trial = tuple[bool, Sequence[int], bool]
-Rows = tuple[MicroBatch, torch.Tensor]  # and their indices
+# Rows, their indices, and what prepares parts of them if rows of other sizes are beside them.
+Rows = tuple[MicroBatch, torch.Tensor, Callable[[int, int], MicroBatch] | None]
 Running = AbstractContextManager[None]
 
 
@@ -109,7 +110,7 @@ class Judge:
         return verdict
 
     def _subject(self, module: nn.Module, name: str, loss: Loss, rows: Rows) -> Subject:
-        batch, indices = rows
+        batch, indices, prepare = rows
         parts = self._parts
         strategy = parts.strategy
         is_sharded = strategy.mesh.shard > 1 and not strategy.mesh.divides_model
@@ -126,6 +127,7 @@ class Judge:
             rewinds=strategy.statistics.rows is not None,
             gathering=self.gathering,
             devices=strategy.world.devices,
+            prepare=prepare,
         )
 
     def _judge(self, subject: Subject, trials: Iterable[Trial], is_late: bool) -> Verdict:
@@ -167,11 +169,16 @@ class Judge:
         found = compare(whole, parts, limit)
         if found is not None and whole.has_drawn and not subject.draws.is_by_example:
             return Verdict(unproved="left out: draws are by micro-batch with run.dropout=torch")
-        if found is not None or whole.has_coins:
+        if found is not None and subject.prepare is not None:
+            subject = replace(subject, prepare=None)
+            passes = ProofPasses(subject, not passes.is_exact)
+            if compare(whole, passes.run(cuts), limit) is None:
+                return Verdict(PADDED)
+        if found is not None:
             try:
                 return self._name(subject, passes, cuts, limit)
             except Exception:  # a model may not take the hooks of a trace
-                return Verdict(explain(found, whole, parts, limit)) if found else Verdict(COINS)
+                return Verdict(explain(found, whole, parts, limit))
         changed = list_changed(subject.module, whole)
         if changed and not subject.rewinds:  # as ranks, whose buffers are combined
             rewound = compare(whole, passes.run(cuts, rewinds=True), limit)
@@ -191,8 +198,6 @@ class Judge:
         first = passes.run(rows, is_traced=True)
         changed = holders.changed([*of_model(subject.module), *of_task(self._parts.hooks)])
         again = passes.run(rows, is_traced=True)
-        if first.has_coins:
-            return Verdict(COINS)
         if line := _name_draws(first, again, limit, changed):
             return Verdict(line)
         if not subject.rewinds:
@@ -205,7 +210,8 @@ class Judge:
         parts = passes.run(cuts, is_traced=True)
         found = compare(first, parts, limit)
         if found is None:
-            return Verdict("model or loss give other results from time to time; look for threads")
+            why = "give other results from time to time"
+            return Verdict(f"model or loss {why}; look for rare draws of numpy, and for threads")
         return Verdict(explain(found, first, parts, limit))
 
 

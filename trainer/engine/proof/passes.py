@@ -28,7 +28,6 @@ from trainer.engine.proof.trace import CallTrace
 from trainer.hook_errors import call
 from trainer.micro_batch import count_rows
 from trainer.rng.forward import Draws
-from trainer.rng.philox import coins
 from trainer.strategy.modules.batchnorm import GroupBatchNorm
 from trainer.strategy.modules.dry_run import stir
 from trainer.strategy.shards import replace_tensors
@@ -50,7 +49,6 @@ class Passed:
     written: Tensors  # parameters that the first micro-batch's forward pass has changed
     dtype: torch.dtype  # of the values
     has_drawn: bool = False  # from torch's generator
-    has_coins: bool = False  # drew from numpy's or Python's generator, which no update seeds
     traces: list[CallTrace] = field(default_factory=list)
 
 
@@ -74,9 +72,12 @@ class Subject:
     rewinds: bool  # each micro-batch starts with the buffers from the start of the step
     gathering: Gathering
     devices: Sequence[torch.device]
+    prepare: Callable[[int, int], MicroBatch] | None = None  # rows that the others change the size of
 
     def take(self, first: int, last: int) -> MicroBatch:
         """Return a copy of some rows, which a model may change in place."""
+        if self.prepare is not None and last - first < len(self.indices):
+            return self.prepare(first, last)
 
         def take(tensor: torch.Tensor) -> torch.Tensor:
             return (tensor[first:last] if tensor.dim() else tensor).clone()
@@ -137,18 +138,17 @@ class ProofPasses:
         totals = _totals(leaves)
         inputs, targets = self._cast(subject.take(first, last))
         with self._drawing(first, last, number):
-            of_coins, of_torch = coins(), torch.default_generator.get_state()
+            of_torch = torch.default_generator.get_state()
             with trace if is_traced else nullcontext(), self._autocast():
                 outputs = call(subject.module, inputs)
                 returned = subject.loss(outputs, targets)
                 total, sums = _sum(returned, targets, outputs, subject.name)
-            has_coins = coins() != of_coins and not subject.draws.rehearsals.has_coins
             has_drawn = not torch.equal(of_torch, torch.default_generator.get_state())
             after = _totals(leaves)
             gradients = self._differentiate(total, leaves)
         written = {n: p.detach().clone() for n, p in leaves.items() if after[n] != totals[n]}
         found = (sums, gradients, _buffers(subject.module), written, total.dtype)
-        return Passed(*found, has_drawn, has_coins, [trace])
+        return Passed(*found, has_drawn, [trace])
 
     def _run_together(
         self,
@@ -258,7 +258,7 @@ def _joined(passed: Sequence[Passed], weights: Sequence[float] | None) -> Passed
     traces = [trace for each in passed for trace in each.traces]
     sums = torch.stack([each.sums for each in passed]).sum(0)
     found = (sums, gradients, buffers, first.written, first.dtype)
-    return Passed(*found, first.has_drawn, first.has_coins, traces)
+    return Passed(*found, first.has_drawn, traces)
 
 
 def _mean(name: str, passed: Sequence[Passed], weights: Sequence[float]) -> torch.Tensor:

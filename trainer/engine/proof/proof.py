@@ -12,7 +12,7 @@ import torch
 from trainer.data.batches import Batches
 from trainer.data.preparation import MicroBatch
 from trainer.engine.parts import Parts
-from trainer.engine.proof.finding import is_prepared_alike
+from trainer.engine.proof.finding import has_other_sizes, is_prepared_alike
 from trainer.engine.proof.holders import attributes_kept
 from trainer.engine.proof.judge import MANY, Judge, Rows, Verdict
 from trainer.engine.proof.passes import (
@@ -85,8 +85,20 @@ class Proof:
             with generators_kept(self._parts.strategy.world.devices):
                 taken.append(next(iter(self._batches.of_examples(indices[place]))))
         whole, *parts = taken
-        self._rows = whole, indices
         self._is_mixed = not is_prepared_alike(whole, parts)
+        prepare = self._prepare(indices) if has_other_sizes(whole, parts) else None
+        self._rows = whole, indices, prepare
+
+    def _prepare(self, indices: torch.Tensor) -> Callable[[int, int], MicroBatch]:
+        """Return a function that prepares some of these rows, without the others."""
+        batches, devices = self._batches, self._parts.strategy.world.devices
+        assert batches is not None
+
+        def prepare(first: int, last: int) -> MicroBatch:
+            with generators_kept(devices):
+                return next(iter(batches.of_examples(indices[first:last])))
+
+        return prepare
 
     def begin_step(self, step: int) -> None:
         """Begin the 0-based `step`: read other rows if it is proved again, else let go of them."""
@@ -191,7 +203,7 @@ class Proof:
         First by a reduction, which fails soon where a rank has ended.
         """
         assert self._rows is not None
-        batch, indices = self._rows
+        batch, indices, _ = self._rows
         group = self._parts.ranks.group
         facts = [*padded(digest_rows(batch), len(indices)), *padded(verdict.results, RESULTS)]
         facts = facts if is_first else []
