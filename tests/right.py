@@ -241,3 +241,89 @@ class SumsInLists(Tiny):
     def loss(self, outputs, targets):
         self.seen["rows"][0] += len(targets)
         return super().loss(outputs, targets)
+
+
+class InPlace(nn.Module):
+    def forward(self, x):
+        return x.mul_(2)
+
+
+class InputsInPlace(Tiny):
+    def build_model(self):
+        return nn.Sequential(InPlace(), *super().build_model())
+
+
+class TargetsInPlace(Tiny):
+    def augment(self, inputs, targets, random, train):
+        inputs, targets = super().augment(inputs, targets, random, train)
+        return inputs, targets + 1
+
+    def loss(self, outputs, targets):
+        targets -= 1
+        return super().loss(outputs, targets)
+
+
+class DropConnect(nn.Module):
+    """Dropout of a weight that has as many rows as some micro-batch has."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.randn(11, 16) / 4), nn.Linear(11, 16)
+
+    def forward(self, x):
+        dropped = F.dropout(self.weight, 0.3, self.training)
+        return self.out(F.dropout(x, 0.3, self.training) @ dropped.T)
+
+
+class ModelOfDropConnect(Tiny):
+    def build_model(self):
+        return net(DropConnect())
+
+
+class CoinInTrainStep(Tiny):
+    """Draws beside the update, alike on all ranks."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.coin = 1.0
+
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) * self.coin
+
+    def train_step(self, batch):
+        self.coin = 0.5 + random.random() + float(torch.rand(()))
+        return super().train_step(batch)
+
+
+class RareCoin(nn.Module):
+    def forward(self, x):
+        return x * (1 + np.random.rand()) if torch.rand(()) < 0.2 else x
+
+
+class ModelOfRareCoin(Tiny):
+    def build_model(self):
+        return net(RareCoin())
+
+
+class Teacher(nn.Module):
+    """Averages itself into a teacher that no module holds, once a step."""
+
+    def __init__(self, task):
+        super().__init__()
+        self.student = net(nn.Identity())
+        self.held = [net(nn.Identity()).requires_grad_(False)]
+        self.tasks, self.last = [task], -1
+
+    def forward(self, x):
+        if self.training and self.last != self.tasks[0].step:
+            self.last = self.tasks[0].step
+            pairs = zip(self.held[0].parameters(), self.student.parameters(), strict=True)
+            with torch.no_grad():
+                for kept, own in pairs:
+                    kept.lerp_(own.to(kept.dtype), 0.1)
+        return self.student(x) + self.held[0].to(x.dtype)(x)
+
+
+class HeldTeacher(Tiny):
+    def build_model(self):
+        return Teacher(self)

@@ -7,7 +7,7 @@ import right
 import torch
 import wrong
 from harness import CONF, on_ranks, slow_but
-from harness.training import compose
+from harness.training import PARITY, check_parity, compose, fit_on
 from tiny import Tiny
 from torch import nn
 
@@ -36,7 +36,16 @@ BACKWARD = (
 )
 # Each mistake, and the line about it at the start of a run on one rank.
 COINS = "{} draws from numpy's or Python's generator, per micro-batch and not per example"
+PREPARED = "a row is prepared otherwise with other rows beside it, by __getitems__, collate, split"
 NAMED = {
+    "AugmentMixup": PREPARED,
+    "CollatedMean": PREPARED,
+    "MeanOverPadding": "the loss of a row depends on its padding, which is as long as the longest",
+    "CountedCalls": f"buffer 1.seen: {PASSES}; set run.buffers=per_step",
+    "CountedRows": f"buffer 1.seen: {OF_ROWS}; take strategy=exact",
+    "ClampsGradients": "the parameter 0.weight has a hook on its accumulated gradient",
+    "CarriesState": STATE.format("the model (Stateful)", "state"),
+    "ModelOfFirstBatch": "look for what starts with the first batch, rare draws",
     "StateOfCalls": STATE.format("1 (Counts)", "1.calls"),
     "StateOfRows": STATE.format("1 (Average)", "1.mean"),
     "StateOfModule": STATE.format("the loss", "SEEN"),
@@ -161,6 +170,27 @@ def test_a_run_that_is_to_warn_goes_on(tmp_path, capfd):
     assert not said_at_start(wrong.ModelOfTheBatch, tmp_path, capfd, *words)
     words = ["run.prove=false", "run.name=b", "data.micro_batch=11"]
     assert not said_at_start(wrong.ModelOfTheBatch, tmp_path, capfd, *words)
+
+
+@pytest.mark.parametrize("layout", [(1, ["data.micro_batch=11"]), (2, [])], ids=str)
+@pytest.mark.parametrize(
+    "name", ["ModelOfDropConnect", "CoinInTrainStep", "ModelOfRareCoin", "TargetsInPlace"]
+)
+def test_right_tasks_learn_the_same_in_another_layout(name, layout, tmp_path):
+    ranks, words = layout
+    words = [*words, "task=tiny", *PARITY]
+    task = getattr(right, name)
+    one = fit_on(1, tmp_path / "one", "task=tiny", *PARITY, task=task)
+    check_parity(one, fit_on(ranks, tmp_path / "other", *words, task=task), falls=False)
+
+
+def test_a_proof_leaves_no_trace_in_a_teacher(tmp_path):
+    words = ["task=tiny", *PARITY]
+    runs = [
+        fit_on(1, tmp_path / str(prove), *words, f"run.prove={prove}", task=right.HeldTeacher)
+        for prove in ("true", "false")
+    ]
+    assert runs[0]["losses"] == runs[1]["losses"]
 
 
 class WithoutStatistics(Tiny):

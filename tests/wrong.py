@@ -635,3 +635,121 @@ class Curriculum(Tiny):
     def loss(self, outputs, targets):
         values = super().loss(outputs, targets)
         return values if self.step < 5 else values * values.detach().mean()
+
+
+# Rows before the model, and what passes count ----
+
+
+class AugmentMixup(Tiny):
+    def augment(self, inputs, targets, random, train):
+        share = random.uniform("share", 1).to(inputs.dtype)
+        return inputs * share + inputs.roll(1, 0) * (1 - share) if train else inputs, targets
+
+
+class CollatedMean(Tiny):
+    def build_dataset(self, split):
+        return Items(split)
+
+    def collate(self, examples):
+        inputs, targets = torch.utils.data.default_collate(examples)
+        return inputs - inputs.mean(0), targets
+
+
+class Longer(Items):
+    def __getitem__(self, index):
+        return self.inputs[index].repeat(1 + index % 5), self.targets[index]
+
+
+class MeanOfAll(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.each, self.out = nn.Linear(1, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.out(F.gelu(self.each(x.unsqueeze(-1))).mean(1))
+
+
+class MeanOverPadding(Tiny):
+    def build_model(self):
+        return MeanOfAll()
+
+    def build_dataset(self, split):
+        return Longer(split)
+
+    def augment(self, inputs, targets, random, train):
+        return inputs, targets
+
+    def collate(self, examples):
+        inputs, targets = zip(*examples, strict=True)
+        return nn.utils.rnn.pad_sequence(inputs, batch_first=True), torch.stack(targets)
+
+
+class CountsCalls(nn.Module):
+    def __init__(self, counts_rows):
+        super().__init__()
+        self.counts_rows = counts_rows
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += len(x) if self.counts_rows else 1
+        return x * (1 if self.seen < 60 else 0.5)
+
+
+class CountedCalls(Tiny):
+    def build_model(self):
+        return net(CountsCalls(False))
+
+
+class CountedRows(Tiny):
+    def build_model(self):
+        return net(CountsCalls(True))
+
+
+def clamp_gradient(parameter):
+    parameter.grad.clamp_(-0.002, 0.002)
+
+
+class ClampsGradients(Tiny):
+    def build_model(self):
+        model = super().build_model()
+        model[0].weight.register_post_accumulate_grad_hook(clamp_gradient)
+        return model
+
+
+class Stateful(nn.Module):
+    """Keeps its state as long as the number of rows stays."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out, self.state = nn.GRUCell(4, 16), nn.Linear(16, 3), None
+
+    def forward(self, x):
+        is_known = self.state is not None and len(self.state) == len(x)
+        state = self.cell(x, self.state if is_known else x.new_zeros(len(x), 16))
+        self.state = state.detach() if self.training else self.state
+        return self.out(state)
+
+
+class CarriesState(Tiny):
+    def build_model(self):
+        return Stateful()
+
+
+class FirstBatch(nn.Module):
+    """Starts from its first batch, in evaluation too."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.is_ready = nn.Parameter(torch.zeros(16)), False
+
+    def forward(self, x):
+        if not self.is_ready:
+            self.shift.data.copy_(-x.detach().mean(0))
+            self.is_ready = True
+        return x + self.shift
+
+
+class ModelOfFirstBatch(Tiny):
+    def build_model(self):
+        return net(FirstBatch())

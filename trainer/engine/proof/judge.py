@@ -210,8 +210,9 @@ class Judge:
         parts = passes.run(cuts, is_traced=True)
         found = compare(first, parts, limit)
         if found is None:
-            why = "give other results from time to time"
-            return Verdict(f"model or loss {why}; look for rare draws of numpy, and for threads")
+            why = "model or loss give other results from time to time"
+            advice = "look for what starts with the first batch, rare draws of numpy, and threads"
+            return Verdict(f"{why}; {advice}")
         return Verdict(explain(found, first, parts, limit))
 
 

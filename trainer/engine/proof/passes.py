@@ -72,7 +72,9 @@ class Subject:
     rewinds: bool  # each micro-batch starts with the buffers from the start of the step
     gathering: Gathering
     devices: Sequence[torch.device]
-    prepare: Callable[[int, int], MicroBatch] | None = None  # rows that the others change the size of
+    prepare: Callable[[int, int], MicroBatch] | None = (
+        None  # rows that the others change the size of
+    )
 
     def take(self, first: int, last: int) -> MicroBatch:
         """Return a copy of some rows, which a model may change in place."""

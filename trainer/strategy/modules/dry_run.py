@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -60,11 +61,10 @@ def stir(weights: torch.Tensor, noise: torch.Generator) -> None:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Run a block, then restore the model's buffers, and drop its gradients.
+    """Run a block, then restore the model's buffers and plain values, and drop its gradients.
 
-    Parameters that a forward pass writes are restored too, up to KEPT_BYTES of them, but those of
-    FSDP. Yields copies
-    of the buffers from before the block, by name.
+    Parameters that a forward pass writes are restored too, up to KEPT_BYTES of them, but not those
+    of FSDP. Yields copies of the buffers from before the block, by name.
     """
     before = {name: b.clone() for name, b in model.named_buffers() if not is_lazy(b)}
     parameters = [p for p in model.parameters() if not is_lazy(p) and not p.is_meta]
@@ -72,9 +72,12 @@ def untouched(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     is_gathered = any(hasattr(each, "unshard") for each in model.modules())
     is_kept = not is_gathered and sum(p.nbytes for p in parameters) <= KEPT_BYTES
     kept = [(p, p._version, p.detach().clone()) for p in parameters if is_kept]
+    flags = [(each, _flags_of(each)) for each in model.modules()]
     try:
         yield before
     finally:
+        for module, values in flags:
+            vars(module).update(values)
         with torch.no_grad():
             for parameter, version, values in kept:
                 if parameter._version != version and parameter.shape == values.shape:
@@ -86,6 +89,14 @@ def untouched(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
                     place, _, key = name.rpartition(".")
                     model.get_submodule(place)._buffers[key] = before[name]
         model.zero_grad(set_to_none=True)
+
+
+def _flags_of(module: nn.Module) -> dict[str, Any]:
+    """Return the plain values that a module keeps, such as whether it has seen a batch."""
+    if isinstance(module, LazyModuleMixin):  # gets its sizes in a rehearsal
+        return {}
+    plain = (bool, int, float, str, type(None))
+    return {k: v for k, v in vars(module).items() if isinstance(v, plain) and k != "training"}
 
 
 def changed_buffers(model: nn.Module, before: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
