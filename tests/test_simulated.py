@@ -1,14 +1,40 @@
 """The code for accelerators, on the simulated one of harness/simulated_accelerator.py."""
 
-import pytest
+import contextlib
+import io
+import os
+from dataclasses import replace
 
-from harness import simulated_accelerator
+import pytest
+import torch
+import torch.distributed as dist
+from harness import simulated_accelerator, slow_but
+from harness.internals import load_task
 from harness.ranks import on_ranks
-from harness.simulated import fit_simulated, server
-from harness.training import PARITY, check_parity, fit, together
+from harness.simulated import count_steps, fit_simulated, on_simulated, server
+from harness.training import CONF, PARITY, check_parity, compose, fit, together
+from torch import nn
+
+from trainer import ConfigError, accelerator, load_config
+from trainer.distributed.group import choose_backend, process_group
+from trainer.distributed.watch.watcher import Phase, State
+from trainer.distributed.world import RankGroup, World
+from trainer.engine.outcome import OneStepLate
+from trainer.strategy.base import find_devices
+from trainer.strategy.dp import DataParallel
+from trainer.strategy.exact import Exact
 
 REASON = simulated_accelerator.reason_to_skip()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "it can be used")
+LAYOUTS = [
+    *[
+        (n, "tiny", f"strategy={name}")
+        for name in ("ddp", "fsdp", "exact", "zero1")
+        for n in (1, 2)
+    ],
+    *[(2, "meshed", f"strategy={name}") for name in ("pp", "tp", "cp")],
+    *[(4, "meshed", f"strategy={name}") for name in ("pp_fsdp", "fsdp_tp", "hsdp")],
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -17,9 +43,239 @@ def ranks_are_forked_from_a_server():
         yield
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "exact", "zero1"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_strategies_learn_the_same_as_on_the_cpu(tmp_path, strategy, ranks):
-    words = ("task=tiny", *PARITY, f"strategy={strategy}")
+@pytest.mark.parametrize(("ranks", "task", "word"), slow_but(LAYOUTS, (2, "tiny", "strategy=fsdp")))
+def test_strategies_learn_the_same_as_on_the_cpu(ranks, task, word, tmp_path):
+    words = (f"task={task}", *PARITY)
     one = together(on_ranks(1, lambda: fit(tmp_path / "cpu", *words)))
-    check_parity(one, together(fit_simulated(ranks, tmp_path / "sim", *words)))
+    check_parity(one, together(fit_simulated(ranks, tmp_path / "sim", *words, word)), falls=False)
+
+
+# Waits and launches ----
+
+WAIT = "Event.synchronize"
+STEPS = ["task=tiny", "run.steps=7", "log.every_steps=100", "eval.every_epochs=null"]
+STEADY = [
+    *[(2, [f"strategy={name}"]) for name in ("ddp", "fsdp", "exact", "zero1")],
+    (2, ["strategy=ddp", "strategy.sync_batchnorm=true", "task.options.norm=true"]),
+    (1, ["optim=muon"]),
+    (1, ["data.micro_batch=6", "task.options.dropout=0.1", "run.clip_norm=1.0"]),
+    (1, ["strategy.precision=amp_fp16", "optim=adamw"]),
+]
+
+
+def count(ranks, folder, *words):
+    words = [*STEPS, f"run.dir={folder}", *words]
+    return on_simulated(ranks, count_steps, words, [CONF])[0]
+
+
+@pytest.mark.parametrize(("ranks", "words"), slow_but(STEADY, STEADY[0], STEADY[5]))
+def test_the_host_waits_once_in_a_steady_step(ranks, words, tmp_path):
+    for _, _, _, waits in count(ranks, tmp_path, *words):
+        assert [what for what, _ in waits] == [WAIT], waits
+        assert waits[0][1].startswith("engine/outcome.py:")
+
+
+@pytest.mark.parametrize(
+    ("words", "most"),
+    [([], 130), (["task.options.norm=true"], 140), (["task.options.dropout=0.1"], 165)],
+)
+def test_a_step_has_few_launches(words, most, tmp_path):
+    assert max(launches for launches, *_ in count(1, tmp_path, *words)) <= most
+
+
+# Mutants, which the simulation must catch ----
+
+
+def without_a_wait(folder):
+    """Read the outcome of a step while its copy is under way."""
+    flush = OneStepLate.flush
+
+    def flush_at_once(self):
+        self._copied = None
+        return flush(self)
+
+    OneStepLate.flush = flush_at_once
+    config = load_config([*STEPS, f"run.dir={folder}"], [CONF])
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        load_task(config)(config).fit()
+    return said.getvalue()
+
+
+def test_a_removed_wait_is_seen(tmp_path):
+    (said,) = on_simulated(1, without_a_wait, tmp_path)
+    assert said.count("the gradient is not finite") >= 2  # a copy under way reads as NaN
+
+
+def with_one_group_for_both_ways(folder):
+    opened = RankGroup.open
+    RankGroup.open = lambda self, ranks, name="", is_separate=False: opened(self, ranks, name)
+    return fit(folder, "task=meshed", *PARITY, "strategy=pp", "data.micro_batch=4")
+
+
+@pytest.mark.slow
+def test_a_pipeline_with_one_group_for_both_ways_is_seen(tmp_path):
+    with pytest.raises(AssertionError, match="which deadlocks on NCCL"):
+        on_simulated(2, with_one_group_for_both_ways, tmp_path)
+
+
+def reduce_on_the_host(folder):
+    config = compose(folder, "task=tiny")
+    world = World.from_environment()
+    world = world.with_devices(find_devices(config.strategy, world))
+    with process_group(config.dist, world):
+        dist.all_reduce(torch.ones(3))
+
+
+def test_a_tensor_of_the_host_in_a_collective_is_refused(tmp_path):
+    with pytest.raises(AssertionError, match="Tensors must be CUDA and dense"):
+        on_simulated(2, reduce_on_the_host, tmp_path)
+
+
+class Reads(torch.optim.SGD):
+    """Reads a number of the device in each step."""
+
+    def step(self, closure=None):
+        float(self.param_groups[0]["params"][0].sum())
+        return super().step(closure)
+
+
+def count_with_a_reader(folder):
+    config = load_config(STEPS, [CONF])
+    kind = load_task(config)
+    task = type("Reading", (kind,), {"build_optimizer": lambda self, m: Reads(m.parameters(), 0.1)})
+    return count_steps([*STEPS, f"run.dir={folder}"], [CONF], task)
+
+
+def test_a_number_read_in_an_optimizer_is_seen(tmp_path):
+    for _, _, _, waits in on_simulated(1, count_with_a_reader, tmp_path)[0]:
+        assert "_local_scalar_dense" in [what for what, _ in waits]
+
+
+# The backend and the devices ----
+
+
+def open_and_name_backend(folder, backend):
+    config = compose(folder, "task=tiny")
+    world = World.from_environment()
+    world = world.with_devices(find_devices(config.strategy, world))
+    said = io.StringIO()
+    with (
+        contextlib.redirect_stdout(said),
+        process_group(replace(config.dist, backend=backend), world),
+    ):
+        return dist.get_backend(), said.getvalue()
+
+
+def test_a_rank_that_sees_one_device_of_its_own_uses_the_backend_of_devices(tmp_path):
+    found = on_simulated(2, open_and_name_backend, tmp_path, "auto", devices=0)
+    assert found == [("simccl", "")] * 2
+
+
+def test_ranks_that_share_a_device_use_gloo_and_say_so(tmp_path):
+    found = on_simulated(2, open_and_name_backend, tmp_path, "auto", devices=1)
+    assert [backend for backend, _ in found] == ["gloo", "gloo"]
+    assert found[0][1].startswith("warning: ranks 0, 1 share GPUs: dist.backend=auto is gloo")
+    assert not found[1][1]
+
+
+def test_a_backend_that_ranks_cannot_share_is_refused(tmp_path):
+    with pytest.raises(AssertionError, match="needs one GPU per rank, but ranks 0, 1 share GPUs"):
+        on_simulated(2, open_and_name_backend, tmp_path, "simccl", devices=1)
+
+
+def test_mpi_is_refused_where_torch_sees_devices(tmp_path, monkeypatch):
+    monkeypatch.setattr(accelerator, "count", lambda: 2)
+    config = compose(tmp_path, "task=tiny")
+    world = replace(World(), launcher=replace(World().launcher, name="mpirun"))
+    with pytest.raises(ConfigError, match=r"dist\.backend=mpi: carries CPU tensors only"):
+        choose_backend(replace(config.dist, backend="mpi"), world)
+
+
+class TwoHalves(nn.Module):
+    """A model that lies on two devices, as its strategy asks for."""
+
+    def __init__(self, devices):
+        super().__init__()
+        self.one = nn.Linear(4, 16).to(devices[0])
+        self.other = nn.Linear(16, 3).to(devices[1])
+
+    def forward(self, x):
+        return self.other(torch.relu(self.one(x)).to(self.other.weight.device))
+
+
+def fit_halves(folder, *words):
+    words = ("task=tiny", *PARITY, "task.options.weights=true", *words)
+    kind = load_task(compose(folder, *words))
+
+    class Halves(kind):
+        def build_model(self):
+            return TwoHalves([*self.world.devices, *self.world.devices])
+
+        def loss(self, outputs, targets):
+            return super().loss(outputs, targets.to(outputs.device))
+
+        def metrics(self, outputs, targets):
+            return super().metrics(outputs, targets.to(outputs.device))
+
+    return fit(folder, *words, task=Halves)
+
+
+@pytest.mark.parametrize("ranks", slow_but([1, 2], 2))
+def test_a_model_on_two_devices_of_each_rank_learns_the_same(ranks, tmp_path):
+    one = together(on_ranks(1, lambda: fit_halves(tmp_path / "cpu")))
+    words = ("strategy=mp", "strategy.precision=fp64")
+    check_parity(one, together(on_simulated(ranks, fit_halves, tmp_path / "sim", *words)))
+
+
+@pytest.mark.parametrize("word", ["run.compile=true", "strategy.recompute=blocks"])
+def test_dp_refuses_what_copies_of_a_model_break(word, tmp_path):
+    config = compose(tmp_path, "task=tiny", "strategy=dp", word)
+    devices = (torch.device("cuda", 0), torch.device("cuda", 1))
+    with pytest.raises(ConfigError, match=f"{word.partition('=')[0]}: torch's DataParallel makes"):
+        DataParallel.check(config, World(devices=devices))
+
+
+def ask_for_determinism():
+    Exact.set_threads(World(devices=(torch.device("sim", 0),)))
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        os.environ["CUBLAS_WORKSPACE_CONFIG"],
+    )
+
+
+def test_exact_asks_for_deterministic_kernels_and_takes_no_others():
+    assert on_simulated(1, ask_for_determinism) == [(True, False, False, ":4096:8")]
+
+
+def fit_puts(folder):
+    class Puts(nn.Module):
+        def forward(self, x):
+            return torch.zeros_like(x).put_(torch.arange(x.numel(), device=x.device), x)
+
+    words = ("task=tiny", "strategy=exact")
+    kind = load_task(compose(folder, *words))
+
+    class Task(kind):
+        def build_model(self):
+            return nn.Sequential(nn.Linear(4, 16), Puts(), nn.Linear(16, 3))
+
+    try:
+        fit(folder, *words, task=Task)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_exact_names_an_operation_without_a_deterministic_kernel(tmp_path):
+    (line,) = on_simulated(1, fit_puts, tmp_path)
+    assert line.startswith("strategy=exact: put_ has no deterministic kernel on this device; repl")
+
+
+def test_a_rank_that_waits_for_its_device_is_not_the_one_that_hangs():
+    facts = {"rank": 1, "place": "", "pid": 1, "step": 3, "seconds": 9.0, "total": 1.0, "steps": 3}
+    more = {"group": "", "is_stopped": False, "stopped_children": []}
+    stack = ['File "torch/cuda/streams.py", line 1 in synchronize', 'File "outcome.py", line 1']
+    assert State(**facts, **more, phase=Phase.DEVICE).is_waiting(stack)
+    assert not State(**facts, **more, phase=Phase.UPDATE).is_waiting(stack)

@@ -16,10 +16,13 @@ from typing import Any
 
 import torch
 
-from harness import simccl
+from harness import simccl, simulated_streams
 from harness import simulated_accelerator as accelerator
+from harness.internals import load_task
 from harness.ranks import on_ranks
 from harness.training import fit
+from trainer import load_config
+from trainer.engine.outcome import OneStepLate
 
 LIMIT_S = 240
 
@@ -44,8 +47,8 @@ def server() -> Iterator[None]:
 def on_simulated(ranks: int, body: Callable[..., Any], *arguments: Any, devices: int = 4) -> list:
     """Run `body(*arguments)`, a function of a module, on ranks that see simulated devices.
 
-    Returns their results by rank, and raises AssertionError for errors, races between streams and
-    collectives in another order.
+    With `devices=0` each rank sees one of its own. Returns their results by rank, and raises
+    AssertionError for errors, races between streams and collectives in another order.
     """
     context = multiprocessing.get_context("forkserver")
     here, there = context.Pipe(duplex=False)
@@ -73,7 +76,7 @@ def _enter(pipe: Any, ranks: int, body: Callable[..., Any], arguments: tuple, de
 
 
 def _be_simulated(body: Callable[..., Any], arguments: tuple, devices: int) -> Any:
-    accelerator.register(devices)
+    accelerator.register(devices or 1, 0 if devices else int(os.environ["RANK"]))
     simccl.register()
     result = body(*arguments)
     assert not accelerator.races, accelerator.races[:3]
@@ -84,3 +87,29 @@ def _be_simulated(body: Callable[..., Any], arguments: tuple, devices: int) -> A
 def fit_simulated(ranks: int, *arguments: Any, devices: int = 4) -> list[dict[str, Any]]:
     """Run `fit` of harness.training on simulated devices; return its results by rank."""
     return on_simulated(ranks, fit, *arguments, devices=devices)
+
+
+Step = tuple[int, dict[str, int], dict[str, int], list[tuple[str, str]]]
+
+
+def count_steps(words: list[str], config_dirs: list[str], task: Any = None) -> list[Step]:
+    """Train, and return (launches, by operation, by place, waits) of each steady step.
+
+    These are the steps but the first two, which build state, and the last one.
+    """
+    records: list[simulated_streams.Record] = []
+    push = OneStepLate.push
+
+    def push_and_begin(self: OneStepLate, outcome: Any) -> Any:
+        report = push(self, outcome)
+        simulated_streams.record = simulated_streams.Record()
+        records.append(simulated_streams.record)
+        return report
+
+    OneStepLate.push = push_and_begin  # type: ignore[method-assign]
+    config = load_config(words, config_dirs)
+    (task or load_task(config))(config).fit()
+    return [
+        (record.count, dict(record.launches), dict(record.places), record.waits)
+        for record in records[1:-1]
+    ]

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from trainer.config.packages import naming_words
 from trainer.distributed import entry
 from trainer.distributed.signals import StopRequest
+from trainer.distributed.watch.watcher import Phase
 from trainer.engine.outcome import OneStepLate, Outcome, StepReport
 from trainer.engine.parts import Parts
 from trainer.errors import ConfigError, RunError, counted
@@ -121,7 +123,7 @@ class Decisions:
         self._requests = requests
         self._actions = actions
         self._rolled_back = rolled_back
-        self._reports = OneStepLate()
+        self._reports = OneStepLate(partial(parts.ranks.heartbeat.enter, Phase.DEVICE))
         self._num_skipped = 0
 
     @property

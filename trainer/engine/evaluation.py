@@ -25,7 +25,7 @@ from trainer.engine.proof.holders import attributes_kept
 from trainer.errors import ConfigError
 from trainer.hook_errors import LOSS, METRICS, call_hook
 from trainer.micro_batch import count_rows
-from trainer.strategy.modules.dry_run import untouched
+from trainer.strategy.modules.dry_run import eager, untouched
 
 Use = Callable[[Any, Any, int], None]  # of outputs, targets, and the number of real rows
 ASK_EVERY_S = 0.5  # how often the ranks agree on whether to stop
@@ -273,7 +273,8 @@ class Evaluator:
         self, compute: Callable[[Any, Any], Any], inputs: Any, targets: Any
     ) -> None:
         self._heartbeat.enter(Phase.EVALUATE)
-        self._draws.rehearse("eval", compute, (inputs, targets))
+        with eager(self._strategy.blueprint.config):
+            self._draws.rehearse("eval", compute, (inputs, targets))
         if self._mesh.divides_model:
             self._draws.agree("eval", self._group.max)
 

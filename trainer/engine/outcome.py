@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +36,9 @@ class StepReport:
 class OneStepLate:
     """Outcomes read by the host one step later, so that the device never waits for the host."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait: Callable[[], None]) -> None:
+        """`wait` is called before the host waits for the device."""
+        self._wait = wait
         self._pending: Outcome | None = None
         self._copied: torch.Event | None = None
 
@@ -56,6 +59,7 @@ class OneStepLate:
         if self._pending is None:
             return None
         if self._copied is not None:
+            self._wait()
             self._copied.synchronize()
         has_weight = True
         is_skipped = is_stop_requested = False

@@ -303,9 +303,9 @@ class Strategy(ABC):
         for module in modules if self.blueprint.config.run.compile else ():
             # Module.compile does not compile torch's own modules, such as nn.Sequential
             if isinstance(module.forward, ActivationCheckpoint):
-                module.forward.inner = torch.compile(module.forward.inner)
+                module.forward.inner = torch.compile(module.forward.inner, dynamic=False)
             else:
-                module.forward = torch.compile(module.forward)
+                module.forward = torch.compile(module.forward, dynamic=False)
 
 
 def find_devices(settings: StrategySettings, world: World) -> tuple[torch.device, ...]:

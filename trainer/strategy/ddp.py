@@ -154,7 +154,7 @@ class DistributedDataParallel(Strategy):
                     carried = torch.cat([carried, *statistics])
                 root = self.precision.root(total, objective.scale)
                 parts = [total, ride[: len(carried)]]
-                torch.autograd.backward(parts, [root, carried.to(ride.dtype)])
+                torch.autograd.backward(parts, [root, carried.to(ride)])
         self._check_reached()
         return self._unload()
 

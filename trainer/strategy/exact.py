@@ -7,13 +7,17 @@ tree over its leaves.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer import accelerator
 from trainer.config.schema import Config
 from trainer.data.batch_plan import Cut, Leaves, split
 from trainer.data.preparation import MicroBatch
@@ -113,10 +117,13 @@ class Exact(Strategy):
     def set_threads(cls, world: World) -> int:
         """Set one thread on a CPU, where the order of a kernel's sums depends on the threads.
 
-        On other devices, turn on torch's deterministic algorithms.
+        On other devices, turn on torch's deterministic algorithms. With warn_only the backward pass
+        of fused attention would stay as it is, and only warn.
         """
-        if world.device.type != "cpu":
-            torch.use_deterministic_algorithms(True, warn_only=True)
+        if accelerator.is_used(world.device):
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first cuBLAS
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]
             return super().set_threads(world)
         torch.set_num_threads(1)
         return 1
@@ -134,7 +141,8 @@ class Exact(Strategy):
 
     def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         with untouched(self.module) as before:
-            self._rehearse(batch, objective)
+            with _deterministic():
+                self._rehearse(batch, objective)
             self.statistics.find(self.module, before, self._any_rank)
             self._check_reached()
         self._strides = [parameter.stride() for parameter in self.tensors.trained]
@@ -223,6 +231,19 @@ class Exact(Strategy):
         whole = received.new_empty(ranks * each)
         dist.all_gather(list(whole.view(ranks, each).unbind()), joined.root())
         return whole[:length]
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Raise ConfigError for an operation that has no deterministic kernel on this device."""
+    try:
+        yield
+    except Exception as error:
+        found = re.search(r"(\S+) does not have a deterministic implementation", str(error))
+        if found is None:
+            raise
+        why = f"{found[1]} has no deterministic kernel on this device"
+        raise ConfigError(f"strategy=exact: {why}; replace it, or use ddp") from error
 
 
 def _default_leaf(config: Config) -> int:

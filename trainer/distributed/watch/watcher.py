@@ -54,6 +54,7 @@ PHASES = (
     "evaluation",
     "saving a checkpoint",
     "the end of the run",
+    "waiting for the device",
 )
 
 ALL_WAIT = "every rank waits for another"
@@ -81,7 +82,7 @@ STRAGGLER_STEPS = 50
 class Phase(IntEnum):
     """The phase that a rank is in; PHASES has their names. LEFT: it is no longer watched."""
 
-    START, BUILD, DATA, COMPUTE, REDUCE, UPDATE, LOG, EVALUATE, SAVE, END, LEFT = range(11)
+    START, BUILD, DATA, COMPUTE, REDUCE, UPDATE, LOG, EVALUATE, SAVE, END, DEVICE, LEFT = range(12)
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,9 @@ class State:
         is_building_ddp = any("torch/nn/parallel/distributed.py" in frame for frame in stack[:1])
         is_in_collective = any("torch/distributed/" in frame for frame in stack[:3])
         is_in_collective |= any("trainer/distributed/group.py" in frame for frame in stack[:1])
-        return self.phase == Phase.REDUCE or is_building_ddp or is_in_collective
+        # a collective of a GPU returns at once: the host waits later, for the step's outcome
+        is_by_phase = self.phase in (Phase.REDUCE, Phase.DEVICE)
+        return is_by_phase or is_building_ddp or is_in_collective
 
     def describe(self) -> str:
         children = ", ".join(map(str, self.stopped_children))

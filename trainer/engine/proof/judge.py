@@ -47,8 +47,8 @@ FEW_CUTS = ((0, 1, 2), (0, 2, 4))
 MANY = 8  # rows that are read
 FP64_BYTES = 2**27  # of a model that is copied in fp64
 PADDED = (
-    "the loss of a row depends on its padding, which is as long as the longest row beside it; divide"
-    " by its own tokens, as a loss of (values, weights) does, or pad all rows to one length"
+    "the loss of a row depends on its padding, which is as long as the longest row beside it;"
+    " divide by its own tokens, as a loss of (values, weights) does, or pad all rows to one length"
 )
 VERIFY = "use python -m trainer.verify"
 Trial = tuple[bool, Sequence[int], bool]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from trainer.engine.proof.ranks import (
 )
 from trainer.engine.recording import Recorder
 from trainer.errors import ConfigError
-from trainer.strategy.modules.dry_run import untouched
+from trainer.strategy.modules.dry_run import eager, untouched
 
 MIXED = (
     "a row is prepared otherwise with other rows beside it, by __getitems__, collate, split_batch"
@@ -159,11 +159,9 @@ class Proof:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Run model and loss eagerly, without records and requests to stop."""
-        is_compiled = self._parts.config.run.compile
-        eagerly = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
         self.is_running = True
         try:
-            with eagerly, self._recorder.closed():
+            with eager(self._parts.config), self._recorder.closed():
                 yield
         finally:
             self.is_running = False

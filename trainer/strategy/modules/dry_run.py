@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from trainer.config.schema import Config
 
 STIR = 0.05  # of a weight
 KEPT_BYTES = 2**30  # of parameters, which are copied for a rehearsal
@@ -57,6 +59,11 @@ def stir(weights: torch.Tensor, noise: torch.Generator) -> None:
         drawn = torch.randn(weights.shape, generator=noise).to(weights) * STIR
         floor = weights.abs().mean().clamp_min(STIR)
         weights += torch.where(weights == 0, drawn * floor, weights * drawn.clamp(-0.5, 0.5))
+
+
+def eager(config: Config) -> AbstractContextManager[Any]:
+    """Compile nothing in the block: few rows would make torch compile for any number of them."""
+    return torch.compiler.set_stance("force_eager") if config.run.compile else nullcontext()
 
 
 @contextmanager
