@@ -322,7 +322,7 @@ KNOWN = {
     "self._ride.grad",
     "saved.run.name",  # of a configuration that is being composed
     "saved.run.resume",
-    *("module.forward", "module.forward.inner"),  # recomputed, compiled
+    "module.forward",  # recomputed
     *("local.grad", "whole.grad"),  # of a shard of FSDP, and of the whole that its owner steps
     "worker.terminate",  # of a process of Lockstep's own context
     "context.Process",

@@ -15,7 +15,8 @@ from harness.simulated import count_steps, fit_simulated, on_simulated, server
 from harness.training import CONF, PARITY, check_parity, compose, fit, together
 from torch import nn
 
-from trainer import ConfigError, accelerator, load_config
+from trainer import ConfigError, load_config
+from trainer.distributed import accelerator
 from trainer.distributed.group import choose_backend, process_group
 from trainer.distributed.watch.watcher import Phase, State
 from trainer.distributed.world import RankGroup, World

@@ -25,7 +25,6 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from trainer import accelerator
 from trainer.config.schema import DataSettings
 from trainer.data.examples import find_flaw, find_odd, form_of, is_complex, length_of
 from trainer.data.order import IndexSampler
@@ -39,6 +38,7 @@ from trainer.data.workers import (
     wait_for_workers,
     workers_named,
 )
+from trainer.distributed import accelerator
 from trainer.errors import ConfigError, RunError, describe_with_place, one_line
 from trainer.rng.philox import key_of, random_state, seed_example
 

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer import accelerator
 from trainer.codec import bytes_of
 from trainer.config.schema import DistSettings
-from trainer.distributed import mpi
+from trainer.distributed import accelerator, mpi
 from trainer.distributed.rendezvous import meet, part, read_keys
 from trainer.distributed.watch.watcher import LOST, name_ranks
 from trainer.distributed.world import World

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer import accelerator
 from trainer.codec import decode, encode
+from trainer.distributed import accelerator
 from trainer.distributed.launchers import Launcher, find_launcher
 from trainer.errors import ConfigError
 

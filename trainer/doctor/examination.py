@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer import accelerator
 from trainer.cli import WAIT_S
+from trainer.distributed import accelerator
 from trainer.distributed.group import Group, find_sharing, process_group
 from trainer.distributed.rendezvous import meet
 from trainer.distributed.watch.watcher import name_ranks

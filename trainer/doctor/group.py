@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer import accelerator
+from trainer.distributed import accelerator
 from trainer.distributed.group import Group
 from trainer.distributed.world import World
 from trainer.doctor.table import ADVICE, Check, judge, list_ranks

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import trainer
-from trainer import accelerator
 from trainer.config.schema import Config
+from trainer.distributed import accelerator
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import NVIDIA_DRIVER, World, explain_unseen_gpu
 from trainer.doctor.table import Check, judge

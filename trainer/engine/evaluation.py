@@ -21,11 +21,11 @@ from trainer.distributed.watch.heartbeat import Phase
 from trainer.engine.ema import Ema
 from trainer.engine.means import Means, Values, as_number, check_named, check_signs, weigh
 from trainer.engine.parts import Parts
-from trainer.engine.proof.holders import attributes_kept
+from trainer.engine.proof.holders import undone
 from trainer.errors import ConfigError
 from trainer.hook_errors import LOSS, METRICS, call_hook
 from trainer.micro_batch import count_rows
-from trainer.strategy.modules.dry_run import eager, untouched
+from trainer.strategy.modules.dry_run import eager
 
 Use = Callable[[Any, Any, int], None]  # of outputs, targets, and the number of real rows
 ASK_EVERY_S = 0.5  # how often the ranks agree on whether to stop
@@ -246,10 +246,11 @@ class Evaluator:
         Collective: every rank must call it.
         """
         found: list[str] = []
+        module, hooks = self._strategy.module, self._hooks
         self._is_rehearsing = True
         for split in self._splits:
             means = Means(None)
-            with self._evaluating(), self._kept(), self._group.agreed("computing metrics"):
+            with self._evaluating(), undone(module, hooks), self._group.agreed("computing metrics"):
                 for inputs, targets, rows in islice(split.batches, 1):
                     self._rehearse_draws(self._compute, inputs, targets)
                     self._count(split, means, self._strategy.forward(inputs), targets, rows)
@@ -261,13 +262,6 @@ class Evaluator:
             found += self._finish(split, means)
         self._is_rehearsing = False
         return found
-
-    @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """Rehearse without a trace, such as of layers that their first batch initialises."""
-        module = self._strategy.module
-        with untouched(module), attributes_kept(module, self._hooks):
-            yield
 
     def _rehearse_draws(
         self, compute: Callable[[Any, Any], Any], inputs: Any, targets: Any

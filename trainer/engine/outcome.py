@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer import accelerator
+from trainer.distributed import accelerator
 
 
 @dataclass(slots=True)

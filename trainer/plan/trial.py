@@ -13,12 +13,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from trainer import accelerator
 from trainer.cli import load_task
 from trainer.config.schema import Config
 from trainer.config.targets import check_target
 from trainer.data.batches import Batches
 from trainer.data.preparation import MicroBatch
+from trainer.distributed import accelerator
 from trainer.distributed.launchers import Launcher
 from trainer.distributed.world import World
 from trainer.engine.precision import Precision, choose_precision, is_bf16_native

@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 import trainer
-from trainer import accelerator
 from trainer.config import PACKAGE
 from trainer.config.schema import Config
 from trainer.data import content
+from trainer.distributed import accelerator
 from trainer.distributed.world import World
 from trainer.errors import CheckpointError, counted
 

@@ -16,15 +16,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from trainer import accelerator
+from trainer.distributed import accelerator
 from trainer.hook_errors import Rows
 from trainer.micro_batch import take_rows
 from trainer.rng.functions import HANDLERS, REOPENED, Numbers, Part, Sizes
 from trainer.rng.keys import CallCounter, RowKeys
 from trainer.rng.philox import key_of, seed_coins, seed_layers
 from trainer.rng.rehearsals import Draw, Rehearsals
-
-STEP = key_of("step")
 
 
 class Draws(TorchFunctionMode):
@@ -68,11 +66,6 @@ class Draws(TorchFunctionMode):
     def _begin_rows(self, indices: torch.Tensor) -> None:
         self._keys.begin(indices)
         self._calls = CallCounter()
-
-    def begin_step(self, step: int) -> None:
-        """Seed every generator, alike on all ranks, for what `train_step` draws itself."""
-        seed_layers(self._seed, step, STEP, self._device)
-        seed_coins(self._seed, step, STEP)
 
     def end(self) -> None:
         """Leave torch's functions unchanged until the next `begin`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainer import accelerator
+from trainer.distributed import accelerator
 from trainer.errors import ConfigError
 from trainer.rng.philox import mixed, splitmix
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from trainer import accelerator
+from trainer.distributed import accelerator
 from trainer.errors import ConfigError
 
 Per = Literal["epoch", "run"]
@@ -139,6 +139,12 @@ def seed_layers(seed: int, step: int, number: int, device: torch.device) -> None
     value = mixed(seed, step, number)
     for generator in accelerator.generators(device):
         generator.manual_seed(value)
+
+
+def seed_step(seed: int, step: int, device: torch.device) -> None:
+    """Seed every generator, alike on all ranks, for what `train_step` draws itself."""
+    seed_layers(seed, step, -1, device)
+    seed_coins(seed, step, -1)
 
 
 def seed_all(seed: int) -> None:

@@ -20,10 +20,10 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_map_only
 
-from trainer import accelerator
 from trainer.config.schema import Config, StrategySettings
 from trainer.data.batch_plan import Cut, Leaves
 from trainer.data.preparation import MicroBatch
+from trainer.distributed import accelerator
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, counted
 from trainer.hook_errors import call
@@ -302,10 +302,9 @@ class Strategy(ABC):
         """Apply torch.compile to modules if run.compile is set."""
         for module in modules if self.blueprint.config.run.compile else ():
             # Module.compile does not compile torch's own modules, such as nn.Sequential
-            if isinstance(module.forward, ActivationCheckpoint):
-                module.forward.inner = torch.compile(module.forward.inner, dynamic=False)
-            else:
-                module.forward = torch.compile(module.forward, dynamic=False)
+            is_outer = isinstance(module.forward, ActivationCheckpoint)
+            owner, name = (module.forward, "inner") if is_outer else (module, "forward")
+            setattr(owner, name, torch.compile(getattr(owner, name), dynamic=False))
 
 
 def find_devices(settings: StrategySettings, world: World) -> tuple[torch.device, ...]:

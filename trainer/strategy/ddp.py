@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from trainer import accelerator
 from trainer.config.schema import Config
 from trainer.data.preparation import MicroBatch
+from trainer.distributed import accelerator
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
@@ -122,8 +122,7 @@ class DistributedDataParallel(Strategy):
             self.statistics.find(self.module, before, self._any_rank)
             self._check_reached()
         is_compressed = self.config.comm_hook in COMPRESSING
-        at_least_float32 = torch.promote_types(self.precision.dtype, torch.float32)
-        dtype = torch.float64 if is_compressed else at_least_float32
+        dtype = torch.float64 if is_compressed else self.precision.wide
         carrier = _Carrier(self.module, 2 + sum(self.statistics.sizes), dtype)
         self._ride = carrier.ride
         self._wrapped = TorchDDP(carrier, **self._switches())

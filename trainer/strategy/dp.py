@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from trainer import accelerator
 from trainer.config.schema import Config
 from trainer.data.preparation import MicroBatch
+from trainer.distributed import accelerator
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.strategy.base import ObjectiveProtocol

@@ -12,15 +12,16 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer import accelerator
 from trainer.config.schema import Config
 from trainer.data.batch_plan import Cut, Leaves, split
 from trainer.data.preparation import MicroBatch
+from trainer.distributed import accelerator
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.hook_errors import call
@@ -123,7 +124,8 @@ class Exact(Strategy):
         if accelerator.is_used(world.device):
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first cuBLAS
             torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]
+            fills: Any = False  # else each new tensor is filled
+            torch.utils.deterministic.fill_uninitialized_memory = fills
             return super().set_threads(world)
         torch.set_num_threads(1)
         return 1

@@ -6,6 +6,7 @@ Comparing them before and after a call finds state that a model, a loss or a dat
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import sys
 from collections import deque
@@ -18,6 +19,8 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
+
+from trainer.strategy.modules.dry_run import untouched
 
 Restore = Callable[[], Any]
 DEPTH = 4  # of attributes of attributes
@@ -83,6 +86,13 @@ def attributes_kept(model: nn.Module, task: Any) -> Iterator[None]:
     finally:
         for restore in keepers:
             restore()
+
+
+@contextmanager
+def undone(model: nn.Module, task: Any) -> Iterator[None]:
+    """Run a block, then give tensors and attributes of a model and a task their values back."""
+    with untouched(model), attributes_kept(model, task):
+        yield
 
 
 def _keep_attributes(owner: Any, depth: int, seen: set[int]) -> Restore:
@@ -197,7 +207,7 @@ def _mark(value: Any, depth: int = 2) -> Any:
     if isinstance(value, numpy.random.Generator):
         return str(value.bit_generator.state)
     if isinstance(value, numpy.random.RandomState):
-        return value.get_state()[1].tobytes(), value.get_state()[2]
+        return pickle.dumps(value.get_state())
     if isinstance(value, (int, float, complex, str, bytes, type(None))):
         return value
     if isinstance(value, (list, tuple, dict, set)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from trainer.engine.proof.finding import (
     list_changed,
 )
 from trainer.engine.proof.gathering import Gathering
-from trainer.engine.proof.holders import Holders, attributes_kept, of_model, of_task
+from trainer.engine.proof.holders import Holders, of_model, of_task, undone
 from trainer.engine.proof.passes import (
     Loss,
     Passed,
@@ -36,7 +37,6 @@ from trainer.errors import one_line
 from trainer.hook_errors import is_out_of_memory
 from trainer.micro_batch import count_rows, take_rows
 from trainer.strategy.mesh_model.full_model import PROVED_BYTES
-from trainer.strategy.modules.dry_run import untouched
 
 # Of rows, times run.norm_rows: more rows see more; the second ones if one row is too few.
 MANY_CUTS = ((0, 3, 6, 8),)  # two of one size: a model may keep state as long as that stays
@@ -52,8 +52,21 @@ PADDED = (
 )
 VERIFY = "use python -m trainer.verify"
 Trial = tuple[bool, Sequence[int], bool]
-# Rows, their indices, and what prepares parts of them if rows of other sizes are beside them.
-Rows = tuple[MicroBatch, torch.Tensor, Callable[[int, int], MicroBatch] | None]
+
+
+class ProofRows(NamedTuple):
+    """Rows of the run, prepared together.
+
+    `prepare` prepares some of them, if the others change their sizes. If they are `mixed`, the
+    others change their values.
+    """
+
+    batch: MicroBatch
+    indices: torch.Tensor
+    prepare: Callable[[int, int], MicroBatch] | None
+    is_mixed: bool
+
+
 Running = AbstractContextManager[None]
 
 
@@ -84,7 +97,7 @@ class Judge:
         self._parts = parts
 
     def examine(
-        self, name: str, loss: Loss, rows: Rows, is_late: bool, running: Running
+        self, name: str, loss: Loss, rows: ProofRows, is_late: bool, running: Running
     ) -> Verdict:
         """Compare whole rows with parts of them. A collective."""
         strategy = self._parts.strategy
@@ -98,8 +111,7 @@ class Judge:
             return Verdict(unproved=f"left out, since a few rows would take too long; {VERIFY}")
         with (
             strategy.tensors.whole() as module,
-            untouched(module),
-            attributes_kept(module, self._parts.hooks),
+            undone(module, self._parts.hooks),
             modes_kept(module),
             running,
         ):
@@ -109,8 +121,7 @@ class Judge:
         strategy.tensors.refresh()
         return verdict
 
-    def _subject(self, module: nn.Module, name: str, loss: Loss, rows: Rows) -> Subject:
-        batch, indices, prepare = rows
+    def _subject(self, module: nn.Module, name: str, loss: Loss, rows: ProofRows) -> Subject:
         parts = self._parts
         strategy = parts.strategy
         is_sharded = strategy.mesh.shard > 1 and not strategy.mesh.divides_model
@@ -118,8 +129,8 @@ class Judge:
             module=module,
             loss=loss,
             name=name,
-            batch=batch,
-            indices=indices,
+            batch=rows.batch,
+            indices=rows.indices,
             unit=parts.config.norm_rows or 1,
             draws=parts.draws,
             autocast=parts.precision.autocast,
@@ -127,7 +138,7 @@ class Judge:
             rewinds=strategy.statistics.rows is not None,
             gathering=self.gathering,
             devices=strategy.world.devices,
-            prepare=prepare,
+            prepare=rows.prepare,
         )
 
     def _judge(self, subject: Subject, trials: Iterable[Trial], is_late: bool) -> Verdict:

@@ -20,8 +20,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from trainer import accelerator
 from trainer.data.preparation import MicroBatch
+from trainer.distributed import accelerator
 from trainer.engine.means import Values, sum_up, weigh_all
 from trainer.engine.proof.gathering import Gathering
 from trainer.engine.proof.trace import CallTrace

@@ -13,8 +13,8 @@ from trainer.data.batches import Batches
 from trainer.data.preparation import MicroBatch
 from trainer.engine.parts import Parts
 from trainer.engine.proof.finding import has_other_sizes, is_prepared_alike
-from trainer.engine.proof.holders import attributes_kept
-from trainer.engine.proof.judge import MANY, Judge, Rows, Verdict
+from trainer.engine.proof.holders import undone
+from trainer.engine.proof.judge import MANY, Judge, ProofRows, Verdict
 from trainer.engine.proof.passes import (
     Loss,
     generators_kept,
@@ -31,7 +31,7 @@ from trainer.engine.proof.ranks import (
 )
 from trainer.engine.recording import Recorder
 from trainer.errors import ConfigError
-from trainer.strategy.modules.dry_run import eager, untouched
+from trainer.strategy.modules.dry_run import eager
 
 MIXED = (
     "a row is prepared otherwise with other rows beside it, by __getitems__, collate, split_batch"
@@ -54,8 +54,7 @@ class Proof:
         self.is_running = False
         self._has_updated = False  # in this step
         self._batches: Batches | None = None
-        self._rows: Rows | None = None
-        self._is_mixed = False  # rows are prepared otherwise with others beside them
+        self._rows: ProofRows | None = None
         self._say: Callable[[str], None] = print
         self._step = 0
         self._proved: set[tuple[str, int]] = set()
@@ -85,9 +84,8 @@ class Proof:
             with generators_kept(self._parts.strategy.world.devices):
                 taken.append(next(iter(self._batches.of_examples(indices[place]))))
         whole, *parts = taken
-        self._is_mixed = not is_prepared_alike(whole, parts)
         prepare = self._prepare(indices) if has_other_sizes(whole, parts) else None
-        self._rows = whole, indices, prepare
+        self._rows = ProofRows(whole, indices, prepare, not is_prepared_alike(whole, parts))
 
     def _prepare(self, indices: torch.Tensor) -> Callable[[int, int], MicroBatch]:
         """Return a function that prepares some of these rows, without the others."""
@@ -131,7 +129,7 @@ class Proof:
         assert self._rows is not None
         self._proved |= {key, (name, self._step)}
         begun = time.monotonic()
-        if self._is_mixed:
+        if self._rows.is_mixed:
             found = Verdict(MIXED)
         else:
             found = self.judge.examine(name, loss, self._rows, not is_first, self._running())
@@ -146,11 +144,7 @@ class Proof:
         def compute(inputs: Any, targets: Any) -> None:
             strategy.compute(inputs, targets, loss)
 
-        with (
-            self._running(),
-            untouched(strategy.module),
-            attributes_kept(strategy.module, parts.hooks),
-        ):
+        with self._running(), undone(strategy.module, parts.hooks):
             draws.rehearse(name, compute, self.judge.few_rows, parts.config.norm_rows or 1)
         if strategy.mesh.divides_model:
             draws.agree(name, parts.ranks.group.max)
@@ -201,7 +195,7 @@ class Proof:
         First by a reduction, which fails soon where a rank has ended.
         """
         assert self._rows is not None
-        batch, indices, _ = self._rows
+        batch, indices, *_ = self._rows
         group = self._parts.ranks.group
         facts = [*padded(digest_rows(batch), len(indices)), *padded(verdict.results, RESULTS)]
         facts = facts if is_first else []

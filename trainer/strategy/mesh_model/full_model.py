@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer import accelerator
 from trainer.codec import bytes_of
+from trainer.distributed import accelerator
 from trainer.distributed.world import RankGroup, World
 from trainer.strategy.mesh_model.materialize import copy_structure
 from trainer.strategy.shards import Shard, join_boxes, list_boxes, replace_tensors

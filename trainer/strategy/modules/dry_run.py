@@ -83,8 +83,8 @@ def untouched(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     try:
         yield before
     finally:
-        for module, values in flags:
-            vars(module).update(values)
+        for module, plain in flags:
+            vars(module).update(plain)
         with torch.no_grad():
             for parameter, version, values in kept:
                 if parameter._version != version and parameter.shape == values.shape:

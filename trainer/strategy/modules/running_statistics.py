@@ -137,7 +137,7 @@ class RunningStatistics:
                 sizes = [buffer.numel() for buffer in now]
                 is_skipped = found_inf.to(now[0].device) > 0
                 both = (torch.cat([each.view(-1) for each in some]) for some in (before, now))
-                chosen = torch.where(is_skipped, *both).split(sizes)
+                chosen = torch.where(is_skipped, next(both), next(both)).split(sizes)
                 before = [each.view_as(b) for each, b in zip(chosen, now, strict=True)]
             torch._foreach_copy_(now, before)
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer import accelerator
 from trainer.codec import bytes_of, decode, dtype_of, encode, name_of
+from trainer.distributed import accelerator
 from trainer.distributed.world import RankGroup
 from trainer.errors import RunError
 
