@@ -107,7 +107,7 @@ def _losses(
     engine: Engine, hooks: Hooks, module: nn.Module, inputs: Any, targets: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (rows,) sums of the weighted loss values of each example, and (rows,) weights."""
-    with engine.strategy.precision.autocast():
+    with engine.precision.autocast():
         outputs = call(module, inputs)
         rows = count_rows(targets, outputs)
         values, weights = weigh_all("loss", hooks.loss(outputs, targets), rows)

@@ -24,7 +24,7 @@ from trainer.engine.parts import Parts
 from trainer.engine.proof.proof import Proof
 from trainer.engine.recording import Loss, Recorder
 from trainer.errors import ConfigError
-from trainer.rng.philox import seed_all, seed_step
+from trainer.rng.philox import seed_all
 from trainer.schedule import Factor, rate_scale
 from trainer.strategy.base import MicroBatches
 from trainer.strategy.shards import Shard, TensorSource, read_into
@@ -85,6 +85,7 @@ class Engine:
         """
         config, strategy, ranks = parts.config, parts.strategy, parts.ranks
         self.strategy = strategy
+        self.precision = parts.precision
         means = Means(strategy.leaves)
         self.draws = parts.draws
         self._ranks = ranks
@@ -105,7 +106,6 @@ class Engine:
         hooks = parts.hooks if config.log.train_metrics else None
         self.recorder = Recorder(means, self._objectives, is_counted, hooks)
         self.norms = Norms(config.run.clip_norm)
-        self._seed_step = partial(seed_step, config.run.seed, device=zero.device)
         rehearsal = next(iter(batch))
         seed_all(config.run.seed)  # lazy layers initialise their weights in the rehearsal
         strategy.prepare(rehearsal, self._objective("loss").of(parts.hooks.loss))
@@ -165,9 +165,7 @@ class Engine:
         self._ranks.heartbeat.enter(Phase.UPDATE)
         if optimizers is not None:
             self.optimizers.drop_other_gradients(optimizers)
-        found_inf = self.strategy.precision.unscale(
-            self.tensors.gradients(), objective.factor(totals)
-        )
+        found_inf = self.precision.unscale(self.tensors.gradients(), objective.factor(totals))
         found_inf, norm = strategy.reduce(found_inf, self.norms.are_wanted)
         self.norms.note(name, norm)
         return Gradients(totals, found_inf, norm)
@@ -178,8 +176,8 @@ class Engine:
         self.proof.end_update()
         self.norms.clip(self.tensors.trained, gradients.norm)
         self.optimizers.step(found_inf, optimizers)
-        if self.strategy.precision.is_scaled:
-            self.strategy.precision.update_scale(found_inf)
+        if self.precision.is_scaled:
+            self.precision.update_scale(found_inf)
         self.strategy.statistics.undo(found_inf)
         self.tensors.drop_gradients()
         return Outcome(((gradients.totals, found_inf),))
@@ -196,7 +194,6 @@ class Engine:
         """
         self.norms.begin_step(wants_norm)
         self.proof.begin_step(step)
-        self._seed_step(step)
         self.recorder.begin_step()
         self.optimizers.set_rate(step)
 
@@ -248,7 +245,7 @@ class Engine:
             "optimizers": self.tensors.collect_plain(self.optimizers.state(), group),
             "rows": self.recorder.means.reduced(group),
             "elements": {name: each.elements for name, each in self._objectives.items()},
-            "precision": self.strategy.precision.state_dict(),
+            "precision": self.precision.state_dict(),
             "extra": self.tensors.extra_state(),
         }
 
@@ -270,7 +267,7 @@ class Engine:
         self._objectives.clear()
         for name, elements in training["elements"].items():
             self._objectives[name] = self._open_objective(name, elements=elements)
-        self.strategy.precision.load_state_dict(training["precision"])
+        self.precision.load_state_dict(training["precision"])
         self.tensors.load(sources["model"], training.get("extra", {}))
         load_buffers(self.tensors, sources["buffer"])
         self.optimizers.load(sources["optimizer"], training["optimizers"])

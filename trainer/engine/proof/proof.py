@@ -31,6 +31,7 @@ from trainer.engine.proof.ranks import (
 )
 from trainer.engine.recording import Recorder
 from trainer.errors import ConfigError
+from trainer.rng.philox import seed_step
 from trainer.strategy.modules.dry_run import eager
 
 MIXED = (
@@ -99,7 +100,11 @@ class Proof:
         return prepare
 
     def begin_step(self, step: int) -> None:
-        """Begin the 0-based `step`: read other rows if it is proved again, else let go of them."""
+        """Begin the 0-based `step`: seed what `train_step` draws itself, and let go of the rows.
+
+        Other rows are read if the step is proved again.
+        """
+        seed_step(self._parts.config.run.seed, step, self._parts.ranks.group.world.device)
         self._step = step
         self._has_updated = False
         if self._batches is None or step == 0 or not self._proved:
