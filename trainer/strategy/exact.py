@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -124,8 +123,8 @@ class Exact(Strategy):
         if accelerator.is_used(world.device):
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first cuBLAS
             torch.use_deterministic_algorithms(True)
-            fills: Any = False  # else each new tensor is filled
-            torch.utils.deterministic.fill_uninitialized_memory = fills
+            flag = "fill_uninitialized_memory"  # of each new tensor, which takes time
+            setattr(torch.utils.deterministic, flag, False)
             return super().set_threads(world)
         torch.set_num_threads(1)
         return 1
@@ -245,7 +244,7 @@ def _deterministic() -> Iterator[None]:
         if found is None:
             raise
         why = f"{found[1]} has no deterministic kernel on this device"
-        raise ConfigError(f"strategy=exact: {why}; replace it, or use ddp") from error
+        raise ConfigError(f"strategy=exact: {why}; choose another, or use ddp") from error
 
 
 def _default_leaf(config: Config) -> int:

@@ -6,7 +6,6 @@ Comparing them before and after a call finds state that a model, a loss or a dat
 from __future__ import annotations
 
 import copy
-import pickle
 import random
 import sys
 from collections import deque
@@ -207,7 +206,8 @@ def _mark(value: Any, depth: int = 2) -> Any:
     if isinstance(value, numpy.random.Generator):
         return str(value.bit_generator.state)
     if isinstance(value, numpy.random.RandomState):
-        return pickle.dumps(value.get_state())
+        state: Any = value.get_state(legacy=False)["state"]
+        return state["pos"], state["key"].tobytes()
     if isinstance(value, (int, float, complex, str, bytes, type(None))):
         return value
     if isinstance(value, (list, tuple, dict, set)):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,9 @@ MOST_FLOPS = 2e13  # of a proof: a minute or more on a CPU
 FP64_FLOPS = 2e10  # more of them are computed in the run's precision, on fewer rows
 FEW_CUTS = ((0, 1, 2), (0, 2, 4))
 MANY = 8  # rows that are read
+EVERY = (*MANY_CUTS, *CUTS, *FEW_CUTS)
+# All that is taken of them, between neighbouring cuts or whole.
+TAKEN = {*chain(*map(pairwise, EVERY)), *((0, cuts[-1]) for cuts in EVERY)}
 FP64_BYTES = 2**27  # of a model that is copied in fp64
 PADDED = (
     "the loss of a row depends on its padding, which is as long as the longest row beside it;"
@@ -57,13 +61,13 @@ Trial = tuple[bool, Sequence[int], bool]
 class ProofRows(NamedTuple):
     """Rows of the run, prepared together.
 
-    `prepare` prepares some of them, if the others change their sizes. If they are `mixed`, the
-    others change their values.
+    `prepared` has some of them prepared alone, by first and last, if the others change their sizes.
+    If they are `mixed`, the others change their values.
     """
 
     batch: MicroBatch
     indices: torch.Tensor
-    prepare: Callable[[int, int], MicroBatch] | None
+    prepared: Mapping[tuple[int, int], MicroBatch]
     is_mixed: bool
 
 
@@ -138,7 +142,7 @@ class Judge:
             rewinds=strategy.statistics.rows is not None,
             gathering=self.gathering,
             devices=strategy.world.devices,
-            prepare=rows.prepare,
+            prepared=rows.prepared,
         )
 
     def _judge(self, subject: Subject, trials: Iterable[Trial], is_late: bool) -> Verdict:
@@ -180,8 +184,8 @@ class Judge:
         found = compare(whole, parts, limit)
         if found is not None and whole.has_drawn and not subject.draws.is_by_example:
             return Verdict(unproved="left out: draws are by micro-batch with run.dropout=torch")
-        if found is not None and subject.prepare is not None:
-            subject = replace(subject, prepare=None)
+        if found is not None and subject.prepared:
+            subject = replace(subject, prepared={})
             passes = ProofPasses(subject, not passes.is_exact)
             if compare(whole, passes.run(cuts), limit) is None:
                 return Verdict(PADDED)

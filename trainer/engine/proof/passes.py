@@ -7,7 +7,7 @@ the model can compute in fp64 it does, so that a difference is no rounding.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -26,7 +26,7 @@ from trainer.engine.means import Values, sum_up, weigh_all
 from trainer.engine.proof.gathering import Gathering
 from trainer.engine.proof.trace import CallTrace
 from trainer.hook_errors import call
-from trainer.micro_batch import count_rows
+from trainer.micro_batch import copied, count_rows
 from trainer.rng.forward import Draws
 from trainer.strategy.modules.batchnorm import GroupBatchNorm
 from trainer.strategy.modules.dry_run import stir
@@ -72,14 +72,12 @@ class Subject:
     rewinds: bool  # each micro-batch starts with the buffers from the start of the step
     gathering: Gathering
     devices: Sequence[torch.device]
-    prepare: Callable[[int, int], MicroBatch] | None = (
-        None  # rows that the others change the size of
-    )
+    prepared: Mapping[tuple[int, int], MicroBatch]  # rows whose sizes the others change, alone
 
     def take(self, first: int, last: int) -> MicroBatch:
         """Return a copy of some rows, which a model may change in place."""
-        if self.prepare is not None and last - first < len(self.indices):
-            return self.prepare(first, last)
+        if (first, last) in self.prepared:
+            return copied(self.prepared[first, last])
 
         def take(tensor: torch.Tensor) -> torch.Tensor:
             return (tensor[first:last] if tensor.dim() else tensor).clone()

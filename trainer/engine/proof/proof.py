@@ -14,7 +14,7 @@ from trainer.data.preparation import MicroBatch
 from trainer.engine.parts import Parts
 from trainer.engine.proof.finding import has_other_sizes, is_prepared_alike
 from trainer.engine.proof.holders import undone
-from trainer.engine.proof.judge import MANY, Judge, ProofRows, Verdict
+from trainer.engine.proof.judge import MANY, TAKEN, Judge, ProofRows, Verdict
 from trainer.engine.proof.passes import (
     Loss,
     generators_kept,
@@ -78,26 +78,20 @@ class Proof:
         assert self._batches is not None
         rows = MANY * (self._parts.config.norm_rows or 1)
         indices = self._batches.first_examples(first, rows)
-        middle = rows * 3 // MANY
-        places = (slice(0, rows), slice(0, middle), slice(middle, rows))
-        taken = []
-        for place in places:
-            with generators_kept(self._parts.strategy.world.devices):
-                taken.append(next(iter(self._batches.of_examples(indices[place]))))
-        whole, *parts = taken
-        prepare = self._prepare(indices) if has_other_sizes(whole, parts) else None
-        self._rows = ProofRows(whole, indices, prepare, not is_prepared_alike(whole, parts))
+        unit, middle = rows // MANY, rows * 3 // MANY
+        whole = self._prepare(indices)
+        parts = [self._prepare(indices[:middle]), self._prepare(indices[middle:])]
+        prepared: dict[tuple[int, int], MicroBatch] = {}
+        if has_other_sizes(whole, parts):
+            scaled = [(first * unit, last * unit) for first, last in TAKEN]
+            prepared = {each: self._prepare(indices[slice(*each)]) for each in scaled}
+        self._rows = ProofRows(whole, indices, prepared, not is_prepared_alike(whole, parts))
 
-    def _prepare(self, indices: torch.Tensor) -> Callable[[int, int], MicroBatch]:
-        """Return a function that prepares some of these rows, without the others."""
-        batches, devices = self._batches, self._parts.strategy.world.devices
-        assert batches is not None
-
-        def prepare(first: int, last: int) -> MicroBatch:
-            with generators_kept(devices):
-                return next(iter(batches.of_examples(indices[first:last])))
-
-        return prepare
+    def _prepare(self, indices: torch.Tensor) -> MicroBatch:
+        """Prepare these examples as a micro-batch, with the generators as they were."""
+        assert self._batches is not None
+        with generators_kept(self._parts.strategy.world.devices):
+            return next(iter(self._batches.of_examples(indices)))
 
     def begin_step(self, step: int) -> None:
         """Begin the 0-based `step`: seed what `train_step` draws itself, and let go of the rows.
