@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from harness import CONF, check_parity, fit, fit_on, on_ranks
+from harness import CONF, check_parity, fit, fit_on, on_ranks, slow_but
 from tiny import Tiny
 from torch import nn
 
@@ -85,7 +85,7 @@ class Blocks(Sparse):
         return inputs, targets
 
 
-@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("first", slow_but([0, 4], 0))
 def test_units_that_some_ranks_do_not_run_are_named_before_they_are_gathered(first, tmp_path):
     """Else parts of different experts would be joined, or gloo would end the process."""
 
@@ -123,6 +123,7 @@ class Dropped(Blocks):
     left_out, first = (), 0
 
 
+@pytest.mark.slow
 def test_a_block_that_all_ranks_leave_out_is_none_of_their_differences(tmp_path):
     (one,) = on_ranks(1, lambda: fit(tmp_path, *WORDS, "strategy=single", task=Dropped))
     two = fit_on(2, tmp_path / "2", *WORDS, "strategy=fsdp", task=Dropped)

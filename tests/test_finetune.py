@@ -107,7 +107,7 @@ def pretrained(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("layout", slow_but(["fsdp 2", "2, workers"], "fsdp 2"))
+@pytest.mark.parametrize("layout", slow_but(["fsdp 2", "2, workers"]))
 def test_a_run_starts_from_a_model_in_a_folder(layout, pretrained, tmp_path):
     ranks, words = LAYOUTS[layout]
     still = ["optim.lr=0.0", "run.steps=1", f"task.options.model={pretrained}"]

@@ -131,6 +131,7 @@ class Encoding(Meshed):
         return {"layers.*.linear1": "columns", "layers.*.linear2": "rows"}
 
 
+@pytest.mark.slow
 def test_torchs_encoder_layer_on_a_tensor_axis(tmp_path):
     one = fit_on(1, tmp_path / "one", *PRECISE, "strategy=single", task=Encoding)
     two = fit_on(2, tmp_path / "two", *PRECISE, "strategy=tp", task=Encoding)

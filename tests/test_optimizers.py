@@ -210,7 +210,7 @@ class Seen(Meshed):
         return optimizers
 
 
-@pytest.mark.parametrize("layout", slow_but(["strategy=ddp", "strategy=fsdp"], "strategy=fsdp"))
+@pytest.mark.parametrize("layout", slow_but(["strategy=ddp", "strategy=fsdp"], "strategy=ddp"))
 def test_optim_muon_steps_the_matrices_of_any_task(layout, tmp_path):
     one = fit_on(1, tmp_path / "one", *MUON, "strategy=single", task=Seen)
     two = fit_on(2, tmp_path / "two", *MUON, layout, task=Seen)

@@ -142,6 +142,9 @@ def test_right_tasks_have_no_note(precision, tmp_path, capfd):
         assert len(lines) == 1 and lines[0].startswith(AGREES), (name, lines)
 
 
+LIKE_WRONG = ["ModelOfDropConnect", "CoinInTrainStep", "ModelOfRareCoin", "TargetsInPlace"]
+
+
 @pytest.mark.parametrize(
     ("layout", "words"),
     [(1, ["data.micro_batch=11"]), (2, []), (2, ["strategy=fsdp"]), (2, ["strategy=zero1"])],
@@ -172,10 +175,10 @@ def test_a_run_that_is_to_warn_goes_on(tmp_path, capfd):
     assert not said_at_start(wrong.ModelOfTheBatch, tmp_path, capfd, *words)
 
 
-@pytest.mark.parametrize("layout", [(1, ["data.micro_batch=11"]), (2, [])], ids=str)
 @pytest.mark.parametrize(
-    "name", ["ModelOfDropConnect", "CoinInTrainStep", "ModelOfRareCoin", "TargetsInPlace"]
+    "layout", [pytest.param((1, ["data.micro_batch=11"]), marks=pytest.mark.slow), (2, [])]
 )
+@pytest.mark.parametrize("name", slow_but(LIKE_WRONG, "CoinInTrainStep", "ModelOfDropConnect"))
 def test_right_tasks_learn_the_same_in_another_layout(name, layout, tmp_path):
     ranks, words = layout
     words = [*words, "task=tiny", *PARITY]

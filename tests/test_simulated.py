@@ -64,6 +64,9 @@ STEADY = [
 ]
 
 
+LAUNCHES = [([], 130), (["task.options.norm=true"], 140), (["task.options.dropout=0.1"], 165)]
+
+
 def count(ranks, folder, *words):
     words = [*STEPS, f"run.dir={folder}", *words]
     return on_simulated(ranks, count_steps, words, [CONF])[0]
@@ -78,7 +81,7 @@ def test_the_host_waits_once_in_a_steady_step(ranks, words, tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "most"),
-    [([], 130), (["task.options.norm=true"], 140), (["task.options.dropout=0.1"], 165)],
+    slow_but(LAUNCHES, LAUNCHES[1]),
 )
 def test_a_step_has_few_launches(words, most, tmp_path):
     assert max(launches for launches, *_ in count(1, tmp_path, *words)) <= most
@@ -222,7 +225,8 @@ def fit_halves(folder, *words):
     return fit(folder, *words, task=Halves)
 
 
-@pytest.mark.parametrize("ranks", slow_but([1, 2], 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_model_on_two_devices_of_each_rank_learns_the_same(ranks, tmp_path):
     one = together(on_ranks(1, lambda: fit_halves(tmp_path / "cpu")))
     words = ("strategy=mp", "strategy.precision=fp64")
@@ -271,7 +275,7 @@ def fit_puts(folder):
 
 def test_exact_names_an_operation_without_a_deterministic_kernel(tmp_path):
     (line,) = on_simulated(1, fit_puts, tmp_path)
-    assert line.startswith("strategy=exact: put_ has no deterministic kernel on this device; repl")
+    assert line.startswith("strategy=exact: put_ has no deterministic kernel on this device; cho")
 
 
 def test_a_rank_that_waits_for_its_device_is_not_the_one_that_hangs():

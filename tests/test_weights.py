@@ -72,7 +72,7 @@ WEIGHTS = [
 
 @pytest.mark.parametrize(
     "layout, kind",
-    slow_but(WEIGHTS, ("fsdp 3", "safetensors"), ("single", "pt"), ("single", "ddp")),
+    slow_but(WEIGHTS, ("single", "pt"), ("single", "ddp")),
 )
 def test_a_file_of_weights_is_read_on_rank_0_and_sent(kind, layout, trained, tmp_path):
     state = tensors_of(newest(trained("single")))

@@ -49,6 +49,7 @@ def _constants(key: tuple[int, int], device: torch.device) -> tuple[torch.Tensor
     return multiplier, torch.tensor(rounds, device=device).unsqueeze(2)
 
 
+@lru_cache(maxsize=1024, typed=True)  # 0.1 us instead of 3
 def key_of(*parts: Any) -> int:
     """Return 64 bits from any values, `key_of(seed, "train", "flip")`; equal on every machine."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")

@@ -50,6 +50,10 @@ EVERY = (*MANY_CUTS, *CUTS, *FEW_CUTS)
 # All that is taken of them, between neighbouring cuts or whole.
 TAKEN = {*chain(*map(pairwise, EVERY)), *((0, cuts[-1]) for cuts in EVERY)}
 FP64_BYTES = 2**27  # of a model that is copied in fp64
+MIXED = (
+    "a row is prepared otherwise with other rows beside it, by __getitems__, collate, split_batch"
+    " or augment; prepare each row from itself, and draw with the `random` that augment gets"
+)
 PADDED = (
     "the loss of a row depends on its padding, which is as long as the longest row beside it;"
     " divide by its own tokens, as a loss of (values, weights) does, or pad all rows to one length"
@@ -109,6 +113,9 @@ class Judge:
         passed = 2 * CUTS[0][-1] * (self._parts.config.norm_rows or 1)
         # rows may differ in length and number
         flops, least = self._parts.ranks.group.max(passed * strategy.flops, -self._most_rows)
+        is_fixed = type(strategy).cut(self._parts.config).is_fixed
+        if rows.is_mixed and not is_fixed:
+            return Verdict(MIXED)
         if size > PROVED_BYTES:
             return Verdict(unproved=f"left out for a model of {size / 1e9:.1f} GB; {VERIFY}")
         if flops > MOST_FLOPS:
@@ -121,7 +128,7 @@ class Judge:
         ):
             subject = self._subject(module, name, loss, rows)
             trials = _list_trials(flops, size, -int(least) // subject.unit)
-            verdict = self._judge(subject, trials, is_late)
+            verdict = self._judge(subject, trials, is_late, is_fixed)
         strategy.tensors.refresh()
         return verdict
 
@@ -145,7 +152,9 @@ class Judge:
             prepared=rows.prepared,
         )
 
-    def _judge(self, subject: Subject, trials: Iterable[Trial], is_late: bool) -> Verdict:
+    def _judge(
+        self, subject: Subject, trials: Iterable[Trial], is_late: bool, is_fixed: bool
+    ) -> Verdict:
         """Compare by the first trial that no rank fails. A collective."""
         if has_batch_statistics(subject.module):
             why = "left out for BatchNorm without running statistics, which normalises the rows"
@@ -154,7 +163,6 @@ class Judge:
         (is_odd,) = self._parts.ranks.group.max(lengths != {len(subject.indices)})
         if is_odd:
             return Verdict(unproved="left out for tensors in the batch that have no axis of rows")
-        is_fixed = type(self._parts.strategy).cut(self._parts.config).is_fixed
         look_behind_batchnorm(subject.module)
         if not subject.draws.is_by_example:
             subject.module.eval()

@@ -34,10 +34,6 @@ from trainer.errors import ConfigError
 from trainer.rng.philox import seed_step
 from trainer.strategy.modules.dry_run import eager
 
-MIXED = (
-    "a row is prepared otherwise with other rows beside it, by __getitems__, collate, split_batch"
-    " or augment; prepare each row from itself, and draw with the `random` that augment gets"
-)
 LATE = (1, 9, 99, 999)  # steps, 0-based, before which forward and loss are proved again
 
 
@@ -128,10 +124,7 @@ class Proof:
         assert self._rows is not None
         self._proved |= {key, (name, self._step)}
         begun = time.monotonic()
-        if self._rows.is_mixed:
-            found = Verdict(MIXED)
-        else:
-            found = self.judge.examine(name, loss, self._rows, not is_first, self._running())
+        found = self.judge.examine(name, loss, self._rows, not is_first, self._running())
         verdict = self._agreed(found, is_first)
         self._tell(verdict, name, time.monotonic() - begun, is_first)
 
