@@ -17,10 +17,11 @@ from torch import nn
 
 from trainer import ConfigError, load_config
 from trainer.distributed import accelerator
-from trainer.distributed.group import choose_backend, process_group
-from trainer.distributed.watch.watcher import Phase, State
+from trainer.distributed.group import choose_backend, collective_limit, process_group
+from trainer.distributed.watch.watcher import PATIENCE, Phase, State
 from trainer.distributed.world import RankGroup, World
 from trainer.engine.outcome import OneStepLate
+from trainer.record.startup import slow_reasons
 from trainer.strategy.base import find_devices
 from trainer.strategy.dp import DataParallel
 from trainer.strategy.exact import Exact
@@ -165,7 +166,7 @@ def open_and_name_backend(folder, backend):
     world = world.with_devices(find_devices(config.strategy, world))
     said = io.StringIO()
     with (
-        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
         process_group(replace(config.dist, backend=backend), world),
     ):
         return dist.get_backend(), said.getvalue()
@@ -186,6 +187,13 @@ def test_ranks_that_share_a_device_use_gloo_and_say_so(tmp_path):
 def test_a_backend_that_ranks_cannot_share_is_refused(tmp_path):
     with pytest.raises(AssertionError, match="needs one GPU per rank, but ranks 0, 1 share GPUs"):
         on_simulated(2, open_and_name_backend, tmp_path, "simccl", devices=1)
+
+
+def test_the_watcher_is_before_the_backends_own_watchdog(tmp_path):
+    config = replace(compose(tmp_path, "task=tiny").dist, hang_timeout_s=100.0)
+    assert collective_limit(config, "gloo") == config.timeout_s
+    assert collective_limit(config, "nccl") > PATIENCE * config.hang_timeout_s
+    assert collective_limit(replace(config, hang_timeout_s=None), "nccl") > config.timeout_s
 
 
 def test_mpi_is_refused_where_torch_sees_devices(tmp_path, monkeypatch):
@@ -253,6 +261,19 @@ def ask_for_determinism():
 
 def test_exact_asks_for_deterministic_kernels_and_takes_no_others():
     assert on_simulated(1, ask_for_determinism) == [(True, False, False, ":4096:8")]
+
+
+def list_reasons(folder, *words):
+    config = compose(folder, "task=tiny", *words)
+    world = World.from_environment()
+    world = world.with_devices(find_devices(config.strategy, world))
+    return slow_reasons(config, world, 1, False)
+
+
+def test_fp32_on_a_device_with_bf16_is_said(tmp_path):
+    said = "fp32 leaves bf16 arithmetic unused (strategy.precision=auto takes it)"
+    assert on_simulated(1, list_reasons, tmp_path, "strategy.precision=fp32") == [said]
+    assert on_simulated(1, list_reasons, tmp_path, "strategy.precision=amp_bf16") == [""]
 
 
 def fit_puts(folder):

@@ -65,7 +65,7 @@ WRONG = {
     "OwnData": f"differs on rank 1: {DATA}",
     "DataOfProcess": DATA,
     "DataOfTheSystem": DATA,
-    "OwnAugmentation": "differs: augment does not draw all random numbers from its Random argument",
+    "OwnAugmentation": "a row is prepared otherwise with other rows beside it",
     "DataOfReads": READING.format("reads"),
     "DataInPlace": READING.format("inputs"),
     "LossOfTheRank": OF_THE_RANK,

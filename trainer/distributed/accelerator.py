@@ -13,9 +13,12 @@ HOST_BACKENDS = ("gloo", "mpi")  # carry tensors of the CPU; others those of the
 
 
 def kind() -> str:
-    """Return the type of the devices: that of the accelerator that torch sees, else "cpu"."""
+    """Return the type of the devices: that of the accelerator that torch sees, else "cpu".
+
+    MPS has no float64, in which sums and metrics are kept.
+    """
     found = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if found is None else found.type
+    return "cpu" if found is None or found.type == "mps" else found.type
 
 
 def count() -> int:

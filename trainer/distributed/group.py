@@ -24,7 +24,7 @@ from trainer.codec import bytes_of
 from trainer.config.schema import DistSettings
 from trainer.distributed import accelerator, mpi
 from trainer.distributed.rendezvous import meet, part, read_keys
-from trainer.distributed.watch.watcher import LOST, name_ranks
+from trainer.distributed.watch.watcher import LOST, PATIENCE, name_ranks
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError, describe, message_of
 from trainer.hook_errors import is_of_a_group
@@ -37,6 +37,7 @@ _LOST = re.compile(
 
 
 CPU = torch.device("cpu")
+LATER_S = 60.0  # than the watcher
 _KINDS = {"config": ConfigError, "run": RunError}
 
 
@@ -331,8 +332,19 @@ def _of_own_devices(backend: str, config: DistSettings, group: Group) -> str:
         raise ConfigError(f"dist.backend={backend}: {problem}")
     if group.world.rank == 0:
         slow = f"gloo, which moves gradients through the host, instead of {backend}"
-        print(f"warning: {ranks}: dist.backend=auto is {slow}; start one rank per GPU")
+        line = f"warning: {ranks}: dist.backend=auto is {slow}; start one rank per GPU"
+        print(line, file=sys.stderr, flush=True)
     return "gloo"
+
+
+def collective_limit(config: DistSettings, backend: str) -> float:
+    """Return the seconds after which a collective fails.
+
+    NCCL then ends the process with SIGABRT, so there the watcher, which says why, must be first.
+    """
+    if not accelerator.carries(backend):
+        return config.timeout_s
+    return max(config.timeout_s, PATIENCE * (config.hang_timeout_s or 0.0)) + LATER_S
 
 
 @contextmanager
@@ -381,7 +393,7 @@ def process_group(
             store=group.store,
             rank=world.rank,
             world_size=world.world_size,
-            timeout=timedelta(seconds=config.timeout_s),
+            timeout=timedelta(seconds=collective_limit(config, backend)),
             device_id=world.device if is_bound else None,  # else barrier guesses it
         )
     try:

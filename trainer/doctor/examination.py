@@ -85,7 +85,8 @@ class Examination(threading.Thread):
         group = Group(world, store)
         self._begin("facts")
         self.checks = list_checks(group.gather(facts))
-        if accelerator.is_used(world.device) and (shared := find_sharing(group)):
+        may_share = accelerator.is_used(world.device) and block.backend == "auto"
+        if may_share and (shared := find_sharing(group)):
             found = f"{name_ranks(shared)} share GPUs, so dist.backend=auto is gloo"
             advice = f"start one rank for each of the {accelerator.count()} GPUs"
             self.checks.append(Check("devices", "warn", found, advice))

@@ -73,6 +73,7 @@ class Precision:
             is_tf32 = name == "tf32"
             torch.backends.cudnn.allow_tf32 = is_tf32
             torch.backends.cuda.matmul.allow_tf32 = is_tf32
+            torch.backends.cudnn.benchmark = True  # the sizes of the steps stay; not under exact
 
     @property
     def is_narrow(self) -> bool:

@@ -16,10 +16,10 @@ from trainer.checkpoints.manifest import Manifest
 from trainer.config.packages import naming_words
 from trainer.config.schema import Config
 from trainer.data.batch_plan import BatchPlan
-from trainer.distributed import entry
+from trainer.distributed import accelerator, entry
 from trainer.distributed.group import choose_backend
 from trainer.distributed.world import World, explain_unseen_gpu, usable_cores
-from trainer.engine.precision import is_bf16_emulated
+from trainer.engine.precision import is_bf16_emulated, is_bf16_native
 from trainer.errors import counted
 from trainer.record import fingerprint
 from trainer.strategy.base import find_strategy
@@ -118,6 +118,8 @@ def slow_reasons(config: Config, world: World, threads: int, is_streamed: bool) 
     reasons = [explain_unseen_gpu()]
     if is_bf16_emulated(name, world.device):
         reasons.append(f"this CPU emulates bf16 (strategy.precision={name}), so fp32 is faster")
+    if name == "fp32" and accelerator.is_used(world.device) and is_bf16_native(world.device):
+        reasons.append("fp32 leaves bf16 arithmetic unused (strategy.precision=auto takes it)")
     if world.device.type == "cpu" and not cores:
         reasons.append(f"{world.local_world_size} ranks share {counted(usable_cores(), 'core')}")
     elif world.device.type == "cpu" and threads < cores:

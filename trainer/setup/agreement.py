@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch.distributed as dist
+
 from trainer.config.schema import Config
-from trainer.distributed.group import Group
+from trainer.distributed.group import Group, collective_limit
 from trainer.distributed.ranks import Ranks, open_ranks
 from trainer.distributed.world import World
 from trainer.engine.precision import choose_precision, is_bf16_native
@@ -122,7 +124,9 @@ def complete_world(world: World, config: Config, ranks: Ranks) -> World:
     mesh = Mesh.of(config.strategy.mesh, world)
     if mesh.is_divided:
         ranks.heartbeat.set_place(mesh.place(mesh.rank))
-    world = world.with_groups(open_groups(mesh, config.dist.timeout_s, ranks.heartbeat.wait_in))
+    backend = dist.get_backend() if dist.is_initialized() else "gloo"
+    limit_s = collective_limit(config.dist, backend)
+    world = world.with_groups(open_groups(mesh, limit_s, ranks.heartbeat.wait_in))
     every = group.collect(world.launcher.starters)
     starters = tuple(dict.fromkeys(name for names in every for name in names))
     return replace(world, launcher=replace(world.launcher, starters=starters))

@@ -123,6 +123,7 @@ class Exact(Strategy):
         if accelerator.is_used(world.device):
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first cuBLAS
             torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
             flag = "fill_uninitialized_memory"  # of each new tensor, which takes time
             setattr(torch.utils.deterministic, flag, False)
             return super().set_threads(world)

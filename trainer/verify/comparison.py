@@ -71,7 +71,8 @@ def measure_rounding(precision: str, reference: Evidence, other: Evidence) -> Di
     worst = {
         name: max(each.values(), default=0.0) for name, each in _measure(reference, other).items()
     }
-    return {name: max(least, TIMES * size) for name, size in worst.items()} | {"examples": 0.0}
+    limits = {name: min(MOST, max(least, TIMES * size)) for name, size in worst.items()}
+    return limits | {"examples": 0.0}
 
 
 def compare(
