@@ -91,7 +91,8 @@ FIRST = ("OwnData", "LossOfTheBatch", "Norm")
 )
 def test_dependence_of_a_run_on_its_layout_is_found_and_explained(name, prove):
     words = ["run.dropout=torch"] if name == "DropsByFunction" else []
-    layout = "accumulation" if name.endswith("SpectralNorm") else "ranks-2"
+    counts_passes = (*("SpectralNorm", "OldSpectralNorm"), *("CountedCalls", "StateOfCalls"))
+    layout = "accumulation" if name in counts_passes else "ranks-2"
     code, said = prove(getattr(wrong, name), f"layouts={layout}", *words)
     assert code == 1 and "NOT proved: 1 of 2" in said
     lines = [
