@@ -169,14 +169,38 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
+        # in lists: an operation for all weights is one launch of a kernel on a GPU
         for group in self.param_groups:
-            for weight in (p for p in group["params"] if p.grad is not None):
-                momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
-                momentum.mul_(group["momentum"]).add_(weight.grad)
-                x = (weight.grad + group["momentum"] * momentum).flatten(1)
-                x = (x / (x.norm() + 1e-7)).to(self.dtype or x.dtype)
-                for _ in range(group["iterations"]):  # towards the nearest half-orthogonal matrix
-                    gram = x @ x.T
-                    x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-                weight.mul_(len(weight) ** 0.5 / weight.norm())
-                weight.sub_(group["lr"] * x.to(weight.dtype).view_as(weight))
+            weights = [p for p in group["params"] if p.grad is not None]
+            if not weights:
+                continue
+            gradients = [p.grad for p in weights]
+            momenta = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in weights]
+            torch._foreach_mul_(momenta, group["momentum"])
+            torch._foreach_add_(momenta, gradients)
+            ahead = torch._foreach_mul(momenta, group["momentum"])
+            torch._foreach_add_(ahead, gradients)
+            updates = self._orthogonalise([x.flatten(1) for x in ahead], group["iterations"])
+            norms = torch._foreach_norm(weights)
+            scales = [len(p) ** 0.5 / norm for p, norm in zip(weights, norms, strict=True)]
+            torch._foreach_mul_(weights, scales)
+            shaped = [x.to(p.dtype).view_as(p) for x, p in zip(updates, weights, strict=True)]
+            torch._foreach_mul_(shaped, group["lr"])
+            torch._foreach_sub_(weights, shaped)
+
+    def _orthogonalise(self, matrices, iterations):
+        """Return matrices near the nearest half-orthogonal ones, in `dtype`."""
+        norms = torch._foreach_norm(matrices)
+        torch._foreach_add_(norms, 1e-7)
+        xs = [x.to(self.dtype or x.dtype) for x in torch._foreach_div(matrices, norms)]
+        for _ in range(iterations):
+            grams = [x @ x.T for x in xs]
+            # not in place, which rounds the factor to bf16 (torch 2.13, CPU)
+            twice = torch._foreach_mul(grams, 2.0315)
+            squares = [two @ gram for two, gram in zip(twice, grams, strict=True)]
+            factors = torch._foreach_mul(grams, -4.7750)
+            torch._foreach_add_(factors, squares)
+            ahead = [factor @ x for factor, x in zip(factors, xs, strict=True)]
+            xs = torch._foreach_mul(xs, 3.4445)
+            torch._foreach_add_(xs, ahead)
+        return xs

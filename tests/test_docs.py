@@ -83,7 +83,22 @@ def test_tests_that_run_the_other_commands_are_there():
     for how in ELSEWHERE.values():
         for name in re.findall(r"test_\w+\.py", how):
             assert (ROOT / "tests" / name).is_file(), name
-    assert "never run" in TEXTS["launching.md"]  # commands that need a cluster are marked
+
+
+def test_what_never_ran_is_in_the_tables_of_one_page():
+    tables = TEXTS["gpu.md"].partition("\n## What it cannot show\n")[2].partition("\n## ")[0]
+    rows = "\n".join(re.findall(r"^\| (.*?) \|", tables, re.MULTILINE))
+    assert all(word in rows for word in ("nccl", "TensorRT", "Kubernetes", "InfiniBand", "MPICH"))
+    said = re.compile(r"\bnever\s+(been\s+)?run\b", re.IGNORECASE)
+    assert [name for name, text in TEXTS.items() if said.search(text)] == ["README.md", "gpu.md"]
+    headings = re.findall(r"^##+ (.*)", TEXTS["gpu.md"], re.MULTILINE)
+    anchors = {heading.lower().replace(" ", "-") for heading in headings}
+    for name, text in TEXTS.items():
+        links = set(re.findall(r"gpu\.md#([\w-]+)", text))
+        assert links <= anchors, f"{name} links to {links - anchors}"
+        is_marked = "what-it-cannot-show" in links
+        needs_cluster = "needs a cluster" in {ELSEWHERE.get(line) for line in commands_of(text)}
+        assert is_marked or not needs_cluster, f"{name} does not mark its commands"
 
 
 def test_scripts_targets_and_pages_that_docs_name_are_there():

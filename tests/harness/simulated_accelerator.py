@@ -21,7 +21,13 @@ from typing import Any
 
 import torch
 
-from harness import simulated_autocast, simulated_guard, simulated_memory, simulated_streams
+from harness import (
+    simulated_attention,
+    simulated_autocast,
+    simulated_guard,
+    simulated_memory,
+    simulated_streams,
+)
 from harness.simulated_memory import (
     COUNT,
     CPU,
@@ -508,6 +514,21 @@ def _fill_module() -> None:
 
 # Registration.
 
+COMPILED = 2  # launches of a fused function, the kernels that tests/test_fused.py counts
+
+
+def _compile(function: Callable[..., Any], dynamic: bool = False, **options: Any) -> Any:
+    """Stand for torch.compile, which has no code for this device: run the function itself.
+
+    With `dynamic`, as for fused functions, it counts as COMPILED launches.
+    """
+
+    def call(*args: Any) -> Any:
+        with simulated_streams.counted_as(function.__name__, COMPILED):
+            return function(*args)
+
+    return call if dynamic else function
+
 
 def _operations() -> Iterator[tuple[str, Any]]:
     """Yield (name, operation) of all that get a kernel here."""
@@ -536,6 +557,7 @@ def register(devices: int = COUNT, first: int = 0) -> None:
 
     _first, simulated_memory.visible = first, devices
     _fill_module()
+    torch.compile = _compile  # type: ignore[assignment]
     _setup_privateuseone_for_python_backend(NAME, module)
     library, rest = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
     _libraries.extend([library, rest])
@@ -560,7 +582,6 @@ def register(devices: int = COUNT, first: int = 0) -> None:
         "native_dropout": _native_dropout,
         "convolution_overrideable": lambda *args: convolution(*args),
         "convolution_backward_overrideable": backward,
-        "_fused_sdp_choice": lambda *args, **kwargs: 0,
         "record_stream": lambda self, stream: None,
         "is_pinned": lambda self, device=None: False,
     }
@@ -568,6 +589,7 @@ def register(devices: int = COUNT, first: int = 0) -> None:
         put(name, kernel)
     put("is_pinned", _is_pinned, "CPU")
     put("_pin_memory", _pin_memory, "CPU")
+    simulated_attention.register(put, _Kernel)
     simulated_autocast.register(put, rest)
     simulated_guard.patch()
     simulated_memory.patch_storages()

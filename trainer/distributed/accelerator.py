@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from trainer.errors import one_line
 
 HOST_BACKENDS = ("gloo", "mpi")  # carry tensors of the CPU; others those of their device
 
@@ -73,3 +77,31 @@ def identity(device: torch.device) -> str:
     """Return what tells a device of this machine from its others, also where one is visible."""
     properties = module(device).get_device_properties(device)
     return str(getattr(properties, "uuid", device))
+
+
+def fused(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function of tensors that is compiled on accelerators, where it takes few kernels.
+
+    On a CPU it is called as it is, and after a warning where torch cannot compile, as without
+    Triton. Its first argument is a tensor, and what it returns has no gradient.
+    """
+    chosen: list[Callable[..., torch.Tensor]] = []
+
+    @functools.wraps(function)
+    def call(first: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return on_device(first, *rest) if is_used(first.device) else function(first, *rest)
+
+    @torch.no_grad()
+    def on_device(first: torch.Tensor, *rest: Any) -> torch.Tensor:
+        from torch._dynamo.exc import TorchDynamoException  # here: it takes 2 s to import
+
+        if not chosen:
+            chosen.append(torch.compile(function, dynamic=True))
+        try:
+            return chosen[0](first, *rest)
+        except TorchDynamoException as error:
+            warnings.warn(f"{function.__name__} is not compiled: {one_line(error)}", stacklevel=2)
+            chosen[0] = function
+            return function(first, *rest)
+
+    return call

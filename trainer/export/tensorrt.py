@@ -1,4 +1,4 @@
-"""TensorRT: an engine for one kind of GPU, built from ONNX. Never run: no GPU was there."""
+"""TensorRT: an engine for one kind of GPU, built from ONNX. Never run (docs/gpu.md)."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class Draws(TorchFunctionMode):
         call = self._calls.next(device, place is None)
         if place is None:
             return None
-        return Numbers(self._keys, self._keys.of_call(call, device), sizes, *place, parts)
+        return Numbers(self._keys, call, device, sizes, *place, parts)
 
     def _parts(self) -> tuple[Part, ...]:
         if not self._cuts or self._update == "eval":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -44,13 +44,15 @@ class Numbers:
     def __init__(
         self,
         rows: RowKeys,
-        keys: torch.Tensor,
+        call: int,
+        device: torch.device,
         sizes: Sizes,
         axis: int,
         parts: int,
         kept: tuple[Part, ...] = (),
     ):
-        self.keys = keys
+        self._call = call
+        self._device = device
         self.axis = axis
         self._rows = rows
         self._sizes = (*sizes[:axis], parts, *sizes[axis + 1 :])
@@ -58,13 +60,17 @@ class Numbers:
         self.is_divided = bool(kept)
         self._kept = kept
 
+    def keys(self) -> list[int]:
+        """Return a number for each row."""
+        return (self._rows.on(self._device) + self._call).tolist()
+
     def bits(self) -> torch.Tensor:
         """Return (rows, width) int64 of 64 random bits."""
-        return self._rows.bits(self.keys, self._width)
+        return self._rows.bits(self._call, self._width, self._device)
 
     def words(self) -> torch.Tensor:
         """Return (rows, width) int32 of 32 random bits."""
-        bits = self._rows.bits(self.keys, -(-self._width // 2))
+        bits = self._rows.bits(self._call, -(-self._width // 2), self._device)
         return bits.view(torch.int32)[:, : self._width]
 
     def shaped(self, values: torch.Tensor) -> torch.Tensor:
@@ -77,8 +83,13 @@ class Numbers:
 
     def kept(self, probability: float) -> torch.Tensor:
         """Return bools that are True with this probability, to 2**-32."""
+        return self.mask(probability, True, torch.bool)
+
+    def mask(self, probability: float, value: float, dtype: torch.dtype) -> torch.Tensor:
+        """Return numbers that are `value` with this probability, to 2**-32, and else 0."""
         last = max(int(probability * 2**32) - 1, 0) - 2**31
-        return self.shaped(self.words() <= last)
+        given = (self._call, self._width, last, value, dtype, self._device)
+        return self.shaped(self._rows.mask(*given))
 
     def uniform(self, dtype: torch.dtype) -> torch.Tensor:
         """Return numbers in [0, 1), with as many binary digits as torch gives this dtype."""
@@ -118,10 +129,9 @@ def _dropout(is_feature: bool = False, is_alpha: bool = False) -> Handler:
         numbers = draws.numbers("dropout", sizes, input.device) if train and p else None
         if numbers is None or not 0 < p < 1 or not input.numel():
             return func(input, p, train)
-        mask = numbers.kept(1 - p).to(input.dtype)
+        mask = numbers.mask(1 - p, 1.0 if is_alpha else 1 / (1 - p), input.dtype)
         is_in_place = func.__name__.endswith("_")
         if not is_alpha:
-            mask.mul_(1 / (1 - p))
             return input.mul_(mask) if is_in_place else input * mask
         a = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
         shift = (mask - 1).mul_(-ALPHA * a).add_(-ALPHA * a * p)
@@ -152,9 +162,18 @@ def _attention(
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # the kernel would add 0 and 1
         hidden = torch.zeros_like(attn_mask, dtype=query.dtype)
         attn_mask = hidden.masked_fill_(~attn_mask, -math.inf)
+    if is_causal and attn_mask is None:  # the kernel would make it in each call
+        attn_mask = _causal(*sizes[-2:], query.dtype, query.device)
+        is_causal = False
     plain = torch.ops.aten._scaled_dot_product_attention_math
     mask = numbers.kept(1 - dropout_p)
     return plain(query, key, value, attn_mask, dropout_p, is_causal, mask, **kwargs)[0]
+
+
+@lru_cache(maxsize=2)
+def _causal(queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return (queries, keys): minus infinity for keys after the query, else 0."""
+    return torch.full((queries, keys), -math.inf, dtype=dtype, device=device).triu(1)
 
 
 # Noise --------------------------------------------------------------------------------------------
@@ -275,11 +294,11 @@ def _row_by_row(draws: DrawsByRow, func: Any, *args: Any, **kwargs: Any) -> Any:
     if numbers.is_divided:
         why = "draws row by row, which tensor and context parallel cannot divide"
         raise ConfigError(f"run.dropout=example: {func.__name__} {why}; use another strategy")
-    rows = len(numbers.keys)
-    axis = numbers.axis
+    keys = numbers.keys()
+    rows, axis = len(keys), numbers.axis
     parts = []
     with seed_generators(first.device) as seed:
-        for row, key in enumerate(numbers.keys.tolist()):
+        for row, key in enumerate(keys):
             seed(key)
             own = [_chunk(a, first.shape[axis], rows, row, axis) for a in args]
             parts.append(func(*own, **kwargs))

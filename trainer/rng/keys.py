@@ -12,6 +12,34 @@ _STEP = 0x1E3779B97F4A7C15  # odd, so the counters of a row take all 2**64 value
 MOST_DRAWS = 100_000  # for a row
 
 
+@accelerator.fused
+def seed_rows(indices: torch.Tensor) -> torch.Tensor:
+    """Return (rows,) int64 from the indices of examples."""
+    return splitmix(indices * _STEP + 1)
+
+
+@accelerator.fused
+def draw_bits(keys: torch.Tensor, call: int, counters: torch.Tensor) -> torch.Tensor:
+    """Return (rows, counters) int64 of 64 random bits."""
+    return splitmix((keys + call).unsqueeze(1) + counters)
+
+
+@accelerator.fused
+def draw_mask(
+    keys: torch.Tensor,
+    call: int,
+    counters: torch.Tensor,
+    width: int,
+    last: int,
+    value: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return (rows, width): `value` where 32 random bits are at most `last`, and 0 elsewhere."""
+    bits = draw_bits(keys, call, counters)
+    halves = torch.stack([bits << 32 >> 32, bits >> 32], dim=2).flatten(1)[:, :width]
+    return (halves <= last).to(dtype) * value
+
+
 class CallCounter:
     """The seed of torch's generator, used as a counter of the calls for the current rows.
 
@@ -77,16 +105,40 @@ class RowKeys:
         """Change to no rows."""
         self.indices = _NO_ROWS  # a slice would take 5 us, twice a step
 
-    def of_call(self, call: int, device: torch.device) -> torch.Tensor:
-        """Return (rows,) int64, the keys of the rows for a call."""
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return (rows,) int64, the keys of the rows."""
         if device not in self._keys:
-            self._keys[device] = splitmix(self.indices.to(device) * _STEP + 1)
-        return self._keys[device] + call
+            self._keys[device] = seed_rows(self.indices.to(device))
+        return self._keys[device]
 
-    def bits(self, keys: torch.Tensor, width: int) -> torch.Tensor:
-        """Return (rows, width) int64 of 64 random bits: a function of a row's key and a counter."""
-        counters = self._counters.get(keys.device)
+    def bits(self, call: int, width: int, device: torch.device) -> torch.Tensor:
+        """Return (rows, width) int64 of 64 random bits: a function of key, call and counter."""
+        return draw_bits(self.on(device), call, self._count(width, device))
+
+    def mask(
+        self,
+        call: int,
+        width: int,
+        last: int,
+        value: float,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> torch.Tensor:
+        """Return (rows, width): `value` where 32 random bits are at most `last`, and 0 elsewhere.
+
+        The bits are the halves of `bits`, the lower one first.
+        """
+        counters = self._count(-(-width // 2), device)
+        if accelerator.is_used(device):
+            return draw_mask(self.on(device), call, counters, width, last, value, dtype)
+        words = draw_bits(self.on(device), call, counters).view(torch.int32)[:, :width]
+        kept = words <= last
+        return kept if dtype == torch.bool else kept.to(dtype).mul_(value)
+
+    def _count(self, width: int, device: torch.device) -> torch.Tensor:
+        counters = self._counters.get(device)
         if counters is None or len(counters) < width:
-            counters = torch.arange(width, device=keys.device) * _STEP
-            self._counters[keys.device] = counters
-        return splitmix(keys.unsqueeze(1) + counters[:width])
+            # not in the fused functions: a compiler may compute indices in 32 bits
+            counters = torch.arange(width, device=device) * _STEP
+            self._counters[device] = counters
+        return counters[:width]

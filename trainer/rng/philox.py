@@ -55,6 +55,26 @@ def key_of(*parts: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
+@accelerator.fused
+def draw_words(
+    indices: torch.Tensor, epoch: int, blocks: int, multiplier: torch.Tensor, keys: torch.Tensor
+) -> torch.Tensor:
+    """Return (rows, 4 x blocks) of philox's words, by operations that a compiler can fuse."""
+    index = indices.unsqueeze(1)
+    block = torch.arange(blocks, device=index.device).expand(len(indices), blocks)
+    words = [(index & _MASK).expand_as(block), index >> 32, torch.full_like(block, epoch), block]
+    for round_key in keys.flatten(1):
+        first, second = words[0] * multiplier[0], words[2] * multiplier[1]
+        even = [second >> 32, first >> 32]
+        words = [
+            (even[0] & _MASK) ^ words[1] ^ round_key[0],
+            second & _MASK,
+            (even[1] & _MASK) ^ words[3] ^ round_key[1],
+            first & _MASK,
+        ]
+    return torch.stack(words, dim=2).flatten(1)
+
+
 class Random:
     """Random numbers for a micro-batch, one row per example.
 
@@ -71,20 +91,26 @@ class Random:
 
     def bits(self, name: str, *shape: int, per: Per = "epoch") -> torch.Tensor:
         """Return (rows, *shape) int64, with 32 random bits in each."""
-        rows = len(self.indices)
         for size in shape:
             if not isinstance(size, int) or size < 0:
                 given = f"{name!r} was drawn with the size {size!r}"
                 raise ConfigError(f"random: {given}: must be an integer of at least 0")
-        width = math.prod(shape)
-        blocks = -(-width // 4)
-        key = key_of(self._seed, self._split, name)
+        rows, width = len(self.indices), math.prod(shape)
+        number = key_of(self._seed, self._split, name)
+        key = (number & _MASK, number >> 32)
+        epoch = self.epoch + 1 if per == "epoch" else 0
+        words = self._words(key, epoch, -(-width // 4))
+        return words[:, :width].reshape(rows, *shape)
+
+    def _words(self, key: tuple[int, int], epoch: int, blocks: int) -> torch.Tensor:
+        """Return (rows, 4 x blocks) int64, with 32 random bits in each."""
+        device, rows = self.indices.device, len(self.indices)
+        if accelerator.is_used(device):
+            return draw_words(self.indices, epoch, blocks, *_constants(key, device))
         index = self.indices.unsqueeze(1).expand(rows, blocks).reshape(-1)
-        block = torch.arange(blocks, device=index.device).expand(rows, blocks).reshape(-1)
-        epoch = torch.full_like(index, self.epoch + 1 if per == "epoch" else 0)
-        counter = torch.stack([index & _MASK, index >> 32, epoch, block])
-        words = philox(counter, (key & _MASK, key >> 32))
-        return words.t().reshape(rows, blocks * 4)[:, :width].reshape(rows, *shape)
+        block = torch.arange(blocks).expand(rows, blocks).reshape(-1)
+        counter = torch.stack([index & _MASK, index >> 32, torch.full_like(index, epoch), block])
+        return philox(counter, key).t().reshape(rows, blocks * 4)
 
     def uniform(self, name: str, *shape: int, per: Per = "epoch") -> torch.Tensor:
         """Return (rows, *shape) float32 in [0, 1), multiples of 2**-24."""
