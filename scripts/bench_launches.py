@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from harness.simulated import count_steps, on_simulated, server
+from harness.simulated_accelerator import reason_to_skip
 
 
 def main() -> None:
@@ -24,6 +25,8 @@ def main() -> None:
     parser.add_argument("--places", type=int, default=12)
     parser.add_argument("--steps", type=int, default=8)
     arguments, words = parser.parse_known_args()
+    if reason := reason_to_skip():
+        sys.exit(f"error: {reason}")
     with tempfile.TemporaryDirectory() as folder:
         own = [f"run.steps={arguments.steps}", f"run.dir={folder}", "eval.every_epochs=null"]
         with server():

@@ -10,6 +10,8 @@ os.environ.setdefault(
 )  # before torch, which else starts two spinning threads per rank
 # as on a user's machine: else each new process compiles all modules of the package
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# torch's compiler in this process: forked ranks would wait for its worker processes
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 import subprocess
 import sys
 import threading
@@ -72,6 +74,7 @@ def leaves_nothing_behind():
     assert not dist.is_initialized()
     assert torch.get_num_threads() == 1, "a fit in this process: use on_ranks(1, ...)"
     environment["PYTEST_CURRENT_TEST"] = os.environ.get("PYTEST_CURRENT_TEST", "")
+    os.environ.pop("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", None)  # set by torch's compiler
     assert dict(os.environ) == environment
     # a library's pool of threads ends behind its last result
     wait_for(lambda: threading.active_count() <= threads, END_S)

@@ -248,6 +248,7 @@ class Compiled(Tiny):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch reads it of a loss's inputs
 def test_compiled_model_is_the_same_run_with_the_same_names(ranks, tmp_path):
     one = fit_on(1, tmp_path / "one", *TINY)
     compiled = fit_on(ranks, tmp_path / "compiled", *TINY, "run.compile=true", task=Compiled)

@@ -38,7 +38,7 @@ class RunSettings:
     ema_decay: Annotated[float | None, limit(min=0, max=1)]
     lr_scaling: Literal["none", "linear", "sqrt"]
     lr_batch: Annotated[int | None, limit(min=1)]
-    compile: bool
+    compile: bool | Literal["max-autotune", "blocks"]
     clip_norm: Annotated[float | None, limit(above=0)]
     dropout: Literal["example", "torch"]
     norm_rows: Annotated[int | None, limit(min=1)]

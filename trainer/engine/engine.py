@@ -104,7 +104,8 @@ class Engine:
         )
         self._objectives: dict[str, Objective] = {}
         hooks = parts.hooks if config.log.train_metrics else None
-        self.recorder = Recorder(means, self._objectives, is_counted, hooks)
+        compiles = config.run.compile
+        self.recorder = Recorder(means, self._objectives, is_counted, hooks, compiles)
         self.norms = Norms(config.run.clip_norm)
         rehearsal = next(iter(batch))
         seed_all(config.run.seed)  # lazy layers initialise their weights in the rehearsal
@@ -209,7 +210,7 @@ class Engine:
         """Return the rows of all ranks, and the number of this rank's first one among them."""
         if self.proof.judge.gathering.is_on:
             return self.proof.judge.gathering.take(tensor)
-        rows = self.recorder.rows
+        rows = self.recorder.count_rows()
         if rows is None:
             return tensor, 0
         given = "gather_rows: needs the whole global batch at once"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from trainer.engine.means import Means, Values, check_name, check_named, weigh
 from trainer.engine.parts import Hooks
 from trainer.errors import ConfigError
 from trainer.micro_batch import count_rows
+from trainer.rng.graphs import compiled
 
 Loss = Callable[[Any, Any], Values]
 
@@ -21,10 +23,17 @@ class Recorder:
 
     `taken` are the names of updates, whose losses are logged under them. On a rank that is not
     `is_counted` another one records the same values. If `hooks` are given, their metrics are
-    recorded with their loss.
+    recorded with their loss. Losses are compiled as run.compile, `compiles`, says.
     """
 
-    def __init__(self, means: Means, taken: Container[str], is_counted: bool, hooks: Hooks | None):
+    def __init__(
+        self,
+        means: Means,
+        taken: Container[str],
+        is_counted: bool,
+        hooks: Hooks | None,
+        compiles: bool | str = False,
+    ):
         self.means = means
         self._taken = taken
         self._is_counted = is_counted
@@ -32,6 +41,9 @@ class Recorder:
         self.is_open = False  # during a step
         self._rows: int | None = None
         self._names: set[str] = set()  # that the task itself records
+        self._compiles = compiles
+        self._compiled: dict[Loss, Loss | None] = {}  # None before and while a loss ran once
+        self._is_called = False  # by a loss
 
     def begin_step(self) -> None:
         self.is_open = True
@@ -39,9 +51,9 @@ class Recorder:
     def end_step(self) -> None:
         self.is_open = False
 
-    @property
-    def rows(self) -> int | None:
-        """Number of rows of the micro-batch whose loss is computed; None outside of an update."""
+    def count_rows(self) -> int | None:
+        """Return the rows of the micro-batch whose loss is computed; None outside of an update."""
+        self._is_called = True
         return self._rows if self.is_open else None
 
     @contextmanager
@@ -61,6 +73,7 @@ class Recorder:
         """
         if not self.is_open:
             return
+        self._is_called = True
         given = f"record({name!r})"
         check_name("record got", name)
         if name in self._taken:
@@ -91,11 +104,12 @@ class Recorder:
     def watched(self, loss: Loss) -> Loss:
         """Return the loss of an update, for which values are recorded."""
         hooks = self._hooks if self._hooks and loss == self._hooks.loss else None
+        run = self._compile(loss)
 
         def compute(outputs: Any, targets: Any) -> Values:
             self._rows = count_rows(targets, outputs)
             try:
-                values = loss(outputs, targets)
+                values = run(outputs, targets)
                 if hooks is not None:
                     with torch.no_grad():
                         self._add_metrics(hooks.metrics(outputs, targets))
@@ -104,3 +118,21 @@ class Recorder:
             return values
 
         return compute
+
+    def _compile(self, loss: Loss) -> Loss:
+        """Return a method of a task as it is for its first update, then compiled.
+
+        A function that records values or gathers rows stays as it is, and one that is no method:
+        it may be another object in each step.
+        """
+        if not self._compiles or not inspect.ismethod(loss):
+            return loss
+        if loss not in self._compiled:
+            self._compiled[loss] = None
+            self._is_called = False
+            return loss
+        found = self._compiled[loss]
+        if found is None:
+            found = loss if self._is_called else compiled(loss, self._compiles)
+            self._compiled[loss] = found
+        return found

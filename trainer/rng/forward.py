@@ -9,7 +9,7 @@ torch.utils.checkpoint restores that generator, so a recomputation draws the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from trainer.distributed import accelerator
 from trainer.hook_errors import Rows
 from trainer.micro_batch import take_rows
 from trainer.rng.functions import HANDLERS, REOPENED, Numbers, Part, Sizes
+from trainer.rng.graphs import answered_by, keep_eager
 from trainer.rng.keys import CallCounter, RowKeys
 from trainer.rng.philox import key_of, seed_coins, seed_layers
 from trainer.rng.rehearsals import Draw, Rehearsals
@@ -32,7 +33,9 @@ class Draws(TorchFunctionMode):
     that axis. Any other draw, such as noise on a weight, is the same for the whole global batch.
     """
 
-    def __init__(self, seed: int, device: torch.device, is_by_example: bool):
+    def __init__(
+        self, seed: int, device: torch.device, is_by_example: bool, is_compiled: bool = False
+    ):
         self.rows = Rows()  # of the current micro-batch
         self._seed = seed
         self._device = device
@@ -44,6 +47,8 @@ class Draws(TorchFunctionMode):
         self._calls = CallCounter()
         self._keys = RowKeys()
         self.rehearsals = Rehearsals()
+        if is_compiled and is_by_example:
+            self._answer = keep_eager(self, self._answer)  # type: ignore[method-assign]
 
     # Rows ---------------------------------------------------------------------------------------
 
@@ -83,7 +88,10 @@ class Draws(TorchFunctionMode):
         self._update = name
         self._is_entered = bool(self.rehearsals.has_draws(name))
         try:
-            with self if self._is_entered else nullcontext():
+            if self._is_entered:
+                with self, answered_by(self):
+                    yield
+            else:
                 yield
         finally:
             self._is_entered = False
@@ -136,7 +144,13 @@ class Draws(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        if not torch.compiler.is_compiling():
+            return self._answer(func, args, kwargs or {})
+        if func is torch.Tensor.unflatten:  # calls super(), where torch's compiler gives up
+            return torch.unflatten(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))  # rng/graphs.py replaces it in the graph
+
+    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         opened = REOPENED.get(func)
         if opened is not None:  # it draws inside, or runs a recomputation that draws
             with self:

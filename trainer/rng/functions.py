@@ -117,7 +117,7 @@ class Numbers:
 # Dropout ------------------------------------------------------------------------------------------
 
 
-def _dropout(is_feature: bool = False, is_alpha: bool = False) -> Handler:
+def _dropout(is_feature: bool, is_alpha: bool, is_in_place: bool) -> Handler:
     """Return a handler for one of torch's dropout functions, with torch's arithmetic."""
 
     def handle(
@@ -130,7 +130,6 @@ def _dropout(is_feature: bool = False, is_alpha: bool = False) -> Handler:
         if numbers is None or not 0 < p < 1 or not input.numel():
             return func(input, p, train)
         mask = numbers.mask(1 - p, 1.0 if is_alpha else 1 / (1 - p), input.dtype)
-        is_in_place = func.__name__.endswith("_")
         if not is_alpha:
             return input.mul_(mask) if is_in_place else input * mask
         a = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
@@ -162,7 +161,9 @@ def _attention(
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # the kernel would add 0 and 1
         hidden = torch.zeros_like(attn_mask, dtype=query.dtype)
         attn_mask = hidden.masked_fill_(~attn_mask, -math.inf)
-    if is_causal and attn_mask is None:  # the kernel would make it in each call
+    if (
+        is_causal and attn_mask is None and not torch.compiler.is_compiling()
+    ):  # the kernel would make it in each call
         attn_mask = _causal(*sizes[-2:], query.dtype, query.device)
         is_causal = False
     plain = torch.ops.aten._scaled_dot_product_attention_math
@@ -229,7 +230,7 @@ def _factory(kind: str, *bounds: Any) -> Handler:
         if like.is_complex():
             return _by_micro_batch(draws, func, *args, **kwargs)
         source = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
-        device = torch.device(kwargs.get("device") or source or torch.get_default_device())
+        device = torch.device(kwargs.get("device") or source or torch.empty(0).device)
         numbers = draws.numbers(func.__name__, tuple(like.shape), device)
         if numbers is None:
             return func(*args, **kwargs)
@@ -340,8 +341,9 @@ HANDLERS: dict[Any, Handler] = {
     torch.Tensor.exponential_: _method("exponential_", lambd=1),
 }
 for _name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"):
-    _made = _dropout("feature" in _name, "alpha" in _name)
-    HANDLERS |= {getattr(torch, _name): _made, getattr(torch, f"{_name}_"): _made}
+    _kind = ("feature" in _name, "alpha" in _name)
+    HANDLERS[getattr(torch, _name)] = _dropout(*_kind, False)
+    HANDLERS[getattr(torch, f"{_name}_")] = _dropout(*_kind, True)
 for _name in ("poisson", "multinomial", "binomial", "_standard_gamma", "_sample_dirichlet"):
     HANDLERS[getattr(torch, _name)] = _row_by_row
 for _name in ("multinomial", "cauchy_", "log_normal_", "geometric_", "random_"):
@@ -355,6 +357,8 @@ HANDLERS |= dict.fromkeys(
     ),
     _by_micro_batch,
 )
+
+UNTRACED = {_row_by_row, _by_micro_batch}  # no operation of a compiled graph stands for them
 
 _ASKED = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 

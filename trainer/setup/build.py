@@ -162,7 +162,8 @@ def build_preparation(task: Task, precision: Precision) -> Preparation:
     config = task.config
     seed = config.run.seed
     device = task.world.device
-    draws = Draws(seed, device, find_strategy(config.strategy).draws_by_example(config, task.world))
+    is_by_example = find_strategy(config.strategy).draws_by_example(config, task.world)
+    draws = Draws(seed, device, is_by_example, bool(config.run.compile))
     to_model = partial(convert, precision, config.strategy.channels_last)
     methods = (task.split_batch, task.augment, to_model)
     is_own = type(task).collate is not Task.collate

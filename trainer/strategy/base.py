@@ -29,6 +29,7 @@ from trainer.errors import ConfigError, counted
 from trainer.hook_errors import call
 from trainer.micro_batch import copied, count_rows
 from trainer.rng.forward import Draws
+from trainer.rng.graphs import compiled
 from trainer.strategy.cost import Cost
 from trainer.strategy.mesh import Mesh, is_divided
 from trainer.strategy.modules.activation_checkpoint import ActivationCheckpoint, recompute
@@ -295,16 +296,19 @@ class Strategy(ABC):
                 raise ConfigError(f"the gradient of the parameter {name} is sparse: {must}")
         self.flops = counter.total / count_rows(targets, inputs)
         self.tensors = self._open_tensors()
-        is_whole = self.config.recompute == "none"
+        is_whole = self.config.recompute == "none" and self.blueprint.config.run.compile != "blocks"
         self._compile([self.module] if is_whole else self.blocks)
 
     def _compile(self, modules: Sequence[nn.Module]) -> None:
         """Apply torch.compile to modules if run.compile is set."""
-        for module in modules if self.blueprint.config.run.compile else ():
+        given = self.blueprint.config.run.compile
+        if given == "blocks" and not modules:
+            raise ConfigError("run.compile=blocks: the task has no blocks; define blocks(model)")
+        for module in modules if given else ():
             # Module.compile does not compile torch's own modules, such as nn.Sequential
             is_outer = isinstance(module.forward, ActivationCheckpoint)
             owner, name = (module.forward, "inner") if is_outer else (module, "forward")
-            setattr(owner, name, torch.compile(getattr(owner, name), dynamic=False))
+            setattr(owner, name, compiled(getattr(owner, name), given))
 
 
 def find_devices(settings: StrategySettings, world: World) -> tuple[torch.device, ...]:

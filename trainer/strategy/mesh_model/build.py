@@ -48,8 +48,8 @@ class Division:
         if mesh.divides_model:
             self.structure = copy_structure(model)
         self.partition = partition = Partition(blueprint, mesh, context)
-        whole = [] if mesh.divides_model else [model]
-        self.compiled: Sequence[nn.Module] = self._own or whole
+        is_by_block = mesh.divides_model or blueprint.config.run.compile == "blocks"
+        self.compiled: Sequence[nn.Module] = self._own or ([] if is_by_block else [model])
         if blueprint.config.strategy.sequence:
             divide_sequence(self._own, blueprint.world.groups["tensor"])
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]

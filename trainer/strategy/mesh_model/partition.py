@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from trainer.config.typed import show
 from trainer.errors import ConfigError, counted
 from trainer.hook_errors import call
 from trainer.micro_batch import count_rows
@@ -91,7 +92,7 @@ class Partition:
             )
         if config.run.compile and not count:
             why = f"{mesh} can compile blocks only; define blocks(model)"
-            raise ConfigError(f"run.compile=true: {why}")
+            raise ConfigError(f"run.compile={show(config.run.compile)}: {why}")
         if mesh.context > 1 and has_batchnorm(self._blueprint.model):
             why = "BatchNorm would normalise a part of the positions"
             raise ConfigError(f"strategy.mesh.context={mesh.context}: {why}; choose another axis")

@@ -1,0 +1,101 @@
+"""Strategies on several GPUs: sharded, divided into matrices or stages, and exact."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from .runs import Here, Skip, at_most, check_equal_bits, check_learned, distance, losses
+
+HSDP = ["strategy=hsdp", "strategy.mesh={replicate: 2, shard: 2}"]
+
+
+def sharded(here: Here) -> str:
+    """Check FSDP2 and HSDP against one rank, with recomputed layers, and a resume under another
+    layout: over nccl with a GPU for each rank, on the CPU over gloo."""
+    recipe = ["strategy.precision=fp64", "run.clip_norm=1", "task.options.dropout=0.2"]
+    num_devices = here.count_gpus(4)
+    layouts = {2: ["strategy=fsdp", "strategy.recompute=['2']"], 4: HSDP}
+    tried = {ranks: words for ranks, words in layouts.items() if ranks <= num_devices}
+    if not tried:
+        raise Skip(f"fsdp needs 2 GPUs and hsdp needs 4; {num_devices} found")
+    one = here.launch("one", *recipe)
+    notes = []
+    for ranks, words in tried.items():
+        name = words[0].removeprefix("strategy=")
+        run = here.launch(name, *recipe, *words, ranks=ranks)
+        notes.append(at_most(distance(one, run), 1e-10, f"{name} on {ranks} ranks and 1 differ"))
+    here.launch("parts", *recipe, *layouts[2], "run.steps=15", ranks=2)
+    parts = here.launch("parts", *recipe, "run.resume=auto")
+    notes.append(at_most(distance(one, parts), 1e-10, "fsdp resumed on 1 rank differs"))
+    notes += [f"{words[0]} not tried" for ranks, words in layouts.items() if ranks not in tried]
+    return "; ".join(notes)
+
+
+def meshes(here: Here) -> str:
+    """Check tensor and pipeline parallel on two ranks, and blocks over two devices of one rank,
+    against one rank: over nccl with a GPU for each, on the CPU over gloo."""
+    here.needs(2)
+    recipe = ["strategy.precision=fp64", "task.options.dropout=0.2", "data.micro_batch=4"]
+    one = here.launch("one", *recipe)
+    notes = []
+    for name, ranks in (("tp", 2), ("pp", 2), ("mp", 1)):
+        run = here.launch(name, *recipe, f"strategy={name}", ranks=ranks)
+        notes.append(at_most(distance(one, run), 1e-10, f"{name} and one rank differ"))
+    return "; ".join(notes)
+
+
+def pipeline(here: Here) -> str:
+    """Check a pipeline whose stages exchange 32 MB per micro-batch, more than NCCL buffers."""
+    here.needs(2)
+    words = ["task.trainer=gpu_checks.probe.Wide", "strategy.precision=fp64", "run.steps=6"]
+    words += ["data.global_batch=16", "data.micro_batch=2", "eval.every_epochs=null"]
+    one = here.launch("one", *words)
+    began = time.monotonic()
+    stages = ["strategy=pp", "strategy.schedule=1f1b", "dist.hang_timeout_s=10"]
+    two = here.launch("two", *words, *stages, ranks=2)
+    seconds = time.monotonic() - began
+    note = at_most(distance(one, two), 1e-10, "2 stages and 1 rank differ")
+    return f"8 micro-batches of 32 MB by 1f1b: {note}; {seconds:.0f} s"
+
+
+def model_parallel(here: Here) -> str:
+    """Check blocks over two devices of each rank, with a weighted loss, also under a loss scale."""
+    here.needs(2)
+    ranks = 2 if here.count_gpus(4) >= 4 else 1
+    words = ["task.trainer=gpu_checks.probe.Weighted", "data.micro_batch=4"]
+    one = here.launch("one", *words, "strategy.precision=fp64")
+    run = here.launch("mp", *words, "strategy=mp", "strategy.precision=fp64", ranks=ranks)
+    what = f"mp on {ranks} {'ranks' if ranks > 1 else 'rank'} of 2 devices"
+    note = at_most(distance(one, run), 1e-10, f"{what} and one rank differ")
+    scaled = here.launch("fp16", *words, "strategy=mp", "strategy.precision=amp_fp16", ranks=ranks)
+    check_learned(losses(scaled), "mp with amp_fp16")
+    return f"{note}; amp_fp16 trains" + "; 2 ranks need 4 GPUs" * (ranks == 1)
+
+
+def exact(here: Here) -> str:
+    """Check that strategy=exact has the same bits twice, and on one rank and two, with attention in
+    bf16."""
+    words = ["strategy=exact", "strategy.precision=amp_bf16", "task.options.layers=2"]
+    words += ["run.steps=12", "log.every_steps=1", "eval.every_steps=null"]
+    first = here.launch("first", *words, recipe="text")
+    second = here.launch("second", *words, recipe="text")
+    check_equal_bits(first, second, "two runs on one rank")
+    two = here.launch("two", *words, ranks=2, recipe="text")
+    num_gpus = here.count_gpus(2)
+    place = "2 ranks" if num_gpus > 1 else "2 ranks that share the GPU"
+    check_equal_bits(first, two, f"one rank and {place}")
+    return f"equal bits in two runs and on {place}; attention by {attention_kernel(here)}"
+
+
+def attention_kernel(here: Here) -> str:
+    """Return the kernel that torch chooses for the attention of task=text in bf16."""
+    shape = (4, 4, 128, 32)
+    query = torch.zeros(shape, dtype=torch.bfloat16, device=here.device, requires_grad=True)
+    number = torch._fused_sdp_choice(query, query, query, is_causal=True)
+    name = next((n for n, kind in SDPBackend.__members__.items() if int(kind) == number), "?")
+    if here.device.type == "cuda":
+        assert name != "MATH", "attention in bf16 is not fused here, so this check shows nothing"
+    return name.lower()

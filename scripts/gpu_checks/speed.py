@@ -1,0 +1,104 @@
+"""Speed: the CIFAR-10 recipe, and airbench94's own script beside it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from trainer import load_config
+from trainer.tasks.cifar import Cifar
+
+from .runs import Here, Skip, last_error
+
+TURNS = 2
+CONTESTANTS = ("airbench", "lockstep", "lockstep-compiled")
+
+
+class Timed(Cifar):
+    """CIFAR-10 that measures the seconds from its first step to each evaluation."""
+
+    def train_step(self, batch):
+        self.began = getattr(self, "began", time.perf_counter())
+        self.accuracies = getattr(self, "accuracies", [])
+        return super().train_step(batch)
+
+    def summarize(self, means):
+        if self.step:
+            self.accuracies.append((time.perf_counter() - self.began, means["accuracy"]))
+        return {}
+
+
+def cifar(here: Here) -> str:
+    """Train the CIFAR-10 recipe: on the full set with the paper's batch size and epochs, else on
+    the bundled images with the task's own."""
+    is_full = (Path(here.root) / "test_batch.bin").is_file()
+    words = ["task=cifar", f"run.dir={here.folder}", f"task.options.root={here.root}"]
+    if is_full:
+        words += ["task.options.data=full", "data.global_batch=2000", "run.epochs=8"]
+    else:
+        words += [
+            "task.options.data=bundled",
+            *(["run.epochs=1"] if here.device.type == "cpu" else []),
+        ]
+    trainer = Timed(load_config(words))
+    summary = trainer.fit()
+    reached, goal = summary.metrics["eval/accuracy"], 0.94
+    first = next((seconds for seconds, accuracy in trainer.accuracies if accuracy >= goal), None)
+    note = (
+        f"{'full' if is_full else 'bundled'} set: {reached:.2%} after "
+        f"{trainer.accuracies[-1][0]:.1f} s with"
+    )
+    note += f" {len(trainer.accuracies)} evaluations, {summary.examples_per_s:,.0f} images/s"
+    if is_full:
+        note += f"; 94 % after {first:.1f} s" if first else "; 94 % was not reached"
+    least = 0.93 if is_full else 0.78 if here.device.type == "cuda" else 0.2
+    assert reached >= least, f"{note}, less than {least:.0%}"
+    return note
+
+
+def airbench(here: Here) -> str:
+    """Measure images/s of airbench94's own script and of task=cifar, which take turns in processes
+    of their own; write a profiler trace of each."""
+    if not here.airbench:
+        raise Skip("needs --airbench FILE, airbench94_muon.py of KellerJordan/cifar10-airbench")
+    if here.device.type != "cuda":
+        raise Skip("airbench94's script needs a GPU")
+    if find_spec("torchvision") is None:
+        raise Skip("airbench94's script needs torchvision")
+    return take_turns(here)
+
+
+def take_turns(here: Here) -> str:
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTESTANTS}
+    for turn in range(TURNS):
+        for name in CONTESTANTS:
+            trace = here.traces / f"trace_{name}.json.gz"
+            more = ["--trace", str(trace)] if turn == TURNS - 1 else []
+            found[name].append(measure(here, name, here.folder / f"{name}-{turn}", more))
+    notes = []
+    for name, turns in found.items():
+        speeds = [f"{turn['images_per_s']:,.0f}" for turn in turns]
+        last = turns[-1]
+        launches = f"{last['launches']:.0f} launches a step, GPU busy {last['busy']:.0%}"
+        notes.append(f"{name} {' and '.join(speeds)} images/s, {launches}")
+    best = {name: max(turn["images_per_s"] for turn in turns) for name, turns in found.items()}
+    ratios = [f"{name} x{best[name] / best['airbench']:.2f}" for name in CONTESTANTS[1:]]
+    return f"{'; '.join(notes)}; of airbench: {', '.join(ratios)}; {found['lockstep'][0]['data']}"
+
+
+def measure(here: Here, name: str, folder: Path, more: list[str]) -> dict[str, Any]:
+    """Run a contestant in a process of its own, in a new folder."""
+    folder.mkdir()
+    script = str(Path(here.airbench).resolve())
+    files = ["--script", script, "--root", str(Path(here.root).resolve())]
+    command = [sys.executable, "-m", "gpu_checks.contestants", name, *files, *more]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env=here.environment()
+    )
+    assert done.returncode == 0, f"{name}: {last_error(done.stderr)}"
+    return json.loads(done.stdout.splitlines()[-1])
