@@ -162,4 +162,4 @@ TEXT += ["checkpoint.every_steps=null", "strategy.precision=fp32", "log.every_st
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_text_with_dropout_trains_the_same_compiled(how, ranks, tmp_path):
     eager = fit_on(1, tmp_path / "eager", *TEXT)
-    check_parity(eager, fit_on(ranks, tmp_path / how, *TEXT, f"run.compile={how}"), 1e-3, 1e-3)
+    check_parity(eager, fit_on(ranks, tmp_path / how, *TEXT, f"run.compile={how}"), 1e-3, 1e-3, False)

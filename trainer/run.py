@@ -21,7 +21,7 @@ from trainer.engine.decisions import Actions, Decisions, Requests, RolledBack
 from trainer.engine.diagnosis import name_bad_examples
 from trainer.engine.drift import check_drift
 from trainer.engine.engine import Engine
-from trainer.engine.outcome import Outcome
+from trainer.engine.outcome import Later, Outcome, Reading
 from trainer.errors import ConfigError, RunError, describe
 from trainer.record import fingerprint, resume, startup
 from trainer.record.files import BAD_STEP
@@ -67,6 +67,8 @@ class Run:
         self.record = opened.record
         self.requests.watch(opened.saver, opened.record)
         self.state.recall(opened.evaluation, *self._judged_by())
+        wait = partial(setup.parts.ranks.heartbeat.enter, Phase.DEVICE)
+        self._later = Later(wait)
         self.decisions = self._open_decisions(opened, rolled_back)
         code = fingerprint.of_code(type(task))
         self.checkpoints = Checkpointer(*own, opened, data, code)
@@ -132,12 +134,17 @@ class Run:
         is_complete = self._is_sound and not self.engine.is_in_step and has_trained
         if not is_complete or not isinstance(error, Exception):
             return ""
-        if not self.checkpoints.save_after_error(self.state, self.decisions.flush):
+        if not self.checkpoints.save_after_error(self.state, self._settle):
             return ""
         saved = f"the state after step {step:,} is saved; {self._log.next_command(True)}"
         if not isinstance(error, (ConfigError, RunError)):  # whose line ends with it
             self.record.say(saved)
         return f"; {saved}"
+
+    def _settle(self) -> None:
+        """Decide on the last outcome, and record what was logged. A collective."""
+        self.decisions.flush()
+        self._later.finish()
 
     def announce(self) -> None:
         """Print what is about to run: ranks, layout, batch arithmetic, data, model, changes.
@@ -212,6 +219,7 @@ class Run:
         Before an evaluation or a save also on this one, which may end the run.
         """
         self._ranks.heartbeat.end_step()
+        self._later.advance()  # first: what it waits for came after the previous outcome
         self._is_sound = False
         self.decisions.push(outcome)
         config = self.config
@@ -237,10 +245,19 @@ class Run:
 
     # Record -------------------------------------------------------------------------------------
 
-    def scalars(self) -> dict[str, float]:
-        """Return means since the last log, learning rate and speed, by name. A collective."""
-        self._ranks.heartbeat.enter(Phase.LOG)
-        return self._log.scalars(self.engine, self.state.step)
+    def log(self) -> None:
+        """Record means since the last log, learning rate and speed, if that is due. A collective.
+
+        On a device they are recorded one to three steps later, so that the host does not wait.
+        """
+        if self.is_due(self.config.log):
+            self._ranks.heartbeat.enter(Phase.LOG)
+            self._later.begin(self._record_scalars())
+
+    def _record_scalars(self) -> Reading[None]:
+        step = self.state.step
+        values = yield from self._log.scalars(self.engine, step)
+        self.record.scalars(step, values)
 
     def observe(self) -> None:
         """Compare the state of the ranks if that is due, and show progress."""
@@ -260,6 +277,7 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Return `{"eval/loss": ...}`; empty after a stop request or without data. A collective."""
         with self._log.paused():
+            self._later.finish()
             metrics = self.evaluator.evaluate()
         if metrics is None:
             self.decisions.agree_on_stop()
@@ -277,7 +295,8 @@ class Run:
         if is_best and self.config.checkpoint.keep_best > 0:
             self.request_save()
         if self.decisions.ended_by and self._log.is_behind(self.state.step):
-            self.record.scalars(self.state.step, self.scalars())  # the end is always logged
+            self._later.begin(self._record_scalars())  # the end is always logged
+            self._later.finish()
 
     def _judged_by(self) -> tuple[str, str, float]:
         config = self.config
@@ -297,6 +316,7 @@ class Run:
         """Publish a checkpoint of the state, unless this step has one already. A collective."""
         with self._log.paused():
             self.decisions.flush()  # a bad step must not be published
+            self._later.finish()
             self._save()
 
     def _save(self) -> None:
@@ -311,6 +331,7 @@ class Run:
         self._ranks.heartbeat.enter(Phase.END)
         state = self.state
         self.decisions.flush()
+        self._later.finish()
         if self.is_stopped:
             self.record.progress(state.step, self.num_steps, True)
         self._save()  # the last step may have no checkpoint yet, for example after a stop

@@ -293,8 +293,7 @@ def loop(task: Trainer, run: Run) -> Summary:
             engine.end_step()
             # Handles the previous step's outcome, so the GPU is not kept waiting.
             run.react(outcome)
-            if run.is_due(config.log):
-                run.record.scalars(state.step, run.scalars())
+            run.log()
             run.observe()
             if run.is_stopped:
                 break

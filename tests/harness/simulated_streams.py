@@ -117,8 +117,11 @@ class Event:
         (stream or current_stream()).wait_event(self)
 
     def query(self) -> bool:
-        self._finish()
-        return True
+        """Return True once the host has waited for it, or for what came after it."""
+        is_done = all(_host.get(stream, 0) >= time for stream, time in self.clock.items())
+        if is_done:
+            self._finish()
+        return is_done
 
     def synchronize(self) -> None:
         note_wait("Event.synchronize")

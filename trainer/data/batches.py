@@ -29,7 +29,9 @@ class LocalBatch:
     """This rank's rows of one global batch, in micro-batches.
 
     Iterating augments a micro-batch and seeds dropout for it, so run it before taking the next.
-    It can be iterated several times, with the same random numbers. `first` is the number of this
+    It can be iterated several times, with the same random numbers. All pieces are read before the
+    step, so that one that cannot be read leaves the state whole; each is copied to the device when
+    it is used. `first` is the number of this
     rank's first micro-batch among those of the global batch.
     """
 
@@ -56,7 +58,8 @@ class LocalBatch:
 
     def again(self, number: int) -> None:
         """Begin the random draws of the `number`-th of these micro-batches once more."""
-        self.prepare.draws.begin(self.step, self.first + number, self.pieces[number][1])
+        _, indices = self.pieces[number]
+        self.prepare.begin_draws(self.step, self.first + number, indices)
 
 
 class Batches:

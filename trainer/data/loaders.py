@@ -10,12 +10,10 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -319,11 +317,10 @@ class StreamedLoader:
         return replaced
 
     def _take(self, answer: Any) -> Any:
-        """Move an answer of the source to the device, or raise it if it is a RunError."""
+        """Return an answer of the source, or raise it if it is a RunError."""
         if isinstance(answer, RunError):
             raise answer
-        move = partial(torch.Tensor.to, device=self._source.device, non_blocking=True)
-        return tree_map_only(torch.Tensor, move, answer)
+        return answer
 
 
 class _Requests:

@@ -12,6 +12,7 @@ from torch.utils.data import default_collate
 
 from trainer.data.examples import find_flaw
 from trainer.data.loaders import Collate, Piece
+from trainer.distributed import accelerator
 from trainer.errors import ConfigError
 from trainer.micro_batch import count_rows
 from trainer.rng.forward import Draws
@@ -39,7 +40,7 @@ class Preparation:
     def __call__(self, piece: Piece, split: str, epoch: int, step: int, number: int) -> MicroBatch:
         """Return the `number`-th micro-batch of `step`, and begin the random draws of its rows."""
         self.draws.end()  # augment draws from its own Random
-        batch, indices = piece
+        batch, indices = accelerator.copy_aside(piece, self.device)
         inputs, targets = _pair("split_batch", self.split_batch(batch))
         random = Random(self.seed, split, epoch, indices)
         augmented = self.augment(inputs, targets, random, split == "train")
@@ -57,6 +58,11 @@ class Preparation:
         prepared = self.convert(inputs, targets)
         self.draws.begin(step, number, indices, split)
         return prepared
+
+
+    def begin_draws(self, step: int, number: int, indices: torch.Tensor) -> None:
+        """Begin the random draws of these training examples once more."""
+        self.draws.begin(step, number, accelerator.copy_aside(indices, self.device))
 
 
 def _pair(hook: str, returned: Any) -> MicroBatch:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.errors import one_line
 
@@ -38,6 +39,36 @@ def module(device: torch.device) -> Any:
 def is_used(device: torch.device) -> bool:
     """Return True for a device whose work goes on while the host does something else."""
     return device.type not in ("cpu", "meta")
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host on a device; the host does not wait for the copy."""
+    return tensor.pin_memory().to(device, non_blocking=True) if is_used(device) else tensor
+
+
+@functools.cache
+def _stream_of_copies(device: torch.device) -> Any:
+    return module(device).Stream(device)
+
+
+def copy_aside(tree: Any, device: torch.device) -> Any:
+    """Return a tree of tensors on a device, copied from the host on a stream of its own.
+
+    What the device computes next waits for the copy, and what it computes now goes on beside it.
+    """
+    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    move = functools.partial(torch.Tensor.to, device=device, non_blocking=True)
+    if not is_used(device) or all(is_used(leaf.device) for leaf in leaves):
+        return tree_map_only(torch.Tensor, move, tree)
+    own = module(device)
+    with own.stream(_stream_of_copies(device)):
+        copies = tree_map_only(torch.Tensor, move, tree)
+    user = own.current_stream(device)
+    user.wait_stream(_stream_of_copies(device))
+    for leaf in tree_leaves(copies):
+        if isinstance(leaf, torch.Tensor):
+            leaf.record_stream(user)  # else its memory is used again when this stream frees it
+    return copies
 
 
 def own_backend() -> str:

@@ -101,6 +101,14 @@ class Group:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
         return tensor.tolist()
 
+    def most(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the maximum of each element over all ranks; the host does not wait for it."""
+        if self.world.world_size == 1:
+            return tensor
+        sent = tensor.to(self._wire_device(), copy=True)
+        dist.all_reduce(sent, dist.ReduceOp.MAX)
+        return sent.to(tensor.device)
+
     def share_bytes(self, data: bytes | None, source: int = 0) -> bytes:
         """Return the bytes of rank `source` on every rank; those of other ranks are ignored."""
         if self.world.world_size == 1:

@@ -141,11 +141,16 @@ class World:
         """Return a copy with the devices that the strategy chose."""
         return replace(self, devices=devices)
 
-    def peak_bytes(self) -> int:
-        """Return the most memory used so far: by torch on devices, else by the whole process."""
-        if accelerator.is_used(self.device):
-            return sum(map(torch.accelerator.max_memory_allocated, self.devices))
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in kB on Linux
+    def peak_bytes(self) -> list[int]:
+        """Return the most memory used so far: tensors and what torch reserved on devices.
+
+        On a CPU it is one number, of the whole process.
+        """
+        if not accelerator.is_used(self.device):
+            return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]  # in kB on Linux
+        memory = torch.accelerator.memory
+        peaks = (memory.max_memory_allocated, memory.max_memory_reserved)
+        return [sum(map(peak, self.devices)) for peak in peaks]
 
     @property
     def started(self) -> str:

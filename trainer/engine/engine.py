@@ -66,10 +66,9 @@ class Norms:
         if self._limit is not None and norm is not None:
             clip_grads_with_norm_(parameters, self._limit, norm)
 
-    def take(self) -> dict[str, float]:
-        """Return the norm of each update's last gradients before clipping, by name, once."""
-        norms = {name: float(norm) for name, norm in self._found.items()}
-        self._found.clear()
+    def take(self) -> dict[str, torch.Tensor]:
+        """Return the norm () of each update's last gradients before clipping, by name, once."""
+        norms, self._found = self._found, {}
         return norms
 
 

@@ -14,11 +14,14 @@ import torch
 from trainer.codec import name_of
 from trainer.data.batch_plan import Leaves
 from trainer.data.examples import find_flaw
+from trainer.distributed import accelerator
 from trainer.distributed.group import Group
+from trainer.engine.outcome import Reading, read_now
 from trainer.errors import ConfigError
 
 Values = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Row = tuple[torch.Tensor, torch.Tensor | float]  # (sum, weight)
+Rows = dict[str, list[list[Row]]]  # by name
 
 
 def weigh(
@@ -149,7 +152,7 @@ class Means:
     def __init__(self, leaves: Leaves | None = None) -> None:
         self._leaves = leaves
         self._open: dict[str, list[Row]] = {}
-        self._rows: dict[str, list[list[Row]]] = {}
+        self._rows: Rows = {}
         self._reduced: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, values: torch.Tensor, weights: torch.Tensor | None) -> None:
@@ -186,72 +189,72 @@ class Means:
         Tensors are float64 on the CPU. Collective: every rank must call it.
         """
         self.end_row()
-        counts = self._count_rows(group)
-        names = sorted(counts)
-        if names:
-            local = [row for name in names for row in self._padded(name, counts[name])]
-            if self._leaves is None:
-                total = group.total(_stack([row[0] for row in local]))
-            else:
-                total = self._sum_leaves(local, group)
-            sizes = [counts[name] for name in names]
-            for name, rows in zip(names, total.split(sizes), strict=True):
-                before = self._reduced.get(name)
-                self._reduced[name] = rows if before is None else torch.cat([before, rows])
-        self._rows = {}
+        rows, self._rows = self._rows, {}
+        for name, table in read_now(self._reducing(rows, group)).items():
+            before = self._reduced.get(name)
+            self._reduced[name] = table if before is None else torch.cat([before, table])
         return dict(self._reduced)
 
-    def _count_rows(self, group: Group) -> dict[str, int]:
-        """Return the number of rows of each name that a rank has. A collective.
+    def reading(self, group: Group) -> Reading[dict[str, float]]:
+        """Return the mean by name over all values of all ranks since the last read, and clear.
 
-        Some ranks may have fewer: a stage of a pipeline has no outputs, and a task may record a
-        value in some steps only.
+        It is nan if the total weight is 0. Collective: every rank must call it.
         """
-        counts = {name: len(rows) for name, rows in sorted(self._rows.items())}
-        number = zlib.crc32(json.dumps(counts).encode())
-        most, least = group.max(number, -number)
-        if most != -least:
-            for others in group.gather(counts):
-                for name, count in others.items():
-                    counts[name] = max(count, counts.get(name, 0))
-        return counts
+        self.end_row()
+        rows, before = self._rows, self._reduced
+        self.clear()
+        tables = yield from self._reducing(rows, group)
+        means = {}
+        for name in sorted({*tables, *before}):
+            parts = [each[name] for each in (before, tables) if name in each]
+            total, weight = (sum(column) for column in torch.cat(parts).t().tolist())
+            means[name] = total / weight if weight else math.nan
+        return means
 
-    def _padded(self, name: str, count: int) -> list[list[Row]]:
+    def read(self, group: Group) -> dict[str, float]:
+        """Return `reading`'s means; the host waits for them."""
+        return read_now(self.reading(group))
+
+    def _reducing(self, rows: Rows, group: Group) -> Reading[dict[str, torch.Tensor]]:
+        """Return (rows, 2) of each name, float64 on the CPU, summed over all ranks."""
+        counts = {name: len(each) for name, each in sorted(rows.items())}
+        if group.world.world_size > 1:
+            counts = yield from _agree_on(counts, rows, group)
+        names = sorted(counts)
+        if not names:
+            return {}
+        local = [row for name in names for row in self._padded(rows, name, counts[name])]
+        sizes = [counts[name] for name in names]
+        if self._leaves is None:
+            total = yield group.total(_stack([row[0] for row in local]))
+        else:
+            columns = yield group.total(self._place_leaves(local))
+            parts = columns.view(len(local), -1, 2).unbind(1)
+            total = functools.reduce(torch.add, parts)
+        return dict(zip(names, total.split(sizes), strict=True))
+
+    def _padded(self, rows: Rows, name: str, count: int) -> list[list[Row]]:
         """Return the rows of a name, and empty ones where other ranks have more."""
-        rows = self._rows.get(name, [])
-        zero = next((row[0][0] for each in self._rows.values() for row in each), torch.zeros(()))
+        own = rows.get(name, [])
+        zero = next((row[0][0] for each in rows.values() for row in each), torch.zeros(()))
         empty: list[Row] = [(torch.zeros_like(zero), 0.0)] * (
             self._leaves.count if self._leaves else 1
         )
-        return rows + [empty] * (count - len(rows))
+        return own + [empty] * (count - len(own))
 
-    def _sum_leaves(self, rows: list[list[Row]], group: Group) -> torch.Tensor:
-        """Return (rows, 2), each the sum over all leaves in their order."""
+    def _place_leaves(self, rows: list[list[Row]]) -> torch.Tensor:
+        """Return (rows, passes, leaves, 2): this rank's leaves in their places, and zeros."""
         leaves = self._leaves
         assert leaves is not None
         if any(len(row) % leaves.count for row in rows):
             why = "a metric or loss was returned for some micro-batches only"
             raise ConfigError(f"strategy=exact: {why}; always return it, if need be with weights 0")
         passes = max(len(row) for row in rows) // leaves.count
-        table = torch.zeros(len(rows), passes, leaves.total, 2, dtype=torch.float64)
-        for number, row in enumerate(rows):
-            sums = _stack(row).view(-1, leaves.count, 2)
+        stacked = [_stack(row).view(-1, leaves.count, 2) for row in rows]
+        table = stacked[0].new_zeros(len(rows), passes, leaves.total, 2)
+        for number, sums in enumerate(stacked):
             table[number, : len(sums), leaves.first : leaves.first + leaves.count] = sums
-        columns = group.total(table).view(len(rows), -1, 2).unbind(1)
-        return functools.reduce(torch.add, columns)
-
-    def read(self, group: Group) -> dict[str, float]:
-        """Return the mean by name over all values of all ranks since the last read.
-
-        It is nan if the total weight is 0. Collective: every rank must call it.
-        """
-        rows = self.reduced(group)
-        self.clear()
-        means = {}
-        for name, table in rows.items():
-            total, weight = (sum(column) for column in table.t().tolist())
-            means[name] = total / weight if weight else math.nan
-        return means
+        return table
 
     def load(self, rows: dict[str, torch.Tensor]) -> None:
         """Continue from what `reduced` returned."""
@@ -259,10 +262,33 @@ class Means:
         self._reduced = {name: table.clone() for name, table in rows.items()}
 
 
+def _agree_on(counts: dict[str, int], rows: Rows, group: Group) -> Reading[dict[str, int]]:
+    """Return the most rows of each name that a rank has. A collective.
+
+    Some ranks may have fewer: a stage of a pipeline has no outputs, and a task may record a
+    value in some steps only.
+    """
+    number = zlib.crc32(json.dumps(counts).encode())
+    device = next((row[0][0].device for each in rows.values() for row in each), group.world.device)
+    both = torch.tensor([number, -number], dtype=torch.float64)
+    most, least = (yield group.most(accelerator.send(both, device))).tolist()
+    if most != -least:
+        for others in group.gather(counts):
+            for name, count in others.items():
+                counts[name] = max(count, counts.get(name, 0))
+    return counts
+
+
 def _stack(rows: list[Row]) -> torch.Tensor:
-    """Return (rows, 2) float64 on the CPU, with one copy from the device for each column."""
-    totals = torch.stack([total.double() for total, _ in rows]).cpu()
-    on_device = [weight for _, weight in rows if isinstance(weight, torch.Tensor)]
-    read = iter(torch.stack(on_device).tolist() if on_device else [])
-    weights = [next(read) if isinstance(weight, torch.Tensor) else weight for _, weight in rows]
-    return torch.stack([totals, torch.tensor(weights, dtype=torch.float64)], dim=1)
+    """Return (rows, 2) float64 of sums and weights, on the device of the sums."""
+    totals = torch.stack([total.double() for total, _ in rows])
+    numbers = [0.0 if isinstance(weight, torch.Tensor) else weight for _, weight in rows]
+    if any(numbers) or not rows:
+        known = accelerator.send(torch.tensor(numbers, dtype=torch.float64), totals.device)
+    else:
+        known = torch.zeros_like(totals)
+    on_device = [weight if isinstance(weight, torch.Tensor) else None for _, weight in rows]
+    if any(weight is not None for weight in on_device):
+        zero = torch.zeros((), dtype=torch.float64, device=totals.device)
+        known = known + torch.stack([zero if w is None else w.double() for w in on_device])
+    return torch.stack([totals, known], dim=1)

@@ -19,7 +19,7 @@ as in a run. --json prints one JSON object.
 
 ranks: number of ranks, 1 by default; local_ranks: those of a node, 8 or `ranks` if fewer
 device: name in the table of devices, for time and memory: {devices}
-devices: your own table, a copy of trainer/plan/devices.yaml with other numbers
+devices: your own table, a copy of trainer/distributed/devices.yaml with other numbers
 disk_gb_s: GB per second that the disk takes from all ranks, 1 by default
 
 Exit codes: 0 planned, 1 the run does not fit the device, 2 the run would be refused."""
@@ -39,8 +39,8 @@ def main(arguments: Sequence[str]) -> int:
         must = f"must divide ranks={ranks}; give another number of ranks per node"
         raise ConfigError(f"local_ranks={local_ranks}: {must}")
     disk_gb_s = _read_rate(own, "disk_gb_s")
+    from trainer.distributed.devices import find_device
     from trainer.plan.advice import find_fitting
-    from trainer.plan.devices import find_device
     from trainer.plan.planning import Plan, PlannedLayout, make_plan
     from trainer.plan.report import Advice, show
     from trainer.plan.trial import SharedParts
@@ -85,7 +85,7 @@ def _read_rate(words: Mapping[str, str], name: str) -> float:
 
 
 def _help(words: Sequence[str]) -> str:
-    from trainer.plan.devices import list_devices
+    from trainer.distributed.devices import list_devices
 
     return HELP.format(devices=", ".join(list_devices()))
 

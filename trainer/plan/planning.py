@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.checkpoints import packing
 from trainer.config.schema import Config
-from trainer.plan.devices import Device
+from trainer.distributed.devices import Device
 from trainer.plan.held import StageTensors, hold
 from trainer.plan.memory import ACTIVATIONS, States, list_memory, measure_states
 from trainer.plan.passes import Passes, run_passes

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.plan.devices import Device
+from trainer.distributed.devices import Device
 from trainer.plan.passes import Passes
 from trainer.plan.trial import Trial
 from trainer.strategy.cost import MemoryRow, Message

@@ -19,13 +19,13 @@ from trainer.config.targets import check_target
 from trainer.data.batches import Batches
 from trainer.data.preparation import MicroBatch
 from trainer.distributed import accelerator
+from trainer.distributed.devices import Device
 from trainer.distributed.launchers import Launcher
 from trainer.distributed.world import World
 from trainer.engine.precision import Precision, choose_precision, is_bf16_native
 from trainer.errors import ConfigError
 from trainer.hook_errors import call
 from trainer.plan.counting import Traffic
-from trainer.plan.devices import Device
 from trainer.plan.fake_model import FakeModel
 from trainer.setup.build import build_dataset, build_preparation, make_blueprint, make_model
 from trainer.setup.checks import check_layout, try_optimizer

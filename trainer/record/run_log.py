@@ -7,16 +7,31 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainer.checkpoints.state import TrainState
 from trainer.config.schema import Config
+from trainer.distributed import accelerator
+from trainer.distributed.devices import find_known
 from trainer.distributed.group import Group
+from trainer.distributed.world import World
 from trainer.engine.engine import Engine
+from trainer.engine.outcome import Reading
 from trainer.errors import ConfigError
 from trainer.process.clock import Clock
 from trainer.record import startup
 from trainer.record.startup import STOPPED, Summary
 from trainer.record.trackers.base import Record
 from trainer.strategy.mesh import Mesh
+
+
+def peak_of(world: World, precision: str) -> float | None:
+    """Return the peak of all devices in operations per second; None if it is not known."""
+    if not accelerator.is_used(world.device):
+        return None
+    known = find_known(accelerator.describe(world.device))
+    peak = known and known.peak(precision)
+    return peak * world.world_size * len(world.devices) if peak else None
 
 
 class RunLog:
@@ -45,6 +60,7 @@ class RunLog:
         self._logged = (first_step, self._began_s)
         self._list_changes = list_changes
         self._is_new = is_new
+        self._peak = peak_of(group.world, config.strategy.precision)
 
     def paused(self) -> AbstractContextManager[None]:
         """Do not count the time of the block as training."""
@@ -62,25 +78,43 @@ class RunLog:
         if self._is_new:
             self._record.hyper_parameters(self._config.flat())
 
-    def scalars(self, engine: Engine, step: int) -> dict[str, float]:
+    def scalars(self, engine: Engine, step: int) -> Reading[dict[str, float]]:
         """Return means since the last call, learning rate and speed, by name. A collective."""
-        means = engine.recorder.means.read(self._group)
-        values = {f"train/{name}": mean for name, mean in means.items()}
-        values |= engine.optimizers.rates()
-        for name, norm in engine.norms.take().items():
-            values["optim/grad_norm" + f"/{name}" * (name != "loss")] = norm
-        then, before = self._logged
-        self._logged = (step, self._clock.read())
-        examples = (step - then) * self._config.data.global_batch
-        values["speed/examples_per_s"] = examples / max(self._logged[1] - before, 1e-9)
+        world = self._group.world
+        rates = engine.optimizers.rates()
+        norms = engine.norms.take()
+        speeds = self._speeds(engine, step)
         change = engine.tensors.find_change()
-        numbers = (self._group.world.peak_bytes() / 1e9, float(bool(change)))
-        values["speed/memory_gb"], is_changed = self._group.max(*numbers)
+        own = [float(bool(change)), *(size / 1e9 for size in world.peak_bytes())]
+        means = yield from engine.recorder.means.reading(self._group)
+        values = {f"train/{name}": mean for name, mean in means.items()} | rates
+        host = accelerator.send(torch.tensor(own, dtype=torch.float64), world.device)
+        numbers = torch.cat([host, *(norm.double().view(1) for norm in norms.values())])
+        is_changed, *found = (yield self._group.most(numbers)).tolist()
+        for name, norm in zip(norms, found[len(own) - 1 :], strict=True):
+            values["optim/grad_norm" + f"/{name}" * (name != "loss")] = norm
+        values |= speeds
+        values |= zip(("speed/memory_gb", "speed/reserved_gb"), found[: len(own) - 1], strict=False)
         if is_changed:
             with self._group.agreed("checking the model"):
                 if change:
                     raise ConfigError(change)
         return values
+
+    def _speeds(self, engine: Engine, step: int) -> dict[str, float]:
+        """Return the speed since the last call.
+
+        On devices whose peak is known also the model's operations as a fraction of it (MFU;
+        Chowdhery et al., arXiv:2204.02311): forward and backward, without recomputation.
+        """
+        then, before = self._logged
+        self._logged = (step, self._clock.read())
+        examples = (step - then) * self._config.data.global_batch
+        rate = examples / max(self._logged[1] - before, 1e-9)
+        speeds = {"speed/examples_per_s": rate}
+        if self._peak:
+            speeds["speed/mfu"] = rate * engine.strategy.flops / self._peak
+        return speeds
 
     def is_behind(self, step: int) -> bool:
         """Return True if the last call of `scalars` was for an earlier step."""

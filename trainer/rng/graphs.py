@@ -54,7 +54,7 @@ def compiled(function: Callable[..., Any], given: bool | str = True) -> Callable
 
     patches = list_mode_options("max-autotune") if given == "max-autotune" else None
 
-    def lower(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def lower(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
         if _active:
@@ -182,7 +182,7 @@ def _count_calls(graph: fx.GraphModule) -> Iterator[tuple[fx.Node, int]]:
 
 
 def _function_of(node: fx.Node) -> Any:
-    return getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
+    return getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
 
 
 def _bodies(graph: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
@@ -190,7 +190,7 @@ def _bodies(graph: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return []
     names = [a.target for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
-    inside = [getattr(graph, name) for name in names]
+    inside = [getattr(graph, str(name)) for name in names]
     return [each for each in inside if isinstance(each, fx.GraphModule)]
 
 
@@ -277,7 +277,8 @@ def draw(
         if numbers is None:
             drawn = _draw_shared(torch.empty(sizes, dtype=dtype, device=device), kind, given)
         elif kind == "mask":
-            drawn = numbers.mask(*given, dtype)
+            probability, value = given
+            drawn = numbers.mask(probability, value, dtype)
         elif kind == "integers":
             drawn = numbers.integers(*map(int, given))
         else:

@@ -35,6 +35,11 @@ class Device:
         """Bytes of memory for tensors."""
         return self.memory_gb * 1e9 * self.assumed["memory"]
 
+    def peak(self, precision: str) -> float | None:
+        """Return the peak of its data sheet in operations per second."""
+        found = self.tflops.get(ARITHMETIC.get(precision, precision))
+        return None if found is None else found * 1e12
+
     def flops_per_s(self, precision: str) -> float:
         """Return the assumed speed. Raises ConfigError if the device has no such arithmetic."""
         kind = ARITHMETIC.get(precision, precision)
@@ -42,6 +47,14 @@ class Device:
             has = f"device={self.name} has {', '.join(self.tflops)}"
             raise ConfigError(f"strategy.precision={precision}: {has}; choose another precision")
         return self.tflops[kind] * 1e12 * self.assumed["compute"]
+
+
+def find_known(name: str) -> Device | None:
+    """Return the device of the table that torch's name, such as "NVIDIA H100 80GB HBM3", is."""
+    plain = name.lower().replace(" ", "")
+    known = next((key for key in list_devices() if key != "cpu" and key in plain), None)
+    is_other = "pcie" in plain and known in ("a100", "h100")  # slower than the table's SXM
+    return None if known is None or is_other else find_device(known, None)
 
 
 def list_devices() -> list[str]:
