@@ -73,7 +73,14 @@ HEAVY = (
         "submitit",
         "tensorboard",
     ),
-    *("tomli", "tomllib", "torch.distributed.algorithms", "torch.distributed.device_mesh"),
+    *(
+        "tomli",
+        "tomllib",
+        "torch._dynamo",
+        "torch._inductor",
+        "torch.distributed.algorithms",
+        "torch.distributed.device_mesh",
+    ),
     *("torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.tensorboard", "yaml"),
 )
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from trainer.rng import keys, philox
+from trainer.rng.compiled import compiled
 from trainer.rng.forward import Draws
-from trainer.rng.graphs import compiled
 from trainer.rng.keys import RowKeys
 
 CPU = torch.device("cpu")
@@ -162,4 +162,6 @@ TEXT += ["checkpoint.every_steps=null", "strategy.precision=fp32", "log.every_st
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_text_with_dropout_trains_the_same_compiled(how, ranks, tmp_path):
     eager = fit_on(1, tmp_path / "eager", *TEXT)
-    check_parity(eager, fit_on(ranks, tmp_path / how, *TEXT, f"run.compile={how}"), 1e-3, 1e-3, False)
+    check_parity(
+        eager, fit_on(ranks, tmp_path / how, *TEXT, f"run.compile={how}"), 1e-3, 1e-3, False
+    )

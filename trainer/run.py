@@ -21,7 +21,7 @@ from trainer.engine.decisions import Actions, Decisions, Requests, RolledBack
 from trainer.engine.diagnosis import name_bad_examples
 from trainer.engine.drift import check_drift
 from trainer.engine.engine import Engine
-from trainer.engine.outcome import Later, Outcome, Reading
+from trainer.engine.outcome import Outcome
 from trainer.errors import ConfigError, RunError, describe
 from trainer.record import fingerprint, resume, startup
 from trainer.record.files import BAD_STEP
@@ -67,8 +67,6 @@ class Run:
         self.record = opened.record
         self.requests.watch(opened.saver, opened.record)
         self.state.recall(opened.evaluation, *self._judged_by())
-        wait = partial(setup.parts.ranks.heartbeat.enter, Phase.DEVICE)
-        self._later = Later(wait)
         self.decisions = self._open_decisions(opened, rolled_back)
         code = fingerprint.of_code(type(task))
         self.checkpoints = Checkpointer(*own, opened, data, code)
@@ -77,7 +75,7 @@ class Run:
         changes = partial(self._list_changes, warnings, manifest, code)
         self.engine.proof.open(self.batches, self.record.say)
         session = (opened.record, opened.directory, self.step, changes, not origin.is_resumed)
-        self._log = RunLog(config, group, *session)
+        self._log = RunLog(config, setup.parts.ranks, *session)
 
     @property
     def config(self) -> Config:
@@ -144,7 +142,7 @@ class Run:
     def _settle(self) -> None:
         """Decide on the last outcome, and record what was logged. A collective."""
         self.decisions.flush()
-        self._later.finish()
+        self._log.settle()
 
     def announce(self) -> None:
         """Print what is about to run: ranks, layout, batch arithmetic, data, model, changes.
@@ -219,7 +217,7 @@ class Run:
         Before an evaluation or a save also on this one, which may end the run.
         """
         self._ranks.heartbeat.end_step()
-        self._later.advance()  # first: what it waits for came after the previous outcome
+        self._log.advance()  # first: what it waits for came after the previous outcome
         self._is_sound = False
         self.decisions.push(outcome)
         config = self.config
@@ -246,18 +244,12 @@ class Run:
     # Record -------------------------------------------------------------------------------------
 
     def log(self) -> None:
-        """Record means since the last log, learning rate and speed, if that is due. A collective.
-
-        On a device they are recorded one to three steps later, so that the host does not wait.
-        """
+        """Record means, learning rate and speed since the last log, if due. A collective."""
         if self.is_due(self.config.log):
             self._ranks.heartbeat.enter(Phase.LOG)
-            self._later.begin(self._record_scalars())
-
-    def _record_scalars(self) -> Reading[None]:
-        step = self.state.step
-        values = yield from self._log.scalars(self.engine, step)
-        self.record.scalars(step, values)
+            self._log.begin(self.engine, self.state.step)
+            if self.state.step == self.num_steps:
+                self._log.settle()
 
     def observe(self) -> None:
         """Compare the state of the ranks if that is due, and show progress."""
@@ -277,7 +269,6 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Return `{"eval/loss": ...}`; empty after a stop request or without data. A collective."""
         with self._log.paused():
-            self._later.finish()
             metrics = self.evaluator.evaluate()
         if metrics is None:
             self.decisions.agree_on_stop()
@@ -295,8 +286,7 @@ class Run:
         if is_best and self.config.checkpoint.keep_best > 0:
             self.request_save()
         if self.decisions.ended_by and self._log.is_behind(self.state.step):
-            self._later.begin(self._record_scalars())  # the end is always logged
-            self._later.finish()
+            self._log.begin(self.engine, self.state.step)  # the end is always logged
 
     def _judged_by(self) -> tuple[str, str, float]:
         config = self.config
@@ -316,7 +306,6 @@ class Run:
         """Publish a checkpoint of the state, unless this step has one already. A collective."""
         with self._log.paused():
             self.decisions.flush()  # a bad step must not be published
-            self._later.finish()
             self._save()
 
     def _save(self) -> None:
@@ -331,7 +320,7 @@ class Run:
         self._ranks.heartbeat.enter(Phase.END)
         state = self.state
         self.decisions.flush()
-        self._later.finish()
+        self._log.settle()
         if self.is_stopped:
             self.record.progress(state.step, self.num_steps, True)
         self._save()  # the last step may have no checkpoint yet, for example after a stop

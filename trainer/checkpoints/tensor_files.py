@@ -23,6 +23,7 @@ from torch import nn
 from trainer.checkpoints.files import Buffer, open_new
 from trainer.codec import name_of
 from trainer.data.examples import find_flaw
+from trainer.distributed import accelerator
 from trainer.errors import CheckpointError, ConfigError
 from trainer.strategy.shards import Shard
 
@@ -166,9 +167,12 @@ def check_tensors(model: nn.Module, is_structure: bool = False) -> None:
 def private_copy(shards: Mapping[str, Mapping[str, Shard]]) -> dict[str, dict[str, Shard]]:
     """Copy the shards that this rank writes to the CPU, to write them while training continues.
 
-    Tensors that share memory (tied weights) share it in the copy too.
+    Tensors that share memory (tied weights) share it in the copy too. Of a device's tensors all
+    copies are under way together, to pinned memory that torch keeps for the next save, and the host
+    waits once.
     """
     copies: dict[Any, torch.Tensor] = {}
+    devices: set[torch.device] = set()
     kept: dict[str, dict[str, Shard]] = {}
     for kind, named in shards.items():
         kept[kind] = {}
@@ -177,8 +181,11 @@ def private_copy(shards: Mapping[str, Mapping[str, Shard]]) -> dict[str, dict[st
                 continue
             key = memory_of(shard.tensor) or (kind, name)
             if key not in copies:
-                copies[key] = shard.tensor.detach().to("cpu", copy=True)
+                devices.add(shard.tensor.device)
+                copies[key] = shard.tensor.detach().to("cpu", non_blocking=True, copy=True)
             kept[kind][name] = shard._replace(tensor=copies[key])
+    for device in filter(accelerator.is_used, devices):
+        accelerator.module(device).current_stream(device).synchronize()
     return kept
 
 

@@ -82,7 +82,9 @@ class MeshSizes:
 @dataclass
 class StrategySettings:
     name: str
-    precision: Literal["auto", "fp64", "fp32", "tf32", "amp_bf16", "amp_fp16", "bf16", "fp16"]
+    precision: Literal[
+        "default", "auto", "fp64", "fp32", "tf32", "amp_bf16", "amp_fp16", "bf16", "fp16"
+    ]
     sync_batchnorm: bool
     channels_last: bool
     device_ids: list[Annotated[int, limit(min=0)]] | None

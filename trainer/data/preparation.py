@@ -59,7 +59,6 @@ class Preparation:
         self.draws.begin(step, number, indices, split)
         return prepared
 
-
     def begin_draws(self, step: int, number: int, indices: torch.Tensor) -> None:
         """Begin the random draws of these training examples once more."""
         self.draws.begin(step, number, accelerator.copy_aside(indices, self.device))

@@ -101,14 +101,6 @@ class Group:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
         return tensor.tolist()
 
-    def most(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the maximum of each element over all ranks; the host does not wait for it."""
-        if self.world.world_size == 1:
-            return tensor
-        sent = tensor.to(self._wire_device(), copy=True)
-        dist.all_reduce(sent, dist.ReduceOp.MAX)
-        return sent.to(tensor.device)
-
     def share_bytes(self, data: bytes | None, source: int = 0) -> bytes:
         """Return the bytes of rank `source` on every rank; those of other ranks are ignored."""
         if self.world.world_size == 1:
@@ -293,6 +285,15 @@ def _find_difference(each: list[dict[str, Any]]) -> str:
     return ""
 
 
+def most(group: Group, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the maximum of each element over all ranks; the host does not wait for it."""
+    if group.world.world_size == 1:
+        return tensor
+    sent = tensor.to(group._wire_device(), copy=True)
+    dist.all_reduce(sent, dist.ReduceOp.MAX)
+    return sent.to(tensor.device)
+
+
 def choose_backend(config: DistSettings, world: World) -> str:
     """Resolve `auto`: the accelerator's own backend, such as nccl, if there is one, else gloo.
 
@@ -391,6 +392,9 @@ def process_group(
     if accelerator.is_used(world.device):
         if world.world_size > 1 and accelerator.carries(backend):
             backend = _of_own_devices(backend, config, group)
+        if torch.version.cuda and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+            # before the first allocation: fewer fragments when sizes change
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.accelerator.set_device_index(world.device)
     # NCCL binds a group to one device: with several, DDP's buckets are on any of them
     is_bound = accelerator.carries(backend) and len(world.devices) == 1

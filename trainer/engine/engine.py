@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from trainer.config.schema import Config
@@ -18,7 +17,7 @@ from trainer.engine.buffers import Buffers, load_buffers
 from trainer.engine.ema import Ema
 from trainer.engine.means import Means
 from trainer.engine.objective import Objective, Share
-from trainer.engine.optimizers import Optimizers
+from trainer.engine.optimizers import Norms, Optimizers
 from trainer.engine.outcome import Outcome
 from trainer.engine.parts import Parts
 from trainer.engine.proof.proof import Proof
@@ -41,35 +40,6 @@ class Gradients:
     totals: torch.Tensor  # (2,): weight of the batch, stop requests, summed over the ranks
     found_inf: torch.Tensor  # (): 1 if a gradient is not finite
     norm: torch.Tensor | None  # () of the whole model, with run.clip_norm or to be logged
-
-
-class Norms:
-    """Norms of the gradients of a step's updates: for clipping, and for the log."""
-
-    def __init__(self, limit: float | None):
-        self._limit = limit
-        self._is_logged = False
-        self._found: dict[str, torch.Tensor] = {}
-
-    @property
-    def are_wanted(self) -> bool:
-        return self._limit is not None or self._is_logged
-
-    def begin_step(self, is_logged: bool) -> None:
-        self._is_logged = is_logged
-
-    def note(self, name: str, norm: torch.Tensor | None) -> None:
-        if norm is not None:
-            self._found[name] = norm
-
-    def clip(self, parameters: Sequence[nn.Parameter], norm: torch.Tensor | None) -> None:
-        if self._limit is not None and norm is not None:
-            clip_grads_with_norm_(parameters, self._limit, norm)
-
-    def take(self) -> dict[str, torch.Tensor]:
-        """Return the norm () of each update's last gradients before clipping, by name, once."""
-        norms, self._found = self._found, {}
-        return norms
 
 
 class Engine:

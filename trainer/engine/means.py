@@ -16,6 +16,7 @@ from trainer.data.batch_plan import Leaves
 from trainer.data.examples import find_flaw
 from trainer.distributed import accelerator
 from trainer.distributed.group import Group
+from trainer.distributed.group import most as most_of
 from trainer.engine.outcome import Reading, read_now
 from trainer.errors import ConfigError
 
@@ -271,7 +272,7 @@ def _agree_on(counts: dict[str, int], rows: Rows, group: Group) -> Reading[dict[
     number = zlib.crc32(json.dumps(counts).encode())
     device = next((row[0][0].device for each in rows.values() for row in each), group.world.device)
     both = torch.tensor([number, -number], dtype=torch.float64)
-    most, least = (yield group.most(accelerator.send(both, device))).tolist()
+    most, least = (yield most_of(group, accelerator.send(both, device))).tolist()
     if most != -least:
         for others in group.gather(counts):
             for name, count in others.items():

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from trainer.engine.optimizer_state import (
@@ -141,6 +142,35 @@ class Optimizers:
                 value = source.read(place, (0,) * len(shape), shape)
             state.setdefault(name, {})[key] = value
         return state
+
+
+class Norms:
+    """Norms of the gradients of a step's updates: for clipping, and for the log."""
+
+    def __init__(self, limit: float | None):
+        self._limit = limit
+        self._is_logged = False
+        self._found: dict[str, torch.Tensor] = {}
+
+    @property
+    def are_wanted(self) -> bool:
+        return self._limit is not None or self._is_logged
+
+    def begin_step(self, is_logged: bool) -> None:
+        self._is_logged = is_logged
+
+    def note(self, name: str, norm: torch.Tensor | None) -> None:
+        if norm is not None:
+            self._found[name] = norm
+
+    def clip(self, parameters: Sequence[nn.Parameter], norm: torch.Tensor | None) -> None:
+        if self._limit is not None and norm is not None:
+            clip_grads_with_norm_(parameters, self._limit, norm)
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """Return the norm () of each update's last gradients before clipping, by name, once."""
+        norms, self._found = self._found, {}
+        return norms
 
 
 def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -13,7 +13,7 @@ from trainer.engine.means import Means, Values, check_name, check_named, weigh
 from trainer.engine.parts import Hooks
 from trainer.errors import ConfigError
 from trainer.micro_batch import count_rows
-from trainer.rng.graphs import compiled
+from trainer.rng.compiled import compiled
 
 Loss = Callable[[Any, Any], Values]
 

@@ -103,12 +103,15 @@ class Trial:
         return last - first
 
     def _resolve_precision(self, config: Config) -> Config:
-        if config.strategy.precision != "auto":
+        given = config.strategy.precision
+        if given not in ("auto", "default"):
             return config
+        is_gpu = self.device is not None and self.device.is_gpu
         here = torch.device("cpu")
         is_native = "bf16" in self.device.tflops if self.device else is_bf16_native(here)
-        chosen: Any = choose_precision(is_native)
-        self.notes.append(f"strategy.precision=auto: planned with {chosen}")
+        chosen: Any = choose_precision(is_native and (is_gpu or given == "auto"))
+        if is_gpu or given == "auto":
+            self.notes.append(f"strategy.precision={given}: planned with {chosen}")
         strategy = replace(config.strategy, precision=chosen)
         return replace(config, strategy=strategy)
 

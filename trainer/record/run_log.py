@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from trainer.checkpoints.state import TrainState
 from trainer.config.schema import Config
 from trainer.distributed import accelerator
 from trainer.distributed.devices import find_known
-from trainer.distributed.group import Group
+from trainer.distributed.group import most
+from trainer.distributed.ranks import Ranks
+from trainer.distributed.watch.heartbeat import Phase
 from trainer.distributed.world import World
 from trainer.engine.engine import Engine
-from trainer.engine.outcome import Reading
+from trainer.engine.outcome import Later, Reading
 from trainer.errors import ConfigError
 from trainer.process.clock import Clock
 from trainer.record import startup
@@ -40,7 +43,7 @@ class RunLog:
     def __init__(
         self,
         config: Config,
-        group: Group,
+        ranks: Ranks,
         record: Record,
         directory: Path,
         first_step: int,
@@ -52,18 +55,23 @@ class RunLog:
         self.first_step = first_step
         self.directory = directory
         self._config = config
-        self._group = group
+        self._group = ranks.group
+        self._later = Later(partial(ranks.heartbeat.enter, Phase.DEVICE))
         self._record = record
-        self._shown = config.shown(directory)
         self._clock = Clock()
         self._began_s = self._clock.read()
         self._logged = (first_step, self._began_s)
         self._list_changes = list_changes
         self._is_new = is_new
-        self._peak = peak_of(group.world, config.strategy.precision)
+        self._peak = peak_of(ranks.group.world, config.strategy.precision)
+
+    @property
+    def _shown(self) -> Path:
+        return self._config.shown(self.directory)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Do not count the time of the block as training."""
+        """Do not count the time of the block as training; record what was logged before it."""
+        self.settle()
         return self._clock.paused()
 
     def announce(self, mesh: Mesh, threads: int, built: Sequence[str]) -> None:
@@ -78,8 +86,27 @@ class RunLog:
         if self._is_new:
             self._record.hyper_parameters(self._config.flat())
 
-    def scalars(self, engine: Engine, step: int) -> Reading[dict[str, float]]:
-        """Return means since the last call, learning rate and speed, by name. A collective."""
+    def begin(self, engine: Engine, step: int) -> None:
+        """Record means since the last call, learning rate and speed of `step`. A collective.
+
+        On a device they are recorded by `advance`, one to three steps later, so that the host does
+        not wait.
+        """
+        self._later.begin(self._record_scalars(engine, step))
+
+    def advance(self) -> None:
+        """Go on with what `begin` began in earlier steps. A collective."""
+        self._later.advance()
+
+    def settle(self) -> None:
+        """Record all that `begin` began; the host waits for it. A collective."""
+        self._later.finish()
+
+    def _record_scalars(self, engine: Engine, step: int) -> Reading[None]:
+        values = yield from self._scalars(engine, step)
+        self._record.scalars(step, values)
+
+    def _scalars(self, engine: Engine, step: int) -> Reading[dict[str, float]]:
         world = self._group.world
         rates = engine.optimizers.rates()
         norms = engine.norms.take()
@@ -90,7 +117,7 @@ class RunLog:
         values = {f"train/{name}": mean for name, mean in means.items()} | rates
         host = accelerator.send(torch.tensor(own, dtype=torch.float64), world.device)
         numbers = torch.cat([host, *(norm.double().view(1) for norm in norms.values())])
-        is_changed, *found = (yield self._group.most(numbers)).tolist()
+        is_changed, *found = (yield most(self._group, numbers)).tolist()
         for name, norm in zip(norms, found[len(own) - 1 :], strict=True):
             values["optim/grad_norm" + f"/{name}" * (name != "loss")] = norm
         values |= speeds

@@ -119,7 +119,7 @@ def slow_reasons(config: Config, world: World, threads: int, is_streamed: bool) 
     if is_bf16_emulated(name, world.device):
         reasons.append(f"this CPU emulates bf16 (strategy.precision={name}), so fp32 is faster")
     if name == "fp32" and accelerator.is_used(world.device) and is_bf16_native(world.device):
-        reasons.append("fp32 leaves bf16 arithmetic unused (strategy.precision=auto takes it)")
+        reasons.append("fp32 leaves bf16 arithmetic unused (strategy.precision=default takes it)")
     if world.device.type == "cpu" and not cores:
         reasons.append(f"{world.local_world_size} ranks share {counted(usable_cores(), 'core')}")
     elif world.device.type == "cpu" and threads < cores:

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from trainer.distributed import accelerator
 from trainer.hook_errors import Rows
 from trainer.micro_batch import take_rows
+from trainer.rng.compiled import answered_by, keep_eager
 from trainer.rng.functions import HANDLERS, REOPENED, Numbers, Part, Sizes
-from trainer.rng.graphs import answered_by, keep_eager
 from trainer.rng.keys import CallCounter, RowKeys
 from trainer.rng.philox import key_of, seed_coins, seed_layers
 from trainer.rng.rehearsals import Draw, Rehearsals
@@ -148,7 +148,7 @@ class Draws(TorchFunctionMode):
             return self._answer(func, args, kwargs or {})
         if func is torch.Tensor.unflatten:  # calls super(), where torch's compiler gives up
             return torch.unflatten(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))  # rng/graphs.py replaces it in the graph
+        return func(*args, **(kwargs or {}))  # rng/compiled.py replaces it in the graph
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         opened = REOPENED.get(func)

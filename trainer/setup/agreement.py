@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.config.schema import Config
+from trainer.distributed import accelerator
 from trainer.distributed.group import Group, collective_limit
 from trainer.distributed.ranks import Ranks, open_ranks
 from trainer.distributed.world import World
@@ -77,7 +78,8 @@ def _read_kept(config: Config, world: World, group: Group, origin: resume.Origin
     """Return what the run to continue has for settings that are `auto`. A collective."""
     kinds = {"strategy.precision": str, "data.micro_batch": int}
     values = config.flat()
-    asked = {key: kind for key, kind in kinds.items() if values[key] == "auto"}
+    open_values = {"strategy.precision": ("auto", "default"), "data.micro_batch": ("auto",)}
+    asked = {key: kind for key, kind in kinds.items() if values[key] in open_values[key]}
     if not asked:
         return {}
     saved: dict[str, Any] = {}
@@ -95,14 +97,16 @@ def _read_kept(config: Config, world: World, group: Group, origin: resume.Origin
 def _resolve_precision(
     config: Config, world: World, group: Group, kept: Mapping[str, Any]
 ) -> tuple[Config, list[str]]:
-    """Return the config with `strategy.precision=auto` resolved, and a line with the reason.
+    """Return the config with its precision, if it is auto or default, and a line with the reason.
 
     A resume keeps the precision of its run. A new run gets amp_bf16 if the devices of all ranks
-    have bf16 arithmetic, otherwise fp32. A collective.
+    have bf16 arithmetic, otherwise fp32; with default it gets fp32 on CPUs. A collective.
     """
-    if config.strategy.precision != "auto":
+    given = config.strategy.precision
+    if given not in ("auto", "default"):
         return config, []
-    is_native = all(map(is_bf16_native, world.devices))
+    is_plain = given == "default" and not accelerator.is_used(world.device)
+    is_native = not is_plain and all(map(is_bf16_native, world.devices))
     without, some = group.max(0 if is_native else world.rank + 1, is_native)
     chosen: Any = kept["strategy.precision"] or choose_precision(not without)
     why = "every rank has bf16 arithmetic in hardware"
@@ -114,7 +118,8 @@ def _resolve_precision(
     config = replace(config, strategy=replace(config.strategy, precision=chosen))
     with group.agreed("checking the precision"):
         check_layout(config, world)
-    return config, [f"strategy.precision=auto: {chosen}, because {why}"]
+    is_told = not is_plain or chosen != "fp32"
+    return config, [f"strategy.precision={given}: {chosen}, because {why}"] * is_told
 
 
 def complete_world(world: World, config: Config, ranks: Ranks) -> World:

@@ -28,8 +28,8 @@ from trainer.distributed.world import World
 from trainer.errors import ConfigError, counted
 from trainer.hook_errors import call
 from trainer.micro_batch import copied, count_rows
+from trainer.rng.compiled import compiled
 from trainer.rng.forward import Draws
-from trainer.rng.graphs import compiled
 from trainer.strategy.cost import Cost
 from trainer.strategy.mesh import Mesh, is_divided
 from trainer.strategy.modules.activation_checkpoint import ActivationCheckpoint, recompute

@@ -218,15 +218,17 @@ def _replace_within(
         for body in _bodies(graph, node):
             if not any(each in calls for each in body.graph.nodes):
                 continue
-            node.args = (*node.args, seeds)  # one input more for the recomputation
+            node.insert_arg(len(node.args), seeds)  # one input more for the recomputation
             last = [each for each in body.graph.nodes if each.op == "placeholder"][-1]
             with body.graph.inserting_after(last):
                 own = body.graph.placeholder("lockstep_seeds")
             number = _replace_within(body, own, calls, number)
         if node in calls:
-            func = _function_of(node)
-            node.op, node.target = "call_function", _replay_of(func)
-            node.args = (seeds, number, *node.args)
+            replay = _replay_of(_function_of(node))
+            with graph.graph.inserting_after(node):
+                args = (seeds, number, *node.args)
+                node.replace_all_uses_with(graph.graph.call_function(replay, args, node.kwargs))
+            graph.graph.erase_node(node)
             number += calls[node]
     graph.recompile()
     return number
