@@ -266,7 +266,7 @@ def list_reasons(folder, *words):
 
 
 def test_fp32_on_a_device_with_bf16_is_said(tmp_path):
-    said = "fp32 leaves bf16 arithmetic unused (strategy.precision=auto takes it)"
+    said = "fp32 leaves bf16 arithmetic unused (strategy.precision=default takes it)"
     assert on_simulated(1, list_reasons, tmp_path, "strategy.precision=fp32") == [said]
     assert on_simulated(1, list_reasons, tmp_path, "strategy.precision=amp_bf16") == [""]
 

@@ -184,8 +184,8 @@ def private_copy(shards: Mapping[str, Mapping[str, Shard]]) -> dict[str, dict[st
                 devices.add(shard.tensor.device)
                 copies[key] = shard.tensor.detach().to("cpu", non_blocking=True, copy=True)
             kept[kind][name] = shard._replace(tensor=copies[key])
-    for device in filter(accelerator.is_used, devices):
-        accelerator.module(device).current_stream(device).synchronize()
+    for device in devices:
+        accelerator.wait(device)
     return kept
 
 

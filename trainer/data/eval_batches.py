@@ -12,6 +12,7 @@ from trainer.data.batch_plan import Cut, Leaves, check_batch
 from trainer.data.loaders import ExampleSource
 from trainer.data.order import IndexSampler
 from trainer.data.preparation import Preparation
+from trainer.distributed import accelerator
 
 
 class ShardSampler(IndexSampler):
@@ -63,7 +64,9 @@ class ShardSampler(IndexSampler):
     def __iter__(self) -> Iterator[torch.Tensor]:
         for first, last in self._parts():
             positions = torch.arange(first, last)
-            yield torch.where(positions < self._num_examples, positions, 0).to(self._device)
+            yield accelerator.send(
+                torch.where(positions < self._num_examples, positions, 0), self._device
+            )
 
     def _parts(self) -> Iterator[tuple[int, int]]:
         for first in range(self._start, self._end, self._micro_batch):

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Sampler
 
 from trainer.data.batch_plan import BatchPlan
+from trainer.distributed import accelerator
 from trainer.rng.philox import key_of
 
 _MASK = 0xFFFFFFFF
@@ -107,5 +108,5 @@ class EpochSampler(IndexSampler):
         for begin in range(self.start, self.plan.steps_per_epoch, steps):
             batches = torch.arange(begin, min(begin + steps, self.plan.steps_per_epoch))
             positions = batches.unsqueeze(1) * self.plan.global_batch + torch.arange(first, last)
-            for row in self._order(positions).to(self.device):
+            for row in accelerator.send(self._order(positions), self.device):
                 yield from row.split(sizes) if len(sizes) > 1 else (row,)

@@ -56,9 +56,11 @@ def copy_aside(tree: Any, device: torch.device) -> Any:
 
     What the device computes next waits for the copy, and what it computes now goes on beside it.
     """
+    if not is_used(device):
+        return tree
     leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
     move = functools.partial(torch.Tensor.to, device=device, non_blocking=True)
-    if not is_used(device) or all(is_used(leaf.device) for leaf in leaves):
+    if all(is_used(leaf.device) for leaf in leaves):
         return tree_map_only(torch.Tensor, move, tree)
     own = module(device)
     with own.stream(_stream_of_copies(device)):
@@ -69,6 +71,12 @@ def copy_aside(tree: Any, device: torch.device) -> Any:
         if isinstance(leaf, torch.Tensor):
             leaf.record_stream(user)  # else its memory is used again when this stream frees it
     return copies
+
+
+def wait(device: torch.device) -> None:
+    """Wait for what a device was asked to do."""
+    if is_used(device):
+        module(device).current_stream(device).synchronize()
 
 
 def own_backend() -> str:

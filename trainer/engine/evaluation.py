@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from trainer.codec import dtype_of, name_of
 from trainer.data.eval_batches import EvalBatches
+from trainer.distributed import accelerator
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.engine.ema import Ema
 from trainer.engine.means import Means, Values, as_number, check_named, check_signs, weigh
@@ -166,7 +167,7 @@ class Evaluator:
                 with self._precision.autocast():
                     returned = self._hooks.predict(outputs)
                 for name, values in _named(returned, count_rows(targets, outputs)).items():
-                    parts.setdefault(name, []).append(values[:rows].cpu())
+                    parts.setdefault(name, []).append(values[:rows].to("cpu", non_blocking=True))
 
         if not self._splits:
             return {}
@@ -181,6 +182,7 @@ class Evaluator:
         if not self._run(split, keep):
             return None
         own: dict[str, torch.Tensor] = {}
+        accelerator.wait(self._group.world.device)  # for the copies of all micro-batches
         with self._group.agreed("joining predictions"):
             own = {name: _joined(name, each) for name, each in parts.items()}
         return self._collect(own)
