@@ -70,7 +70,8 @@ LAUNCHES = [([], 40), (["task.options.norm=true"], 50), (["task.options.dropout=
 
 
 def count(ranks, folder, *words):
-    words = [*STEPS, f"run.dir={folder}", *words]
+    task = STEPS[:1] * (not words or not words[0].startswith("task="))
+    words = [*task, *STEPS[1:], f"run.dir={folder}", *words]
     return on_simulated(ranks, count_steps, words, [CONF])[0]
 
 
@@ -87,6 +88,46 @@ def test_the_host_waits_once_in_a_steady_step(ranks, words, tmp_path):
 )
 def test_a_step_has_few_launches(words, most, tmp_path):
     assert max(launches for launches, *_ in count(1, tmp_path, *words)) <= most
+
+
+AMP = ["strategy.precision=amp_bf16", "run.norm_rows=null"]
+RECIPES = [  # a GPU takes some 5 us for a launch from eager code
+    (["task=text", "strategy.precision=fp32"], 200),
+    (["task=cifar", "data.global_batch=64", *AMP], 330),
+    (["task=cifar", "task.options.model=resnet18", "optim=sgd", "data.global_batch=8", *AMP], 350),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "most"), RECIPES)
+def test_a_step_of_a_recipe_has_few_launches(words, most, tmp_path):
+    steps = count(1, tmp_path, *words)
+    for launches, _, _, waits in steps:
+        assert launches <= most
+        assert [what for what, _ in waits] == [WAIT]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("path", "numbers"), [("resident", 3), ("streamed", 2)])
+def test_evaluation_and_checkpoints_wait_a_few_times(path, numbers, tmp_path):
+    words = [
+        "run.steps=10",
+        "eval.every_steps=4",
+        "eval.micro_batch=20",
+        f"data.path={path}",
+        "data.workers=0",
+    ]
+    steps = count(1, tmp_path, *words)
+    (waits,) = {tuple(waits) for _, _, _, waits in steps[:-1] if len(waits) > 1}
+    reads = ["copy device to host"] * numbers  # means of evaluation and training, resident: ledger
+    assert [what for what, _ in waits] == [WAIT, *reads, "Stream.synchronize"]
+
+
+@pytest.mark.slow
+def test_streamed_rows_are_copied_beside_what_is_computed(tmp_path):
+    more = ("data.path=streamed", "data.micro_batch=4", "data.workers=0")
+    one = together(on_ranks(1, lambda: fit(tmp_path / "cpu", "task=tiny", *PARITY, *more)))
+    check_parity(one, together(fit_simulated(2, tmp_path / "sim", "task=tiny", *PARITY, *more)))
 
 
 # Mutants, which the simulation must catch ----
@@ -199,6 +240,29 @@ def test_mpi_is_refused_where_torch_sees_devices(tmp_path, monkeypatch):
         choose_backend(replace(config.dist, backend="mpi"), world)
 
 
+class Odd(nn.Linear):
+    """A layer with a buffer of a dtype that NCCL has not."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.register_buffer("small", torch.arange(5, dtype=torch.int16))
+
+
+def fit_odd(folder, *words):
+    words = ("task=tiny", *PARITY, *words)
+    kind = load_task(compose(folder, *words))
+    task = type("Odd", (kind,), {"build_model": lambda self: nn.Sequential(Odd())})
+    return fit(folder, *words, task=task)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_buffers_of_any_dtype_are_sent(strategy, tmp_path):
+    one = together(on_ranks(1, lambda: fit_odd(tmp_path / "cpu")))
+    found = on_simulated(2, fit_odd, tmp_path / "sim", f"strategy={strategy}")
+    check_parity(one, together(found), falls=False)
+
+
 class TwoHalves(nn.Module):
     """A model that lies on two devices, as its strategy asks for."""
 
@@ -269,6 +333,16 @@ def test_fp32_on_a_device_with_bf16_is_said(tmp_path):
     said = "fp32 leaves bf16 arithmetic unused (strategy.precision=default takes it)"
     assert on_simulated(1, list_reasons, tmp_path, "strategy.precision=fp32") == [said]
     assert on_simulated(1, list_reasons, tmp_path, "strategy.precision=amp_bf16") == [""]
+
+
+@pytest.mark.slow
+def test_a_device_gets_bf16_by_default_and_a_cpu_fp32(tmp_path, capfd):
+    words = ("task=tiny", "run.steps=2", "strategy.precision=default")
+    on_ranks(1, lambda: fit(tmp_path / "cpu", *words))
+    assert "fp32" in capfd.readouterr().out
+    fit_simulated(1, tmp_path / "sim", *words)
+    (settings,) = (tmp_path / "sim").rglob("config.yaml")
+    assert "precision: amp_bf16" in settings.read_text()
 
 
 def fit_puts(folder):
