@@ -165,3 +165,10 @@ def test_text_with_dropout_trains_the_same_compiled(how, ranks, tmp_path):
     check_parity(
         eager, fit_on(ranks, tmp_path / how, *TEXT, f"run.compile={how}"), 1e-3, 1e-3, False
     )
+
+
+@pytest.mark.parametrize("strategy", ["tp", "cp", "pp", "exact"])
+def test_divided_text_with_dropout_trains_the_same_compiled(strategy, tmp_path):
+    words = [*TEXT, f"strategy={strategy}", "run.compile=true", "data.micro_batch=2"]
+    eager = fit_on(1, tmp_path / "eager", *TEXT)
+    check_parity(eager, fit_on(2, tmp_path / strategy, *words), 1e-3, 1e-3, False)

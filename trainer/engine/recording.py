@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from trainer.engine.means import Means, Values, check_name, check_named, weigh
 from trainer.engine.parts import Hooks
@@ -108,6 +109,9 @@ class Recorder:
 
         def compute(outputs: Any, targets: Any) -> Values:
             self._rows = count_rows(targets, outputs)
+            if self._compiled.get(loss, loss) is None:  # before it is compiled
+                leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+                self._is_called |= any(type(leaf) is not torch.Tensor for leaf in leaves)
             try:
                 values = run(outputs, targets)
                 if hooks is not None:
@@ -122,8 +126,9 @@ class Recorder:
     def _compile(self, loss: Loss) -> Loss:
         """Return a method of a task as it is for its first update, then compiled.
 
-        A function that records values or gathers rows stays as it is, and one that is no method:
-        it may be another object in each step.
+        A loss that records values, gathers rows or gets tensors of a class, such as logits that
+        tensor parallel divides, stays as it is. So does one that is no method: it may be another
+        object in each step.
         """
         if not self._compiles or not inspect.ismethod(loss):
             return loss
