@@ -192,7 +192,8 @@ class _Hang:
 
     def _judge_exit(self, directory: Path, told: str) -> str | None:
         found: dict[str, Any] = json.loads((directory / "exit.json").read_text())
-        is_said = found["code"] == 1 and found["reason"] == _report(told).removeprefix("error: ")
+        report = _report(told).removeprefix("error: ")
+        is_said = found["code"] == 1 and found["reason"].startswith(report)
         return None if is_said else f"exit.json does not report it: {found}"
 
 

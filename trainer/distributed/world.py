@@ -106,8 +106,8 @@ class RankGroup:
         return self._new()
 
     def _new(self) -> dist.ProcessGroup:
-        limit = self.timeout
-        made = dist.new_group(list(self.ranks), timeout=limit, use_local_synchronization=True)
+        words: Any = {"use_local_synchronization": True, "group_desc": self.name or None}
+        made = dist.new_group(list(self.ranks), timeout=self.timeout, **words)
         assert isinstance(made, dist.ProcessGroup)
         return made
 

@@ -22,6 +22,8 @@ from trainer.config import PACKAGE
 from trainer.distributed.group import Group
 from trainer.distributed.signals import PARENT
 from trainer.distributed.watch import watcher
+from trainer.distributed.watch.collectives import Mailbox
+from trainer.distributed.watch.flight_recorder import answering
 from trainer.distributed.watch.watcher import Phase
 from trainer.distributed.world import World
 
@@ -37,7 +39,7 @@ class Heartbeat:
     def __init__(self, memory: memoryview):
         self._page = memory[: watcher.FIELDS * 8].cast("d")
         self._path = memory[watcher.FIELDS * 8 :][: watcher.MAX_PATH]
-        self._place = memory[watcher.FIELDS * 8 + watcher.MAX_PATH :]
+        self._place = memory[watcher.FIELDS * 8 + watcher.MAX_PATH : mmap.PAGESIZE]
         self._began = 0.0
 
     def enter(self, phase: Phase) -> None:
@@ -89,32 +91,39 @@ def watched(timeout_s: float | None, group: Group) -> Iterator[Heartbeat]:
         yield Heartbeat(memoryview(bytearray(mmap.PAGESIZE)))
         return
     memory = os.memfd_create("lockstep-heartbeat")
-    os.ftruncate(memory, mmap.PAGESIZE)
-    heartbeat = Heartbeat(memoryview(mmap.mmap(memory, mmap.PAGESIZE)))
+    os.ftruncate(memory, watcher.SIZE)
+    shared = memoryview(mmap.mmap(memory, watcher.SIZE))
+    heartbeat = Heartbeat(shared)
     heartbeat.enter(Phase.START)
-    os.lseek(memory, mmap.PAGESIZE, os.SEEK_SET)
+    os.lseek(memory, watcher.SIZE, os.SEEK_SET)
     faulthandler.register(watcher.DUMP, file=memory, all_threads=False)  # others may be running
-    facts = {
-        "rank": group.world.rank,
+    process: subprocess.Popen[bytes] | None = None
+    with answering(Mailbox(shared[mmap.PAGESIZE :])) as pipe:
+        try:
+            local = group.gather_of(_node(group.world), _facts(group.world.rank, memory, pipe))
+            if local[0]["rank"] == group.world.rank:
+                is_only_node = len(local) == group.world.world_size
+                settings = {"ranks": local, "is_only_node": is_only_node, "timeout_s": timeout_s}
+                process = _start_watcher(settings, memory)
+            yield heartbeat
+        finally:
+            heartbeat.enter(Phase.LEFT)
+            if process is not None:
+                with suppress(OSError):
+                    process.communicate(b"\n")
+            faulthandler.unregister(watcher.DUMP)
+            os.close(memory)
+
+
+def _facts(rank: int, memory: int, pipe: int | None) -> dict[str, Any]:
+    """Return what the watcher needs of this rank; `memory` and `pipe` are descriptors."""
+    return {
+        "rank": rank,
         "pid": os.getpid(),
         "memory": memory,
+        "pipe": pipe,
         "launcher": PARENT if "TORCHELASTIC_RUN_ID" in os.environ else None,
     }
-    process: subprocess.Popen[bytes] | None = None
-    try:
-        local = group.gather_of(_node(group.world), facts)
-        if local[0] == facts:
-            is_only_node = len(local) == group.world.world_size
-            settings = {"ranks": local, "is_only_node": is_only_node, "timeout_s": timeout_s}
-            process = _start_watcher(settings, memory)
-        yield heartbeat
-    finally:
-        heartbeat.enter(Phase.LEFT)
-        if process is not None:
-            with suppress(OSError):
-                process.communicate(b"\n")
-        faulthandler.unregister(watcher.DUMP)
-        os.close(memory)
 
 
 def _node(world: World) -> str:

@@ -22,6 +22,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from trainer.distributed.watch import collectives
+from trainer.distributed.watch.collectives import name_ranks
 from trainer.distributed.watch.exit_file import ExitFile
 from trainer.distributed.watch.process import (
     bytes_moved,
@@ -38,7 +40,9 @@ from trainer.distributed.watch.process import (
 DUMP = getattr(signal, "SIGRTMIN", 0) + 7
 # Signals that torchrun, SLURM, systemd or a terminal sends to all processes of a job.
 OF_A_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# The page: float64 fields, then a path of at most MAX_PATH bytes, then the rank's place.
+# The page: float64 fields, then a path of at most MAX_PATH bytes, then the rank's place. Behind it
+# is the rank's mailbox, up to SIZE, and then its stacks.
+SIZE = mmap.PAGESIZE + collectives.MAX_ANSWER
 STEP, PHASE, SINCE, BUSY, TOTAL, STEPS, GROUP, FIELDS = range(8)
 MAX_PATH = 3000
 # The groups of a mesh; 0: none of these.
@@ -139,7 +143,9 @@ class Rank:
         self._work = (time.monotonic(), 0.0, 0)
         self._worked = 0.0
         with open(self._memory, "rb") as file:
-            self._page = mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
+            self._page = mmap.mmap(file.fileno(), SIZE, prot=mmap.PROT_READ)
+        pipe = f"/proc/{self.pid}/fd/{facts['pipe']}"
+        self.mailbox = collectives.Mailbox(memoryview(self._page)[mmap.PAGESIZE :], pipe)
 
     def fields(self) -> Sequence[float]:
         """Return the last values that the rank wrote, even after it exited."""
@@ -181,7 +187,7 @@ class Rank:
 
     def text(self, first: int) -> str:
         """Return the text that the rank wrote at this place of the page; it may be empty."""
-        return self._page[first:].split(b"\0")[0].decode(errors="replace")
+        return self._page[first : mmap.PAGESIZE].split(b"\0")[0].decode(errors="replace")
 
     def stack(self, limit_s: float = 2.0) -> list[str]:
         """Return the main thread's frames, innermost first, continuing a stopped process."""
@@ -288,6 +294,9 @@ class Watcher:
     def _judge(self, states: Sequence[State], overdue: float) -> bool:
         """Report a hang and kill the ranks; later if the hung rank may be on another node."""
         numbers = {state.rank for state in states}
+        able = {state.rank for state in states if not state.is_stopped}
+        answers = collectives.ask({r.rank: r.mailbox for r in self._ranks if r.rank in able})
+        self._looked = time.monotonic()  # waiting for answers is no suspension
         stacks = self._read_stacks(numbers)
         if not any(s.is_stopped for s in states):  # reading its stack continues a stopped one
             later = [rank.read(self._woke) for rank in self._ranks if rank.rank in numbers]
@@ -311,31 +320,19 @@ class Watcher:
         parts = [s.describe() for s in hung] or [ALL_WAIT if self._is_only_node else ALL_WAIT_HERE]
         parts += _describe_waiting([s for s in states if s not in hung], waiting)
         line = f"hang detected: {'; '.join(parts)}"
-        _say(f"error: {line}")
+        calls = [*collectives.describe(answers, [rank.rank for rank in self._ranks])]
+        _say("\n".join([f"error: {line}", *calls]))
         for s in hung or states:
             frames = stacks[s.rank][:12]
             title = ", innermost call first:" if frames else ": its stack could not be read"
             _say("\n  ".join([f"rank {s.rank}{title}", *frames]))
-        self._exit.write(line, min(s.step for s in states))
+        self._exit.write("; ".join([line, *calls]), min(s.step for s in states))
         for rank in self._ranks:
             rank.kill()
         return True
 
     def _read_stacks(self, numbers: Iterable[int]) -> dict[int, list[str]]:
         return {rank.rank: rank.stack() for rank in self._ranks if rank.rank in numbers}
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """Format rank numbers: `rank 3`, `ranks 0, 1`, `ranks 0-6, 9`."""
-    ranges: list[list[int]] = []
-    for rank in sorted(ranks):
-        if ranges and rank == ranges[-1][-1] + 1:
-            ranges[-1][1:] = [rank]
-        else:
-            ranges.append([rank])
-    parts = [f"{r[0]}-{r[-1]}" if r[-1] - r[0] > 1 else ", ".join(map(str, r)) for r in ranges]
-    is_one = len(ranges) == 1 and len(ranges[0]) == 1
-    return f"rank{'s' * (not is_one)} {', '.join(parts)}"
 
 
 def _describe_waiting(states: Sequence[State], waiting: Sequence[State]) -> Iterator[str]:
