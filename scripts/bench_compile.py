@@ -54,9 +54,10 @@ def plain(words: list[str], steps: int) -> list[float]:
     from trainer.cli import load_task
 
     config = load_config(words)
-    task = load_task(config)(config)
     torch.manual_seed(0)
-    task.model = model = task.build_model()
+    kind = load_task(config)
+    model = kind(config).build_model()
+    task = type("Plain", (kind,), {"model": model})(config)  # a loss may read it
     data, optimizers = task.build_dataset("train"), task.build_optimizer(model)
     optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
     compiled = torch.compile(model)
@@ -69,7 +70,8 @@ def plain(words: list[str], steps: int) -> list[float]:
         inputs, targets = task.augment(
             *task.split_batch(rows), Random(0, "train", 0, indices), True
         )
-        loss = task.loss(compiled(inputs), targets)
+        given = inputs if isinstance(inputs, tuple) else (inputs,)
+        loss = task.loss(compiled(*given), targets)
         loss = loss[0] if isinstance(loss, tuple) else loss
         loss.mean().backward()
         for optimizer in optimizers:

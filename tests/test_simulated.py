@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from trainer import ConfigError, load_config
 from trainer.distributed import accelerator
+from trainer.distributed.devices import find_known
 from trainer.distributed.group import choose_backend, collective_limit, process_group
 from trainer.distributed.watch.watcher import PATIENCE, Phase, State
 from trainer.distributed.world import RankGroup, World
@@ -374,3 +376,30 @@ def test_a_rank_that_waits_for_its_device_is_not_the_one_that_hangs():
     stack = ['File "torch/cuda/streams.py", line 1 in synchronize', 'File "outcome.py", line 1']
     assert State(**facts, **more, phase=Phase.DEVICE).is_waiting(stack)
     assert not State(**facts, **more, phase=Phase.UPDATE).is_waiting(stack)
+
+
+def log_of(folder):
+    words = ("task=tiny", "run.steps=6", "log.every_steps=2", "strategy.precision=fp32")
+    fit(folder, *words)
+    (file,) = folder.rglob("metrics.jsonl")
+    entries = map(json.loads, file.read_text().splitlines())
+    return [entry for entry in entries if "train/loss" in entry]
+
+
+@pytest.mark.slow
+def test_each_log_of_a_device_is_there_with_its_own_step(tmp_path):
+    (entries,) = on_simulated(1, log_of, tmp_path / "sim")
+    (on_cpu,) = on_ranks(1, lambda: log_of(tmp_path / "cpu"))
+    assert [entry["step"] for entry in entries] == [2, 4, 6]
+    losses = [[entry["train/loss"] for entry in each] for each in (entries, on_cpu)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert all(0 < e["speed/memory_gb"] <= e["speed/reserved_gb"] for e in entries)
+    assert "speed/mfu" not in entries[0], "the peak of this device is not known"
+
+
+def test_the_peak_of_a_card_is_found_by_its_name():
+    assert find_known("NVIDIA H100 80GB HBM3").peak("amp_bf16") == 989e12
+    assert find_known("NVIDIA GeForce RTX 4090").peak("tf32") == 82.6e12
+    assert find_known("AMD Instinct MI300X").peak("amp_fp16") == 1307e12
+    assert find_known("Tesla V100-SXM2-32GB").peak("amp_bf16") is None, "it has no bf16"
+    assert find_known("NVIDIA H100 PCIe") is None and find_known("NVIDIA T4") is None

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from trainer.codec import bytes_of
 from trainer.config.schema import Config
 from trainer.data.preparation import MicroBatch
 from trainer.distributed import accelerator
@@ -35,13 +34,11 @@ from trainer.strategy.cost import (
     PlannedRank,
     reduced,
 )
-from trainer.strategy.modules.comm_hooks import COMPRESSING, open_hook
+from trainer.strategy.modules.comm_hooks import COMPRESSING, open_hook, share_odd_buffers
 from trainer.strategy.modules.dry_run import untouched
 from trainer.strategy.single import SingleDevice
 
 # torch 2.13 renames the option that turns off DDP's broadcast of buffers before every forward.
-SENT = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
-SENT |= {torch.int64, torch.int32, torch.int8, torch.uint8}
 _KNOWN = inspect.signature(TorchDDP).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers"
 
@@ -128,7 +125,7 @@ class DistributedDataParallel(Strategy):
         dtype = torch.float64 if is_compressed else self.precision.wide
         carrier = _Carrier(self.module, 2 + sum(self.statistics.sizes), dtype)
         self._ride = carrier.ride
-        self._share_odd_buffers(carrier)
+        share_odd_buffers(carrier)
         self._wrapped = TorchDDP(carrier, **self._switches())
         if self.config.comm_hook != "none":
             self._wrapped.register_comm_hook(*open_hook(self.config.comm_hook))
@@ -141,15 +138,6 @@ class DistributedDataParallel(Strategy):
         for hook in hooks:
             hook.remove()
         reached[-1].register_post_accumulate_grad_hook(self.blueprint.reduce_begun)
-
-    def _share_odd_buffers(self, carrier: nn.Module) -> None:
-        """Send rank 0's buffers of dtypes that NCCL has not, as bytes; DDP leaves them out."""
-        odd = {n: b for n, b in carrier.named_buffers() if b.dtype not in SENT}
-        for buffer in odd.values():
-            whole = buffer.contiguous()
-            dist.broadcast(bytes_of(whole), 0)
-            buffer.copy_(whole)
-        TorchDDP._set_params_and_buffers_to_ignore_for_model(carrier, [*odd])
 
     def forward_backward(self, batch: MicroBatches, objective: ObjectiveProtocol) -> torch.Tensor:
         last = len(batch)

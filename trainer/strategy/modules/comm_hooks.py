@@ -1,4 +1,4 @@
-"""Comm hooks: DDP calls one for each bucket of gradients, instead of a plain all-reduce."""
+"""What DDP sends: comm hooks, which it calls for each bucket of gradients, and odd buffers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.codec import bytes_of
 
 COMPRESSING = ("fp16", "bf16", "powersgd")  # hooks that send compressed gradients
 
@@ -54,3 +58,17 @@ def _completed(gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(gradient)
     return future
+
+
+SENT = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
+SENT |= {torch.int64, torch.int32, torch.int8, torch.uint8}
+
+
+def share_odd_buffers(module: nn.Module) -> None:
+    """Send rank 0's buffers of dtypes that NCCL has not, as bytes; DDP leaves them out."""
+    odd = {name: b for name, b in module.named_buffers() if b.dtype not in SENT}
+    for buffer in odd.values():
+        whole = buffer.contiguous()
+        dist.broadcast(bytes_of(whole), 0)
+        buffer.copy_(whole)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [*odd])
