@@ -78,6 +78,7 @@ HEAVY = (
         "tomllib",
         "torch._dynamo",
         "torch._inductor",
+        "torch.nn.attention",
         "torch.distributed.algorithms",
         "torch.distributed.device_mesh",
     ),
