@@ -1,4 +1,4 @@
-"""What DDP sends: comm hooks, which it calls for each bucket of gradients, and odd buffers."""
+"""Comm hooks, which DDP calls for each bucket of gradients, and buffers that NCCL cannot send."""
 
 from __future__ import annotations
 
