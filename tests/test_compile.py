@@ -172,3 +172,11 @@ def test_divided_text_with_dropout_trains_the_same_compiled(strategy, tmp_path):
     words = [*TEXT, f"strategy={strategy}", "run.compile=true", "data.micro_batch=2"]
     eager = fit_on(1, tmp_path / "eager", *TEXT)
     check_parity(eager, fit_on(2, tmp_path / strategy, *words), 1e-3, 1e-3, False)
+
+
+def test_a_machine_without_a_compiler_is_told_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/nowhere/g++"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    told = r"ConfigError: run\.compile=true: torch cannot compile here: .*; use run\.compile=false"
+    with pytest.raises(AssertionError, match=told):
+        fit_on(1, tmp_path, *TEXT, "run.compile=true")

@@ -160,7 +160,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_explained(error: Exception) -> bool:
     """Return True for an exception that no hook is to blame for, or that has its line already."""
     is_known = isinstance(error, (ConfigError, RunError, *FAKE))
-    return is_known or is_out_of_memory(error) or is_of_a_group(error)
+    return is_known or is_out_of_memory(error) or is_of_a_group(error) or is_of_compiler(error)
+
+
+def is_of_compiler(error: BaseException) -> bool:
+    """Return True if torch's compiler, which only run.compile imports, cannot compile here."""
+    return any(kind.__name__ == "BackendCompilerFailed" for kind in type(error).__mro__)
 
 
 def is_of_torch(error: Exception) -> bool:

@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from trainer.config.schema import Config
+from trainer.config.typed import show
 from trainer.data.workers import workers_named
 from trainer.distributed.group import Group
-from trainer.errors import RunError, place_of
+from trainer.errors import ConfigError, RunError, one_line, place_of
+from trainer.hook_errors import is_of_compiler
 from trainer.setup.capacity import memory_named
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.mesh_model.divided_parameters import parts_named
@@ -25,6 +27,8 @@ class EarlyExit(SystemExit):
 @contextmanager
 def failures_named(group: Group, config: Config) -> Iterator[None]:
     """Raise RunError, one line, if a peer or data worker exits or hangs, or memory is not enough.
+
+    And ConfigError if torch cannot compile the model on this machine, such as without g++.
 
     On sys.exit and os._exit too: a run that ends before its last step is not done, even with exit
     code 0. And on a KeyboardInterrupt of the task, since Ctrl-C is a stop request.
@@ -47,6 +51,12 @@ def failures_named(group: Group, config: Config) -> Iterator[None]:
         except KeyboardInterrupt as error:
             what = f"KeyboardInterrupt was raised at {place_of(error)}"
             raise RunError(f"{what}") from None
+        except RuntimeError as error:
+            if not is_of_compiler(error):
+                raise
+            why = f"torch cannot compile here: {one_line(error)[:300]}"
+            line = f"run.compile={show(config.run.compile)}: {why}; use run.compile=false"
+            raise ConfigError(line) from error
 
 
 @contextmanager
