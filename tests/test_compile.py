@@ -1,5 +1,7 @@
 """Compiled models and losses: the same draws, one graph, few kernels."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 import torch._inductor.metrics as metrics
@@ -13,6 +15,10 @@ from trainer.rng.compiled import compiled
 from trainer.rng.forward import Draws
 from trainer.rng.keys import RowKeys
 
+with suppress(ImportError):  # torch's compiler shows its progress with it
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0  # else it starts a thread
 CPU = torch.device("cpu")
 pytestmark = [
     pytest.mark.slow,  # torch's compiler and g++
@@ -124,12 +130,13 @@ def test_draws_inside_of_a_recurrent_layer_are_made_between_graphs():
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
-def test_fused_functions_draw_the_bits_of_the_host_in_two_kernels(dtype):
+@pytest.mark.parametrize("value", [1.0, 1 / 0.9])
+def test_fused_functions_draw_the_bits_of_the_host_in_two_kernels(dtype, value):
     indices = torch.randint(0, 2**40, (37,))
     rows = RowKeys()
     rows.begin(indices)
     key, call = (123456789, 987654321), 2**62 + 12345
-    last, value = -5, True if dtype is torch.bool else 1 / 0.9
+    last = -5
     counters_of = rows._count(17, CPU)
     start = rows.on(CPU)
     random = philox.Random(0, "train", 3, indices)
@@ -151,6 +158,16 @@ def test_fused_functions_draw_the_bits_of_the_host_in_two_kernels(dtype):
         drawn = torch.compile(function.__wrapped__, dynamic=True)(*given)
         assert torch.equal(drawn, expected) and drawn.dtype == expected.dtype, function
         assert metrics.generated_kernel_count <= 2, "as the simulated accelerator counts it"
+
+
+def test_alike_blocks_are_compiled_once():
+    blocks = [Net(F.gelu) for _ in range(12)]
+    torch._dynamo.reset()
+    counters.clear()
+    x = torch.randn(8, 16)
+    for block in blocks:
+        x = compiled(block.forward, "blocks")(x)
+    assert counters["stats"]["unique_graphs"] <= 2, "the first one's input has no gradient"
 
 
 TEXT = ["task=text", "task.options.layers=2", "task.options.context=32", "task.options.width=32"]

@@ -16,7 +16,7 @@ from harness.simulated import count_steps, fit_simulated, on_simulated, server
 from harness.training import CONF, PARITY, check_parity, compose, fit, together
 from torch import nn
 
-from trainer import ConfigError, load_config
+from trainer import ConfigError, RunError, load_config
 from trainer.distributed import accelerator
 from trainer.distributed.devices import find_known
 from trainer.distributed.group import choose_backend, collective_limit, process_group
@@ -403,3 +403,26 @@ def test_the_peak_of_a_card_is_found_by_its_name():
     assert find_known("AMD Instinct MI300X").peak("amp_fp16") == 1307e12
     assert find_known("Tesla V100-SXM2-32GB").peak("amp_bf16") is None, "it has no bf16"
     assert find_known("NVIDIA H100 PCIe") is None and find_known("NVIDIA T4") is None
+
+
+def fit_until_bad(folder):
+    words = ("task=tiny", "run.steps=8", "log.every_steps=1", "run.on_bad_step=stop")
+    kind = load_task(compose(folder, *words))
+
+    class Bad(kind):
+        def loss(self, outputs, targets):
+            return super().loss(outputs, targets) * (float("nan") if self.step == 4 else 1.0)
+
+    try:
+        fit(folder, *words, task=Bad)
+    except RunError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_log_before_a_bad_step_is_kept(ranks, tmp_path):
+    assert on_simulated(ranks, fit_until_bad, tmp_path)[0].startswith("step 5: ")
+    (file,) = tmp_path.rglob("metrics.jsonl")
+    logged = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [entry["step"] for entry in logged if "train/loss" in entry][:4] == [1, 2, 3, 4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -114,6 +115,9 @@ class Run:
         saved = ""
         if error is not None:
             self._ranks.heartbeat.enter(Phase.END)
+            if self._ranks.group.world.world_size == 1:
+                with suppress(Exception):  # the error itself is told
+                    self._log.settle()
             saved = self._save_after_error(error)
             code = 2 if isinstance(error, ConfigError) else 1
             self.record.exit(code, describe(error) + saved, {"step": self.state.step})
@@ -219,10 +223,14 @@ class Run:
         self._ranks.heartbeat.end_step()
         self._log.advance()  # first: what it waits for came after the previous outcome
         self._is_sound = False
-        self.decisions.push(outcome)
         config = self.config
-        if self.wants_save or self.is_due(config.eval) or self.is_due(config.checkpoint):
-            self.decisions.flush()
+        try:
+            self.decisions.push(outcome)
+            if self.wants_save or self.is_due(config.eval) or self.is_due(config.checkpoint):
+                self.decisions.flush()
+        except RunError:  # on all ranks: the log shows what led to it
+            self._log.settle()
+            raise
         self._is_sound = True
 
     def _open_decisions(self, opened: RunDirectory, rolled_back: Collection[int]) -> Decisions:

@@ -43,6 +43,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SPARSE = (nn.Embedding, nn.EmbeddingBag)  # may have sparse gradients
 Box = tuple[Sequence[int], Sequence[int]]  # offset and size
 Index = dict[str, dict[str, dict[str, Any]]]
+MOST_PINNED = 4 * 2**30  # bytes of a rank: torch never gives pinned memory back
 
 
 def file_name(kind: str, rank: int) -> str:
@@ -169,10 +170,11 @@ def private_copy(shards: Mapping[str, Mapping[str, Shard]]) -> dict[str, dict[st
 
     Tensors that share memory (tied weights) share it in the copy too. Of a device's tensors all
     copies are under way together, to pinned memory that torch keeps for the next save, and the host
-    waits once.
+    waits once; what exceeds MOST_PINNED is copied to memory that can be swapped, with a wait each.
     """
     copies: dict[Any, torch.Tensor] = {}
     devices: set[torch.device] = set()
+    size = 0
     kept: dict[str, dict[str, Shard]] = {}
     for kind, named in shards.items():
         kept[kind] = {}
@@ -182,7 +184,9 @@ def private_copy(shards: Mapping[str, Mapping[str, Shard]]) -> dict[str, dict[st
             key = memory_of(shard.tensor) or (kind, name)
             if key not in copies:
                 devices.add(shard.tensor.device)
-                copies[key] = shard.tensor.detach().to("cpu", non_blocking=True, copy=True)
+                size += shard.tensor.nbytes
+                is_pinned = size <= MOST_PINNED
+                copies[key] = shard.tensor.detach().to("cpu", non_blocking=is_pinned, copy=True)
             kept[kind][name] = shard._replace(tensor=copies[key])
     for device in devices:
         accelerator.wait(device)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from trainer.errors import ConfigError, one_line
 
 TABLE = Path(__file__).with_name("devices.yaml")
 NUMBERS = ("memory_gb", "memory_gb_s", "node_gb_s", "network_gb_s")
+OTHERS = {"pcie", "nvl", "mig", "laptop", "max", "cpu"}  # slower than what the table has
 ASSUMED = ("compute", "links", "memory", "latency_us")
 PARTS = ("devices", "assumed")
 ARITHMETIC = {"amp_bf16": "bf16", "amp_fp16": "fp16"}  # of a precision; others have its name
@@ -51,10 +54,10 @@ class Device:
 
 def find_known(name: str) -> Device | None:
     """Return the device of the table that torch's name, such as "NVIDIA H100 80GB HBM3", is."""
-    plain = name.lower().replace(" ", "")
-    known = next((key for key in list_devices() if key != "cpu" and key in plain), None)
-    is_other = "pcie" in plain and known in ("a100", "h100")  # slower than the table's SXM
-    return None if known is None or is_other else find_device(known, None)
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    pairs = ["".join(pair) for pair in pairwise(words)]  # RTX 4090
+    known = next((key for key in list_devices() if key in words or key in pairs), None)
+    return None if known is None or OTHERS.intersection(words) else find_device(known, None)
 
 
 def list_devices() -> list[str]:

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map_only
 
 from trainer.codec import dtype_of, name_of
 from trainer.data.eval_batches import EvalBatches
-from trainer.distributed import accelerator
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.engine.ema import Ema
 from trainer.engine.means import Means, Values, as_number, check_named, check_signs, weigh
+from trainer.engine.outcome import LateRows
 from trainer.engine.parts import Parts
 from trainer.engine.proof.holders import undone
 from trainer.errors import ConfigError
@@ -160,14 +160,14 @@ class Evaluator:
         Each example is there once, in the order of the data set. Other ranks return an empty dict,
         all of them None if a rank was asked to stop. Collective: every rank must call it.
         """
-        parts: dict[str, list[torch.Tensor]] = {}
+        kept = LateRows(self._group.world.device)
 
         def keep(outputs: Any, targets: Any, rows: int) -> None:
             if self._mesh.is_counted:
                 with self._precision.autocast():
                     returned = self._hooks.predict(outputs)
-                for name, values in _named(returned, count_rows(targets, outputs)).items():
-                    parts.setdefault(name, []).append(values[:rows].to("cpu", non_blocking=True))
+                named = _named(returned, count_rows(targets, outputs))
+                kept.add({name: values[:rows] for name, values in named.items()})
 
         if not self._splits:
             return {}
@@ -182,9 +182,9 @@ class Evaluator:
         if not self._run(split, keep):
             return None
         own: dict[str, torch.Tensor] = {}
-        accelerator.wait(self._group.world.device)  # for the copies of all micro-batches
+        kept.settle()
         with self._group.agreed("joining predictions"):
-            own = {name: _joined(name, each) for name, each in parts.items()}
+            own = {name: _joined(name, each) for name, each in kept.parts.items()}
         return self._collect(own)
 
     def _collect(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

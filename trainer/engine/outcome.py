@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -123,6 +123,26 @@ class Later:
         except StopIteration:
             return
         self._under_way.append((work, HostCopy([asked])))
+
+
+class LateRows:
+    """Rows by name, which reach the host while the next micro-batch is computed."""
+
+    def __init__(self, device: torch.device):
+        self.parts: dict[str, list[torch.Tensor]] = {}
+        self._is_copied = accelerator.is_used(device)
+        self._late: dict[str, HostCopy] = {}
+
+    def add(self, named: Mapping[str, torch.Tensor]) -> None:
+        self.settle()
+        self._late = {name: HostCopy([values]) for name, values in named.items()}
+
+    def settle(self) -> None:
+        """Wait for the last micro-batch's, and free its pinned memory for the next ones."""
+        for name, copy in self._late.items():
+            (values,) = copy.read(lambda: None)
+            self.parts.setdefault(name, []).append(values.clone() if self._is_copied else values)
+        self._late = {}
 
 
 def read_now(work: Reading[Result]) -> Result:

@@ -138,6 +138,6 @@ class Recorder:
             return loss
         found = self._compiled[loss]
         if found is None:
-            found = loss if self._is_called else compiled(loss, self._compiles)
+            found = loss if self._is_called else compiled(loss, self._compiles, None)
             self._compiled[loss] = found
         return found

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from trainer.checkpoints.state import TrainState
 from trainer.config.schema import Config
@@ -31,6 +32,8 @@ from trainer.strategy.mesh import Mesh
 def peak_of(world: World, precision: str) -> float | None:
     """Return the peak of all devices in operations per second; None if it is not known."""
     if not accelerator.is_used(world.device):
+        return None
+    if world.world_size > 1 and not accelerator.carries(dist.get_backend()):  # they may share one
         return None
     known = find_known(accelerator.describe(world.device))
     peak = known and known.peak(precision)
@@ -116,7 +119,7 @@ class RunLog:
         means = yield from engine.recorder.means.reading(self._group)
         values = {f"train/{name}": mean for name, mean in means.items()} | rates
         host = accelerator.send(torch.tensor(own, dtype=torch.float64), world.device)
-        numbers = torch.cat([host, *(norm.double().view(1) for norm in norms.values())])
+        numbers = torch.cat([host, *(norm.double().view(1).to(host) for norm in norms.values())])
         is_changed, *found = (yield most(self._group, numbers)).tolist()
         for name, norm in zip(norms, found[len(own) - 1 :], strict=True):
             values["optim/grad_norm" + f"/{name}" * (name != "loss")] = norm
@@ -144,7 +147,7 @@ class RunLog:
         return speeds
 
     def is_behind(self, step: int) -> bool:
-        """Return True if the last call of `scalars` was for an earlier step."""
+        """Return True if the last call of `begin` was for an earlier step."""
         return self._logged[0] < step
 
     def next_command(self, is_stopped: bool, ended_by: str = "") -> str:

@@ -8,6 +8,7 @@ does. So no compiler can change a draw by moving, joining or repeating it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,14 +46,23 @@ def keep_eager(draws: Any, answer: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(answer)
 
 
-def compiled(function: Callable[..., Any], given: bool | str = True) -> Callable[..., Any]:
-    """Return torch.compile's function for inputs of one size, which draws as the original does.
+def compiled(
+    function: Callable[..., Any], given: bool | str = True, dynamic: bool | None = False
+) -> Callable[..., Any]:
+    """Return torch.compile's function, which draws as the original does. `given` is run.compile.
 
-    `given` is run.compile.
+    It is for inputs of one size, unless sizes may be `dynamic`: None takes those that change.
     """
+    return torch.compile(function, backend=_backend(given), dynamic=dynamic)
+
+
+@functools.cache  # torch compiles a function of several modules once only for the same backend
+def _backend(given: bool | str) -> Callable[..., Any]:
     from torch._inductor import list_mode_options  # here: it takes 2 s to import
 
-    patches = list_mode_options("max-autotune") if given == "max-autotune" else None
+    # not with CUDA graphs: a replay would repeat the draws of the step that was captured
+    mode = "max-autotune-no-cudagraphs" if given == "max-autotune" else ""
+    patches = list_mode_options(mode) if mode else None
 
     def lower(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         from torch._inductor.compile_fx import compile_fx
@@ -64,7 +74,7 @@ def compiled(function: Callable[..., Any], given: bool | str = True) -> Callable
                 return graph.forward
         return compile_fx(graph, inputs, config_patches=patches)
 
-    return torch.compile(function, backend=lower, dynamic=False)
+    return lower
 
 
 # The graph ----------------------------------------------------------------------------------------

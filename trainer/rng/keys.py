@@ -37,7 +37,7 @@ def draw_mask(
     """Return (rows, width): `value` where 32 random bits are at most `last`, and 0 elsewhere."""
     bits = draw_bits(keys, call, counters)
     halves = torch.stack([bits << 32 >> 32, bits >> 32], dim=2).flatten(1)[:, :width]
-    return (halves <= last).to(dtype) * value
+    return ((halves <= last).to(dtype) * value).to(dtype)  # `value` may be 1.0 for bools
 
 
 class CallCounter:

@@ -12,7 +12,7 @@ from trainer.record.trackers.base import Sink
 
 SHOWN = {  # once they are logged
     "train/loss": "loss {:,.4f}",
-    "optim/lr": "lr {:,.4f}",
+    "optim/lr": "lr {:,.3g}",
     "speed/examples_per_s": "{:,.0f} examples/s",
 }
 LINE_EVERY_S = 5.0

@@ -97,11 +97,12 @@ class Context(TorchFunctionMode):
         own, length = query.shape[-2], key.shape[-2] * self.axis.size
         whole = [gather_parts(t, t.dim() - 2, length, self.axis) for t in (key, value)]
         if is_causal:
-            if not dropout_p:  # whose draws are divided like the whole
+            is_cut = not dropout_p and key.shape[-2] == own  # draws are divided like the whole
+            if is_cut:
                 length = own * (self.axis.rank + 1)
                 whole = [tensor.narrow(-2, 0, length) for tensor in whole]
             attn_mask = self._causal(own, length, query.device)
-            if not dropout_p and accelerator.is_used(query.device):  # flash attention has this one
+            if is_cut and accelerator.is_used(query.device):  # flash attention has this one
                 from torch.nn.attention.bias import causal_lower_right  # here: it takes 1 s
 
                 attn_mask = causal_lower_right(own, length)
