@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
 pytestmark = [
     pytest.mark.slow,  # torch's compiler and g++
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute"),  # torch reads it of a graph's inputs
     pytest.mark.filterwarnings("ignore:Dropout mask should only be used"),
 ]
