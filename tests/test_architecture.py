@@ -78,7 +78,6 @@ HEAVY = (
         "tomllib",
         "torch._dynamo",
         "torch._inductor",
-        "torch.nn.attention",
         "torch.distributed.algorithms",
         "torch.distributed.device_mesh",
     ),

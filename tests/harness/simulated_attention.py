@@ -29,6 +29,9 @@ def attend(
     if is_plain and is_even and query.shape[-1] == key.shape[-1]:
         fused = aten._scaled_dot_product_fused_attention_overrideable
         return fused(query, key, value, None, 0.0, is_causal, scale=scale)[0]
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # the math kernel would add it
+        hidden = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = hidden.masked_fill_(~attn_mask, float("-inf"))
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     return aten._scaled_dot_product_attention_math(*given, scale=scale, enable_gqa=enable_gqa)[0]
 

@@ -45,8 +45,9 @@ class HostCopy:
         device = tensors[0].device
         if accelerator.is_used(device):
             tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-            self._event = accelerator.module(device).Event()
-            self._event.record()
+            own = accelerator.module(device)
+            self._event = own.Event()
+            self._event.record(own.current_stream(device))  # a rank may have several devices
         self._tensors = tensors
 
     def read(self, wait: Callable[[], None]) -> Sequence[torch.Tensor]:

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from trainer.distributed import accelerator
 from trainer.distributed.world import RankGroup
 from trainer.errors import ConfigError
 from trainer.rng.functions import REOPENED
@@ -97,15 +96,7 @@ class Context(TorchFunctionMode):
         own, length = query.shape[-2], key.shape[-2] * self.axis.size
         whole = [gather_parts(t, t.dim() - 2, length, self.axis) for t in (key, value)]
         if is_causal:
-            is_cut = not dropout_p and key.shape[-2] == own  # draws are divided like the whole
-            if is_cut:
-                length = own * (self.axis.rank + 1)
-                whole = [tensor.narrow(-2, 0, length) for tensor in whole]
             attn_mask = self._causal(own, length, query.device)
-            if is_cut and accelerator.is_used(query.device):  # flash attention has this one
-                from torch.nn.attention.bias import causal_lower_right  # here: it takes 1 s
-
-                attn_mask = causal_lower_right(own, length)
         elif attn_mask is not None:
             if attn_mask.shape[-1] == key.shape[-2]:
                 if attn_mask.dim() > 1 and attn_mask.shape[-2] > 1:
