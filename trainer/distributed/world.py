@@ -29,10 +29,6 @@ def unnoticed(group: str) -> None:
     """Do nothing while this rank waits in a group."""
 
 
-# torch 2.13 has renamed it
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
 @dataclass(frozen=True)
 class RankGroup:
     """Ranks that communicate: `ranks` by their numbers in the world, and this rank's number.
@@ -68,13 +64,6 @@ class RankGroup:
         with self.waiting() as group:
             dist.all_gather(found, tensor, group=group)
         return found
-
-    def all_gather_whole(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the parts of the ranks, which have one size, one behind the other on axis 0."""
-        whole = part.new_empty(self.size * len(part), *part.shape[1:])
-        with self.waiting() as group:
-            _gather_into(whole, part, group=group)
-        return whole
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of the ranks, which JSON can hold, in the order of the ranks."""

@@ -41,8 +41,6 @@ def joined(part: torch.Tensor, dim: int, length: int, axis: RankGroup) -> torch.
     if part.is_meta:
         return part.new_empty([*part.shape[:dim], length, *part.shape[dim + 1 :]])
     moved = part.movedim(dim, 0)
-    if len({*sizes}) == 1:  # nothing is copied but to move the axis back
-        return axis.all_gather_whole(moved.contiguous()).movedim(0, dim).contiguous()
     sent = moved.new_zeros(max(sizes), *moved.shape[1:])  # as gloo gathers equal parts only
     sent[: len(moved)] = moved
     parts = zip(axis.all_gather(sent), sizes, strict=True)
@@ -68,7 +66,7 @@ class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: RankGroup) -> torch.Tensor:
         ctx.axis = axis
-        return summed(tensor.clone() if tensor.itemsize >= 4 else tensor, axis)
+        return summed(tensor.clone(), axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -107,8 +105,7 @@ class _AddSplit(_Split):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, dim: int, axis: RankGroup) -> torch.Tensor:
         ctx.dim, ctx.axis, ctx.length = dim, axis, whole.shape[dim]
-        whole = whole.clone() if whole.itemsize >= 4 else whole
-        return own_part(summed(whole, axis), dim, axis).contiguous()
+        return own_part(summed(whole.clone(), axis), dim, axis).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
