@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -161,20 +161,9 @@ def _attention(
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # the kernel would add 0 and 1
         hidden = torch.zeros_like(attn_mask, dtype=query.dtype)
         attn_mask = hidden.masked_fill_(~attn_mask, -math.inf)
-    if (
-        is_causal and attn_mask is None and not torch.compiler.is_compiling()
-    ):  # the kernel would make it in each call
-        attn_mask = _causal(*sizes[-2:], query.dtype, query.device)
-        is_causal = False
     plain = torch.ops.aten._scaled_dot_product_attention_math
     mask = numbers.kept(1 - dropout_p)
     return plain(query, key, value, attn_mask, dropout_p, is_causal, mask, **kwargs)[0]
-
-
-@lru_cache(maxsize=2)
-def _causal(queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return (queries, keys): minus infinity for keys after the query, else 0."""
-    return torch.full((queries, keys), -math.inf, dtype=dtype, device=device).triu(1)
 
 
 # Noise --------------------------------------------------------------------------------------------
