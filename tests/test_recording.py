@@ -10,6 +10,9 @@ from harness.training import compose, fit
 from meshed import Meshed
 
 from trainer import ConfigError
+from trainer.engine import recording
+from trainer.engine.means import Means
+from trainer.engine.recording import Recorder
 
 WORDS = [
     *("task=meshed", "strategy.precision=fp64", "run.steps=9", "log.every_steps=4"),
@@ -180,3 +183,32 @@ def test_nothing_is_recorded_in_an_evaluation_or_after_the_run(tmp_path):
 
     (metrics,) = on_ranks(1, run)
     assert set(metrics) == {"eval/loss", "eval/accuracy"}
+
+
+class Losses:
+    """Two losses, of which the first one records a value."""
+
+    def __init__(self):
+        self.recorder = Recorder(Means(), (), True, None, True)
+
+    def recording(self, outputs, targets):
+        self.recorder.record("size", outputs.abs())
+        return outputs
+
+    def plain(self, outputs, targets):
+        return outputs
+
+
+def test_a_loss_that_records_stays_eager_whatever_the_others_do(monkeypatch):
+    asked = []
+
+    def note(loss, *_):
+        return lambda outputs, targets: asked.append(loss.__name__) or loss(outputs, targets)
+
+    monkeypatch.setattr(recording, "compiled", note)
+    losses = Losses()
+    losses.recorder.begin_step()
+    for _ in range(3):  # updates
+        for loss in (losses.recording, losses.plain):
+            losses.recorder.watched(loss)(torch.ones(4), torch.ones(4))
+    assert asked == ["plain", "plain"], "the first update of a loss is eager"

@@ -43,8 +43,9 @@ class Recorder:
         self._rows: int | None = None
         self._names: set[str] = set()  # that the task itself records
         self._compiles = compiles
-        self._compiled: dict[Loss, Loss | None] = {}  # None before and while a loss ran once
-        self._is_called = False  # by a loss
+        self._compiled: dict[Loss, Loss] = {}
+        self._eager: set[Loss | None] = set()  # what stays as it is
+        self._loss: Loss | None = None  # while it is computed
 
     def begin_step(self) -> None:
         self.is_open = True
@@ -54,7 +55,7 @@ class Recorder:
 
     def count_rows(self) -> int | None:
         """Return the rows of the micro-batch whose loss is computed; None outside of an update."""
-        self._is_called = True
+        self._eager.add(self._loss)
         return self._rows if self.is_open else None
 
     @contextmanager
@@ -74,7 +75,7 @@ class Recorder:
         """
         if not self.is_open:
             return
-        self._is_called = True
+        self._eager.add(self._loss)
         given = f"record({name!r})"
         check_name("record got", name)
         if name in self._taken:
@@ -106,19 +107,20 @@ class Recorder:
         """Return the loss of an update, for which values are recorded."""
         hooks = self._hooks if self._hooks and loss == self._hooks.loss else None
         run = self._compile(loss)
+        is_tried = bool(self._compiles) and run is loss
 
         def compute(outputs: Any, targets: Any) -> Values:
             self._rows = count_rows(targets, outputs)
-            if self._compiled.get(loss, loss) is None:  # before it is compiled
-                leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-                self._is_called |= any(type(leaf) is not torch.Tensor for leaf in leaves)
+            self._loss = loss
+            if is_tried and not _are_plain(outputs):
+                self._eager.add(loss)
             try:
                 values = run(outputs, targets)
                 if hooks is not None:
                     with torch.no_grad():
                         self._add_metrics(hooks.metrics(outputs, targets))
             finally:
-                self._rows = None
+                self._rows = self._loss = None
             return values
 
         return compute
@@ -133,11 +135,12 @@ class Recorder:
         if not self._compiles or not inspect.ismethod(loss):
             return loss
         if loss not in self._compiled:
-            self._compiled[loss] = None
-            self._is_called = False
+            self._compiled[loss] = compiled(loss, self._compiles, None)
             return loss
-        found = self._compiled[loss]
-        if found is None:
-            found = loss if self._is_called else compiled(loss, self._compiles, None)
-            self._compiled[loss] = found
-        return found
+        return loss if loss in self._eager else self._compiled[loss]
+
+
+def _are_plain(outputs: Any) -> bool:
+    """Return True if no tensor is of a class of its own."""
+    leaves = tree_leaves(outputs)
+    return all(type(leaf) is torch.Tensor for leaf in leaves if isinstance(leaf, torch.Tensor))
