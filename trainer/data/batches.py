@@ -31,8 +31,7 @@ class LocalBatch:
     Iterating augments a micro-batch and seeds dropout for it, so run it before taking the next.
     It can be iterated several times, with the same random numbers. All pieces are read before the
     step, so that one that cannot be read leaves the state whole; each is copied to the device when
-    it is used. `first` is the number of this
-    rank's first micro-batch among those of the global batch.
+    it is used. `first` is the number of this rank's first micro-batch in the global batch.
     """
 
     pieces: Sequence[Piece]

@@ -98,8 +98,7 @@ class Group:
         if self.world.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self._wire_device())
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
-        return tensor.tolist()
+        return most(self, tensor, group).tolist()
 
     def share_bytes(self, data: bytes | None, source: int = 0) -> bytes:
         """Return the bytes of rank `source` on every rank; those of other ranks are ignored."""
@@ -285,12 +284,15 @@ def _find_difference(each: list[dict[str, Any]]) -> str:
     return ""
 
 
-def most(group: Group, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the maximum of each element over all ranks; the host does not wait for it."""
+def most(group: Group, tensor: torch.Tensor, among: Any = None) -> torch.Tensor:
+    """Return the maximum of each element over all ranks; the host does not wait for it.
+
+    `among` is another group of them.
+    """
     if group.world.world_size == 1:
         return tensor
     sent = tensor.to(group._wire_device(), copy=True)
-    dist.all_reduce(sent, dist.ReduceOp.MAX)
+    dist.all_reduce(sent, dist.ReduceOp.MAX, group=among)
     return sent.to(tensor.device)
 
 

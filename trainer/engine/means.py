@@ -284,7 +284,7 @@ def _stack(rows: list[Row]) -> torch.Tensor:
     """Return (rows, 2) float64 of sums and weights, on the device of the sums."""
     totals = torch.stack([total.double() for total, _ in rows])
     numbers = [0.0 if isinstance(weight, torch.Tensor) else weight for _, weight in rows]
-    if any(numbers) or not rows:
+    if any(numbers):
         known = accelerator.send(torch.tensor(numbers, dtype=torch.float64), totals.device)
     else:
         known = torch.zeros_like(totals)

@@ -1,4 +1,4 @@
-"""The outcome of a step, on the device until the host reads it one step later."""
+"""Outcomes of steps, numbers and rows, which the host reads while the device computes on."""
 
 from __future__ import annotations
 

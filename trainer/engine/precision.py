@@ -16,6 +16,7 @@ from trainer.errors import ConfigError
 
 WEIGHTS = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}  # others: float32
 AUTOCAST = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
+OPEN = ("auto", "default")  # the start chooses one of the others
 SCALED = ("amp_fp16", "fp16")  # without loss scaling, small gradients underflow in fp16
 
 # Values of ONEDNN_MAX_CPU_ISA below AVX512-BF16, with which oneDNN emulates bf16.
@@ -39,8 +40,13 @@ def is_bf16_native(device: torch.device) -> bool:
     return device.type == "cpu" and has_bf16 and not is_limited
 
 
+def takes_bf16(name: str, is_accelerator: bool) -> bool:
+    """Return True if `name`, one of OPEN, takes bf16 where it is native: `default` on GPUs only."""
+    return name == "auto" or is_accelerator
+
+
 def choose_precision(is_native: bool) -> str:
-    """Return the precision for `strategy.precision=auto`: amp_bf16 if bf16 is native, else fp32."""
+    """Return the precision for one of OPEN: amp_bf16 if bf16 is native and taken, else fp32."""
     return "amp_bf16" if is_native else "fp32"
 
 

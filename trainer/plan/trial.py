@@ -22,7 +22,13 @@ from trainer.distributed import accelerator
 from trainer.distributed.devices import Device
 from trainer.distributed.launchers import Launcher
 from trainer.distributed.world import World
-from trainer.engine.precision import Precision, choose_precision, is_bf16_native
+from trainer.engine.precision import (
+    OPEN,
+    Precision,
+    choose_precision,
+    is_bf16_native,
+    takes_bf16,
+)
 from trainer.errors import ConfigError
 from trainer.hook_errors import call
 from trainer.plan.counting import Traffic
@@ -104,13 +110,13 @@ class Trial:
 
     def _resolve_precision(self, config: Config) -> Config:
         given = config.strategy.precision
-        if given not in ("auto", "default"):
+        if given not in OPEN:
             return config
-        is_gpu = self.device is not None and self.device.is_gpu
+        is_taken = takes_bf16(given, self.device is not None and self.device.is_gpu)
         here = torch.device("cpu")
         is_native = "bf16" in self.device.tflops if self.device else is_bf16_native(here)
-        chosen: Any = choose_precision(is_native and (is_gpu or given == "auto"))
-        if is_gpu or given == "auto":
+        chosen: Any = choose_precision(is_taken and is_native)
+        if is_taken:
             self.notes.append(f"strategy.precision={given}: planned with {chosen}")
         strategy = replace(config.strategy, precision=chosen)
         return replace(config, strategy=strategy)

@@ -18,7 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
-from trainer.rng.functions import HANDLERS, REOPENED, UNTRACED, DrawsByRow, Numbers, Sizes
+from trainer.rng.functions import HANDLERS, REOPENED, DrawsByRow, Numbers, Sizes, answer
 from trainer.rng.philox import mixed
 
 _active: list[DrawsByRow] = []
@@ -90,6 +90,8 @@ class GraphDraws(TorchFunctionMode):
     `seeds` are those of the graph's calls, and `count` is the number of the next one.
     """
 
+    is_on = True
+
     def __init__(self, seeds: torch.Tensor | None, count: int = 0):
         self.seeds = seeds
         self.count = count
@@ -97,16 +99,7 @@ class GraphDraws(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        opened = REOPENED.get(func)
-        if opened is not None:
-            with self:
-                return opened(*args, **(kwargs or {}))
-        handler = HANDLERS.get(func)
-        if handler is None:
-            return func(*args, **(kwargs or {}))
-        if handler in UNTRACED:
-            raise Untraceable
-        return handler(self, func, *args, **(kwargs or {}))
+        return answer(self, func, args, kwargs or {})
 
     def numbers(self, name: str, sizes: Sizes, device: torch.device) -> GraphNumbers:
         self.count += 1
@@ -134,6 +127,9 @@ class GraphNumbers(Numbers):
         self._name = name
         self._sizes = sizes
         self._device = device
+
+    def keys(self) -> list[int]:
+        raise Untraceable
 
     def mask(self, probability: float, value: float, dtype: torch.dtype) -> torch.Tensor:
         return self._draw("mask", [probability, value], dtype)

@@ -20,7 +20,7 @@ from trainer.distributed import accelerator
 from trainer.hook_errors import Rows
 from trainer.micro_batch import take_rows
 from trainer.rng.compiled import answered_by, keep_eager
-from trainer.rng.functions import HANDLERS, REOPENED, Numbers, Part, Sizes
+from trainer.rng.functions import Numbers, Part, Sizes, answer
 from trainer.rng.keys import CallCounter, RowKeys
 from trainer.rng.philox import key_of, seed_coins, seed_layers
 from trainer.rng.rehearsals import Draw, Rehearsals
@@ -47,8 +47,7 @@ class Draws(TorchFunctionMode):
         self._calls = CallCounter()
         self._keys = RowKeys()
         self.rehearsals = Rehearsals()
-        if is_compiled and is_by_example:
-            self._answer = keep_eager(self, self._answer)  # type: ignore[method-assign]
+        self._answer = keep_eager(self, answer) if is_compiled and is_by_example else answer
 
     # Rows ---------------------------------------------------------------------------------------
 
@@ -145,20 +144,10 @@ class Draws(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if not torch.compiler.is_compiling():
-            return self._answer(func, args, kwargs or {})
+            return self._answer(self, func, args, kwargs or {})
         if func is torch.Tensor.unflatten:  # calls super(), where torch's compiler gives up
             return torch.unflatten(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))  # rng/compiled.py replaces it in the graph
-
-    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        opened = REOPENED.get(func)
-        if opened is not None:  # it draws inside, or runs a recomputation that draws
-            with self:
-                return opened(*args, **kwargs)
-        handler = HANDLERS.get(func)
-        if handler is None or not len(self._keys.indices):
-            return func(*args, **kwargs)
-        return handler(self, func, *args, **kwargs)
 
     def numbers(self, name: str, sizes: Sizes, device: torch.device) -> Numbers | None:
         """Return random numbers for a draw of these sizes, or None if no axis contains the rows."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType
 from typing import Any, Protocol
@@ -29,8 +29,10 @@ ALPHA = -1.7580993408473766  # SELU at minus infinity: alpha dropout's value of 
 
 
 class DrawsByRow(Protocol):
-    """The object that decides which draws are by row."""
+    """The torch function mode that decides which draws are by row."""
 
+    @property
+    def is_on(self) -> bool: ...
     def numbers(self, name: str, sizes: Sizes, device: torch.device) -> Numbers | None: ...
     def by_micro_batch(self, name: str) -> int: ...
 
@@ -70,8 +72,7 @@ class Numbers:
 
     def words(self) -> torch.Tensor:
         """Return (rows, width) int32 of 32 random bits."""
-        bits = self._rows.bits(self._call, -(-self._width // 2), self._device)
-        return bits.view(torch.int32)[:, : self._width]
+        return self._rows.words(self._call, self._width, self._device)
 
     def shaped(self, values: torch.Tensor) -> torch.Tensor:
         """Reshape values (rows, width) to the sizes of the call."""
@@ -347,8 +348,6 @@ HANDLERS |= dict.fromkeys(
     _by_micro_batch,
 )
 
-UNTRACED = {_row_by_row, _by_micro_batch}  # no operation of a compiled graph stands for them
-
 _ASKED = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -367,3 +366,15 @@ _AROUND: Any = (
     *(torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward),
 )
 REOPENED: dict[Any, Handler] = {func: _reopen(func) for func in _AROUND}
+
+
+def answer(draws: Any, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Call a function of torch, as the mode `draws`, a DrawsByRow, does."""
+    opened = REOPENED.get(func)
+    if opened is not None:  # it draws inside, or runs a recomputation that draws
+        with draws:
+            return opened(*args, **kwargs)
+    handler = HANDLERS.get(func)
+    if handler is None or not draws.is_on:
+        return func(*args, **kwargs)
+    return handler(draws, func, *args, **kwargs)

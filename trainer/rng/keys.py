@@ -115,6 +115,10 @@ class RowKeys:
         """Return (rows, width) int64 of 64 random bits: a function of key, call and counter."""
         return draw_bits(self.on(device), call, self._count(width, device))
 
+    def words(self, call: int, width: int, device: torch.device) -> torch.Tensor:
+        """Return (rows, width) int32 of 32 random bits: halves of `bits`, the lower one first."""
+        return self.bits(call, -(-width // 2), device).view(torch.int32)[:, :width]
+
     def mask(
         self,
         call: int,
@@ -126,13 +130,12 @@ class RowKeys:
     ) -> torch.Tensor:
         """Return (rows, width): `value` where 32 random bits are at most `last`, and 0 elsewhere.
 
-        The bits are the halves of `bits`, the lower one first.
+        The bits are those of `words`.
         """
-        counters = self._count(-(-width // 2), device)
         if accelerator.is_used(device):
+            counters = self._count(-(-width // 2), device)
             return draw_mask(self.on(device), call, counters, width, last, value, dtype)
-        words = draw_bits(self.on(device), call, counters).view(torch.int32)[:, :width]
-        kept = words <= last
+        kept = self.words(call, width, device) <= last
         return kept if dtype == torch.bool else kept.to(dtype).mul_(value)
 
     def _count(self, width: int, device: torch.device) -> torch.Tensor:

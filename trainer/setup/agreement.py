@@ -15,7 +15,7 @@ from trainer.distributed import accelerator
 from trainer.distributed.group import Group, collective_limit
 from trainer.distributed.ranks import Ranks, open_ranks
 from trainer.distributed.world import World
-from trainer.engine.precision import choose_precision, is_bf16_native
+from trainer.engine.precision import OPEN, choose_precision, is_bf16_native, takes_bf16
 from trainer.errors import CheckpointError, ConfigError
 from trainer.record import fingerprint, init_from, resume
 from trainer.setup.capacity import Steps, resolve_micro_batch
@@ -78,7 +78,7 @@ def _read_kept(config: Config, world: World, group: Group, origin: resume.Origin
     """Return what the run to continue has for settings that are `auto`. A collective."""
     kinds = {"strategy.precision": str, "data.micro_batch": int}
     values = config.flat()
-    open_values = {"strategy.precision": ("auto", "default"), "data.micro_batch": ("auto",)}
+    open_values = {"strategy.precision": OPEN, "data.micro_batch": ("auto",)}
     asked = {key: kind for key, kind in kinds.items() if values[key] in open_values[key]}
     if not asked:
         return {}
@@ -103,9 +103,9 @@ def _resolve_precision(
     have bf16 arithmetic, otherwise fp32; with default it gets fp32 on CPUs. A collective.
     """
     given = config.strategy.precision
-    if given not in ("auto", "default"):
+    if given not in OPEN:
         return config, []
-    is_plain = given == "default" and not accelerator.is_used(world.device)
+    is_plain = not takes_bf16(given, accelerator.is_used(world.device))
     is_native = not is_plain and all(map(is_bf16_native, world.devices))
     without, some = group.max(0 if is_native else world.rank + 1, is_native)
     chosen: Any = kept["strategy.precision"] or choose_precision(not without)

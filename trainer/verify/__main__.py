@@ -10,7 +10,7 @@ from pathlib import Path
 from trainer.cli import load_task, run, split_arguments, take_words
 from trainer.config.compose import load_config
 from trainer.distributed import accelerator
-from trainer.engine.precision import choose_precision, is_bf16_native
+from trainer.engine.precision import OPEN, choose_precision, is_bf16_native, takes_bf16
 from trainer.errors import ConfigError
 from trainer.strategy.base import find_strategy
 from trainer.strategy.modules.comm_hooks import COMPRESSING
@@ -60,9 +60,9 @@ def main(arguments: Sequence[str]) -> int:
     config = load_config(overrides, config_dirs)
     task = load_task(config)(config)
     device = task.world.device
-    if (given := config.strategy.precision) in ("auto", "default"):
-        is_plain = given == "default" and not accelerator.is_used(device)
-        chosen = choose_precision(not is_plain and is_bf16_native(device))
+    if (given := config.strategy.precision) in OPEN:
+        is_taken = takes_bf16(given, accelerator.is_used(device))
+        chosen = choose_precision(is_taken and is_bf16_native(device))
         overrides = [*overrides, f"strategy.precision={chosen}"]
         config = load_config(overrides, config_dirs)
     steps = _read_integer(own, "steps", 10)
