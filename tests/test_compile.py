@@ -193,8 +193,8 @@ def test_divided_text_with_dropout_trains_the_same_compiled(strategy, tmp_path):
 
 
 def test_a_machine_without_a_compiler_is_told_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/nowhere/g++"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     told = r"ConfigError: run\.compile=true: torch cannot compile here: .*; use run\.compile=false"
-    with pytest.raises(AssertionError, match=told):
+    without = torch._inductor.config.patch({"cpp.cxx": (None, "/nowhere/g++")})
+    with without, pytest.raises(AssertionError, match=told):
         fit_on(1, tmp_path, *TEXT, "run.compile=true")
