@@ -2,11 +2,13 @@
 precisions, placement, strategies, hangs, compilation, memory, speed.
 
     python scripts/check_gpu.py [--root data/cifar-10-batches-bin] [--json gpu.json]
-        [--airbench airbench94_muon.py] [--only nccl tf32]
+        [--airbench airbench94_muon.py] [--only nccl tf32] [--jobs 4]
 
 Each check runs in a separate process with a time limit, so one failure does not affect the other
-checks. A check that needs more GPUs than there are is skipped, with the reason. Profiler traces are
-written beside the JSON file. Exit code 1 if a check fails.
+checks. `--jobs` runs several at a time; those of speed, memory and deadlines follow one by one. A
+check that needs more GPUs than there are is skipped, with the reason; several ranks share one over
+NCCL 2.30 or newer with NCCL_MULTI_RANK_GPU_ENABLE=1. Profiler traces are written beside the JSON
+file. Exit code 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import datetime, timezone
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +51,10 @@ from gpu_checks import (
 from gpu_checks.runs import Here, Skip
 from harness.launch import kill_with_descendants
 
-BUDGET_S, TOLD = 900, "told: "
+BUDGET_S, KEPT, TOLD = 900, 9000, "told: "  # seconds, characters
 NO_GPU = "no GPU: torch sees no CUDA device; nothing was checked"
 
+RANKS = {"zero1": 2, "tp": 2, "cp": 2, "pp": 2, "fsdp_tp": 4, "pp_fsdp": 4}
 CHECKS: dict[str, tuple[Callable[[Here], str], int]] = {  # name: (check, seconds it may take)
     "nccl": (backends.nccl, 90),
     "amp_fp16": (arithmetic.amp_fp16, 60),
@@ -63,7 +69,7 @@ CHECKS: dict[str, tuple[Callable[[Here], str], int]] = {  # name: (check, second
     "syncbn": (backends.syncbn, 90),
     "one_gpu_each": (backends.one_gpu_each, 60),
     "sharded": (layouts.sharded, 120),
-    "meshes": (layouts.meshes, 120),
+    **{name: (partial(layouts.divided, strategy=name, ranks=n), 120) for name, n in RANKS.items()},
     "pipeline": (layouts.pipeline, 120),
     "model_parallel": (layouts.model_parallel, 90),
     "exact": (layouts.exact, 120),
@@ -71,6 +77,7 @@ CHECKS: dict[str, tuple[Callable[[Here], str], int]] = {  # name: (check, second
     "kill": (ends.kill, 120),
     "bits": (arithmetic.bits, 40),
     "precisions": (arithmetic.precisions, 90),
+    "as_on_cpu": (arithmetic.as_on_cpu, 180),
     "compiled": (compiling.compiled, 150),
     "compiled_text": (compiling.compiled_text, 120),
     "compiled_draws": (compiling.compiled_draws, 120),
@@ -79,6 +86,8 @@ CHECKS: dict[str, tuple[Callable[[Here], str], int]] = {  # name: (check, second
     "cifar": (speed.cifar, 180),
     "airbench": (speed.airbench, 300),
 }
+# of speed, of a GPU's memory, or with a deadline
+ALONE = ("hang", "kill", "waits", "auto_batch", "launches", "cifar", "airbench")
 
 
 # The command --------------------------------------------------------------------------------------
@@ -120,6 +129,8 @@ def run(name: str, given: argparse.Namespace, limit_s: float) -> dict[str, Any]:
     environment = {**os.environ, "TORCH_SHOW_CPP_STACKTRACES": "0"}
     if given.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
+    if given.jobs > 1:  # else each takes a thread per core
+        environment.setdefault("OMP_NUM_THREADS", "1")
     child = subprocess.Popen(
         words,
         stdout=subprocess.PIPE,
@@ -136,7 +147,7 @@ def run(name: str, given: argparse.Namespace, limit_s: float) -> dict[str, Any]:
         row |= {
             "result": "FAILED",
             "note": f"not done after {limit_s:.0f} s",
-            "output": output[-3000:],
+            "output": output[-KEPT:],
         }
     told = [line for line in output.splitlines() if line.startswith(TOLD)]
     if told:
@@ -145,11 +156,31 @@ def run(name: str, given: argparse.Namespace, limit_s: float) -> dict[str, Any]:
         row |= {
             "result": "FAILED",
             "note": f"ended with code {child.returncode}",
-            "output": output[-3000:],
+            "output": output[-KEPT:],
         }
     if row["result"] == "FAILED":
-        row.setdefault("output", output[-3000:])
+        row.setdefault("output", output[-KEPT:])
     return {**row, "seconds": round(time.monotonic() - began, 1)}
+
+
+def run_all(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run the checks, print a line for each and write all that are done to the JSON file."""
+    found, began = facts(given.device), time.monotonic()
+    rows: list[dict[str, Any]] = []
+
+    def start(name: str) -> dict[str, Any]:
+        left = BUDGET_S - (time.monotonic() - began)
+        return run(name, given, min(CHECKS[name][1], left))
+
+    together = [name for name in given.only if given.jobs > 1 and name not in ALONE]
+    with ThreadPoolExecutor(given.jobs) as pool:
+        alone = (start(name) for name in given.only if name not in together)
+        begun = [pool.submit(start, name) for name in together]
+        for row in chain((each.result() for each in as_completed(begun)), alone):
+            rows.append(row)
+            print("{check:<15}{result:<8}{seconds:6.1f} s  {note}".format(**row)[:200], flush=True)
+            given.json.write_text(json.dumps({**found, "checks": rows}, indent=1) + "\n")
+    return rows
 
 
 def facts(device: str) -> dict[str, Any]:
@@ -199,6 +230,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("gpu.json"))
     parser.add_argument("--airbench", default="", help="airbench94_muon.py, for a comparison")
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
+    parser.add_argument("--jobs", type=int, default=1, help="checks at a time")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
     parser.add_argument("--check", choices=CHECKS, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -211,13 +243,8 @@ def main() -> int:
             json.dumps({**facts("cpu"), "note": NO_GPU, "checks": []}, indent=1) + "\n"
         )
         return 0
-    found, rows, began = facts(given.device), [], time.monotonic()
-    for name in given.only:
-        left = BUDGET_S - (time.monotonic() - began)
-        rows.append(run(name, given, min(CHECKS[name][1], left)))
-        print("{check:<15}{result:<8}{seconds:6.1f} s  {note}".format(**rows[-1])[:200], flush=True)
-        given.json.write_text(json.dumps({**found, "checks": rows}, indent=1) + "\n")
-    show(rows, found)
+    rows = run_all(given)
+    show(rows, facts(given.device))
     results = Counter(row["result"] for row in rows)
     print(", ".join(f"{results[result]} {result}" for result in ("ok", "FAILED", "skipped")))
     return int(any(row["result"] == "FAILED" for row in rows))

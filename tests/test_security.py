@@ -516,7 +516,7 @@ NASTY |= {
 
 @pytest.mark.parametrize(("name", "shown"), NASTY.items(), ids=map(ascii, NASTY))
 def test_names_are_shown_and_not_obeyed(name, shown, tmp_path, capsys):
-    console = Console(0)
+    console = Console()
     console.say(f"class a{name}b")
     console.table(("host",), [[f"c{name}d"]])
     out = capsys.readouterr().out

@@ -327,12 +327,14 @@ fields[watcher.SINCE] = time.monotonic() - 60
 os.pwrite(memory, struct.pack(f"{len(fields)}d", *fields), 0)
 for _ in range(4):
     threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
-print(memory, flush=True)
 """
 ENDS = {
-    "stuck": "time.sleep(1000)\n",
-    "moving": "while True:\n" + "    time.sleep(0.02)\n" * 200,
-    "stopping": "while True:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    "at device": "fields[watcher.PHASE] = watcher.Phase.DEVICE\n"
+    "os.pwrite(memory, struct.pack(f'{len(fields)}d', *fields), 0)\n"
+    "print(memory, flush=True)\ntime.sleep(1000)\n",
+    "stuck": "print(memory, flush=True)\ntime.sleep(1000)\n",
+    "moving": "print(memory, flush=True)\nwhile True:\n" + "    time.sleep(0.02)\n" * 200,
+    "stopping": "print(memory, flush=True)\nwhile True:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
     "    end = time.monotonic() + 0.02\n    while time.monotonic() < end: sum(range(10))\n",
 }
 
@@ -384,6 +386,20 @@ def test_ranks_that_pass_from_one_collective_to_the_next_do_not_hang(
     looks = [node.look() for _ in range(1 if is_hang else 5)]
     assert any(looks) == is_hang
     assert (watcher.ALL_WAIT in capfd.readouterr().err) == is_hang
+
+
+def test_a_rank_that_waits_for_its_device_ends_soon_after_another_one(waiting_ranks, monkeypatch):
+    """Over NCCL it would wait on, and torchrun kills only 30 s after it asked it to stop."""
+    facts = waiting_ranks("at device", "stuck", "at device")
+    monkeypatch.setattr(watcher, "Rank", lambda facts, _: WATCHED(facts, False))
+    monkeypatch.setattr(watcher, "BEREFT_S", 0.5)
+    node = watcher.Watcher({"ranks": facts, "is_only_node": True, "timeout_s": 100.0})
+    node.end_bereft()  # all are there
+    os.kill(facts[0]["pid"], signal.SIGKILL)
+    wait_for(node.look)
+    node.end_bereft()
+    alive = [rank["rank"] for rank in facts if not process.is_ending(rank["pid"])]
+    assert alive == [1]
 
 
 def test_stack_of_a_stopped_rank_is_read_without_a_crash(waiting_ranks):

@@ -41,7 +41,7 @@ def open_record(
 ) -> tuple[Record, DiskSaver]:
     """Return rank 0's record and saver, in a directory that exists already."""
     lease = Lease(directory)
-    console = Console(begin)
+    console = Console()
     disk = Disk(directory, KEEP, console.say)
     files = RecordFiles(directory, begin, disk, lease, console.say)
     board = TensorBoard(directory, begin, is_resumed, LOG, disk)

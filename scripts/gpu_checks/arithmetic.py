@@ -12,8 +12,16 @@ from torch import nn
 from trainer import ConfigError, Random
 from trainer.data.order import Order
 
-from .runs import Here, check_learned, losses, relative, weights
+from .runs import Here, at_most, check_learned, distance, losses, relative, weights
 
+MODELS = {
+    "text": ["task.options.layers=2", "data.global_batch=8", "eval.every_steps=null"],
+    "cifar": ["task.options.data=bundled", "data.global_batch=40", "eval.every_epochs=null"],
+    "cifar-resnet18": [
+        *["task.options.data=bundled", "data.global_batch=20", "eval.every_epochs=null"],
+        *["task.options.model=resnet18", "optim=sgd"],
+    ],
+}
 PRECISIONS = ("fp64", "fp32", "tf32", "amp_bf16", "amp_fp16", "bf16", "fp16")
 
 
@@ -96,6 +104,20 @@ def bits(here: Here) -> str:
     off = float((ours.normal("noise", 8) - theirs.normal("noise", 8).cpu()).abs().max())
     assert off < 1e-5, f"normal differs by {off:.1e}"
     return f"bits, uniform, integers are equal; normal differs by at most {off:.1e}"
+
+
+def as_on_cpu(here: Here) -> str:
+    """Check that the tasks' models learn in fp64 what they learn on the CPU."""
+    notes = []
+    words = ["strategy.precision=fp64", "run.steps=4", "log.every_steps=1"]
+    for name, more in MODELS.items():
+        recipe = name.partition("-")[0]
+        own, other = (
+            here.launch(f"{name}-{place}", *words, *more, recipe=recipe, device=place)
+            for place in (None, "cpu")
+        )
+        notes.append(at_most(distance(own, other), 1e-8, f"task={name} differs from the CPU"))
+    return "; ".join(notes)
 
 
 def precisions(here: Here) -> str:

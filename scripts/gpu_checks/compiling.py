@@ -11,6 +11,7 @@ from .probe import Own, Probe
 from .runs import Here, check_learned, distance, losses
 
 MOST_GRAPHS = 2  # of a function: for training, and for evaluation
+OF_DRAWS = "trainer/rng/"  # fused functions, which rehearsals call too
 
 
 def compiled(here: Here) -> str:
@@ -68,7 +69,7 @@ def check_graphs(here: Here, word: str) -> str:
     compiled: Counter[str] = Counter(
         f"{metrics.co_name} ({metrics.co_filename}:{metrics.co_firstlineno})"
         for metrics in get_compilation_metrics()[already:]
-        if metrics.co_name and not metrics.fail_type
+        if metrics.co_name and not metrics.fail_type and OF_DRAWS not in metrics.co_filename
     )
     name, graphs = compiled.most_common(1)[0] if compiled else ("nothing", 0)
     unique = counters["stats"]["unique_graphs"]

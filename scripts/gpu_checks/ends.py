@@ -19,7 +19,7 @@ LAUNCHERS = {
 def hang(here: Here) -> str:
     """Check that a rank stopped by a signal is named by the hang report, and that the others are
     ended."""
-    here.needs(2)
+    here.needs_ranks(2)
     output, seconds = run_until_the_end(
         here, "Stopped", "torchrun", f"dist.hang_timeout_s={HANG_S}"
     )
@@ -37,7 +37,7 @@ def hang(here: Here) -> str:
 
 def kill(here: Here) -> str:
     """Check that the other rank ends within seconds after one was killed, under two launchers."""
-    here.needs(2)
+    here.needs_ranks(2)
     notes = []
     for launcher in LAUNCHERS:
         output, seconds = run_until_the_end(here, "Killed", launcher, "dist.hang_timeout_s=60")
@@ -60,6 +60,7 @@ def run_until_the_end(here: Here, task: str, launcher: str, word: str) -> tuple[
     before, after = LAUNCHERS[launcher]
     name = f"{task.lower()}-{len(before)}"
     words = [*here.words(name), f"task.trainer=gpu_checks.probe.{task}", "strategy=ddp", word]
+    words += here.backend_of(2)
     done = here.run([*words, *after], before)
     ended = time.time()
     output = done.stdout + "\n" + done.stderr

@@ -14,9 +14,9 @@ HSDP = ["strategy=hsdp", "strategy.mesh={replicate: 2, shard: 2}"]
 
 def sharded(here: Here) -> str:
     """Check FSDP2 and HSDP against one rank, with recomputed layers, and a resume under another
-    layout: over nccl with a GPU for each rank, on the CPU over gloo."""
+    layout: over nccl, on the CPU over gloo."""
     recipe = ["strategy.precision=fp64", "run.clip_norm=1", "task.options.dropout=0.2"]
-    num_devices = here.count_gpus(4)
+    num_devices = 4 if here.shares(4) else here.count_gpus(4)
     layouts = {2: ["strategy=fsdp", "strategy.recompute=['2']"], 4: HSDP}
     tried = {ranks: words for ranks, words in layouts.items() if ranks <= num_devices}
     if not tried:
@@ -34,22 +34,21 @@ def sharded(here: Here) -> str:
     return "; ".join(notes)
 
 
-def meshes(here: Here) -> str:
-    """Check tensor and pipeline parallel on two ranks, and blocks over two devices of one rank,
-    against one rank: over nccl with a GPU for each, on the CPU over gloo."""
-    here.needs(2)
-    recipe = ["strategy.precision=fp64", "task.options.dropout=0.2", "data.micro_batch=4"]
-    one = here.launch("one", *recipe)
-    notes = []
-    for name, ranks in (("tp", 2), ("pp", 2), ("mp", 1)):
-        run = here.launch(name, *recipe, f"strategy={name}", ranks=ranks)
-        notes.append(at_most(distance(one, run), 1e-10, f"{name} and one rank differ"))
-    return "; ".join(notes)
+def divided(here: Here, strategy: str, ranks: int) -> str:
+    """Check a strategy that divides the model, its rows or its optimizer state, with task=text and
+    dropout, against one rank: over nccl, or over gloo on the CPU and on a GPU that ranks share."""
+    words = ["strategy.precision=fp64", "run.steps=12", "task.options.layers=2"]
+    words += ["data.micro_batch=4", "data.global_batch=16", "log.every_steps=1"]
+    words += ["eval.every_steps=null"]
+    one = here.launch("one", *words, recipe="text")
+    run = here.launch(strategy, *words, f"strategy={strategy}", ranks=ranks, recipe="text")
+    place = "" if here.count_gpus(ranks) >= ranks else ", which share a GPU,"
+    return at_most(distance(one, run), 1e-10, f"{strategy} on {ranks} ranks{place} and 1 differ")
 
 
 def pipeline(here: Here) -> str:
     """Check a pipeline whose stages exchange 32 MB per micro-batch, more than NCCL buffers."""
-    here.needs(2)
+    here.needs_ranks(2)
     words = ["task.trainer=gpu_checks.probe.Wide", "strategy.precision=fp64", "run.steps=6"]
     words += ["data.global_batch=16", "data.micro_batch=2", "eval.every_epochs=null"]
     one = here.launch("one", *words)

@@ -51,6 +51,20 @@ class Here:
         if found < num_gpus:
             raise Skip(f"needs {num_gpus} GPUs; {found} found")
 
+    def needs_ranks(self, ranks: int) -> None:
+        """Raise Skip if there are fewer GPUs, and ranks cannot share one over NCCL."""
+        if not self.shares(ranks):
+            self.needs(ranks)
+
+    def shares(self, ranks: int) -> bool:
+        """Return True if ranks must share a GPU, and NCCL lets them."""
+        is_let = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        return self.count_gpus(ranks) < ranks and is_let
+
+    def backend_of(self, ranks: int) -> list[str]:
+        """Return the override that ranks need which share a GPU over NCCL."""
+        return ["dist.backend=nccl"] if self.shares(ranks) else []
+
     def count_gpus(self, on_cpu: int) -> int:
         """Return the number of GPUs; on the CPU return `on_cpu`."""
         return torch.cuda.device_count() if self.device.type == "cuda" else on_cpu
@@ -82,9 +96,10 @@ class Here:
     ) -> Path:
         """Train in separate processes, on several ranks or another device; return the run
         directory."""
-        words = [*self.words(name, recipe), *overrides]
+        words = [*self.words(name, recipe), *self.backend_of(ranks), *overrides]
         done = self.run(words, launcher_of(ranks), device)
         if done.returncode:
+            print(done.stdout[-2000:], done.stderr[-8000:])  # kept with the check's result
             raise RuntimeError(last_error(done.stderr) or done.stdout[-300:])
         wanted = "cuda" if device != "cpu" and self.device.type == "cuda" else "cpu"
         assert wanted in done.stdout, f"{wanted} is not in the run's output:\n{done.stdout[:1500]}"
@@ -105,7 +120,8 @@ class Here:
     def environment(self, device: str | None = None, **more: str) -> dict[str, str]:
         """Return the environment of a command, without the variables of a launcher."""
         kept = {key: value for key, value in os.environ.items() if key not in LAYOUT}
-        kept["PYTHONPATH"] = os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent)])
+        own = [str(SCRIPTS), str(SCRIPTS.parent)]
+        kept["PYTHONPATH"] = os.pathsep.join([*own, kept.get("PYTHONPATH", "")])
         if device == "cpu":
             kept["CUDA_VISIBLE_DEVICES"] = ""
         return {**kept, **more}

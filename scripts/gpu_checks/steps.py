@@ -50,7 +50,8 @@ class CountsWaits(Trainer):
             self._window.enter_context(synchronizing_is("warn"))
         elif self.step == self.observed + 1:
             self._window.close()
-            found = [w for w in self._caught if "synchroniz" in str(w.message)]
+            # turning it on warns too, from torch/cuda
+            found = [w for w in self._caught if "called a synchronizing" in str(w.message)]
             places = [f"{'/'.join(Path(w.filename).parts[-2:])}:{w.lineno}" for w in found]
             self.waits = [place for place in places if not place.startswith(OF_THE_OUTCOME)]
         return super().train_step(batch)

@@ -38,6 +38,7 @@ _LOST = re.compile(
 
 CPU = torch.device("cpu")
 LATER_S = 60.0  # than the watcher
+SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 _KINDS = {"config": ConfigError, "run": RunError}
 
 
@@ -332,10 +333,12 @@ def find_sharing(group: Group) -> list[int]:
 def _of_own_devices(backend: str, config: DistSettings, group: Group) -> str:
     """Return gloo instead of the accelerator's backend if ranks share a device.
 
-    Raises ConfigError if `dist.backend` asks for it.
+    Raises ConfigError if `dist.backend` asks for it, unless NCCL is told to allow it: 2.30 and
+    newer run several ranks on a GPU, slowly, for trying layouts.
     """
     shared = find_sharing(group)
-    if not shared:
+    is_let = config.backend == "nccl" and os.environ.get(SHARED_GPU) == "1"
+    if not shared or is_let:
         return backend
     ranks = f"{name_ranks(shared)} share GPUs"
     if config.backend != "auto":

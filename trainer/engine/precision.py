@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -57,6 +57,20 @@ def is_bf16_emulated(name: str, device: torch.device) -> bool:
     return name in ("amp_bf16", "bf16") and is_slow
 
 
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Compute fp32 in fp32 on CUDA for the duration of the block."""
+    of_torch = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [each.allow_tf32 for each in of_torch]
+    for each in of_torch:
+        each.allow_tf32 = False
+    try:
+        yield
+    finally:
+        for each, is_allowed in zip(of_torch, before, strict=True):
+            each.allow_tf32 = is_allowed
+
+
 class Precision:
     """A precision of docs/precision.md on one kind of device.
 
@@ -75,16 +89,21 @@ class Precision:
         self._one = torch.ones((), device=device)
         self._plain = nullcontext()
         self._roots: dict[tuple[float, torch.dtype], torch.Tensor] = {}
+        self._is_tf32 = name == "tf32"
         if device.type == "cuda":  # fp32 must not use tf32, which is a separate precision
-            is_tf32 = name == "tf32"
-            torch.backends.cudnn.allow_tf32 = is_tf32
-            torch.backends.cuda.matmul.allow_tf32 = is_tf32
+            torch.backends.cudnn.allow_tf32 = self._is_tf32
+            torch.backends.cuda.matmul.allow_tf32 = self._is_tf32
             torch.backends.cudnn.benchmark = True  # the sizes of the steps stay; not under exact
 
     @property
     def is_narrow(self) -> bool:
         """True if operations round to fewer than 32 bits."""
         return self.dtype.itemsize < 4 or self._autocast is not None
+
+    @property
+    def is_rounded(self) -> bool:
+        """True if operations round to fewer bits than those of fp32, also where tensors do not."""
+        return self.is_narrow or self._is_tf32
 
     @property
     def wide(self) -> torch.dtype:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from trainer.checkpoints import packing
@@ -100,7 +101,9 @@ def rank_rows(lines: Sequence[str]) -> list[list[str]]:
 def layout(config: Config, world: World, threads: int) -> str:
     """Return the line with strategy, backend, ranks, precision and threads."""
     block = config.strategy
-    backend = choose_backend(config.dist, world)
+    # with ranks that share a device another one than was chosen
+    is_open = dist.is_initialized()
+    backend = dist.get_backend() if is_open else choose_backend(config.dist, world)
     ranks = f"{counted(world.world_size, 'rank')} on {counted(world.num_nodes, 'node')}"
     learned = block.precision + ", SyncBN" * block.sync_batchnorm
     learned += f", BatchNorm over {config.norm_rows} rows" * bool(config.norm_rows)

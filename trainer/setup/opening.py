@@ -109,7 +109,7 @@ def _open(
     tensors: Tensors,
     mail: Mail,
 ) -> RunDirectory:
-    console = Console(step)
+    console = Console()
     keep = replace(config.checkpoint, best_metric=config.best_metric, best_mode=config.best_mode)
     disk = Disk(directory, keep, console.say)
     files = RecordFiles(directory, step, disk, lease, console.say)

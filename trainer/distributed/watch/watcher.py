@@ -79,6 +79,7 @@ LEAST_LOAD = 0.05  # of a core
 LEAST_BYTES = 2**16  # read or written
 LOAD_S = 0.5  # the shortest interval over which they are measured
 ENDING_S = 0.5  # between a process's files being closed and its exit
+BEREFT_S = 5.0  # a rank still waits for its device that long after another one has ended
 STRAGGLER = 3.0  # times the median
 STRAGGLER_STEPS = 50
 
@@ -291,6 +292,27 @@ class Watcher:
         if reasons:
             self._exit.write("; ".join(reasons), min(reasons.values()), LOST)
 
+    def end_bereft(self) -> None:
+        """Kill ranks that wait for their device, in a collective that a rank has left by ending.
+
+        NCCL does not notice its end, and the host's wait lets no signal through: torchrun would
+        kill them 30 s after it asked them to stop.
+        """
+        waiting = self._list_bereft()
+        end = time.monotonic() + BEREFT_S
+        while waiting and time.monotonic() < end:
+            time.sleep(POLL_S)
+            now = self._list_bereft()
+            waiting = {rank: since for rank, since in waiting.items() if now.get(rank) == since}
+        for rank in waiting:
+            rank.kill()
+
+    def _list_bereft(self) -> dict[Rank, float]:
+        """Return the ranks that wait for their device, and since when."""
+        alive = {r: r.fields() for r in self._ranks if r.read(self._woke) is not None}
+        found = {r: fields[SINCE] for r, fields in alive.items() if fields[PHASE] == Phase.DEVICE}
+        return found if len(alive) < len(self._ranks) else {}
+
     def _judge(self, states: Sequence[State], overdue: float) -> bool:
         """Report a hang and kill the ranks; later if the hung rank may be on another node."""
         numbers = {state.rank for state in states}
@@ -367,4 +389,5 @@ def main() -> None:
                 if not lines.read(1):
                     time.sleep(ENDING_S)  # the rank that started this process is exiting
                 watcher.tell_ends()
-                return
+                break
+        watcher.end_bereft()

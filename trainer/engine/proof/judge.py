@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from trainer.data.preparation import MicroBatch
+from trainer.distributed import accelerator
 from trainer.engine.parts import Parts
 from trainer.engine.proof.finding import (
     compare,
@@ -43,7 +44,8 @@ from trainer.strategy.mesh_model.full_model import PROVED_BYTES
 MANY_CUTS = ((0, 3, 6, 8),)  # two of one size: a model may keep state as long as that stays
 CUTS = ((0, 1, 3), (0, 2, 4))
 MOST_FLOPS = 2e13  # of a proof: a minute or more on a CPU
-FP64_FLOPS = 2e10  # more of them are computed in the run's precision, on fewer rows
+FP64_FLOPS = 2e10  # more of them are computed in fewer bits, on fewer rows
+FASTER = 50  # times are accelerators: a second where fp64 has a 64th of the speed of fp32
 FEW_CUTS = ((0, 1, 2), (0, 2, 4))
 MANY = 8  # rows that are read
 EVERY = (*MANY_CUTS, *CUTS, *FEW_CUTS)
@@ -59,7 +61,7 @@ PADDED = (
     " divide by its own tokens, as a loss of (values, weights) does, or pad all rows to one length"
 )
 VERIFY = "use python -m trainer.verify"
-Trial = tuple[bool, Sequence[int], bool]
+Trial = tuple[torch.dtype | None, Sequence[int], bool]
 
 
 class ProofRows(NamedTuple):
@@ -102,6 +104,7 @@ class Judge:
         self.gathering = Gathering()
         self.few_rows = take_rows(batch, 3 * (parts.config.norm_rows or 1))
         self._most_rows = count_rows(batch)
+        self._is_fast = accelerator.is_used(parts.strategy.world.device)
         self._parts = parts
 
     def examine(
@@ -112,7 +115,8 @@ class Judge:
         size = sum(p.nbytes for p in strategy.tensors.structure.parameters())
         passed = 2 * CUTS[0][-1] * (self._parts.config.norm_rows or 1)
         # rows may differ in length and number
-        flops, least = self._parts.ranks.group.max(passed * strategy.flops, -self._most_rows)
+        work = passed * strategy.flops / (FASTER if self._is_fast else 1)
+        flops, least = self._parts.ranks.group.max(work, -self._most_rows)
         is_fixed = type(strategy).cut(self._parts.config).is_fixed
         if rows.is_mixed and not is_fixed:
             return Verdict(MIXED)
@@ -127,7 +131,8 @@ class Judge:
             running,
         ):
             subject = self._subject(module, name, loss, rows)
-            trials = _list_trials(flops, size, -int(least) // subject.unit)
+            fp32 = [torch.float32] * self._parts.precision.is_rounded
+            trials = _list_trials(flops, size, -int(least) // subject.unit, fp32)
             verdict = self._judge(subject, trials, is_late, is_fixed)
         strategy.tensors.refresh()
         return verdict
@@ -167,10 +172,10 @@ class Judge:
         if not subject.draws.is_by_example:
             subject.module.eval()
         why = ""
-        for own, every, differentiates in trials:
+        for wide, every, differentiates in trials:
             cuts = (*every[:1], *every[-1:]) if is_fixed else every
             scaled = [cut * subject.unit for cut in cuts]
-            passes = ProofPasses(subject, own, differentiates and not is_late)
+            passes = ProofPasses(subject, wide, differentiates and not is_late)
             verdict = None
             has_room = True
             try:
@@ -188,13 +193,13 @@ class Judge:
     def _compare(self, subject: Subject, passes: ProofPasses, cuts: Sequence[int]) -> Verdict:
         whole = passes.run((0, cuts[-1]))
         parts = passes.run(cuts)
-        limit = limit_of(whole, self._parts.precision.is_narrow and not passes.is_exact)
+        limit = limit_of(whole, self._parts.precision.is_narrow and passes.wide is None)
         found = compare(whole, parts, limit)
         if found is not None and whole.has_drawn and not subject.draws.is_by_example:
             return Verdict(unproved="left out: draws are by micro-batch with run.dropout=torch")
         if found is not None and subject.prepared:
             subject = replace(subject, prepared={})
-            passes = ProofPasses(subject, not passes.is_exact)
+            passes = ProofPasses(subject, passes.wide)
             if compare(whole, passes.run(cuts), limit) is None:
                 return Verdict(PADDED)
         if found is not None:
@@ -249,8 +254,10 @@ def _find_late_hook(module: nn.Module) -> str:
     return ""
 
 
-def _list_trials(flops: float, size: int, most_rows: int) -> Iterator[Trial]:
-    """Yield what to try in turn: in the run's precision or in fp64, cuts of rows, with gradients.
+def _list_trials(
+    flops: float, size: int, most_rows: int, fp32: Sequence[torch.dtype]
+) -> Iterator[Trial]:
+    """Yield what to try in turn: fp64, fp32 or the run's precision (None), cuts of rows, gradients.
 
     `size` is that of the model in bytes, `most_rows` the units of a micro-batch, which fit into
     memory. The last trial is without gradients: a reentrant recomputation has none.
@@ -260,9 +267,9 @@ def _list_trials(flops: float, size: int, most_rows: int) -> Iterator[Trial]:
         cuts = MANY_CUTS
     fitting = [each for each in cuts if each[-1] <= max(2, most_rows)] or FEW_CUTS[:1]
     is_large = flops > FP64_FLOPS or size > FP64_BYTES
-    for own in (True,) if is_large else (False, True):
-        yield from ((own, each, True) for each in fitting)
-    yield True, fitting[-1], False
+    for wide in (*[torch.float64] * (not is_large), *fp32, None):
+        yield from ((wide, each, True) for each in fitting)
+    yield None, fitting[-1], False
 
 
 def _name_draws(first: Passed, again: Passed, limit: float, changed: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """Passes of the proof: forward, loss and backward on a few rows, whole or cut in two.
 
 A pass has copies of the model's tensors, so it leaves no trace in the model or its gradients. Where
-the model can compute in fp64 it does, so that a difference is no rounding.
+the model can compute in fp64 it does, or in fp32, so that a difference is no rounding.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from trainer.data.preparation import MicroBatch
 from trainer.distributed import accelerator
 from trainer.engine.means import Values, sum_up, weigh_all
+from trainer.engine.precision import without_tf32
 from trainer.engine.proof.gathering import Gathering
 from trainer.engine.proof.trace import CallTrace
 from trainer.hook_errors import call
@@ -86,16 +87,12 @@ class Subject:
 
 
 class ProofPasses:
-    """Passes over a subject in fp64, or `in_own` precision."""
+    """Passes over a subject in a `wide` dtype, or in the run's own precision if that is None."""
 
-    def __init__(self, subject: Subject, in_own: bool, with_gradients: bool = True):
+    def __init__(self, subject: Subject, wide: torch.dtype | None, with_gradients: bool = True):
+        self.wide = wide if subject.is_plain else None
         self._subject = subject
-        self._in_own = in_own or not subject.is_plain
         self._with_gradients = with_gradients
-
-    @property
-    def is_exact(self) -> bool:
-        return not self._in_own
 
     def run(
         self, cuts: Sequence[int], is_traced: bool = False, rewinds: bool | None = None
@@ -110,6 +107,7 @@ class ProofPasses:
         weights = [(last - first) / cuts[-1] for first, last in bounds] if rewinds else None
         with (
             self._borrowed() as leaves,
+            nullcontext() if self.wide is None else without_tf32(),
             generators_kept(subject.devices),
             subject.gathering.over(len(bounds)),
         ):
@@ -187,12 +185,13 @@ class ProofPasses:
         return replace(_joined(parts, weights), gradients=gradients)
 
     def _autocast(self) -> AbstractContextManager:
-        return self._subject.autocast() if self._in_own else nullcontext()
+        return self._subject.autocast() if self.wide is None else nullcontext()
 
     def _cast(self, tree: Any) -> Any:
-        if self._in_own:
-            return tree
-        return tree_map_only(torch.Tensor, _widened, tree)
+        return tree if self.wide is None else tree_map_only(torch.Tensor, self._widened, tree)
+
+    def _widened(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.wide) if tensor.is_floating_point() else tensor
 
     def _differentiate(
         self, total: torch.Tensor, leaves: Tensors
@@ -221,7 +220,7 @@ class ProofPasses:
     def _copy(self, tensor: torch.Tensor, stirred: torch.Generator) -> torch.Tensor:
         if is_lazy(tensor):
             return tensor
-        values = tensor.detach().clone() if self._in_own else _widened(tensor.detach().clone())
+        values = self._widened(tensor.detach().clone())
         if not isinstance(tensor, nn.Parameter):
             return values
         if self._with_gradients:
@@ -273,10 +272,6 @@ def _mean(name: str, passed: Sequence[Passed], weights: Sequence[float]) -> torc
 def _totals(leaves: Tensors) -> dict[str, float]:
     with torch.no_grad():
         return {name: float(leaf.sum()) for name, leaf in leaves.items()}
-
-
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 @contextmanager

@@ -22,8 +22,7 @@ BAR_EVERY_S = 0.2
 class Console(Sink):
     """Rank 0's terminal, or the file that its output is redirected to."""
 
-    def __init__(self, step: int):
-        """`step` is the step at which this process starts."""
+    def __init__(self) -> None:
         from rich.console import Console as Terminal
 
         file: Any = CurrentOutput()
@@ -32,9 +31,8 @@ class Console(Sink):
         self._every_s = BAR_EVERY_S if self._terminal.is_terminal else LINE_EVERY_S
         self._bar: Any = None
         self._values: dict[str, float] = {}
-        self._first_step = step
-        self._began = time.monotonic()
-        self._last = self._began
+        self._first_step: int | None = None  # that was told
+        self._began = self._last = time.monotonic()
 
     def say(self, text: str) -> None:
         self._terminal.print(visible(text), markup=False, soft_wrap=True)
@@ -53,14 +51,17 @@ class Console(Sink):
 
     def progress(self, step: int, num_steps: int, is_last: bool) -> None:
         now = time.monotonic()
+        if self._first_step is None:  # it compiles and chooses kernels: later ones are faster
+            self._first_step, self._began = step, now
         if now - self._last < self._every_s and not is_last:
             return
         self._last = now
-        per_step = (now - self._began) / max(1, step - self._first_step)
-        left = _clock(per_step * (num_steps - step))
         values = self._values
         parts = [words.format(values[name]) for name, words in SHOWN.items() if name in values]
-        shown = "  ".join([*parts, f"{left} left"])
+        if step > self._first_step or is_last:
+            per_step = (now - self._began) / max(1, step - self._first_step)
+            parts.append(f"{_clock(per_step * (num_steps - step))} left")
+        shown = "  ".join(parts)
         if not self._terminal.is_terminal:
             self.say(f"step {step:,}/{num_steps:,}  {shown}")
             self._values.clear()  # a line between two logs would repeat them
