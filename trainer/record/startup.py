@@ -300,7 +300,8 @@ def ending(
     if summary.best is not None:
         lines.append(f"best {metric}: {summary.best:.4f} at step {summary.best_step:,}")
     if trained:
-        flops = f"{summary.flops_per_s / 1e9:,.1f} model GFLOP/s"
+        tera = summary.flops_per_s / 1e12
+        flops = f"{tera:,.1f} model TFLOP/s" if tera >= 1 else f"{tera * 1e3:,.1f} model GFLOP/s"
         speed = f"{summary.examples_per_s:,.0f} examples/s, {flops}"
         lines.append(f"trained {counted(trained, 'step')} in {summary.seconds:.1f} s, {speed}")
     lines.append(f"files: {place}/metrics.jsonl, {place}/checkpoints")
