@@ -477,6 +477,7 @@ OF_RUN = {
         "machine": {},
         "code": {},
         "sessions": [[0, 2]],
+        "changes": {},
         "metrics": {"a": None},
     },
     **{

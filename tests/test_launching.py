@@ -114,6 +114,15 @@ def test_launch_within_a_launcher_is_refused(command):
     assert code == 1 and err.splitlines().count(line) == 1, err
 
 
+@pytest.mark.slow
+def test_run_of_a_launch_is_resumed_under_another_launcher(command, tmp_path):
+    """The saved settings have launch=elastic, which nobody gave again."""
+    assert command(*TINY, *ELASTIC, is_fresh=True).returncode == 0
+    words = ("run.resume=runs/tiny/a", "task.trainer=tiny.Tiny", "run.steps=22")
+    code, out, err = command(*words, ranks=2)
+    assert code == 0 and "done: 22 steps" in out, out + err
+
+
 SYNCED = [*TINY[:3], "strategy.sync_batchnorm=true", "task.options.norm=true"]
 
 

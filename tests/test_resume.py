@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from harness import (
     CONF,
     PARITY,
@@ -29,6 +30,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny import Items, Tiny
 
 from trainer import ConfigError, RunError
+from trainer.checkpoints.manifest import read_manifest
 
 # BatchNorm, dropout, weights and momentum: every kind of state. Stopped between log points 10
 # and 15.
@@ -131,9 +133,22 @@ def test_resume_with_more_steps_reports_what_changed(tmp_path, capfd):
     assert (
         "run.steps: 30 -> 40" in said
         and "optim.lr: 0.1 -> 0.05" in said
-        and "schedule is recomputed" in said
+        and re.search(r"learning rate: \S+ in the last step, \S+ in the next", said)
     )
     assert longer["record"][-1]["step"] == 40
+
+
+def test_settings_of_a_session_are_recorded_once_it_has_trained(tmp_path, capfd):
+    place = Path(fit_on(1, tmp_path, *RICH)["directory"])
+    before = (place / "config.yaml").read_text()
+    fit_on(1, tmp_path, *RICH, "run.resume=auto", "optim.lr=0.5")
+    assert "nothing left to do" in capfd.readouterr().out
+    assert (place / "config.yaml").read_text() == before
+    fit_on(1, tmp_path, *RICH, "run.resume=auto", "optim.lr=0.05", "run.steps=32")
+    assert yaml.safe_load((place / "config.yaml").read_text())["optim"]["lr"] == 0.05
+    found = read_manifest(newest(place).path)
+    assert found["sessions"] == [[0, 1], [30, 1]]
+    assert "optim.lr: 0.1 -> 0.05" in found["changes"]["30"]
 
 
 def refusal(folder, *overrides):

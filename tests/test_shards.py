@@ -31,7 +31,14 @@ from trainer.distributed.world import World
 from trainer.strategy.shards import Shard, read_whole, slices
 
 OF_RUN = {
-    **{"run": "a", "strategy": "ddp", "world_size": 2, "ledger": "c", "sessions": [[0, 2]]},
+    **{
+        "run": "a",
+        "strategy": "ddp",
+        "world_size": 2,
+        "ledger": "c",
+        "sessions": [[0, 2]],
+        "changes": {},
+    },
     **{"machine": {}, "code": {}},
     **{"replaced": {}, "metrics": {}, "data": {"train": {"length": 200}}},
     "config": {"data.global_batch": 20, "run.seed": 0},

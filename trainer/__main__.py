@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from trainer.cli import HYDRA_FLAGS, check_alone, load_task, run, split_arguments
+from trainer.cli import HYDRA_FLAGS, check_alone, load_task, run, split_arguments, starter
 from trainer.config.compose import find_options, load_config
 from trainer.config.schema import Config
 from trainer.distributed.launchers import MARK, find_launcher
@@ -71,7 +71,9 @@ def main(arguments: Sequence[str]) -> int:
     catch_early()
     overrides, config_dirs = split_arguments(arguments, own=("-m", "--cfg", "--info"))
     config = load_config(overrides, config_dirs)
-    if config.launch.name == "inline" or MARK in os.environ:
+    is_asked = any(word.partition("=")[0] in ("launch", "launch.name") for word in overrides)
+    # the saved settings of a run to resume may have one: under a launcher it does not count
+    if config.launch.name == "inline" or MARK in os.environ or (starter() and not is_asked):
         return train(config)
     check_alone(f"launch={config.launch.name}", "leave it out")
     from trainer.distributed.launch import launch

@@ -231,13 +231,17 @@ def take_words(
     return own, rest
 
 
-def check_alone(what: str, advice: str) -> None:
-    """Raise ConfigError if a launcher started this process; srun and mpirun with one task may."""
+def starter() -> str:
+    """Return the launcher that started this process, "" for none; srun and mpirun may of one."""
     launcher = find_launcher()
     is_one = launcher.name in ("srun", "mpirun") and launcher.variables.get("WORLD_SIZE") == "1"
-    if launcher.name != "python" and not is_one:
-        started = f"the ranks were already started by {launcher.name}"
-        raise ConfigError(f"{what}: {started}; {advice}")
+    return "" if launcher.name == "python" or is_one else launcher.name
+
+
+def check_alone(what: str, advice: str) -> None:
+    """Raise ConfigError if a launcher started this process."""
+    if name := starter():
+        raise ConfigError(f"{what}: the ranks were already started by {name}; {advice}")
 
 
 @uncollected()

@@ -173,7 +173,10 @@ class Run:
         config, setup, group = self.config, self._setup, self._ranks.group
         reasons = startup.slow_reasons(config, group.world, setup.threads, self.batches.is_streamed)
         lines = [*warnings, *startup.slowness(group.collect(reasons))]
-        lines += startup.resumed(config, manifest, group.world, self.num_steps, code)
+        changed = startup.changes_of(config, manifest, group.world, code)
+        self.state.note_changes(changed)
+        rates = self.engine.optimizers.rates_around(self.step)
+        lines += startup.resumed(config, manifest, self.num_steps, changed, rates)
         strategy = self.engine.strategy
         lines += strategy.list_remarks(manifest is not None)
         return [*lines, *startup.picture(strategy.mesh), *self.engine.draws.list_remarks()]

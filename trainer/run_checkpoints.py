@@ -152,6 +152,7 @@ class Checkpointer:
             "strategy": config.strategy.name,
             "world_size": setup.world.world_size,
             "sessions": state.sessions,
+            "changes": state.changes,
             "ledger": ledger.chain,
             "replaced": self._batches.replaced,
             "metrics": strict(state.metrics if state.evaluated == state.step else {}),

@@ -27,7 +27,9 @@ _NUMBER = Annotated[int, limit(min=0, max=MOST)]
 class Manifest:
     """The facts of a run in a checkpoint. `sessions` are pairs [first step, number of ranks].
 
-    `replaced` maps "<epoch>/<index>" of an unreadable example to the index of its replacement.
+    `changes` has the lines about settings, machine and code that changed, by a session's first
+    step. `replaced` maps "<epoch>/<index>" of an unreadable example to the index of its
+    replacement.
     """
 
     step: _NUMBER
@@ -36,6 +38,7 @@ class Manifest:
     world_size: Annotated[int, limit(min=1, max=2**20)]
     ledger: str | None
     sessions: list[list[_NUMBER]]
+    changes: dict[str, list[str]]
     replaced: dict[str, int]
     data: dict[str, dict[str, Any]]
     config: dict[str, Any]

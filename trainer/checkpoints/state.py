@@ -28,6 +28,7 @@ class TrainState:
     step: int
     run_id: str
     sessions: list[list[int]]
+    changes: dict[str, list[str]] = field(default_factory=dict)
     evaluated: int = -1
     metrics: dict[str, float] = field(default_factory=dict)
     best: float | None = None
@@ -52,11 +53,17 @@ class TrainState:
         """
         sessions = [*manifest.sessions, [manifest.step, world_size]]
         if not is_same_run:
-            return cls(manifest.step, secrets.token_hex(8), sessions)
+            return cls(manifest.step, secrets.token_hex(8), sessions, dict(manifest.changes))
         facts = {name: value for name, value in progress.items() if value != ""}
         facts |= {"step": manifest.step, "run_id": manifest.run, "sessions": sessions}
+        facts["changes"] = dict(manifest.changes)
         metrics = {name: float(value) for name, value in progress["metrics"].items()}  # or NaN
         return replace(build(cls, {**facts, "metrics": {}}), metrics=metrics)
+
+    def note_changes(self, lines: list[str]) -> None:
+        """Note what changed at the start of this session."""
+        if lines:
+            self.changes[str(self.step)] = lines
 
     def advance(self) -> None:
         self.step += 1

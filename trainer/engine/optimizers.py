@@ -64,6 +64,13 @@ class Optimizers:
         for group, initial in self._groups:
             group["lr"] = initial * factor
 
+    def rates_around(self, step: int) -> list[float]:
+        """Return the first group's learning rate as it is, and as it will be at `step`."""
+        factor = self.schedule(step) * self._scale
+        return [
+            rate for group, initial in self._groups[:1] for rate in (group["lr"], initial * factor)
+        ]
+
     def rates(self) -> dict[str, float]:
         """Return the learning rate of the first parameter group that has one, by name."""
         return {"optim/lr": float(self._groups[0][0]["lr"])} if self._groups else {}

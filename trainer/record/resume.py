@@ -247,8 +247,8 @@ def _check_same_run(config: Config, origin: Origin) -> None:
 def take(config: Config, origin: Origin, step: int, launcher: Launcher) -> tuple[Path, Lease]:
     """Create the run directory, or take over the resumed one, as its only writer. Rank 0 only.
 
-    Writes config.yaml. Checkpoints after `step` are not valid: they are renamed, so that their
-    steps can be saved.
+    Writes config.yaml of a new run. Checkpoints after `step` are not valid: they are renamed, so
+    that their steps can be saved.
 
     Raises ConfigError for disk errors, RunError if several restarts reached no newer checkpoint.
     """
@@ -266,7 +266,8 @@ def take(config: Config, origin: Origin, step: int, launcher: Launcher) -> tuple
             raise ConfigError(_is_taken(config, directory))  # since the check before the start
         with suppress(PermissionError):  # the run can go on, and warns when it writes the file
             (directory / files.EXIT).unlink(missing_ok=True)
-        lease.write_beside(directory / files.CONFIG, to_yaml(config) + "\n")
+        if not (directory / files.CONFIG).exists():  # else after the first step of this session
+            lease.write_beside(directory / files.CONFIG, to_yaml(config) + "\n")
         root = directory / "checkpoints"
         for number, path in transaction.steps(root).items():
             if number > step:

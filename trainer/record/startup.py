@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
@@ -206,32 +207,48 @@ def lack_of_room(directory: Path, model: nn.Module, kept: int) -> list[str]:
     return [f"warning: {directory}: {count}; {free / 1e6:,.0f} MB are free; {advice}"]
 
 
+def changes_of(
+    config: Config, manifest: Manifest | None, world: World, code: Mapping[str, str]
+) -> list[str]:
+    """Return lines about settings, machine and code that a resume changes."""
+    if manifest is None:
+        return []
+    machine = fingerprint.of_machine(world)
+    pairs = [(name, manifest.machine.get(name, now), now) for name, now in machine.items()]
+    own = {f"the code of {name}": digest for name, digest in code.items()}
+    pairs += [(name, manifest.code.get(name[12:], now), now) for name, now in own.items()]
+    saved, ours = manifest.config, config.flat()
+    keys = [key for key in {**saved, **ours} if key not in fingerprint.OF_RANK_0]
+    pairs += [(key, saved.get(key), ours.get(key)) for key in keys]
+    return [f"{name}: {_shown(then)} -> {_shown(now)}" for name, then, now in pairs if then != now]
+
+
+def _shown(value: Any) -> str:
+    """Return a setting as one would write it."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
 def resumed(
     config: Config,
     manifest: Manifest | None,
-    world: World,
     num_steps: int,
-    code: Mapping[str, str],
+    changes: Sequence[str],
+    rates: Sequence[float],
 ) -> list[str]:
-    """Return the lines with the step of a resume and the changes of settings, machine and code."""
+    """Return the lines with the step of a resume and what it changes.
+
+    `rates` are the last learning rate, and that of the next step.
+    """
     if manifest is None:
         is_asked = config.run.resume == "auto"
         return ["run.resume=auto: found no checkpoint; starting at step 0"] if is_asked else []
-    saved = manifest.config
     lines = [f"resumed at step {manifest.step:,} of {num_steps:,}"]
-    for name, now in fingerprint.of_machine(world).items():
-        if (then := manifest.machine.get(name, now)) != now:
-            lines.append(f"changed at this resume: {name}: {then} -> {now}")
-    for name, digest in code.items():
-        if (then := manifest.code.get(name, digest)) != digest:
-            lines.append(f"changed at this resume: the code of {name}: {then} -> {digest}")
-    ours = config.flat()
-    keys = [key for key in {**saved, **ours} if ours.get(key) != saved.get(key)]
-    for key in keys:
-        if key not in fingerprint.OF_RANK_0:
-            lines.append(f"changed at this resume: {key}: {saved.get(key)} -> {ours.get(key)}")
-    if "run.epochs" in keys or "run.steps" in keys:
-        lines.append("the learning-rate schedule is recomputed for the new length")
+    lines += [f"changed at this resume: {line}" for line in changes]
+    is_other_length = any(line.startswith(("run.epochs: ", "run.steps: ")) for line in changes)
+    if is_other_length and len(rates) == 2 and manifest.step < num_steps:
+        then, now = rates
+        length = "the schedule is computed for the new length"
+        lines.append(f"learning rate: {then:.3g} in the last step, {now:.3g} in the next; {length}")
     return lines
 
 

@@ -91,11 +91,12 @@ def _resumes(found: RunFiles) -> Section:
         return Section("Sessions", [line])
     sessions = found.manifest.sessions
     ends = [first for first, _ in sessions[1:]] + [found.manifest.step]
+    changes = found.manifest.changes
     rows = [
-        [str(number), f"{first:,}", f"{end:,}", str(ranks)]
+        [str(number), f"{first:,}", f"{end:,}", str(ranks), "; ".join(changes.get(str(first), ()))]
         for number, ((first, ranks), end) in enumerate(zip(sessions, ends, strict=True), 1)
     ]
-    columns = ("session", "from step", "to step", "ranks")
+    columns = ("session", "from step", "to step", "ranks", "changed")
     return Section("Sessions", columns=columns, rows=rows)
 
 

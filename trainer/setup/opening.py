@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trainer.checkpoints.disk import Disk
 from trainer.checkpoints.saver import DiskSaver, Mail, PartSaver, Saver
+from trainer.config.compose import to_yaml
 from trainer.config.schema import Config
 from trainer.distributed.group import Group
 from trainer.engine.parts import Parts
@@ -112,7 +113,8 @@ def _open(
     console = Console()
     keep = replace(config.checkpoint, best_metric=config.best_metric, best_mode=config.best_mode)
     disk = Disk(directory, keep, console.say)
-    files = RecordFiles(directory, step, disk, lease, console.say)
+    settings = to_yaml(config) + "\n" if origin.is_resumed else ""
+    files = RecordFiles(directory, step, disk, lease, console.say, settings)
     sinks: list[Sink] = [console, files, *open_services(config, directory, step, console.say)]
     if "tensorboard" in config.log.trackers:
         sinks.append(TensorBoard(directory, step, origin.is_resumed, config.log, disk))

@@ -26,15 +26,26 @@ CHECK_S = 1.0  # between two checks of the lease
 
 
 class RecordFiles(Sink):
-    """metrics.jsonl and exit.json; entries of an earlier process after `step` are dropped."""
+    """metrics.jsonl, exit.json, and config.yaml of a resumed run.
+
+    Entries of an earlier process after `step` are dropped.
+    """
 
     def __init__(
-        self, directory: Path, step: int, disk: Disk, lease: Lease, say: Callable[[str], None]
+        self,
+        directory: Path,
+        step: int,
+        disk: Disk,
+        lease: Lease,
+        say: Callable[[str], None],
+        settings: str = "",
     ):
+        """`settings` is the text of config.yaml, if that has those of an earlier session."""
         self._directory = directory
         self._disk = disk
         self._lease = lease
         self._say = say
+        self._settings = settings
         self._checked_s = time.monotonic()
         path = directory / files.METRICS
         _drop_beyond(path, step)
@@ -42,6 +53,16 @@ class RecordFiles(Sink):
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self.note(step, files.strict(values))
+
+    def observe(self, step: int) -> None:
+        """Write the settings after the first step that was trained with them."""
+        if not self._settings:
+            return
+        try:
+            self._lease.write_beside(self._directory / files.CONFIG, self._settings)
+        except OSError as error:
+            self._disk.report(error, "writing config.yaml")
+        self._settings = ""
 
     def note(self, step: int, facts: Mapping[str, Any]) -> None:
         try:
