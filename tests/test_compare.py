@@ -53,7 +53,7 @@ def test_a_run_and_its_repetition_are_equal(first, tmp_path, capfd):
     assert differences(first, again) == (set(), [])
     assert compare([str(first), str(again)]) == 0
     shown = capfd.readouterr().out
-    assert "nowhere: curves, examples and weights are equal, bit for bit" in shown
+    assert "\nthe same bits: curves, examples and weights are equal\n" in shown
     assert "setting: no difference\ndata, code, versions: no difference\n" in shown
 
 
@@ -133,7 +133,7 @@ def test_a_flipped_bit_of_a_resumed_checkpoint_is_found(first, tmp_path):
 
 
 @pytest.mark.slow
-def test_other_ranks_differ_by_rounding(first, tmp_path):
+def test_other_ranks_differ_by_rounding(first, tmp_path, capfd):
     words = ["strategy.precision=fp64"]
     one = fit_on(1, tmp_path / "one", *WORDS, *words)["directory"]
     two = fit_on(2, tmp_path / "two", *WORDS, *words, "strategy=fsdp")["directory"]
@@ -141,6 +141,31 @@ def test_other_ranks_differ_by_rounding(first, tmp_path):
     assert "strategy.name" in names
     assert all(each.distance is not None and each.distance < 1e-9 for each in found)
     assert all("(may be rounding)" in str(each) for each in found)
+    assert compare([str(one), str(two)]) == 0
+    assert "\nthe same run up to rounding: at most " in capfd.readouterr().out
+
+
+def test_verdicts(first, tmp_path, capfd):
+    def verdict_on(name, edit):
+        place = shutil.copytree(first, tmp_path / name)
+        rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+        text = [json.dumps(edit(row) if "train/loss" in row else row) for row in rows]
+        (place / "metrics.jsonl").write_text("\n".join(text) + "\n")
+        code = compare([str(first), str(place)])
+        return code, capfd.readouterr().out.splitlines()[0]
+
+    def grown(row):
+        return {**row, "train/loss": row["train/loss"] * (1 + 1e-8 * 10 ** row["step"])}
+
+    code, line = verdict_on("grown", grown)
+    assert code == 1 and line.startswith("starts as rounding and grows (1e-06 at step 2, 1e-04 at")
+    code, line = verdict_on("rounded", lambda row: {**row, "train/loss": row["train/loss"] + 1e-9})
+    assert code == 0 and line.startswith("the same run up to rounding: at most ")
+    code, line = verdict_on("other", lambda row: {**row, "train/loss": row["train/loss"] + 0.1})
+    assert code == 1 and line.startswith("different from steps 1 to 2 on: train/loss; changed: no ")
+    other = fit_on(1, tmp_path, *WORDS, "optim.lr=0.02")["directory"]
+    assert compare([str(first), str(other)]) == 1
+    assert "\ndifferent: optim.lr\n" in capfd.readouterr().out
 
 
 def test_logs_at_other_steps_are_not_compared(first, tmp_path):
@@ -248,7 +273,7 @@ def test_a_run_that_was_continued_equals_one_that_was_not(first, tmp_path, capfd
     assert again == half and list(RunFiles.read(str(half)).curves["train/loss"]) == [5, 10, 20]
     assert differences(whole, half) == (set(), [])
     assert compare([str(whole), str(half)]) == 0
-    assert "nowhere: curves, examples and weights are equal" in capfd.readouterr().out
+    assert "the same bits: curves, examples and weights are equal" in capfd.readouterr().out
 
 
 def test_a_save_before_the_first_log_belongs_to_the_record(first, tmp_path):
@@ -272,7 +297,7 @@ def test_runs_with_nothing_in_common_are_not_called_equal(first, tmp_path, capfd
         shutil.copy(first / "config.yaml", tmp_path / name)
     assert compare([str(tmp_path / "one"), str(tmp_path / "two")]) == 1
     shown = capfd.readouterr().out
-    assert "equal" not in shown and "none was found" in shown
+    assert shown.startswith("nothing differs, as far as the runs can be compared\n")
     for kind in ("curves", "examples", "weights"):
         assert f"unknown: {kind}, as no step has them in both runs" in shown
     assert "unknown: data, code and versions, as a run has no checkpoint" in shown

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.cli import run
-from trainer.compare.differences import Change, find_first, list_changes, list_compared
+from trainer.compare.differences import (
+    Change,
+    Verdict,
+    find_first,
+    judge,
+    list_changes,
+    list_compared,
+)
 from trainer.errors import ConfigError, counted, visible
 from trainer.record.files import replace_file
 from trainer.report.charts import MOST_LINES
@@ -18,15 +25,16 @@ from trainer.report.reading import SPEED, RunFiles, read_runs
 
 HELP = """usage: python -m trainer.compare A B [...] [out=FILE.html] [out=FILE.csv]
 
-Compares runs with the first one: settings, data, code and versions that differ, the first step
-that differs and by how much, the best metrics and the time. A, B, ... are run directories. Logs of
-training are means over several steps, so the first step that differs is known as precisely as the
-runs were logged (log.every_steps) and saved.
+Compares runs with the first one, and begins with a verdict: the same bits, the same run up to
+rounding, starts as rounding and grows, or different, with the settings that differ. Then settings,
+data, code and versions, the first step that differs and by how much, the best metrics and the time.
+A, B, ... are run directories. Logs of training are means over several steps, so the first step that
+differs is known as precisely as the runs were logged (log.every_steps) and saved.
 
 out: also write a page with the curves (.html, extra report) or the table (.csv)
 
-Exit codes: 0 nothing differs but speed, 1 the runs differ, or have too little in common to tell, 2
-they cannot be compared."""
+Exit codes: 0 the same bits, or the same up to rounding, 1 the runs differ, or have too little in
+common to tell, 2 they cannot be compared."""
 
 USAGE = "python -m trainer.compare A B [out=FILE.html]"
 SUFFIXES = (".html", ".csv")
@@ -38,37 +46,41 @@ Rows = list[list[str]]
 class Comparison:
     """Runs and how they differ from the first one.
 
-    `firsts` are lines for each of the others, `unknown` what it has too little in common to tell.
+    `verdicts` and the lines `firsts` are those of each of the others, `unknown` what it has too
+    little in common to tell.
     """
 
     runs: Sequence[RunFiles]
     settings: list[Change]
     facts: list[Change]
+    verdicts: list[Verdict]
     firsts: list[list[str]]
     unknown: list[list[str]]
 
     @classmethod
     def of(cls, runs: list[RunFiles]) -> Comparison:
-        firsts = [[str(each) for each in find_first(runs[0], other)] for other in runs[1:]]
-        unknown = [list_unknown(runs[0], other) for other in runs[1:]]
-        changes = [list_changes(runs, kind) for kind in ("settings", "facts")]
-        return cls(runs, changes[0], changes[1], firsts, unknown)
+        one, *others = runs
+        found = [find_first(one, other) for other in others]
+        unknown = [list_unknown(one, other) for other in others]
+        verdicts = [
+            judge(one, other, differences, not missing)
+            for other, differences, missing in zip(others, found, unknown, strict=True)
+        ]
+        settings, facts = (list_changes(runs, kind) for kind in ("settings", "facts"))
+        firsts = [[str(each) for each in differences] for differences in found]
+        return cls(runs, settings, facts, verdicts, firsts, unknown)
 
     @property
     def names(self) -> list[str]:
         return [each.name for each in self.runs]
 
     @property
-    def is_equal(self) -> bool:
-        return not (self.settings or self.facts or any(self.firsts) or any(self.unknown))
+    def is_same(self) -> bool:
+        return all(verdict.is_same for verdict in self.verdicts)
 
     def lines(self, number: int) -> list[str]:
-        """Return what is found of a run beside the first one."""
-        nothing = "nowhere: curves, examples and weights are equal, bit for bit"
-        unknown = self.unknown[number]
-        if unknown:
-            nothing = "none was found"
-        return (self.firsts[number] or [nothing]) + unknown
+        """Return the first differences of a run from the first one, and what is unknown."""
+        return self.firsts[number] + self.unknown[number]
 
     def results(self) -> Rows:
         """Return a row of RESULTS for each run."""
@@ -114,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
         write = _write_table if out.suffix == ".csv" else _write_page
         write(out, found)
         print(f"written: {out}")
-    return int(not found.is_equal)
+    return int(not found.is_same)
 
 
 RESULTS = ("run", "steps", "best", "training time (s)", "strategy", "ranks", "end")
@@ -135,16 +147,20 @@ def _print(found: Comparison) -> None:
             table.add_row(*(Text(visible(cell)) for cell in row))
         console.print(table)
 
+    first, *others = map(visible, found.names)
+    for name, verdict in zip(others, found.verdicts, strict=True):
+        print(f"{name}: {visible(verdict.line)}" if len(others) > 1 else visible(verdict.line))
     titles = {"setting": found.settings, "data, code, versions": found.facts}
     for title, changes in titles.items():
         if changes:
             show([title, *found.names], [[each.name, *each.values] for each in changes])
         else:
             print(f"{title}: no difference")
-    first, *others = map(visible, found.names)
     for number, name in enumerate(others):
-        print(f"first differences between {first} and {name}:")
-        for line in found.lines(number):
+        lines = found.lines(number)
+        if lines:
+            print(f"first differences between {first} and {name}:")
+        for line in lines:
             print(f"  {visible(line)}")
     show(RESULTS, found.results())
 
@@ -155,6 +171,7 @@ def _write_table(out: Path, found: Comparison) -> None:
     writer.writerow(["kind", "name", *found.names])
     for kind, changes in {"settings": found.settings, "facts": found.facts}.items():
         writer.writerows([kind, change.name, *change.values] for change in changes)
+    writer.writerow(["verdict", "", "", *(verdict.line for verdict in found.verdicts)])
     for kind, columns in {"first difference": found.firsts, "unknown": found.unknown}.items():
         for number in range(max(map(len, columns))):
             cells = [lines[number] if number < len(lines) else "" for lines in columns]
@@ -172,9 +189,9 @@ def _write_page(out: Path, found: Comparison) -> None:
     runs = found.runs
     names = found.names
     page = Page(f"{counted(len(runs), 'run')} of {runs[0].settings['task.name']}", names)
-    for number, name in enumerate(names[1:]):
-        page.add(Section(f"First differences of {name}", found.lines(number)))
-    page.add(Section("Results", columns=RESULTS, rows=found.results()))
+    verdicts = zip(names[1:], found.verdicts, strict=True)
+    lines = [f"{name}: {verdict.line}" for name, verdict in verdicts]
+    page.add(Section("Results", lines, columns=RESULTS, rows=found.results()))
     shown = runs[:MOST_LINES]
     curves = dict.fromkeys(name for each in shown for name in each.curves)
     charts = []
@@ -189,6 +206,9 @@ def _write_page(out: Path, found: Comparison) -> None:
     for title, changes in titles.items():
         rows = [[change.name, *change.values] for change in changes]
         page.add(Section(title, [] if rows else ["No difference."], (), ["name", *names], rows))
+    for number, name in enumerate(names[1:]):
+        if lines := found.lines(number):
+            page.add(Section(f"First differences of {name}", lines))
     page.write(out)
 
 

@@ -10,9 +10,13 @@ from typing import Any
 import torch
 
 from trainer.checkpoints.transaction import is_gone
+from trainer.config.schema import LAYOUT
 from trainer.errors import CheckpointError
 from trainer.report.reading import SPEED, Curve, RunFiles
 
+EXAMPLES = "the examples"
+SAME_BITS = "the same bits: curves, examples and weights are equal"
+MOST_NAMED = 4
 PLACE = ("run.dir", "run.name", "run.resume")  # name a run, and change nothing
 ROUNDING = 1e-5  # relative distance up to which a difference may be rounding, of fp32 norms too
 MOST_BYTES = 2**26  # of a tensor that is read at once
@@ -24,6 +28,14 @@ class Change:
 
     name: str
     values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on two runs; `is_same` if they are one run, up to rounding."""
+
+    line: str
+    is_same: bool
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,15 @@ class Difference:
     distance: float | None = None
 
     @property
+    def is_rounding(self) -> bool:
+        """True if it may be rounding."""
+        return self.distance is not None and self.distance <= ROUNDING
+
+    @property
+    def is_of_examples(self) -> bool:
+        return self.name == EXAMPLES
+
+    @property
     def steps(self) -> str:
         if self.first_step >= self.step:
             return f"step {self.step:,}"
@@ -52,7 +73,7 @@ class Difference:
         text = f"{self.steps}: {self.name}{values}"
         if self.distance is None or not math.isfinite(self.distance):
             return text
-        kind = " (may be rounding)" if self.distance <= ROUNDING else ""
+        kind = " (may be rounding)" if self.is_rounding else ""
         return f"{text}: {self.distance:.1e} apart{kind}"
 
 
@@ -76,6 +97,41 @@ def find_first(one: RunFiles, other: RunFiles) -> list[Difference]:
     """
     found = [*_of_curves(one, other), *_of_examples(one, other), *_of_weights(one, other)]
     return sorted(found, key=lambda each: (each.step, each.first_step))
+
+
+def judge(one: RunFiles, other: RunFiles, found: list[Difference], is_known: bool) -> Verdict:
+    """Return the verdict on two runs, by their first differences.
+
+    `is_known` is False if they have too little in common to be called equal.
+    """
+    if not found:
+        if is_known:
+            return Verdict(SAME_BITS, True)
+        return Verdict("nothing differs, as far as the runs can be compared", False)
+    pair = [one, other]
+    settings = [c.name for c in list_changes(pair, "settings") if not c.name.startswith(LAYOUT)]
+    facts = [c.name for c in list_changes(pair, "facts") if not c.name.startswith("the curve ")]
+    small = [each for each in found if each.is_rounding]
+    if not settings and len(small) == len(found):
+        most = max(each.distance or 0.0 for each in found)
+        end = "" if is_known else ", as far as they can be compared"
+        return Verdict(f"the same run up to rounding: at most {most:.0e} apart{end}", is_known)
+    if settings:
+        return Verdict(f"different: {_listed(settings)}", False)
+    if small and found[0] is small[0] and not any(each.is_of_examples for each in found):
+        late = next(each for each in found if not each.is_rounding)
+        growth = f"{small[0].distance:.0e} at step {small[0].step:,}"
+        if late.distance is not None and math.isfinite(late.distance):
+            growth += f", {late.distance:.0e} at step {late.step:,}"
+        check = "strategy=exact or strategy.precision=fp64 shows whether it is rounding alone"
+        return Verdict(f"starts as rounding and grows ({growth}); {check}", False)
+    why = _listed(facts) if facts else "no setting, code or data that the runs recorded"
+    return Verdict(f"different from {found[0].steps} on: {found[0].name}; changed: {why}", False)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def list_compared(one: RunFiles, other: RunFiles) -> dict[str, list[int]]:
@@ -136,7 +192,7 @@ def _of_examples(one: RunFiles, other: RunFiles) -> Iterator[Difference]:
     for step in sorted(step for step in {*one.ledger} & {*other.ledger} if step > before):
         mine, theirs = one.ledger[step], other.ledger[step]
         if mine != theirs:
-            yield Difference("the examples", before + 1, step, mine[:8], theirs[:8])
+            yield Difference(EXAMPLES, before + 1, step, mine[:8], theirs[:8])
             return
         before = step
 
