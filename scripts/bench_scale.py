@@ -45,7 +45,7 @@ from trainer.data.eval_batches import ShardSampler
 from trainer.data.ledger import Ledger
 from trainer.distributed import rendezvous
 from trainer.distributed.group import Group, process_group
-from trainer.distributed.watch.watcher import name_ranks
+from trainer.distributed.watch.collectives import name_ranks
 from trainer.engine.drift import check_drift
 from trainer.engine.means import Means
 from trainer.strategy.mesh import Mesh

@@ -158,7 +158,9 @@ def test_verdicts(first, tmp_path, capfd):
         return {**row, "train/loss": row["train/loss"] * (1 + 1e-8 * 10 ** row["step"])}
 
     code, line = verdict_on("grown", grown)
-    assert code == 1 and line.startswith("starts as rounding and grows (1e-06 at step 2, 1e-04 at")
+    assert code == 1 and line.startswith(
+        "starts as rounding and grows (train/loss 1e-06 at step 2, train/loss"
+    )
     code, line = verdict_on("rounded", lambda row: {**row, "train/loss": row["train/loss"] + 1e-9})
     assert code == 0 and line.startswith("the same run up to rounding: at most ")
     code, line = verdict_on("other", lambda row: {**row, "train/loss": row["train/loss"] + 0.1})

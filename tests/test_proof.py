@@ -129,7 +129,7 @@ def test_each_wrong_task_is_named_somewhere():
     assert not {*NAMED} & ELSEWHERE
 
 
-AGREES = "proof: rows, draws and buffers agree in any layout ("
+AGREES = "proof   examples, draws and buffers agree in any layout ("
 
 
 @pytest.mark.parametrize("precision", slow_but(["fp32", "fp64", "amp_bf16"], "fp32"))
@@ -205,7 +205,7 @@ class WithoutStatistics(Tiny):
 def test_batchnorm_without_statistics_hides_the_rest(ranks, tmp_path, capfd):
     words = ["strategy.sync_batchnorm=true"]
     (line,) = said_at_start(WithoutStatistics, tmp_path, capfd, *words, ranks=ranks)
-    assert line.startswith("proof: left out for BatchNorm without running statistics, which norm")
+    assert line.startswith("proof   left out for BatchNorm without running statistics, which norm")
 
 
 OF_RANKS = {
@@ -327,7 +327,7 @@ class ClassWeights(Tiny):
 
 def test_a_tensor_without_rows_is_left_out(tmp_path, capfd):
     (line,) = said_at_start(ClassWeights, tmp_path, capfd)
-    assert line.startswith("proof: left out for tensors in the batch that have no axis of rows (")
+    assert line.startswith("proof   left out for tensors in the batch that have no axis of rows (")
 
 
 class Noisy(Tiny):
@@ -338,7 +338,7 @@ class Noisy(Tiny):
 def test_torchs_dropout_is_as_asked_for(tmp_path, capfd):
     words = ["run.dropout=torch", "data.micro_batch=11"]
     (line,) = said_at_start(Noisy, tmp_path, capfd, *words)
-    assert line.startswith("proof: left out: draws are by micro-batch with run.dropout=torch (")
+    assert line.startswith("proof   left out: draws are by micro-batch with run.dropout=torch (")
 
 
 # Buffers that advance once a step ---

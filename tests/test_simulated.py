@@ -20,7 +20,7 @@ from trainer import ConfigError, RunError, load_config
 from trainer.distributed import accelerator
 from trainer.distributed.devices import find_known
 from trainer.distributed.group import choose_backend, collective_limit, process_group
-from trainer.distributed.watch.watcher import PATIENCE, Phase, State
+from trainer.distributed.watch.phases import PATIENCE, Phase, State
 from trainer.distributed.world import RankGroup, World
 from trainer.engine.outcome import HostCopy
 from trainer.record.startup import slow_reasons

@@ -313,7 +313,7 @@ def test_start_prints_what_the_strategy_does(tmp_path, capfd):
     assert "\nwithout a GPU, dp runs as strategy=single\n" in capfd.readouterr().out
     hook = [*recipe, "strategy.comm_hook=powersgd", "strategy.sync_batchnorm=true"]
     fit_on(2, tmp_path / "hook", *hook)
-    assert "2 ranks on 1 node, fp32, SyncBN, comm hook powersgd, " in capfd.readouterr().out
+    assert "2 ranks on 1 node, CPU, fp32, SyncBN, comm hook powersgd, " in capfd.readouterr().out
     fit_on(2, tmp_path / "hook", *hook, "run.resume=auto", "run.steps=25")
     assert (
         "PowerSGD starts with an empty error memory, so this resume is not exact"

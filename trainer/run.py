@@ -153,11 +153,10 @@ class Run:
 
         A collective. Call it within the run's context, which also records a failure in here.
         """
-        structure = self.engine.tensors.structure
-        setup, plan = self._setup, self.batches.plan
-        lines = [*setup.notes, *startup.arithmetic(self.config, plan, self.num_steps)]
-        lines += [startup.describe_data(split, data) for split, data in setup.datasets.items()]
-        lines += startup.describe_model(self.config, structure, setup.is_cut_fixed)
+        config, setup = self.config, self._setup
+        lines = [*setup.notes, *startup.arithmetic(config, self.batches.plan, self.num_steps)]
+        lines += startup.describe_data(config, setup.datasets)
+        lines += startup.describe_model(config, self.engine.tensors.structure, setup.is_cut_fixed)
         self._log.announce(self.engine.strategy.mesh, setup.threads, lines)
         if self.config.log.images and not self.is_over:
             inputs, _ = next(iter(self.batches.of_step(self.step)))
@@ -173,13 +172,11 @@ class Run:
         config, setup, group = self.config, self._setup, self._ranks.group
         reasons = startup.slow_reasons(config, group.world, setup.threads, self.batches.is_streamed)
         lines = [*warnings, *startup.slowness(group.collect(reasons))]
-        changed = startup.changes_of(config, manifest, group.world, code)
-        self.state.note_changes(changed)
-        rates = self.engine.optimizers.rates_around(self.step)
+        changed = self.state.noted(startup.changes_of(config, manifest, group.world, code))
+        rates = self.engine.optimizers.rates_around
         lines += startup.resumed(config, manifest, self.num_steps, changed, rates)
-        strategy = self.engine.strategy
-        lines += strategy.list_remarks(manifest is not None)
-        return [*lines, *startup.picture(strategy.mesh), *self.engine.draws.list_remarks()]
+        lines += self.engine.strategy.list_remarks(manifest is not None)
+        return [*lines, *self.engine.draws.list_remarks()]
 
     # Decisions ----------------------------------------------------------------------------------
 
@@ -293,7 +290,7 @@ class Run:
             return
         is_best = self.state.note(metrics, *self._judged_by())
         self.record.scalars(self.state.step, metrics)
-        self.record.say(f"step {self.state.step:,}: {startup.metric_line(metrics)}")
+        self.record.say(startup.evaluation_line(self.state.step, self.num_steps, metrics))
         if is_best and self.config.checkpoint.keep_best > 0:
             self.request_save()
         if self.decisions.ended_by and self._log.is_behind(self.state.step):

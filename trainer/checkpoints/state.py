@@ -60,10 +60,11 @@ class TrainState:
         metrics = {name: float(value) for name, value in progress["metrics"].items()}  # or NaN
         return replace(build(cls, {**facts, "metrics": {}}), metrics=metrics)
 
-    def note_changes(self, lines: list[str]) -> None:
-        """Note what changed at the start of this session."""
-        if lines:
-            self.changes[str(self.step)] = lines
+    def noted(self, changes: list[str]) -> list[str]:
+        """Return what changed at the start of this session, after it was noted."""
+        if changes:
+            self.changes[str(self.step)] = changes
+        return changes
 
     def advance(self) -> None:
         self.step += 1

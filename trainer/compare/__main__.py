@@ -11,7 +11,7 @@ from pathlib import Path
 from trainer.cli import run
 from trainer.compare.differences import (
     Change,
-    Verdict,
+    Sameness,
     find_first,
     judge,
     list_changes,
@@ -53,7 +53,7 @@ class Comparison:
     runs: Sequence[RunFiles]
     settings: list[Change]
     facts: list[Change]
-    verdicts: list[Verdict]
+    verdicts: list[Sameness]
     firsts: list[list[str]]
     unknown: list[list[str]]
 

@@ -31,7 +31,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Sameness:
     """The verdict on two runs; `is_same` if they are one run, up to rounding."""
 
     line: str
@@ -99,15 +99,15 @@ def find_first(one: RunFiles, other: RunFiles) -> list[Difference]:
     return sorted(found, key=lambda each: (each.step, each.first_step))
 
 
-def judge(one: RunFiles, other: RunFiles, found: list[Difference], is_known: bool) -> Verdict:
+def judge(one: RunFiles, other: RunFiles, found: list[Difference], is_known: bool) -> Sameness:
     """Return the verdict on two runs, by their first differences.
 
     `is_known` is False if they have too little in common to be called equal.
     """
     if not found:
         if is_known:
-            return Verdict(SAME_BITS, True)
-        return Verdict("nothing differs, as far as the runs can be compared", False)
+            return Sameness(SAME_BITS, True)
+        return Sameness("nothing differs, as far as the runs can be compared", False)
     pair = [one, other]
     settings = [c.name for c in list_changes(pair, "settings") if not c.name.startswith(LAYOUT)]
     facts = [c.name for c in list_changes(pair, "facts") if not c.name.startswith("the curve ")]
@@ -115,18 +115,22 @@ def judge(one: RunFiles, other: RunFiles, found: list[Difference], is_known: boo
     if not settings and len(small) == len(found):
         most = max(each.distance or 0.0 for each in found)
         end = "" if is_known else ", as far as they can be compared"
-        return Verdict(f"the same run up to rounding: at most {most:.0e} apart{end}", is_known)
+        return Sameness(f"the same run up to rounding: at most {most:.0e} apart{end}", is_known)
     if settings:
-        return Verdict(f"different: {_listed(settings)}", False)
+        return Sameness(f"different: {_listed(settings)}", False)
     if small and found[0] is small[0] and not any(each.is_of_examples for each in found):
         late = next(each for each in found if not each.is_rounding)
-        growth = f"{small[0].distance:.0e} at step {small[0].step:,}"
+        growth = f"{_short(small[0])} {small[0].distance:.0e} at step {small[0].step:,}"
         if late.distance is not None and math.isfinite(late.distance):
-            growth += f", {late.distance:.0e} at step {late.step:,}"
+            growth += f", {_short(late)} {late.distance:.0e} at step {late.step:,}"
         check = "strategy=exact or strategy.precision=fp64 shows whether it is rounding alone"
-        return Verdict(f"starts as rounding and grows ({growth}); {check}", False)
+        return Sameness(f"starts as rounding and grows ({growth}); {check}", False)
     why = _listed(facts) if facts else "no setting, code or data that the runs recorded"
-    return Verdict(f"different from {found[0].steps} on: {found[0].name}; changed: {why}", False)
+    return Sameness(f"different from {found[0].steps} on: {found[0].name}; changed: {why}", False)
+
+
+def _short(difference: Difference) -> str:
+    return difference.name.partition(",")[0]
 
 
 def _listed(names: list[str]) -> str:

@@ -142,6 +142,7 @@ class EvalSettings:
 
 @dataclass
 class LogSettings:
+    start: Literal["short", "full"]
     every_steps: Annotated[int, limit(min=1)]
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "csv"]]
     train_metrics: bool

@@ -24,7 +24,9 @@ from trainer.codec import bytes_of
 from trainer.config.schema import DistSettings
 from trainer.distributed import accelerator, mpi
 from trainer.distributed.rendezvous import meet, part, read_keys
-from trainer.distributed.watch.watcher import LOST, PATIENCE, name_ranks
+from trainer.distributed.watch.collectives import name_ranks
+from trainer.distributed.watch.phases import PATIENCE
+from trainer.distributed.watch.watcher import LOST
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError, describe, message_of
 from trainer.hook_errors import is_of_a_group

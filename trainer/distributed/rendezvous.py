@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from trainer.config.schema import DistSettings
 from trainer.distributed.signals import check_start
-from trainer.distributed.watch.watcher import name_ranks
+from trainer.distributed.watch.collectives import name_ranks
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError
 

@@ -17,7 +17,7 @@ from trainer.cli import WAIT_S
 from trainer.distributed import accelerator
 from trainer.distributed.group import Group, find_sharing, process_group
 from trainer.distributed.rendezvous import meet
-from trainer.distributed.watch.watcher import name_ranks
+from trainer.distributed.watch.collectives import name_ranks
 from trainer.doctor.group import (
     SIZES,
     all_reduce,

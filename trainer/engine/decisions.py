@@ -14,7 +14,7 @@ from typing import Protocol
 from trainer.config.packages import naming_words
 from trainer.distributed import entry
 from trainer.distributed.signals import StopRequest
-from trainer.distributed.watch.watcher import Phase
+from trainer.distributed.watch.phases import Phase
 from trainer.engine.outcome import OneStepLate, Outcome, StepReport
 from trainer.engine.parts import Parts
 from trainer.errors import ConfigError, RunError, counted

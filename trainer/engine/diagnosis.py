@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from trainer.data.batches import LocalBatch
 from trainer.distributed.group import Group
-from trainer.distributed.watch.watcher import name_ranks
+from trainer.distributed.watch.collectives import name_ranks
 from trainer.engine.engine import Engine
 from trainer.engine.means import weigh_all
 from trainer.engine.parts import Hooks

@@ -10,7 +10,7 @@ import torch
 
 from trainer.codec import digest
 from trainer.distributed.group import Group, number_of
-from trainer.distributed.watch.watcher import name_ranks
+from trainer.distributed.watch.collectives import name_ranks
 from trainer.engine.engine import Shards
 from trainer.errors import RunError
 from trainer.strategy.mesh import SHARDED, WHOLE, Mesh

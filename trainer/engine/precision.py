@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -55,20 +55,6 @@ def is_bf16_emulated(name: str, device: torch.device) -> bool:
     is_x86 = platform.machine() in ("x86_64", "AMD64")  # of other CPUs it is not known
     is_slow = is_x86 and device.type == "cpu" and not is_bf16_native(device)
     return name in ("amp_bf16", "bf16") and is_slow
-
-
-@contextmanager
-def without_tf32() -> Iterator[None]:
-    """Compute fp32 in fp32 on CUDA for the duration of the block."""
-    of_torch = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [each.allow_tf32 for each in of_torch]
-    for each in of_torch:
-        each.allow_tf32 = False
-    try:
-        yield
-    finally:
-        for each, is_allowed in zip(of_torch, before, strict=True):
-            each.allow_tf32 = is_allowed
 
 
 class Precision:

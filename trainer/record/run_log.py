@@ -81,11 +81,14 @@ class RunLog:
         """Print ranks, layout, the lines of what was built, and changes. A collective."""
         world = self._group.world
         ranks = self._group.collect(startup.describe_rank(world, mesh))
-        self._record.table(startup.rank_columns(mesh), startup.rank_rows(ranks))
+        title = startup.fact(self._config.task.name, str(self._shown))
         layout = startup.layout(self._config, world, threads)
-        place = f"run directory: {self._shown}"
-        for line in (layout, *built, place, *self._list_changes()):
+        for line in (title, layout, *built, *self._list_changes()):
             self._record.say(line)
+        if self._config.log.start == "full":
+            self._record.table(startup.rank_columns(mesh), startup.rank_rows(ranks))
+            for line in startup.picture(mesh):
+                self._record.say(line)
         if self._is_new:
             self._record.hyper_parameters(self._config.flat())
 

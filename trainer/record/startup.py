@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,8 +99,13 @@ def rank_rows(lines: Sequence[str]) -> list[list[str]]:
     return [*rows[:half], gap, *rows[-half:]]
 
 
+def fact(label: str, text: str) -> str:
+    """Return a line of the start: a label in a column of its own, and what is said of it."""
+    return f"{label:<7} {text}"
+
+
 def layout(config: Config, world: World, threads: int) -> str:
-    """Return the line with strategy, backend, ranks, precision and threads."""
+    """Return the line with strategy, backend, ranks, device, precision and threads."""
     block = config.strategy
     # with ranks that share a device another one than was chosen
     is_open = dist.is_initialized()
@@ -112,7 +117,9 @@ def layout(config: Config, world: World, threads: int) -> str:
         learned += f", comm hook {block.comm_hook}"
     each = f"{counted(threads, 'thread')} per rank"
     name = find_strategy(block).__module__.rpartition(".")[2]  # with a mesh not always block.name
-    return f"strategy {name} over {backend}, {ranks}, {learned}, {each}"
+    device = accelerator.describe(world.device) if accelerator.is_used(world.device) else "CPU"
+    how = f"{name} over {backend}" if world.world_size > 1 else name
+    return fact("layout", f"{how}, {ranks}, {device}, {learned}, {each}")
 
 
 def slow_reasons(config: Config, world: World, threads: int, is_streamed: bool) -> str:
@@ -144,38 +151,39 @@ def arithmetic(config: Config, plan: BatchPlan, num_steps: int) -> list[str]:
     """Return the lines with the sizes of the global batch, the epoch and the run."""
     per_epoch = plan.steps_per_epoch
     left = plan.num_examples - per_epoch * plan.global_batch
-    others = f"{left:,} examples are left out, different ones in each epoch"
-    dropped = others if left else "no example is left out"
-    total = counted(num_steps, "step")
-    if config.run.steps is not None:
-        epochs = f"{num_steps / per_epoch:.4g} epoch{'s' * (num_steps != per_epoch)}"
-        run = f"run: {total} = {epochs} (run.steps overrides run.epochs)"
+    others = f"leaves out {counted(left, 'example')}, other ones in each"
+    dropped = others if left else "leaves out no example"
+    if config.run.steps is None:
+        total = f"{num_steps:,} = {counted(config.run.epochs, 'epoch')} x {per_epoch:,}"
     else:
-        run = f"run: {counted(config.run.epochs, 'epoch')} x {per_epoch:,} = {total}"
-    quotient = f"{plan.num_examples:,} // {plan.global_batch:,} = {counted(per_epoch, 'step')}"
+        total = f"{num_steps:,} = {num_steps / per_epoch:.3g} of an epoch's {per_epoch:,}"
+    run = fact("steps", f"{total}; an epoch {dropped}")
     mesh = config.strategy.mesh
     are_shared = any(size != 1 for size in (mesh.pipeline, mesh.context, mesh.tensor))
     ranks = (
         counted(plan.ranks, "group") + " of ranks" if are_shared else counted(plan.ranks, "rank")
     )
-    return [_cut(plan, ranks), f"epoch: {quotient}; {dropped}", run]
+    return [_cut(plan, ranks), run]
 
 
 def _cut(plan: BatchPlan, ranks: str) -> str:
     """Return the line that shows how a global batch is split over ranks and micro-batches."""
     units, larger = divmod(plan.global_batch // plan.unit, plan.ranks * plan.accumulation)
     size = units * plan.unit
-    rows = f"{size} or {size + plan.unit}" if larger else str(size)
-    each = f"{counted(plan.accumulation, 'micro-batch', 'es')} of {rows} rows"
-    return f"global batch: {plan.global_batch:,} rows = {ranks} x {each}"
+    part = f"{size} or {size + plan.unit}" if larger else str(size)
+    each = f"{counted(plan.accumulation, 'micro-batch', 'es')} of {part}"
+    return fact("batch", f"{plan.global_batch:,} examples = {ranks} x {each}")
 
 
-def describe_data(split: str, dataset: Any) -> str:
-    """Return the line with the size and, if the dataset has them, source and digest of a split."""
-    source = getattr(dataset, "source", "") or type(dataset).__name__
-    digest = getattr(dataset, "digest", "")
-    sha256 = f", SHA-256 {digest}" if digest else ""
-    return f"{split}: {len(dataset):,} examples, {source}{sha256}"
+def describe_data(config: Config, datasets: Mapping[str, Any]) -> list[str]:
+    """Return a line for each split: its size and source, and its digest with `log.start=full`."""
+    lines = []
+    for split, dataset in datasets.items():
+        source = getattr(dataset, "source", "") or type(dataset).__name__
+        digest = getattr(dataset, "digest", "") if config.log.start == "full" else ""
+        sha256 = f", SHA-256 {digest}" if digest else ""
+        lines.append(fact(split, f"{counted(len(dataset), 'example')}, {source}{sha256}"))
+    return lines
 
 
 def describe_model(config: Config, model: nn.Module, is_cut_fixed: bool) -> list[str]:
@@ -185,7 +193,7 @@ def describe_model(config: Config, model: nn.Module, is_cut_fixed: bool) -> list
     frozen = total - sum(p.numel() for p in parameters if p.requires_grad)
     rest = f", {frozen:,} of them frozen" if frozen else ""
     name = type(model).__name__.removeprefix("FSDP")  # which fully_shard adds
-    lines = [f"model: {name}, {total:,} parameters{rest}"]
+    lines = [fact("model", f"{name}, {total:,} parameters{rest}")]
     is_chosen = is_cut_fixed or config.strategy.sync_batchnorm
     if has_plain_batchnorm(model) and not is_chosen:
         why = "normalises the rows of a micro-batch: ranks and data.micro_batch change the result"
@@ -214,6 +222,7 @@ def changes_of(
     if manifest is None:
         return []
     machine = fingerprint.of_machine(world)
+    pairs: list[tuple[str, Any, Any]]
     pairs = [(name, manifest.machine.get(name, now), now) for name, now in machine.items()]
     own = {f"the code of {name}": digest for name, digest in code.items()}
     pairs += [(name, manifest.code.get(name[12:], now), now) for name, now in own.items()]
@@ -233,11 +242,11 @@ def resumed(
     manifest: Manifest | None,
     num_steps: int,
     changes: Sequence[str],
-    rates: Sequence[float],
+    rates: Callable[[int], Sequence[float]],
 ) -> list[str]:
     """Return the lines with the step of a resume and what it changes.
 
-    `rates` are the last learning rate, and that of the next step.
+    `rates` returns the last learning rate and that of a 0-based step, or nothing without one.
     """
     if manifest is None:
         is_asked = config.run.resume == "auto"
@@ -245,8 +254,8 @@ def resumed(
     lines = [f"resumed at step {manifest.step:,} of {num_steps:,}"]
     lines += [f"changed at this resume: {line}" for line in changes]
     is_other_length = any(line.startswith(("run.epochs: ", "run.steps: ")) for line in changes)
-    if is_other_length and len(rates) == 2 and manifest.step < num_steps:
-        then, now = rates
+    if is_other_length and manifest.step < num_steps and (pair := rates(manifest.step)):
+        then, now = pair
         length = "the schedule is computed for the new length"
         lines.append(f"learning rate: {then:.3g} in the last step, {now:.3g} in the next; {length}")
     return lines
@@ -300,7 +309,7 @@ def ending(
 ) -> list[str]:
     """Return the last lines of a run: its end, its metrics and speed, and its files in `place`.
 
-    `why` is the reason of an end before the last step.
+    `why` is the reason of an end before the last step. `trained` counts this session's steps.
     """
     at = f"at step {summary.step:,} of {num_steps:,}"
     if summary.exit_code:
@@ -312,19 +321,31 @@ def ending(
         lines = [f"nothing left to do: {done}; raise run.epochs or run.steps to continue"]
     else:
         lines = [f"done: {counted(num_steps, 'step')}"]
-    if summary.metrics:
-        lines.append(f"last evaluation: {metric_line(summary.metrics)}")
-    if summary.best is not None:
-        lines.append(f"best {metric}: {summary.best:.4f} at step {summary.best_step:,}")
     if trained:
-        tera = summary.flops_per_s / 1e12
-        flops = f"{tera:,.1f} model TFLOP/s" if tera >= 1 else f"{tera * 1e3:,.1f} model GFLOP/s"
-        speed = f"{summary.examples_per_s:,.0f} examples/s, {flops}"
-        lines.append(f"trained {counted(trained, 'step')} in {summary.seconds:.1f} s, {speed}")
-    lines.append(f"files: {place}/metrics.jsonl, {place}/checkpoints")
+        part = f"{trained:,} of them " * (trained < summary.step)
+        speed = f"{summary.examples_per_s:,.0f} examples/s{_flops(summary.flops_per_s)}"
+        lines[0] += f", {part}in {summary.seconds:.1f} s, {speed}"
+    found = []
+    if summary.metrics:
+        found.append(f"last evaluation: {metric_line(summary.metrics)}")
+    if summary.best is not None:
+        found.append(f"best {metric}: {summary.best:.4f} at step {summary.best_step:,}")
+    lines += ["; ".join(found)] if found else []
     if (summary.directory / "tensorboard").is_dir():
         lines.append(f"curves: tensorboard --logdir {shlex.quote(f'{place}/tensorboard')}")
     return lines
+
+
+def _flops(per_s: float) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9)):
+        if per_s >= size / 10:
+            return f", {per_s / size:,.1f} model {unit}FLOP/s"
+    return ""
+
+
+def evaluation_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
+    """Return the line of an evaluation, like those of progress."""
+    return f"step {step:,}/{num_steps:,}  {metric_line(metrics)}"
 
 
 def metric_line(metrics: Mapping[str, float]) -> str:

@@ -24,7 +24,7 @@ from trainer.distributed.signals import PARENT
 from trainer.distributed.watch import watcher
 from trainer.distributed.watch.collectives import Mailbox
 from trainer.distributed.watch.flight_recorder import answering
-from trainer.distributed.watch.watcher import Phase
+from trainer.distributed.watch.phases import GROUPS, Phase
 from trainer.distributed.world import World
 
 START = (
@@ -71,7 +71,7 @@ class Heartbeat:
 
     def wait_in(self, group: str) -> None:
         """Record that this rank waits for the others of a group of the mesh; "": no longer."""
-        self._page[watcher.GROUP] = watcher.GROUPS.index(group)
+        self._page[watcher.GROUP] = GROUPS.index(group)
 
     def set_place(self, place: str) -> None:
         """Record the coordinates of this rank in the mesh."""

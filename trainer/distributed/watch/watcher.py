@@ -12,19 +12,24 @@ import mmap
 import os
 import select
 import signal
-import statistics
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 from trainer.distributed.watch import collectives
 from trainer.distributed.watch.collectives import name_ranks
 from trainer.distributed.watch.exit_file import ExitFile
+from trainer.distributed.watch.phases import (
+    GROUPS,
+    HOST,
+    PHASES,
+    Phase,
+    State,
+    Stragglers,
+    say,
+)
 from trainer.distributed.watch.process import (
     bytes_moved,
     is_ending,
@@ -45,22 +50,6 @@ OF_A_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 SIZE = mmap.PAGESIZE + collectives.MAX_ANSWER
 STEP, PHASE, SINCE, BUSY, TOTAL, STEPS, GROUP, FIELDS = range(8)
 MAX_PATH = 3000
-# The groups of a mesh; 0: none of these.
-GROUPS = ("", "pipeline", "replicate", "shard", "context", "tensor", "data")
-PHASES = (
-    "start-up",
-    "building data and model",
-    "the data loader",
-    "forward and backward",
-    "gradient all-reduce",
-    "the update",
-    "reading the losses",
-    "evaluation",
-    "saving a checkpoint",
-    "the end of the run",
-    "waiting for the device",
-)
-
 ALL_WAIT = "every rank waits for another"
 ALL_WAIT_HERE = "every rank of this node waits for a rank of another node or of this one"
 
@@ -68,8 +57,6 @@ ALL_WAIT_HERE = "every rank of this node waits for a rank of another node or of 
 LOST = "another rank has exited or does not answer"
 KILLED = "it was killed (by a launcher, a second signal, the kernel) or called os._exit"
 
-HOST = os.uname().nodename
-PATIENCE = 5  # times the limit, before the first step and while saving
 OTHER_NODES_FIRST = 1.5  # times the limit, if all ranks of this node wait
 POLL_S = 0.25
 ASLEEP_S = 2.0  # a longer gap between two checks: the machine, and so the ranks, were suspended
@@ -80,55 +67,6 @@ LEAST_BYTES = 2**16  # read or written
 LOAD_S = 0.5  # the shortest interval over which they are measured
 ENDING_S = 0.5  # between a process's files being closed and its exit
 BEREFT_S = 5.0  # a rank still waits for its device that long after another one has ended
-STRAGGLER = 3.0  # times the median
-STRAGGLER_STEPS = 50
-
-
-class Phase(IntEnum):
-    """The phase that a rank is in; PHASES has their names. LEFT: it is no longer watched."""
-
-    START, BUILD, DATA, COMPUTE, REDUCE, UPDATE, LOG, EVALUATE, SAVE, END, DEVICE, LEFT = range(12)
-
-
-@dataclass(frozen=True)
-class State:
-    """One rank at one moment: `seconds` in its phase; `total` seconds of work in `steps` steps."""
-
-    rank: int
-    place: str
-    pid: int
-    step: int
-    phase: int
-    seconds: float
-    total: float
-    steps: int
-    group: str
-    is_stopped: bool
-    stopped_children: list[int]
-
-    @property
-    def patience(self) -> int:
-        return PATIENCE if not self.steps or self.phase == Phase.SAVE else 1
-
-    def is_waiting(self, stack: Sequence[str]) -> bool:
-        """Return True if it is in a collective, which ends when other ranks call it too."""
-        if self.is_stopped or self.group:
-            return not self.is_stopped
-        is_building_ddp = any("torch/nn/parallel/distributed.py" in frame for frame in stack[:1])
-        is_in_collective = any("torch/distributed/" in frame for frame in stack[:3])
-        is_in_collective |= any("trainer/distributed/group.py" in frame for frame in stack[:1])
-        # a collective of a GPU returns at once: the host waits later, for the step's outcome
-        is_by_phase = self.phase in (Phase.REDUCE, Phase.DEVICE)
-        return is_by_phase or is_building_ddp or is_in_collective
-
-    def describe(self) -> str:
-        children = ", ".join(map(str, self.stopped_children))
-        return (
-            f"rank {self.rank} ({self.place}process {self.pid} on {HOST}) has been in"
-            f" {PHASES[self.phase]} for {self.seconds:.0f} s, at step {self.step}"
-            + (", stopped by a signal" if self.is_stopped else "")
-            + (f"; its child process {children} is stopped" if children else "")
-        )
 
 
 class Rank:
@@ -217,31 +155,6 @@ class Rank:
                 send(pid, signal.SIGKILL)
 
 
-class Stragglers:
-    """Find ranks whose own work in a step takes 3 times the median, over 50 steps; once each."""
-
-    def __init__(self) -> None:
-        self._before: Sequence[State] = ()
-        self._named: set[int] = set()
-
-    def report(self, states: Sequence[State]) -> None:
-        """Print a line for each new straggler among the ranks of this node."""
-        before = self._before or states
-        pairs = list(zip(states, before, strict=True))
-        steps = min(s.steps - past.steps for s, past in pairs)
-        self._before = before if steps < STRAGGLER_STEPS else states
-        if steps < STRAGGLER_STEPS or len(states) == 1:
-            return
-        means = {s.rank: (s.total - past.total) / (s.steps - past.steps) for s, past in pairs}
-        median = statistics.median_low(means.values())
-        for rank, mean in means.items():
-            if mean > STRAGGLER * median and rank not in self._named:
-                self._named.add(rank)
-                times = f"{mean * 1e3:.1f} ms a step over the last {steps} steps"
-                who = f"rank {rank} on {HOST} is a straggler"
-                _say(f"warning: {who}: {times}, the median is {median * 1e3:.1f}")
-
-
 class Watcher:
     """Checker of this node's ranks, called several times within the limit."""
 
@@ -287,7 +200,7 @@ class Watcher:
                 where = f"in {PHASES[phase]}, at step {step}"
                 who = f"rank {rank.rank} (process {rank.pid} on {HOST})"
                 line = f"{who} ended without an error message {where}: {KILLED}"
-                _say(f"error: {line}")
+                say(f"error: {line}")
                 reasons[line] = step
         if reasons:
             self._exit.write("; ".join(reasons), min(reasons.values()), LOST)
@@ -343,11 +256,11 @@ class Watcher:
         parts += _describe_waiting([s for s in states if s not in hung], waiting)
         line = f"hang detected: {'; '.join(parts)}"
         calls = [*collectives.describe(answers, [rank.rank for rank in self._ranks])]
-        _say("\n".join([f"error: {line}", *calls]))
+        say("\n".join([f"error: {line}", *calls]))
         for s in hung or states:
             frames = stacks[s.rank][:12]
             title = ", innermost call first:" if frames else ": its stack could not be read"
-            _say("\n  ".join([f"rank {s.rank}{title}", *frames]))
+            say("\n  ".join([f"rank {s.rank}{title}", *frames]))
         self._exit.write("; ".join([line, *calls]), min(s.step for s in states))
         for rank in self._ranks:
             rank.kill()
@@ -367,11 +280,6 @@ def _describe_waiting(states: Sequence[State], waiting: Sequence[State]) -> Iter
         places.setdefault(place, []).append(s.rank)
     for place, ranks in places.items():
         yield f"{name_ranks(ranks)} wait{'s' * (len(ranks) == 1)} in {place}"
-
-
-def _say(line: str) -> None:
-    with suppress(OSError):  # the terminal was closed
-        print(line, file=sys.stderr, flush=True)
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from trainer.data.preparation import MicroBatch
 from trainer.distributed import accelerator
 from trainer.engine.means import Values, sum_up, weigh_all
-from trainer.engine.precision import without_tf32
 from trainer.engine.proof.gathering import Gathering
 from trainer.engine.proof.trace import CallTrace
 from trainer.hook_errors import call
@@ -107,7 +106,7 @@ class ProofPasses:
         weights = [(last - first) / cuts[-1] for first, last in bounds] if rewinds else None
         with (
             self._borrowed() as leaves,
-            nullcontext() if self.wide is None else without_tf32(),
+            nullcontext() if self.wide is None else _without_tf32(),
             generators_kept(subject.devices),
             subject.gathering.over(len(bounds)),
         ):
@@ -230,6 +229,17 @@ class ProofPasses:
         for hook in (tensor._backward_hooks or {}).values():  # on its gradient
             copied.register_hook(hook)
         return copied
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Compute fp32 in fp32 on CUDA for the duration of the block."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def _sum(

@@ -155,11 +155,10 @@ class Proof:
     def _tell(self, verdict: Verdict, name: str, seconds: float, is_first: bool) -> None:
         line = verdict.line
         if not line:
-            what = f"proof of {name}: " if name != "loss" else "proof: "
-            if verdict.unproved and is_first:
-                self._say(f"{what}{verdict.unproved} ({seconds:.2f} s)")
-            elif is_first:
-                self._say(f"{what}rows, draws and buffers agree in any layout ({seconds:.2f} s)")
+            what = f"{'proof':<7} " + f"of {name}: " * (name != "loss")
+            if is_first:
+                agreed = "examples, draws and buffers agree in any layout"
+                self._say(f"{what}{verdict.unproved or agreed} ({seconds:.2f} s)")
             return
         if line in self._told:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,9 @@ SHOWN = {  # once they are logged
     "speed/examples_per_s": "{:,.0f} examples/s",
 }
 LINE_EVERY_S = 5.0
+WIDE = 80  # columns of a terminal with room for a bar
+NOTICES = ("warning: ", "slower than ", "plain BatchNorm ", "with more ", "without ")
+LABEL = re.compile(r"[\w.-]+ +\S")  # of the start's lines, and of a step
 BAR_EVERY_S = 0.2
 
 
@@ -35,7 +39,14 @@ class Console(Sink):
         self._began = self._last = time.monotonic()
 
     def say(self, text: str) -> None:
-        self._terminal.print(visible(text), markup=False, soft_wrap=True)
+        from rich.text import Text
+
+        shown = Text(visible(text))
+        if text.startswith(NOTICES):
+            shown.stylize("yellow")
+        elif LABEL.match(text):
+            shown.stylize("bold", 0, text.index(" "))
+        self._terminal.print(shown, soft_wrap=True)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         from rich.table import Table
@@ -77,7 +88,9 @@ class Console(Sink):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         label = TextColumn("{task.fields[shown]}")
-        columns = (TextColumn("step"), BarColumn(None), MofNCompleteColumn(), label)
+        bar = BarColumn(None, complete_style="green", finished_style="green")
+        is_wide = self._terminal.width >= WIDE
+        columns = (TextColumn("step"), *[bar] * is_wide, MofNCompleteColumn(), label)
         self._bar = Progress(*columns, console=self._terminal, auto_refresh=False, transient=True)
         self._bar.add_task("train", total=num_steps, shown="")
         self._bar.start()
