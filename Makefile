@@ -14,7 +14,7 @@ define ABOUT_TORCH
 installing into $(VENV) ...
 On Linux torch's default wheels bring CUDA's libraries: 2.7 GB to download, not needed without an NVIDIA GPU.
 torch's CPU wheel is some 200 MB. See pytorch.org's install selector for its index, and pass the index by
-PIP_EXTRA_INDEX_URL or PIP_ARGS='--extra-index-url <URL>' after make train, text, test or setup (docs/install.md).
+PIP_EXTRA_INDEX_URL or PIP_ARGS='--extra-index-url <URL>' after make train, text, test or setup (docs/start.md).
 endef
 export ABOUT_TORCH
 

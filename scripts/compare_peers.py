@@ -374,7 +374,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=[*CONTESTANTS])
     parser.add_argument("--checks", nargs="+", type=int, choices=everything, default=everything)
     parser.add_argument("--jobs", type=int, default=1, help="number of contestants at a time")
-    parser.add_argument("--out", type=Path, help="write the document, docs/peers.md, here")
+    parser.add_argument("--out", type=Path, help="write the document (see docs/evidence.md)")
     given = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="lockstep-peers-") as folder,

@@ -1,4 +1,4 @@
-"""Take pictures of the pages of a report and a comparison, of real runs, for docs/compare.md.
+"""Take pictures of the pages of a report and a comparison, of real runs, for docs/results.md.
 
     python scripts/figure_pages.py [--browser chromium]
 

@@ -62,6 +62,24 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+SHORT = (  # of what an error says of a type
+    (r"an? (\w+) of at least (\S+) and of at most (\S+)", r"\1 \2..\3"),
+    (r"an? (\w+) of at least (\S+)", r"\1 >=\2"),
+    (r"an? (\w+) above (\S+)", r"\1 >\2"),
+    (r"\bone of (?=\w+,)", ""),
+    (r"\b9223372036854775807\b", "2^63-1"),
+    (r"\ban? (?=string|list|number|integer|mapping)", ""),
+)
+
+
+def type_of(hint: object) -> str:
+    """Return the allowed values of a setting, shorter than in an error."""
+    text = describe(hint)
+    for long, short in SHORT:
+        text = re.sub(long, short, text)
+    return cell(text)
+
+
 def table_of(group: str, kind: type) -> list[str]:
     """Return the lines of a table with all settings of a group."""
     values = read_values((CONF / "config.yaml").read_text())
@@ -85,8 +103,8 @@ def rows_of(group: str, kind: type, values: Mapping[str, tuple[str, str]]) -> li
         meaning = meaning or NAMES.get(entry.name, "")
         owner = "layout" if key.startswith(schema.LAYOUT) else "run"
         default = f"`{value}`" if value else "set by the chosen file"
-        words = [f"`{key}`", cell(describe(hints[entry.name])), default, owner, cell(meaning)]
-        rows.append(f"| {' | '.join(words)} |")
+        words = [f"`{key}`", type_of(hints[entry.name]), default, owner, cell(meaning)]
+        rows.append(f"|{'|'.join(words)}|")
     return rows
 
 
@@ -103,7 +121,7 @@ def options_of(group: str) -> list[str]:
             if value and not value.startswith("defaults"):
                 is_shown = comment and group in ("optim", "schedule")
                 sets.append(f"`{value}` ({comment})" if is_shown else f"`{value}`")
-        rows.append(f"| `{group}={file.stem}` | {cell(', '.join(sets))} |")
+        rows.append(f"|`{group}={file.stem}`|{cell(', '.join(sets))}|")
     return rows
 
 

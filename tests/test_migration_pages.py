@@ -1,4 +1,4 @@
-"""The pages for users of other frameworks: their files are written and their commands are run."""
+"""The page for users of other frameworks: its files are written and all its commands are run."""
 
 import ast
 import dataclasses
@@ -18,74 +18,67 @@ from harness.launch import environment_of_a_command
 from trainer.config.schema import Config
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-NAMES = ("ddp-script", "lightning", "accelerate", "lightning-hydra-template")
-PAGES = {name: (DOCS / f"from-{name}.md").read_text(encoding="utf-8") for name in NAMES}
+PAGE = (DOCS / "migrate.md").read_text(encoding="utf-8")
+HEADINGS = ["", *re.findall(r"^## (.*)$", PAGE, re.M)]  # "": the top of the page
+SECTIONS = dict(zip(HEADINGS, re.split(r"^## ", PAGE, flags=re.M), strict=True))
+DDP = "From a DDP script"
+LIGHTNING = "From Lightning"
+ACCELERATE = "From Accelerate"
+TEMPLATE = "From lightning-hydra-template"
+HUGGING_FACE = "From Hugging Face's Trainer"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.S | re.M)
 PATH = re.compile(r"^# ([\w./-]+\.(?:py|yaml))$", re.M)
-MARKS = ("needs two GPUs", "needs a cluster", "error: ")
 SETTING = re.compile(r"`((?:run|data|strategy|dist|launch|checkpoint|eval|log|task)\.\w+)[=`]")
 CHOICE = re.compile(r"`(task|strategy|dist|launch|optim|schedule|experiment)=(\w+)`")
 NOT_SETTINGS = {"task.options"}  # a group whose names are the task's
 
 
-def files_of(page):
-    """Return path to text of the files of a page. A block has one file or several; each begins with
-    a comment with its path, which may follow `# @package _global_`."""
-    found = {}
-    for kind, block in FENCE.findall(page):
-        if kind == "sh" or not PATH.search(block):
-            continue
-        starts = [match.start() for match in PATH.finditer(block)]
-        starts[0] = 0
-        for start, end in zip(starts, [*starts[1:], len(block)], strict=True):
-            found[PATH.search(block, start)[1]] = block[start:end]
-    return found
+def files_of_page():
+    """Return path to text of the files of the page. A block has one file, and begins with a comment
+    with its path, which may follow `# @package _global_`."""
+    blocks = [block for kind, block in FENCE.findall(PAGE) if kind != "sh"]
+    return {PATH.search(block)[1]: block for block in blocks}
 
 
-def commands_of(page):
-    """Return the command lines of all sh blocks."""
-    blocks = [block for kind, block in FENCE.findall(page) if kind == "sh"]
+def commands_of(heading):
+    """Return the command lines in the sh blocks of a section."""
+    blocks = [block for kind, block in FENCE.findall(SECTIONS[heading]) if kind == "sh"]
     return [line for block in blocks for line in block.splitlines()]
 
 
 @pytest.fixture
-def write(tmp_path):
-    def write_files(name):
-        for path, text in files_of(PAGES[name]).items():
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_text(text)
-
-    return write_files
+def page(tmp_path):
+    """Write the files of the page."""
+    for path, text in files_of_page().items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
 
 
 @pytest.fixture
 def run(command):
-    """Run a command line of a page that starts Lockstep; return its output."""
+    """Run a command line of the page that starts Lockstep; return its output."""
 
-    def run_line(line, code=0):
+    def run_line(line):
         program, *words = shlex.split(line, comments=True)
         at = words.index("-m")
         launcher, verb, rest = words[:at], words[at + 1], words[at + 2 :]
         ranks = int(launcher[-1].split("=")[1]) if program == "torchrun" else 0
         done = command(*rest, ranks=ranks, verb=verb)
-        assert done.returncode == code, done.stdout + done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
     return run_line
 
 
 def run_script(folder, line):
-    """Run a command line of a page that starts another program, in a real process; return its
+    """Run a command line of the page that starts another program, in a real process; return its
     output."""
-    words = shlex.split(line, comments=True)
-    given = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
-    program, *rest = words[len(given) :]
-    start = {"torchrun": ["-m", "torch.distributed.run"], "python": []}[program]
-    environment = environment_of_a_command(**given)
+    program, *rest = shlex.split(line, comments=True)
+    assert program == "torchrun"
     process = subprocess.Popen(
-        [sys.executable, *start, *rest],
+        [sys.executable, "-m", "torch.distributed.run", *rest],
         cwd=folder,
-        env=environment,
+        env=environment_of_a_command(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -110,21 +103,10 @@ def need(package):
         pytest.skip(f"needs {package}")
 
 
-def commands_in(name, word):
-    """Return the commands of a page that contain the word, without the marked ones."""
-    found = [line for line in commands_of(PAGES[name]) if word in line]
-    assert found
-    return [line for line in found if not any(mark in line for mark in MARKS)]
-
-
-def logged(directory, key):
-    """Return step to value of a key of metrics.jsonl."""
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line[key] for line in lines if key in line}
-
-
 def losses(directory):
-    return logged(directory, "train/loss")
+    """Return step to loss from metrics.jsonl."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
 def printed(text):
@@ -132,15 +114,19 @@ def printed(text):
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss (\S+)", text)}
 
 
+def test_first_command_of_the_page_writes_a_project(run):
+    (line,) = commands_of("")
+    assert "written: my-task/" in run(line)
+
+
 # From a DDP script --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ddp_script_learns_other_things_on_other_ranks_and_repeats_data(
-    is_real, write, command, tmp_path
+    is_real, page, command, tmp_path
 ):
-    write("ddp-script")
-    lines = commands_in("ddp-script", "train.py")
+    lines = commands_of(DDP)[:3]
     if is_real:
         two, one, resumed = (run_script(tmp_path, line) for line in lines)
     else:
@@ -162,9 +148,8 @@ def test_ddp_script_learns_other_things_on_other_ranks_and_repeats_data(
 
 
 @pytest.mark.slow
-def test_ddp_task_learns_the_same_on_another_number_of_ranks(write, run, tmp_path):
-    write("ddp-script")
-    one, two, evaluate, resume, audit = commands_in("ddp-script", "-m trainer")[:5]
+def test_ddp_task_learns_the_same_on_another_number_of_ranks(page, run, tmp_path):
+    one, two, evaluate, resume, audit, verify = commands_of(DDP)[3:]
     assert "43 examples are left out" in run(one)
     run(two)
     found = {name: losses(tmp_path / "runs/rings" / name) for name in ("one", "two")}
@@ -174,101 +159,47 @@ def test_ddp_task_learns_the_same_on_another_number_of_ranks(write, run, tmp_pat
     run(resume)
     assert max(losses(tmp_path / "runs/rings/two")) == 90
     assert "nothing was repeated or skipped" in run(audit)
+    assert "proved: all runs learned the same" in run(verify)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp-script", "accelerate"])
-def test_losses_agree_to_ten_digits_in_fp64(name, write, run, tmp_path):
-    write(name)
-    for line in commands_in(name, "-m trainer")[:2]:
+def test_losses_agree_to_ten_digits_in_fp64(page, run, tmp_path):
+    for line in commands_of(DDP)[3:5]:
         run(f"{line} strategy.precision=fp64")
     one, two = (losses(path) for path in sorted((tmp_path / "runs").glob("*/*")))
     assert one == pytest.approx(two, rel=1e-10)
-
-
-@pytest.mark.slow
-def test_ddp_task_is_proved_by_verify(write, run):
-    write("ddp-script")
-    (line,) = commands_in("ddp-script", "trainer.verify")
-    assert "proved: all runs learned the same" in run(line)
 
 
 # From Lightning -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_lightning_module_logs_a_loss_for_each_rank_and_evaluates_204_examples(write, tmp_path):
-    need("lightning")
-    write("lightning")
-    assert "`python lit.py`" in PAGES["lightning"]
-    text = run_script(tmp_path, "python lit.py")
-    found = re.findall(r"rank ([01]) loss (\S+) accuracy (\S+)", text)
-    ((_, loss, accuracy), (_, other_loss, other_accuracy)) = sorted(found)
-    assert loss != other_loss and accuracy == other_accuracy
-    hits = float(accuracy) * 204
-    assert hits == pytest.approx(round(hits), abs=1e-3)
-
-
-@pytest.mark.slow
-def test_lightning_task_runs_with_the_commands_of_the_page(write, run, tmp_path):
-    write("lightning")
-    one, two, test, resume, _ = commands_in("lightning", "-m trainer")
-    run(one)
-    run(two)
-    place = tmp_path / "runs/waves"
-    assert losses(place / "one") == pytest.approx(losses(place / "two"), rel=1e-5)
-    for accuracy in logged(place / "two", "eval/accuracy").values():
-        assert accuracy * 203 == pytest.approx(round(accuracy * 203), abs=1e-9)
-    hits = json.loads(run(test))["eval/accuracy"] * 205
-    assert hits == pytest.approx(round(hits), abs=1e-9)
-    assert "resumed at step 60 of 75" in run(resume)
-
-
-@pytest.mark.slow
-def test_lightning_task_starts_its_ranks_itself(write, run):
-    write("lightning")
-    (line,) = commands_in("lightning", "launch=elastic")
+def test_task_with_parameter_groups_starts_its_ranks_itself(page, run, tmp_path):
+    (line,) = commands_of(LIGHTNING)
     run(line)
+    (directory,) = (tmp_path / "runs/rings").iterdir()
+    assert "tasks.decay.Decay" in (directory / "config.yaml").read_text()
 
 
 # From Accelerate ----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_accelerate_script_resumes_with_other_examples(write, tmp_path):
-    need("accelerate")
-    write("accelerate")
-    first, resumed = (printed(run_script(tmp_path, line)) for line in trains())
-    assert max(first) == 60 and min(resumed) == 45
-    assert abs(first[45] - resumed[45]) > 1e-3
-    alone = run_script(tmp_path, trains()[0].replace("ACCELERATE_USE_CPU=true ", ""))
-    assert alone.count("step 125 ") == 2  # two trainings, each of 128 steps
-
-
-def trains():
-    return commands_in("accelerate", "train.py")
+def test_checkpoint_is_resumed_on_another_number_of_ranks(page, run, tmp_path):
+    accumulated, branch, _ = commands_of(ACCELERATE)
+    run(accumulated)
+    run(branch)
+    place = tmp_path / "runs/rings"
+    rest = {step: loss for step, loss in losses(place / "accumulated").items() if step > 40}
+    assert len(rest) == 4 and losses(place / "branch") == pytest.approx(rest, rel=1e-5)
 
 
 @pytest.mark.slow
-def test_accelerate_task_resumes_a_checkpoint_on_another_number_of_ranks(write, run, tmp_path):
-    write("accelerate")
-    one, two, branch, _ = commands_in("accelerate", "-m trainer")
-    for line in (one, two, branch):
-        run(line)
-    place = tmp_path / "runs/moons"
-    expected = losses(place / "one")
-    assert losses(place / "two") == pytest.approx(expected, rel=1e-5)
-    rest = {step: loss for step, loss in expected.items() if step > 40}
-    assert losses(place / "branch") == pytest.approx(rest, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_accelerate_task_has_the_same_bits_on_any_number_of_ranks(write, run, tmp_path):
-    write("accelerate")
-    line = commands_in("accelerate", "strategy=exact")[0]
+def test_strategy_exact_has_the_same_bits_on_any_number_of_ranks(page, run, tmp_path):
+    line = commands_of(ACCELERATE)[2]
     run(line)
     run(line.replace("_node=2", "_node=3").replace("run.name=exact", "run.name=three"))
-    place = tmp_path / "runs/moons"
+    place = tmp_path / "runs/rings"
     assert losses(place / "exact") == losses(place / "three")
 
 
@@ -276,69 +207,50 @@ def test_accelerate_task_has_the_same_bits_on_any_number_of_ranks(write, run, tm
 
 
 @pytest.mark.slow
-def test_project_in_the_layout_of_the_template_trains(write, tmp_path):
-    need("lightning")
-    write("lightning-hydra-template")
-    (line,) = commands_in("lightning-hydra-template", "src/train.py")
-    text = run_script(tmp_path, line)
-    assert len(re.findall(r"loss 0\.\d+", text)) == 2, text
+def test_experiment_chooses_the_task_and_a_sweep_runs_two_jobs(page, run, tmp_path):
+    short, sweep = commands_of(TEMPLATE)
+    run(short)
+    assert max(losses(tmp_path / "runs/rings/short")) == 30
+    run(sweep)
+    assert len(list((tmp_path / "runs/rings").glob("rates-*"))) == 2
+
+
+# From Hugging Face's Trainer ----------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_custom_groups_are_chosen_by_an_experiment(write, run, tmp_path):
-    write("lightning-hydra-template")
-    small, wide, _, large, single = commands_in("lightning-hydra-template", "-m trainer")
-    run(small)
-    run(wide)
-    for name, width, steps in (("small", 16, 60), ("wide", 64, 30)):
-        place = tmp_path / "runs/blobs" / name
-        assert f"width: {width}" in (place / "config.yaml").read_text()
-        assert max(losses(place)) == steps
-    run(f"{wide.replace('_node=2', '_node=1')}1")
-    one, two = (losses(tmp_path / "runs/blobs" / name) for name in ("wide1", "wide"))
-    assert one == pytest.approx(two, rel=1e-5)
-    run(large)
-    run(single)
-
-
-@pytest.mark.slow
-def test_sweep_of_the_template_page_runs_two_jobs(write, run, tmp_path):
-    write("lightning-hydra-template")
-    (line,) = commands_in("lightning-hydra-template", "optim.lr=0.01,0.02")
+def test_finetune_trains_a_model_of_transformers(run, tmp_path):
+    need("transformers")
+    need("datasets")
+    (line,) = commands_of(HUGGING_FACE)
     run(line)
-    assert len(list((tmp_path / "runs/blobs").glob("rates-*"))) == 2
+    (directory,) = (tmp_path / "runs/finetune").iterdir()
+    assert "eval/accuracy" in (directory / "metrics.jsonl").read_text()
 
 
-# All pages ----------------------------------------------------------------------------------------
+# The whole page -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_python_of_a_page_compiles(name):
-    files = files_of(PAGES[name])
-    assert any(path.startswith("tasks/") for path in files)
-    assert any(path.startswith("conf/task/") for path in files)
+def test_all_sections_have_tests():
+    assert HEADINGS == ["", DDP, LIGHTNING, ACCELERATE, TEMPLATE, HUGGING_FACE]
+
+
+def test_python_of_the_page_compiles():
+    files = files_of_page()
+    assert {"rings.py", "train.py", "tasks/rings.py", "conf/task/rings.yaml"} <= {*files}
     for path, text in files.items():
         if path.endswith(".py"):
             ast.parse(text, path)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_error_that_a_page_promises_is_the_error(name, write, run):
-    write(name)
-    for line in commands_of(PAGES[name]):
-        if "# error: " in line:
-            assert run(line, code=2).strip() == line.split("# ")[1]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_settings_and_options_that_a_page_names_exist(name):
+@pytest.mark.parametrize("heading", HEADINGS[1:])
+def test_settings_and_options_that_a_section_names_exist(heading):
     known = settings()
-    found = set(SETTING.findall(PAGES[name])) - NOT_SETTINGS
+    found = set(SETTING.findall(SECTIONS[heading])) - NOT_SETTINGS
     assert len(found) > 5 and found <= known, found - known
-    files = files_of(PAGES[name])
-    for group, option in CHOICE.findall(PAGES[name]):
+    for group, option in CHOICE.findall(SECTIONS[heading]):
         own = f"conf/{group}/{option}.yaml"
-        assert (DOCS.parent / own).is_file() or own in files, own
+        assert (DOCS.parent / own).is_file() or own in files_of_page(), own
 
 
 def settings():
@@ -348,7 +260,6 @@ def settings():
     return {f"{name}.{f.name}" for name, block in blocks.items() for f in dataclasses.fields(block)}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_links_of_a_page_lead_somewhere(name):
-    for target in re.findall(r"\]\(([\w./-]+)\)", PAGES[name]):
+def test_links_of_the_page_lead_somewhere():
+    for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", PAGE):
         assert (DOCS / target).is_file(), target

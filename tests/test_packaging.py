@@ -200,13 +200,13 @@ def test_licence_of_the_code_and_terms_of_the_images_are_shipped(about, members)
     assert re.search(r'URL = "(.*)"', text_of("tasks/cifar10.py"))[1] in terms
 
 
-def test_classifiers_are_known_and_name_the_pythons_of_the_readme(about):
+def test_classifiers_are_known_and_name_the_pythons_of_the_documentation(about):
     known = pytest.importorskip("trove_classifiers", reason="trove-classifiers is not installed")
     classifiers = about.get_all("Classifier")
     assert set(classifiers) <= known.classifiers
     assert "Typing :: Typed" in classifiers
     pythons = {name.split(" :: ")[-1] for name in classifiers if "Python :: 3." in name}
-    table = text_of("README.md").split("| Python | torch |")[1].split("\n\n")[0]
+    table = text_of("docs/start.md").split("| Python | torch |")[1].split("\n\n")[0]
     assert pythons == set(re.findall(r"^\| \**(3\.\d+)", table, re.M))
     assert about["Requires-Python"] == ">=3.10"
 
@@ -225,7 +225,7 @@ def test_version_has_one_home(about):
 
 
 def test_extras_are_those_of_the_documentation():
-    table = text_of("docs/install.md").split("| extra |")[1].split("\n\n")[0]
+    table = text_of("docs/start.md").split("| extra |")[1].split("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)`", table, re.M)) == EXTRAS
 
 
@@ -345,7 +345,7 @@ def test_image_suits_launchers_and_scripts_kubernetes_yaml():
 
 
 def test_image_is_of_the_python_that_ci_runs_and_of_no_chosen_index():
-    (bold,) = re.findall(r"^\| \*\*(3\.\d+)\*\*", text_of("README.md"), re.M)
+    (bold,) = re.findall(r"^\| \*\*(3\.\d+)\*\*", text_of("docs/start.md"), re.M)
     assert {line.split()[0] for line in arguments_of("FROM")} == {f"python:{bold}-slim"}
     choices = [line for line in arguments_of("ARG") if "INDEX" in line]
     assert set(choices) == {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"}

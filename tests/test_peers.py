@@ -1,4 +1,4 @@
-"""docs/peers.md has the results of scripts/compare_peers.py; Lockstep still passes its column."""
+"""docs/evidence.md has what scripts/compare_peers.py found; Lockstep still passes its column."""
 
 import re
 from pathlib import Path
@@ -7,11 +7,12 @@ import compare_peers
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT = (ROOT / "docs/peers.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
+SECTION = PAGE.partition("\n## Peers\n")[2].partition("\n## ")[0]
 
 
 def rows():
-    lines = [line for line in DOCUMENT.splitlines() if line.startswith("| ")]
+    lines = [line for line in SECTION.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
@@ -26,17 +27,22 @@ def test_document_has_the_checks_of_the_script_for_every_contestant():
 
 
 def test_every_no_of_the_document_has_an_explanation():
-    misses = [row[0] for row in rows()[1:] for cell in row[2:] if cell.startswith("no: ")]
-    seen = DOCUMENT.partition("## What was seen")[2].partition("## How to read")[0]
-    assert sorted(misses) == sorted(re.findall(r"^- (\d+): ", seen, re.MULTILINE))
+    (_, _, *names), *checks = rows()
+    misses = {
+        number: [name for name, cell in zip(names, cells, strict=True) if cell.startswith("no: ")]
+        for number, _, *cells in checks
+    }
+    seen = re.findall(r"^- (\d+) \((.*?)\): \S", SECTION, re.MULTILINE)
+    assert seen == [(number, ", ".join(those)) for number, those in misses.items() if those]
 
 
 def test_readme_says_yes_and_no_where_the_document_does():
     table = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Compared with")[2]
-    lines = re.findall(r"^\| .*(?:yes|no).* \|$", table.partition("\n## ")[0], re.MULTILINE)
-    readme = [re.findall(r"\*\*yes\*\*|(?<=\| )no(?= \|)", line) for line in lines]
-    document = [[cell.split(":")[0] for cell in row[2:]] for row in rows()[1:]]
-    assert readme == document
+    lines = re.findall(r"^\| (\d+) \| .*?((?: \| (?:\*\*yes\*\*|no))+) \|$", table, re.MULTILINE)
+    document = {number: [cell.split(":")[0] for cell in cells] for number, _, *cells in rows()[1:]}
+    assert len(lines) >= 6
+    for number, cells in lines:
+        assert cells.strip(" |").split(" | ") == document[number], number
 
 
 @pytest.fixture(scope="module")

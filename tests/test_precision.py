@@ -44,7 +44,7 @@ def cells(rows, columns):
 
 @pytest.mark.parametrize(("name", "layout"), cells(PRECISIONS, list(LAYOUTS)))
 def test_every_precision_trains_with_every_strategy(name, layout, tmp_path):
-    """Check the cells of docs/strategies.md; fit_on compares the ranks bit for bit."""
+    """Loss and dtype in each cell; fit_on compares the ranks bit for bit."""
     ranks, overrides = LAYOUTS[layout]
     asked = [
         *overrides,

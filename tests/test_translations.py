@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CHINESE = ROOT / "docs" / "zh"
-PAGES = {"README.md": ROOT / "README.md", "parallelism.md": ROOT / "docs/parallelism.md"}
+PAGES = {"README.md": ROOT / "README.md"}
 BLOCK = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)|(?:src|srcset)=\"([^\"]+)\"")
@@ -24,7 +24,7 @@ def blocks_of(text):
     """Return the blocks of code; comments of commands are translated, so they are cut off."""
     return [
         "\n".join(line.split(" # ")[0].rstrip() for line in block.splitlines())
-        if re.match(r"(?:python|torchrun|make|source)\b", block)
+        if re.match(r"(?:git|python|torchrun|make|source)\b", block)
         else block
         for block in BLOCK.findall(text)
     ]

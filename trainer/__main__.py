@@ -37,7 +37,7 @@ most used settings (docs/settings.md has all):
   data.micro_batch         rows per forward pass on a rank: saves memory, same result; or auto
   data.workers             DataLoader processes per rank
   optim.lr                 learning rate; the schedule multiplies it
-  strategy.precision       fp32, amp_bf16, auto, ... (docs/precision.md)
+  strategy.precision       fp32, amp_bf16, auto, ... (docs/parallelism.md)
   eval.every_epochs        epochs between evaluations
   checkpoint.every_epochs  epochs between checkpoints
 

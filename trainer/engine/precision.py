@@ -58,7 +58,7 @@ def is_bf16_emulated(name: str, device: torch.device) -> bool:
 
 
 class Precision:
-    """A precision of docs/precision.md on one kind of device.
+    """A precision of docs/parallelism.md on one kind of device.
 
     In fp16 the loss is scaled as by torch.amp.GradScaler with its defaults: the scale starts at
     2**16, halves after a step with an overflow, and doubles after 2,000 steps without one.

@@ -27,7 +27,7 @@ def check_tensorrt(place: str) -> None:
         shapes = " ".join(f"--{end}Shapes=<input>:<shape>" for end in ("min", "opt", "max"))
         build = f"trtexec --onnx=model.onnx --saveEngine=model.engine {shapes}"
         there = f"run here: {export}; on a machine with a GPU: {build}"
-        raise ConfigError(f"format=tensorrt: needs {missing}; {there} (docs/export.md)")
+        raise ConfigError(f"format=tensorrt: needs {missing}; {there} (docs/results.md)")
 
 
 def build_engine(trained: ExportModel, flat: Flat, graph: Path, path: Path) -> list[str]:

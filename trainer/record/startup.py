@@ -337,10 +337,10 @@ def ending(
 
 
 def _flops(per_s: float) -> str:
-    for unit, size in (("T", 1e12), ("G", 1e9)):
-        if per_s >= size / 10:
-            return f", {per_s / size:,.1f} model {unit}FLOP/s"
-    return ""
+    if per_s < 1e8:  # 0.1 GFLOP/s
+        return ""
+    unit, size = ("T", 1e12) if per_s >= 1e12 else ("G", 1e9)
+    return f", {per_s / size:,.1f} model {unit}FLOP/s"
 
 
 def evaluation_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
