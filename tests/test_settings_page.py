@@ -14,7 +14,7 @@ def test_page_is_current():
 
 def test_every_setting_of_the_schema_is_explained():
     rows = re.findall(
-        r"^\| `([\w.]+)` \| (.+) \| (.+) \| (run|layout) \| (.*) \|$",
+        r"^\|`([\w.]+)`\|(.+)\|(.+)\|(run|layout)\|(.*)\|$",
         make_settings.make_page(),
         re.MULTILINE,
     )
