@@ -16,7 +16,10 @@ import pytest
 from harness import TORCHRUN
 from harness.command import hide_gpus, refuse_meeting
 from harness.launch import environment_of_a_command
+from harness.training import CONF
 from harness.waiting import QUIET_S, seconds_of_importing_torch
+
+from trainer import load_config
 
 SLOW = pytest.mark.slow
 TORCHRUN_LIMIT_S = 5.0
@@ -196,7 +199,7 @@ BAD = [
         "task=cifar strategy=_common",
         f"strategy=_common: must be one of {STRATEGIES}",
     ),
-    ("task=cifar dist=gloo", "dist=gloo: must be one of auto"),
+    ("task=cifar dist=smoke", "dist=smoke: must be one of auto, gloo, mpi, nccl"),
     ("task=cifar launch=slurm", "launch=slurm: must be one of elastic, inline, spawn"),
     (
         "task=cifar schedule=cosin",
@@ -948,3 +951,12 @@ def test_bad_setting_under_torchrun_is_reported_once_and_soon(part, files, tmp_p
     print(f"\n{len(seconds)} rows on 2 ranks: median {median:.2f} s, slowest {slowest:.2f} s")
     limit_s = TORCHRUN_LIMIT_S * max(1.0, seconds_of_importing_torch() / QUIET_S)
     assert len(seconds) == 5 and slowest < limit_s
+
+
+def test_rendezvous_is_understood_as_torch_writes_it(tmp_path):
+    words = ["task=tiny", "dist=gloo"]
+    tcp = load_config([*words, "dist.init=tcp://localhost:2950"], [CONF]).dist
+    assert (tcp.backend, tcp.init, tcp.address) == ("gloo", "tcp", "localhost:2950")
+    file = load_config([*words, f"dist.init=file://{tmp_path}/meet"], [CONF]).dist
+    assert (file.init, file.path) == ("file", f"{tmp_path}/meet")
+    assert load_config([*words, "dist.init=env://"], [CONF]).dist.init == "env"

@@ -25,7 +25,7 @@ from trainer.record.trackers.jsonl import RecordFiles
 from trainer.record.trackers.tensorboard import TensorBoard
 from trainer.strategy.shards import Shard
 
-LOG = LogSettings(1, ["tensorboard"], False, 0, None, None)
+LOG = LogSettings("short", 1, ["tensorboard"], False, 0, None, None)
 KEEP: Any = SimpleNamespace(
     keep_last=1,
     keep_best=0,

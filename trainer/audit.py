@@ -193,7 +193,8 @@ def _name_sessions(manifest: dict[str, Any]) -> list[str]:
     batch = manifest["config"]["data.global_batch"]
     step = manifest["step"]
     epochs, rest = divmod(step, manifest["data"]["train"]["length"] // batch)
-    length = f"{step:,} steps of {batch:,} examples, so {epochs} epochs and {rest:,} steps"
+    length = f"{step:,} steps of {batch:,} examples, so {counted(epochs, 'epoch')}"
+    length += f" and {counted(rest, 'step')}" * bool(rest)
     sessions = [
         f"from step {first:,} on {counted(ranks, 'rank')}" for first, ranks in manifest["sessions"]
     ]

@@ -150,6 +150,7 @@ def _apply(override: Any, config: Any, options: Options) -> None:
         near = suggest(key, [*flatten(known), *options])
         if parent in ("optim", "schedule"):
             near = near or f"; give +{override.input_line} to add an argument of its class"
+        near = near or "; use one of docs/settings.md, or of those that `--cfg job` prints"
         raise ConfigError(f"{key} is not a setting{near}")
     previous = OmegaConf.select(config, key, throw_on_resolution_failure=False)
     if override.is_add() and previous is not None and not isinstance(value, (dict, list)):
@@ -350,8 +351,7 @@ def _choose(parsed: Sequence[Any], options: Options) -> dict[str, str]:
         files = options[group].get(name, [])
         if not files:
             own = f"; your own is <folder>/{group}/{name}.yaml, with --config-dir <folder>"
-            hint = own if group in ("task", "experiment") else ""
-            near = translate(group, name, options[group]) or hint
+            near = translate(group, name, options[group]) or own * (group not in ("dist", "launch"))
             raise ConfigError(f"{group}={name}: must be one of {', '.join(options[group])}{near}")
         if len(files) > 1:
             both = " and ".join(map(str, files))

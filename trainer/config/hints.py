@@ -40,11 +40,11 @@ def translate(key: str, value: Any, choices: Iterable[str]) -> str:
     """Return advice for an unknown value: `; bf16-mixed is amp_bf16 here`, or a similar choice."""
     choices = list(choices)
     name = str(value).lower()
-    own = _read(key).get(name) if key in ("strategy", "strategy.precision") else None
     if name in choices:
         return f"; did you mean {name}?"
+    own = _read(key).get(name) if key in ("strategy", "strategy.precision") else None
     if own == "":
-        return f"; {value} is not there yet"
+        return f"; {value} is not supported: use fsdp, or zero1 to divide the optimizer's state"
     return f"; {value} is {own} here" if own else suggest(str(value), choices)
 
 

@@ -25,6 +25,7 @@ def check(plain: Any, choices: Mapping[str, Iterable[str]]) -> Config:
         where = "set it in the task's file, below a first line '# @package _global_'"
         raise ConfigError(f"task.name is missing: {where}")
     check_no_secret(plain)
+    _spell_out(plain.get("dist"))
     config = build(Config, plain)
     for key, problem in _find_problems(config, choices["strategy"]):
         value = config.flat()[key]
@@ -33,6 +34,18 @@ def check(plain: Any, choices: Mapping[str, Iterable[str]]) -> Config:
     for group in ("optim", "schedule"):
         _check_spec(group, getattr(config, group), choices[group])
     return config
+
+
+def _spell_out(dist: Any) -> None:
+    """Take a rendezvous as torch's `init_method` has it, tcp://<host>:<port> or file://<path>."""
+    if not isinstance(dist, dict):
+        return
+    method, is_url, place = str(dist.get("init")).partition("://")
+    name = {"tcp": "address", "file": "path"}.get(method)
+    if is_url and name and place and dist.get(name) is None:
+        dist |= {"init": method, name: place}
+    elif is_url and method == "env":
+        dist["init"] = method
 
 
 def _find_problems(config: Config, strategies: Iterable[str]) -> Problems:
@@ -96,6 +109,8 @@ def check_path(key: str, path: str) -> None:
 
 
 def _path_problem(path: str) -> str:
+    if "://" in path:
+        return "must be a path of a file system; mount the storage, and give its folder"
     if not path.isprintable():
         return "must have printable characters only, and no line breaks"
     longest = max((len(os.fsencode(part)) for part in Path(path).parts), default=0)

@@ -18,6 +18,9 @@ from trainer.errors import ConfigError, one_line
 ALLOWED_PACKAGES = ("torch.optim", "torch.nn", "trainer")
 Spec = Mapping[str, Any]  # a `_target_` and its arguments
 
+# of packages that tasks import
+EXTRAS = {"datasets": "hf", "transformers": "hf", "torchmetrics": "metrics", "pyarrow": "parquet"}
+
 
 def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
     """Import and return the object that a config names, such as `torch.optim.SGD`.
@@ -31,7 +34,9 @@ def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
         module = importlib.import_module(home)
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        advice = f", which {home} imports; install it"
+        extra = EXTRAS.get(missing.partition(".")[0])
+        how = f" with the extra {extra}: pip install 'lockstep-trainer[{extra}]'" if extra else ""
+        advice = f", which {home} imports; install it{how}"
         if f"{home}.".startswith(f"{missing}."):
             advice = "; start in the folder that contains it, or set PYTHONPATH"
         raise ConfigError(f"{key}={name}: no module named {missing}{advice}") from None

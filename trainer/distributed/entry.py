@@ -42,7 +42,10 @@ def main() -> None:
     os.environ[SCRIPT] = str(Path(sys.argv[0]).absolute())
     append_working_directory()
     word = sys.argv[1] if len(sys.argv) > 1 else ""
-    if word in (*VERBS, INTERNAL):
+    if len(sys.argv) == 1:
+        sys.argv.append("--help")
+        word = "train"
+    elif word in (*VERBS, INTERNAL):
         del sys.argv[1]
     elif word and "=" not in word and not word.startswith(("-", "~")):
         near = difflib.get_close_matches(word, VERBS, n=1)

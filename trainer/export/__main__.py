@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,9 @@ def main(arguments: Sequence[str]) -> int:
                 path.replace(out.parent / path.name)
     except OSError as error:
         raise RunError(f"{out}: cannot be written: {error.strerror}") from None
+    finally:
+        with suppress(OSError):  # it is not empty
+            out.parent.rmdir()
     print(*lines, f"written: {', '.join(str(path) for path in _files_of(out))}", sep="\n")
     return 0
 

@@ -99,6 +99,9 @@ def rank_rows(lines: Sequence[str]) -> list[list[str]]:
     return [*rows[:half], gap, *rows[-half:]]
 
 
+MOST_ROWS = 16  # for BatchNorm, that the start advises
+
+
 def fact(label: str, text: str) -> str:
     """Return a line of the start: a label in a column of its own, and what is said of it."""
     return f"{label:<7} {text}"
@@ -197,7 +200,8 @@ def describe_model(config: Config, model: nn.Module, is_cut_fixed: bool) -> list
     is_chosen = is_cut_fixed or config.strategy.sync_batchnorm
     if has_plain_batchnorm(model) and not is_chosen:
         why = "normalises the rows of a micro-batch: ranks and data.micro_batch change the result"
-        advice = "set run.norm_rows=<rows> or strategy.sync_batchnorm=true"
+        rows = max(n for n in range(1, MOST_ROWS + 1) if config.data.global_batch % n == 0)
+        advice = f"set run.norm_rows={rows} or strategy.sync_batchnorm=true"
         lines.append(f"plain BatchNorm {why}; {advice}")
     if config.run.ema_decay is not None:
         lines.append("evaluation uses the moving average of the weights (run.ema_decay)")

@@ -40,10 +40,11 @@ def prove_resume(stage: TrialRuns, kills: int, seed: int) -> list[Finding]:
         findings.append(judge_reference(f"uninterrupted, {RANKS} ranks", precision, whole))
         sizes = [RANKS] * kills + ([1, 3] if precision == FP64 else [])
         for number, ranks in enumerate(sizes):
+            of_all = f"in {precision}, {number + 1} of {len(sizes)}"
             step = chance.randrange(LEAST_STEPS - 2, stage.steps)
             killed = chance.randrange(RANKS)
             layout = f"rank {killed} killed in step {step + 1}, resumed on {ranks}"
-            print(f"{layout} ...", file=sys.stderr, flush=True)
+            print(f"{layout} ({of_all}) ...", file=sys.stderr, flush=True)
             name = f"killed-{number}"
             if not stage.train_and_kill(name, RANKS, SAVES, precision, step, killed):
                 raise RunError(f"{layout}: the run ended before it was killed")
