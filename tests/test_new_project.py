@@ -80,11 +80,11 @@ def test_its_config_group(project, command):
         more = [f"model={model}"] if model else []
         done = command(*words, *more, f"run.name=m-{model}", folder=project)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert f"model: Sequential, {size:,} parameters" in done.stdout
+        assert f"model   Sequential, {size:,} parameters" in done.stdout
     saved = (project / "runs/my-spiral/m-large/config.yaml").read_text()
     assert "width: 128" in saved and "layers: 4" in saved
     resumed = command("run.resume=runs/my-spiral/m-large", "run.epochs=2", folder=project)
-    assert resumed.returncode == 0 and "model: Sequential, 50,307 parameters" in resumed.stdout
+    assert resumed.returncode == 0 and "model   Sequential, 50,307 parameters" in resumed.stdout
 
 
 def test_a_choice_on_the_command_line_wins_over_the_tasks_own_values(project):
@@ -100,7 +100,11 @@ def test_a_choice_on_the_command_line_wins_over_the_tasks_own_values(project):
 @pytest.mark.parametrize(
     "words, line",
     [
-        (["task=my-spiral", "model=huge"], "model=huge: must be one of large, small"),
+        (
+            ["task=my-spiral", "model=huge"],
+            "model=huge: must be one of large, small; your own is <folder>/model/huge.yaml, with "
+            "--config-dir <folder>",
+        ),
         (["task=my-spiral", "modle=large"], "modle is not a setting; did you mean model?"),
         (
             ["task=cifar", "model=large"],
@@ -171,3 +175,44 @@ def test_in_a_notebook(project):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
     client.NotebookClient(notebook, resources={"metadata": {"path": str(project)}}).execute()
     assert "eval/accuracy" in str(notebook.cells[0].outputs)
+
+
+OF_A_CELL = """
+import torch
+from torch import nn
+from trainer import ResidentDataset, Trainer, load_config
+
+torch.ones(3, requires_grad=True).sum().backward()  # the kernel has used torch
+
+class Toy(Trainer):
+    def build_dataset(self, split):
+        inputs = torch.randn(200, 4, generator=torch.Generator().manual_seed(len(split)))
+        return ResidentDataset(inputs, (inputs[:, 0] > 0).long())
+
+    def build_model(self):
+        return nn.Linear(4, 2)
+
+    def loss(self, outputs, targets):
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+Toy(load_config(["run.epochs=2", "data.global_batch=50", "run.name=nb"], task=Toy)).fit()
+"""
+
+
+@pytest.mark.slow
+def test_task_of_a_cell_needs_no_file(tmp_path):
+    client = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    longer = 'Toy(load_config(["run.resume=runs/toy/nb", "run.epochs=4"], task=Toy)).fit()'
+    cells = [OF_A_CELL, "load_config(['run.epohcs=4'], task=Toy)", longer + ".step"]
+    notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, cells)))
+    place = {"metadata": {"path": str(tmp_path)}}
+    client.NotebookClient(notebook, resources=place, allow_errors=True).execute()
+    first, wrong, last = (cell.outputs for cell in notebook.cells)
+    said = "".join(output.get("text", "") for output in first)
+    assert f"train longer with: {longer}" in said and "step 8/8" in said
+    assert "\rstep 8/8  loss" in said  # over the line before
+    line = "error: run.epohcs is not a setting; did you mean run.epochs?"
+    assert [output["traceback"] for output in wrong] == [[line]]
+    assert last[-1]["data"]["text/plain"] == "16"

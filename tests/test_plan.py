@@ -454,7 +454,7 @@ def test_plan_meets_no_ranks_and_writes_nothing(command):
     done = command(*words, "device=a100", verb="trainer.plan", before=refuse_meeting)
     assert done.returncode == 0, done.stderr
     assert not list(command.folder.iterdir())
-    for part in ("11 ranks x 1 micro-batch of 2 rows", "gathered parameters", "fits: "):
+    for part in ("11 ranks x 1 micro-batch of 2", "gathered parameters", "fits: "):
         assert part in done.stdout
     assert len(done.stdout.splitlines()) < 30
 

@@ -18,8 +18,9 @@ from torch import nn
 
 from trainer import ConfigError, RunError, load_config
 from trainer.distributed import accelerator
+from trainer.distributed.backend import choose_backend, collective_limit
 from trainer.distributed.devices import find_known
-from trainer.distributed.group import choose_backend, collective_limit, process_group
+from trainer.distributed.group import process_group
 from trainer.distributed.watch.phases import PATIENCE, Phase, State
 from trainer.distributed.world import RankGroup, World
 from trainer.engine.outcome import HostCopy

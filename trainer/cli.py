@@ -80,7 +80,8 @@ def _report(error: BaseException) -> int:
         what = f"sys.exit({error.code!r}) was called at {place_of(error)}"
         _print_error(RunError(f"{what}; raise an error instead"))
     elif not isinstance(error, KeyboardInterrupt):
-        print(format_traceback(error), file=sys.stderr, flush=True)
+        where = f"error on rank {_find_rank()}:\n" if _count_ranks() > 1 else ""
+        print(where + format_traceback(error), file=sys.stderr, flush=True)
     elif _find_rank() == 0:
         print("interrupted; nothing was saved", file=sys.stderr, flush=True)
     return 1
@@ -100,6 +101,14 @@ def _print_safely() -> None:
 
     warnings.formatwarning = format_warning
     threading.excepthook = print_error
+
+
+def _count_ranks() -> int:
+    """Return the number of ranks that a launcher started; 1 if it does not say."""
+    try:
+        return int(find_launcher().variables.get("WORLD_SIZE", 1))
+    except (ConfigError, ValueError):
+        return 1
 
 
 def _find_rank() -> int:

@@ -4,7 +4,14 @@ import traceback
 from pathlib import Path
 
 
-class ConfigError(ValueError):
+class _OneLine(Exception):
+    """Error whose message says all; a notebook shows it without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"error: {self}"]
+
+
+class ConfigError(_OneLine, ValueError):
     """Invalid setting, or invalid object that it names. Commands print the line and exit with 2."""
 
 
@@ -12,7 +19,7 @@ class CheckpointError(ConfigError):
     """Checkpoint that cannot be read or does not belong to this run."""
 
 
-class RunError(RuntimeError):
+class RunError(_OneLine, RuntimeError):
     """Failure that ends a run: a full disk, a step that is not finite. Commands exit with 1."""
 
 

@@ -51,19 +51,28 @@ _BLOCKS = ("run", "data", "checkpoint", "eval", "log", "hydra")
 Options = Mapping[str, Mapping[str, list[Path]]]  # group -> option -> its files
 
 
-def load_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Config:
+def load_config(
+    overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), task: type | None = None
+) -> Config:
     """Return the Config from `conf/`, the folders of `--config-dir` and `key=value` overrides.
 
     With `run.resume=<path>` and without `task=`, return the Config of the run to resume, as
-    `load_run_config` does. Raises ConfigError, in one line, for invalid input.
+    `load_run_config` does. With a class as `task`, as in a notebook, no file of it is needed:
+    `task.name` is the class's in lower case. Raises ConfigError, in one line, for invalid input.
     """
+    if task is not None:
+        overrides = [f"task.trainer={task.__module__}.{task.__qualname__}", *overrides]
     given = dict(override.split("=", 1) for override in overrides if "=" in override)
     place = given.get("run.resume", "auto")
     if "task" not in given and place not in ("auto", "null", ""):
         return load_run_config(place, overrides, config_dirs, prefix="run.resume=")
     parsed = parse(overrides)
     options = find_options(config_dirs)
-    config = _compose("config", parsed, config_dirs)
+    is_of_file = task is None or "task" in given
+    config = _compose("config", parsed, config_dirs, ["~task"] * (not is_of_file))
+    if task is not None and not is_of_file:
+        with open_dict(config):
+            config.task.merge_with({"name": task.__name__.lower(), "trainer": None})
     for group, choice in _choose(parsed, options).items():  # they win over the task's own values
         if group == "strategy":
             config[group].merge_with(_preset(options[group][choice][0]))

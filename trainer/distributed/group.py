@@ -23,9 +23,9 @@ import torch.distributed as dist
 from trainer.codec import bytes_of
 from trainer.config.schema import DistSettings
 from trainer.distributed import accelerator, mpi
+from trainer.distributed.backend import choose_backend, collective_limit
 from trainer.distributed.rendezvous import meet, part, read_keys
 from trainer.distributed.watch.collectives import name_ranks
-from trainer.distributed.watch.phases import PATIENCE
 from trainer.distributed.watch.watcher import LOST
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, RunError, describe, message_of
@@ -39,7 +39,6 @@ _LOST = re.compile(
 
 
 CPU = torch.device("cpu")
-LATER_S = 60.0  # than the watcher
 SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 _KINDS = {"config": ConfigError, "run": RunError}
 
@@ -204,7 +203,8 @@ class Group:
 
         A rank that failed raises its own error. The other ranks raise a ConfigError or RunError
         with the message of the lowest rank that failed. For any other type of error they raise
-        a RuntimeError that names this rank.
+        a RuntimeError that names this rank. A rank that failed with the same words as that one
+        raises a RunError, so that they are printed once.
         """
         problem: Exception | None = None
         size = self.world.world_size
@@ -217,7 +217,16 @@ class Group:
         (first,) = self.max(size - self.world.rank if problem is not None else 0, group=patient)
         if first:
             rank = size - int(first)
-            kind, line = self.tell_all(_describe(problem), rank)
+            own = _describe(problem)
+            kind, line = self.tell_all(own, rank)
+            if kind == "other" and size > 1:
+                lines = self.gather(own[1])
+                alike = [each for each, other in enumerate(lines) if other == line]
+                if problem is not None and own[1] == line and self.world.rank != rank:
+                    raise RunError(f"failed {doing}, as rank {rank}: {line}")
+                add_note = getattr(problem, "add_note", None)  # from Python 3.11 on
+                if self.world.rank == rank and len(alike) > 1 and add_note:
+                    add_note(f"The same on {name_ranks(alike)}.")
             if problem is not None:
                 raise problem
             if kind in _KINDS:
@@ -299,28 +308,6 @@ def most(group: Group, tensor: torch.Tensor, among: Any = None) -> torch.Tensor:
     return sent.to(tensor.device)
 
 
-def choose_backend(config: DistSettings, world: World) -> str:
-    """Resolve `auto`: the accelerator's own backend, such as nccl, if there is one, else gloo.
-
-    Ranks that share a device need gloo instead, which `process_group` finds out. Raises ConfigError
-    if the configured backend cannot work here.
-    """
-    gpus = accelerator.count()
-    problem = ""
-    if config.backend == "mpi" and world.launcher.name not in ("mpirun", "srun"):
-        problem = "needs mpirun or srun; use mpirun -n <ranks> python -m trainer, or gloo"
-    elif config.backend == "mpi" and gpus:
-        hidden = "hide the GPUs with CUDA_VISIBLE_DEVICES= (empty)"
-        problem = f"carries CPU tensors only, and torch sees {gpus} GPUs; use auto, or {hidden}"
-    elif config.backend == "nccl" and accelerator.kind() != "cuda":
-        problem = "needs CUDA, but torch sees no GPU here; use dist.backend=auto or gloo"
-    if problem:
-        raise ConfigError(f"dist.backend={config.backend}: {problem}")
-    if config.backend != "auto":
-        return config.backend
-    return accelerator.own_backend() if gpus else "gloo"
-
-
 def find_sharing(group: Group) -> list[int]:
     """Return the ranks that share a device, which each of them may see as its only one.
 
@@ -351,16 +338,6 @@ def _of_own_devices(backend: str, config: DistSettings, group: Group) -> str:
         line = f"warning: {ranks}: dist.backend=auto is {slow}; start one rank per GPU"
         print(line, file=sys.stderr, flush=True)
     return "gloo"
-
-
-def collective_limit(config: DistSettings, backend: str) -> float:
-    """Return the seconds after which a collective fails.
-
-    NCCL then ends the process with SIGABRT, so there the watcher, which says why, must be first.
-    """
-    if not accelerator.carries(backend):
-        return config.timeout_s
-    return max(config.timeout_s, PATIENCE * (config.hang_timeout_s or 0.0)) + LATER_S
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 from trainer.cli import load_task, run, split_arguments
 from trainer.config.compose import load_config
 from trainer.distributed import mpi
-from trainer.distributed.group import choose_backend
+from trainer.distributed.backend import choose_backend
 from trainer.distributed.rendezvous import check_init, part
 from trainer.doctor.examination import Examination
 from trainer.errors import ConfigError

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import trainer
 from trainer.config.schema import Config
 from trainer.distributed import accelerator
-from trainer.distributed.group import choose_backend
+from trainer.distributed.backend import choose_backend
 from trainer.distributed.world import NVIDIA_DRIVER, World, explain_unseen_gpu
 from trainer.doctor.table import Check, judge
 from trainer.errors import counted

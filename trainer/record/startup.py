@@ -19,7 +19,7 @@ from trainer.config.packages import naming_words
 from trainer.config.schema import Config
 from trainer.data.batch_plan import BatchPlan
 from trainer.distributed import accelerator, entry
-from trainer.distributed.group import choose_backend
+from trainer.distributed.backend import choose_backend
 from trainer.distributed.world import World, explain_unseen_gpu, usable_cores
 from trainer.engine.precision import is_bf16_emulated, is_bf16_native
 from trainer.errors import counted
@@ -276,14 +276,13 @@ def next_command(
     config: Config, world: World, directory: Path, is_stopped: bool, ended_by: str
 ) -> str:
     """Return the line with the command to resume a stopped run or train a finished one longer."""
-    command = resume_command(config, world, directory)
     if is_stopped:
-        return f"resume with: {command}"
+        return f"resume with: {resume_command(config, world, directory)}"
     steps = config.run.steps
     more = f"run.steps={2 * steps}" if steps else f"run.epochs={2 * config.run.epochs}"
     if "run.stop_after_evals" in ended_by:
         more = "run.stop_after_evals=null"
-    return f"train longer with: {command} {more}"
+    return f"train longer with: {resume_command(config, world, directory, more)}"
 
 
 def newest_checkpoint(config: Config, world: World, directory: Path, newest: int) -> list[str]:
@@ -292,8 +291,11 @@ def newest_checkpoint(config: Config, world: World, directory: Path, newest: int
     return [f"the newest checkpoint is of step {newest:,}; resume with: {command}"] * bool(newest)
 
 
-def resume_command(config: Config, world: World, directory: Path) -> str:
-    """Return the command that resumes the run with the same launcher and number of ranks."""
+def resume_command(config: Config, world: World, directory: Path, *more: str) -> str:
+    """Return the command that resumes the run with the same launcher and number of ranks.
+
+    `more` are further settings.
+    """
     name = world.launcher.name
     launcher = ["python"]
     if name == "srun":
@@ -303,9 +305,13 @@ def resume_command(config: Config, world: World, directory: Path) -> str:
     elif world.world_size > 1 and name not in ("elastic", "spawn"):  # these are settings
         nodes = [f"--nnodes={world.num_nodes}"] if world.num_nodes > 1 else []
         launcher = ["torchrun", *nodes, f"--nproc_per_node={world.local_world_size}"]
+    home, _, own = config.task.trainer.rpartition(".")
+    if home == "__main__" and world.launcher.name == "python":  # of a notebook, or a script
+        words = [f"run.resume={directory}", *more]
+        return f"{own}(load_config({json.dumps(words)}, task={own})).fit()"
     words = [*launcher, "-m", "trainer", f"run.resume={directory}"]
     words += naming_words(config, Path(config.folder, directory))
-    return entry.as_started(shlex.join(words))
+    return entry.as_started(shlex.join([*words, *more]))
 
 
 def ending(

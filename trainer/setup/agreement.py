@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from trainer.config.schema import Config
 from trainer.distributed import accelerator
-from trainer.distributed.group import Group, collective_limit
+from trainer.distributed.backend import collective_limit
+from trainer.distributed.group import Group
 from trainer.distributed.ranks import Ranks, open_ranks
 from trainer.distributed.world import World
 from trainer.engine.precision import OPEN, choose_precision, is_bf16_native, takes_bf16

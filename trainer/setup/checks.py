@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from trainer.config.schema import Config, MeshSizes
 from trainer.config.targets import call_target, check_target
 from trainer.data.batch_plan import check_batch
-from trainer.distributed.group import choose_backend
+from trainer.distributed.backend import choose_backend
 from trainer.distributed.rendezvous import check_init
 from trainer.distributed.world import World
 from trainer.engine.precision import Precision

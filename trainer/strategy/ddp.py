@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from trainer.config.schema import Config
 from trainer.data.preparation import MicroBatch
 from trainer.distributed import accelerator
-from trainer.distributed.group import choose_backend
+from trainer.distributed.backend import choose_backend
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.hook_errors import call

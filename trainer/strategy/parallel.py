@@ -18,7 +18,7 @@ from torch.nn.utils import get_total_norm
 
 from trainer.config.schema import Config
 from trainer.data.preparation import MicroBatch
-from trainer.distributed.group import choose_backend
+from trainer.distributed.backend import choose_backend
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.hook_errors import call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,9 +18,10 @@ SHOWN = {  # once they are logged
     "speed/examples_per_s": "{:,.0f} examples/s",
 }
 LINE_EVERY_S = 5.0
+NOTEBOOK = 100  # columns that the line of progress covers
 WIDE = 80  # columns of a terminal with room for a bar
 NOTICES = ("warning: ", "slower than ", "plain BatchNorm ", "with more ", "without ")
-LABEL = re.compile(r"[\w.-]+ +\S")  # of the start's lines, and of a step
+LABEL = re.compile(r"(?=.{7} \S)[\w.-]+ +(?<=.{8})\S")  # of a line of the start
 BAR_EVERY_S = 0.2
 
 
@@ -31,8 +33,12 @@ class Console(Sink):
 
         file: Any = CurrentOutput()
         width = None if file.isatty() else 120
-        self._terminal = Terminal(file=file, width=width, highlight=False)
-        self._every_s = BAR_EVERY_S if self._terminal.is_terminal else LINE_EVERY_S
+        self._is_notebook = "ipykernel" in sys.modules
+        self._is_line_open = False  # of progress, in a notebook
+        # rich would print a block of HTML for each line
+        self._terminal = Terminal(file=file, width=width, highlight=False, force_jupyter=False)
+        is_live = self._is_notebook or self._terminal.is_terminal
+        self._every_s = BAR_EVERY_S if is_live else LINE_EVERY_S
         self._bar: Any = None
         self._values: dict[str, float] = {}
         self._first_step: int | None = None  # that was told
@@ -46,7 +52,13 @@ class Console(Sink):
             shown.stylize("yellow")
         elif LABEL.match(text):
             shown.stylize("bold", 0, text.index(" "))
+        self._end_line()
         self._terminal.print(shown, soft_wrap=True)
+
+    def _end_line(self) -> None:
+        if self._is_line_open:
+            self._terminal.file.write("\n")
+        self._is_line_open = False
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         from rich.table import Table
@@ -55,6 +67,7 @@ class Console(Sink):
         table = Table(*columns, box=None, header_style="bold")
         for row in rows:
             table.add_row(*(Text(visible(cell)) for cell in row))  # Text shows brackets as they are
+        self._end_line()
         self._terminal.print(table)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -73,6 +86,13 @@ class Console(Sink):
             per_step = (now - self._began) / max(1, step - self._first_step)
             parts.append(f"{_clock(per_step * (num_steps - step))} left")
         shown = "  ".join(parts)
+        if self._is_notebook:
+            line = f"step {step:,}/{num_steps:,}  {shown}"
+            self._terminal.file.write(f"\r{line:<{NOTEBOOK}}")
+            self._is_line_open = not is_last
+            if is_last:
+                self._terminal.file.write("\n")
+            return
         if not self._terminal.is_terminal:
             self.say(f"step {step:,}/{num_steps:,}  {shown}")
             self._values.clear()  # a line between two logs would repeat them
@@ -96,6 +116,7 @@ class Console(Sink):
         self._bar.start()
 
     def close(self) -> None:
+        self._end_line()
         if self._bar is not None:
             self._bar.stop()
         self._bar = None
