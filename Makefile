@@ -18,7 +18,7 @@ PIP_EXTRA_INDEX_URL or PIP_ARGS='--extra-index-url <URL>' after make train, text
 endef
 export ABOUT_TORCH
 
-.PHONY: help setup train text test test-all faults lint format types wheel clean
+.PHONY: help setup train text test test-all faults lint format types docs wheel clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -64,6 +64,9 @@ format: setup ## mend what ruff can
 
 types: setup ## mypy on trainer/
 	@$(BIN)/mypy
+
+docs: setup ## build the site of docs/ in build/site, with broken links as errors
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wheel: setup ## build dist/*.whl
 	@$(BIN)/python -m build --wheel

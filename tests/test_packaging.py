@@ -235,7 +235,9 @@ def test_extras_are_those_of_the_documentation():
 def requirements() -> list[str]:
     project = PROJECT["project"]
     optional = [line for lines in project["optional-dependencies"].values() for line in lines]
-    return [*project["dependencies"], *optional, *PROJECT["dependency-groups"]["dev"]]
+    groups = PROJECT["dependency-groups"]
+    own = [line for line in groups["dev"] if isinstance(line, str)]  # else another group
+    return [*project["dependencies"], *optional, *own, *groups["docs"]]
 
 
 def test_constraints_pin_all_that_is_installed():
