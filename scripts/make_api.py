@@ -33,7 +33,7 @@ with](../README.md#a-task-of-your-own), and [tasks.md](tasks.md) shows what a ta
 # In the order of the page. Members of Task are shown with Trainer, which is its only subclass.
 CLASSES = (
     *(trainer.Trainer, LocalBatch, trainer.Random, trainer.ResidentDataset, trainer.World),
-    *(RankGroup, trainer.Summary, trainer.Config),
+    *(RankGroup, trainer.Observer, trainer.Summary, trainer.Config),
 )
 FUNCTIONS = (trainer.load_config, trainer.limit)
 ERRORS = (trainer.ConfigError, trainer.CheckpointError, trainer.RunError)

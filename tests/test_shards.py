@@ -465,7 +465,9 @@ def test_a_rank_that_is_gone_before_its_file_publishes_nothing(tmp_path):
     vars(keep).update(best_metric="eval/loss", on_error="stop")
     mail = Mail(dist.HashStore(), 0, [0, 1], limit_s=0.1)
     disk = Disk(tmp_path, keep, print)
-    saver = DiskSaver(tmp_path, keep, disk, lambda: None, lambda: None, mail)
+    saver = DiskSaver(
+        tmp_path, keep, disk, lambda: None, lambda: None, lambda step, path: None, mail
+    )
     half = Shard(torch.ones(2), (4,), (0,), True)
     staging = saver.stage(1)
     with pytest.raises(RunError, match=r"^rank 1 has not written its part in 0\.1 s; raise dist"):

@@ -25,7 +25,7 @@ from trainer.record.trackers.jsonl import RecordFiles
 from trainer.record.trackers.tensorboard import TensorBoard
 from trainer.strategy.shards import Shard
 
-LOG = LogSettings("short", 1, ["tensorboard"], False, 0, None, None)
+LOG = LogSettings("short", 1, ["tensorboard"], [], False, 0, None, None)
 KEEP: Any = SimpleNamespace(
     keep_last=1,
     keep_best=0,
@@ -47,7 +47,7 @@ def open_record(
     board = TensorBoard(directory, begin, is_resumed, LOG, disk)
     record = Record([console, board, files])
     mail = Mail(dist.HashStore(), 0, [0], limit_s=60)
-    return record, DiskSaver(directory, KEEP, disk, lease.check, record.flush, mail)
+    return record, DiskSaver(directory, KEEP, disk, lease.check, record.flush, record.saved, mail)
 
 
 def snapshot(step: int) -> Snapshot:

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from trainer.config.typed import limit
     from trainer.data.loaders import ResidentDataset
     from trainer.distributed.world import World
+    from trainer.record.trackers.observer import Observer
     from trainer.rng.philox import Random
     from trainer.task import Split
     from trainer.trainer import Summary, Trainer
 
 _HOMES = {
     "Config": "trainer.config.schema",
+    "Observer": "trainer.record.trackers.observer",
     "Random": "trainer.rng.philox",
     "ResidentDataset": "trainer.data.loaders",
     "Split": "trainer.task",
@@ -40,6 +42,7 @@ __all__ = [
     "CheckpointError",
     "Config",
     "ConfigError",
+    "Observer",
     "Random",
     "ResidentDataset",
     "RunError",

@@ -289,7 +289,7 @@ class Run:
         if not metrics:
             return
         is_best = self.state.note(metrics, *self._judged_by())
-        self.record.scalars(self.state.step, metrics)
+        self.record.evaluation(self.state.step, metrics)
         self.record.say(startup.evaluation_line(self.state.step, self.num_steps, metrics))
         if is_best and self.config.checkpoint.keep_best > 0:
             self.request_save()

@@ -36,7 +36,9 @@ def opened_saver(
         saver = PartSaver(root.parent, keep, mail)
     else:
         disk = Disk(root, keep, print)
-        saver = DiskSaver(root.parent, keep, disk, check_owner, lambda: None, mail)
+        saver = DiskSaver(
+            root.parent, keep, disk, check_owner, lambda: None, lambda step, path: None, mail
+        )
     saver.root = root
     try:
         yield saver

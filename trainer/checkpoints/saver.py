@@ -181,16 +181,18 @@ class DiskSaver(PartSaver):
         disk: Disk,
         check_owner: Callable[[], None],
         flush_record: Callable[[], None],
+        tell_saved: Callable[[int, Path], None],
         mail: Mail,
     ):
         """`check_owner` raises if another process has taken over the directory.
 
-        It repairs the directory if nobody has.
+        It repairs the directory if nobody has. `tell_saved` gets each published checkpoint.
         """
         super().__init__(directory, keep, mail)
         self._disk = disk
         self._check_owner = check_owner
         self._flush_record = flush_record
+        self._tell_saved = tell_saved
 
     def stage(self, step: int) -> str:
         if self._has(step):
@@ -234,6 +236,7 @@ class DiskSaver(PartSaver):
             with transaction.removed_on_error(staging):
                 self._publish(staging, snapshot)
             self._disk.recover("saving")
+            self._tell_saved(snapshot.step, self.path_of(snapshot.step))
         except OSError as error:
             self._report(error, snapshot.step, snapshot.size)
             if self._disk.failure is not None:

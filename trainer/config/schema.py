@@ -145,6 +145,7 @@ class LogSettings:
     start: Literal["short", "full"]
     every_steps: Annotated[int, limit(min=1)]
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "csv"]]
+    observers: list[str]
     train_metrics: bool
     images: Annotated[int, limit(min=0)]
     histograms_every_steps: Annotated[int | None, limit(min=1)]

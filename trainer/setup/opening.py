@@ -119,7 +119,7 @@ def _open(
     if "tensorboard" in config.log.trackers:
         sinks.append(TensorBoard(directory, step, origin.is_resumed, config.log, disk))
     record = Record(sinks)
-    saver = DiskSaver(directory, keep, disk, lease.check, record.flush, mail)
+    saver = DiskSaver(directory, keep, disk, lease.check, record.flush, record.saved, mail)
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best
     evaluation = read_evaluation(directory, step)
     warnings = startup.lack_of_room(directory, tensors.module, kept)

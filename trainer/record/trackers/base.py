@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,6 +24,12 @@ class Sink:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Record one value per name, each name at most once per step."""
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of an evaluation, which `scalars` had too."""
+
+    def saved(self, step: int, path: Path) -> None:
+        """Record the directory of a checkpoint that was published; called from another thread."""
 
     def note(self, step: int, facts: Mapping[str, Any]) -> None:
         """Record facts about a step that are not curves."""
@@ -98,10 +105,16 @@ class Record(Sink):
         if self._failure is not None:
             raise self._failure
 
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.scalars(step, metrics)
+        self._evaluated(step, metrics)
+
     say = _or_fail(Sink.say)
     table = _or_fail(Sink.table)
     progress = _or_fail(Sink.progress)
     scalars = _or_fail(Sink.scalars)
+    _evaluated = _or_fail(Sink.evaluation)
+    saved = _or_fail(Sink.saved)
     note = _or_fail(Sink.note)
     hyper_parameters = _or_fail(Sink.hyper_parameters)
     images = _or_fail(Sink.images)

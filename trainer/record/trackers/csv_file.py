@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainer.record import files
 from trainer.record.trackers.base import Sink
-
-Say = Callable[[str], None]
+from trainer.record.trackers.observer import Say
 
 
 class CsvFile(Sink):

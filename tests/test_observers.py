@@ -1,0 +1,69 @@
+"""log.observers: rank 0 tells them about a run, and they cannot change or end it."""
+
+import json
+import time
+
+import pytest
+from harness import fit_on
+
+from trainer import ConfigError
+from trainer.record.trackers import observer
+
+WORDS = ["task=tiny", "run.steps=6", "log.every_steps=2", "eval.every_steps=3", "run.name=a"]
+WORDS += ["checkpoint.every_steps=3", "checkpoint.keep_best=0"]
+PACKAGES = "task.packages=[watching]"
+
+
+def test_an_observer_hears_of_logs_evaluations_checkpoints_and_the_end(tmp_path):
+    run = fit_on(2, tmp_path, *WORDS, PACKAGES, "log.observers=[watching.Diary]")
+    told = [
+        json.loads(line) for line in (run["directory"] / "diary.jsonl").read_text().splitlines()
+    ]
+    assert told[0] == ["start", 0, "tiny"] and told[-1] == ["end", 0, "done"]
+    assert [fact[1] for fact in told if fact[0] == "scalars" and "train/loss" in fact[2]] == [
+        2,
+        4,
+        6,
+    ]
+    assert [fact[1:] for fact in told if fact[0] == "evaluation"] == [
+        [3, ["eval/accuracy", "eval/loss"]],
+        [6, ["eval/accuracy", "eval/loss"]],
+    ]
+    saved = [fact[1:] for fact in told if fact[0] == "checkpoint"]
+    assert saved == [[3, "step-00000003"], [6, "step-00000006"]]
+    rows = [
+        json.loads(line) for line in (run["directory"] / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert sum("train/loss" in row for row in rows) == 3  # it cleared its own copies only
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("Broken", "no connection"), ("Stuck", "has not returned within 0 s")]
+)
+def test_an_observer_that_fails_is_named_and_the_run_goes_on(
+    name, why, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(observer, "PATIENCE_S", 0.2)
+    plain = fit_on(1, tmp_path / "plain", *WORDS)
+    begun = time.monotonic()
+    run = fit_on(1, tmp_path / "own", *WORDS, PACKAGES, f"log.observers=[watching.{name}]")
+    assert time.monotonic() - begun < 30
+    said = capfd.readouterr().out
+    assert said.count("warning: log.observers: ") == 1
+    assert f"warning: log.observers: watching.{name}: {why}; the run continues" in said or (
+        f"warning: log.observers: watching.{name}: has not taken everything" in said
+    )
+    assert run["losses"] == plain["losses"]
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("watching.NoObserver", "log.observers=watching.NoObserver: must be a subclass of"),
+        ("watching.Nobody", "log.observers=watching.Nobody: watching has no Nobody"),
+        ("os.system", "log.observers=os.system: must"),
+    ],
+)
+def test_a_wrong_name_is_one_line(name, line, tmp_path):
+    with pytest.raises((ConfigError, AssertionError), match=line):
+        fit_on(1, tmp_path, *WORDS, PACKAGES, f"log.observers=[{name}]")
