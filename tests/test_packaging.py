@@ -216,6 +216,7 @@ def test_version_has_one_home(about):
     assert about["Version"] == version
     assert "version" not in PROJECT["project"]
     assert re.search(r"^## (\S+)", text_of("CHANGELOG.md"), re.M)[1] == version
+    assert yaml.safe_load(text_of("CITATION.cff"))["version"] == version
     tags = []
     for folder in ("scripts", "docs"):
         for path in (ROOT / folder).iterdir():
