@@ -234,6 +234,7 @@ def test_page_of_a_comparison(first, tmp_path):
     num_curves = len(RunFiles.read(str(first)).curves)
     check_page(text, num_curves)
     assert "<b>bold" not in text and "&lt;b&gt;bold" in text
+    assert "<td>run.seed=4</td>" in text and "run.seed=0" in text  # instead of folders' names
     assert "steps 1 to 2: train/loss" in text
 
 

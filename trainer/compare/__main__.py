@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainer.cli import run
 from trainer.compare.differences import (
+    MOST_NAMED,
     Change,
     Sameness,
     find_first,
@@ -17,6 +18,7 @@ from trainer.compare.differences import (
     list_changes,
     list_compared,
 )
+from trainer.config.schema import LAYOUT
 from trainer.errors import ConfigError, counted, visible
 from trainer.record.files import replace_file
 from trainer.report.charts import MOST_LINES
@@ -73,6 +75,17 @@ class Comparison:
     @property
     def names(self) -> list[str]:
         return [each.name for each in self.runs]
+
+    @property
+    def labels(self) -> list[str]:
+        """Names for charts: the settings that tell a run from the others, or its own name."""
+        own = [change for change in self.settings if not change.name.startswith(LAYOUT)]
+        if not 0 < len(own) <= MOST_NAMED:
+            return self.names
+        pairs = [[f"{c.name}={c.values[number]}" for c in own] for number in range(len(self.runs))]
+        labels = [", ".join(each) for each in pairs]
+        are_apart = len(set(labels)) == len(labels)
+        return labels if are_apart else [": ".join(p) for p in zip(self.names, labels, strict=True)]
 
     @property
     def is_same(self) -> bool:
@@ -191,21 +204,25 @@ def _write_page(out: Path, found: Comparison) -> None:
     page = Page(f"{counted(len(runs), 'run')} of {runs[0].settings['task.name']}", names)
     verdicts = zip(names[1:], found.verdicts, strict=True)
     lines = [f"{name}: {verdict.line}" for name, verdict in verdicts]
-    page.add(Section("Results", lines, columns=RESULTS, rows=found.results()))
-    shown = runs[:MOST_LINES]
-    curves = dict.fromkeys(name for each in shown for name in each.curves)
+    columns = [RESULTS[0], "changed", *RESULTS[1:]]
+    rows = [
+        [row[0], label, *row[1:]] for row, label in zip(found.results(), found.labels, strict=True)
+    ]
+    page.add(Section("Results", lines, columns=columns, rows=rows))
+    shown = [*zip(runs, found.labels, strict=True)][:MOST_LINES]
+    curves = dict.fromkeys(name for each, _ in shown for name in each.curves)
     charts = []
     order = sorted(curves, key=lambda n: (n.startswith(SPEED), not n.startswith("train/"), n))
     for name in order[:MOST_CHARTS]:
-        lines_of = {each.name: each.curves[name] for each in shown if name in each.curves}
+        lines_of = {label: each.curves[name] for each, label in shown if name in each.curves}
         charts.append(page.chart(name, lines_of))
     left_out = [f"The first {MOST_LINES} runs are drawn."] * (len(runs) > MOST_LINES)
     left_out += [f"The first {MOST_CHARTS} of {len(order):,} curves."] * (len(order) > MOST_CHARTS)
     page.add(Section("Curves", left_out, charts))
     titles = {"Settings": found.settings, "Data, code and versions": found.facts}
     for title, changes in titles.items():
-        rows = [[change.name, *change.values] for change in changes]
-        page.add(Section(title, [] if rows else ["No difference."], (), ["name", *names], rows))
+        table = [[change.name, *change.values] for change in changes]
+        page.add(Section(title, [] if table else ["No difference."], (), ["name", *names], table))
     for number, name in enumerate(names[1:]):
         if lines := found.lines(number):
             page.add(Section(f"First differences of {name}", lines))
