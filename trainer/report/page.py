@@ -9,17 +9,11 @@ from pathlib import Path
 import trainer
 from trainer.errors import ConfigError, visible
 from trainer.record.files import replace_file
-from trainer.report.charts import describe, draw
+from trainer.report.charts import draw
 from trainer.report.reading import Curve
 
 MOST_CHARTS = 100  # of a page: each takes up to a second
 TEMPLATE = Path(__file__).with_name("page.html")
-
-
-@dataclass(frozen=True)
-class Chart:
-    svg: str
-    words: str
 
 
 @dataclass(frozen=True)
@@ -28,7 +22,7 @@ class Section:
 
     title: str
     lines: Sequence[str] = ()
-    charts: Sequence[Chart] = ()
+    charts: Sequence[str] = ()
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     text: str = ""
@@ -43,10 +37,10 @@ class Page:
     sections: list[Section] = field(default_factory=list)
     _num_charts: int = 0
 
-    def chart(self, name: str, curves: Mapping[str, Curve]) -> Chart:
-        """Return a chart of one value over the steps. Raises ConfigError without matplotlib."""
+    def chart(self, name: str, curves: Mapping[str, Curve]) -> str:
+        """Return the SVG of one value over the steps. Raises ConfigError without matplotlib."""
         self._num_charts += 1
-        return Chart(draw(name, curves, self._num_charts), describe(name, curves))
+        return draw(name, curves, self._num_charts)
 
     def add(self, section: Section) -> None:
         """Add a section that has something to show."""
@@ -76,7 +70,7 @@ def _safe(section: Section, markup: type) -> dict[str, object]:
     return {
         "title": visible(section.title),
         "lines": [visible(line) for line in section.lines],
-        "charts": [{"svg": markup(c.svg), "words": visible(c.words)} for c in section.charts],
+        "charts": [markup(svg) for svg in section.charts],
         "columns": [visible(name) for name in section.columns],
         "rows": [[visible(cell) for cell in row] for row in section.rows],
         "text": "\n".join(visible(line) for line in section.text.splitlines()),
