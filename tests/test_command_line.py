@@ -89,9 +89,9 @@ def test_directory_holds_what_is_promised(tmp_path):
     assert json.loads((place / "exit.json").read_text())["code"] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
     for word in (
-        "local_rank",
-        "2 ranks x 1 micro-batch of 11 rows",
-        "203 // 22 = 9 steps",
+        "2 ranks on 1 node",
+        "2 ranks x 1 micro-batch of 11",
+        "20 = 2.22 of an epoch's 9; an epoch leaves out 5 examples, other ones in each",
         "131 parameters",
         "train longer with: torchrun",
     ):
