@@ -264,7 +264,7 @@ BAD = [
     ),
     (
         "task=cifar strategy.precision=fp31",
-        "strategy.precision=fp31: must be one of auto, fp64, fp32, tf32, amp_bf16, amp_fp16",
+        "strategy.precision=fp31: must be one of default, auto, fp64, fp32, tf32, amp_bf16",
     ),
     ("task=cifar strategy.sync_batchnorm=yes", f"strategy.sync_batchnorm=yes: {SWITCH}"),
     ("task=cifar strategy.channels_last=2", f"strategy.channels_last=2: {SWITCH}"),
