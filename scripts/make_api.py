@@ -18,6 +18,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from make_settings import write_or_check
+
 import trainer
 from trainer.data.batches import LocalBatch
 from trainer.distributed.world import RankGroup
@@ -126,11 +128,7 @@ def make_page() -> str:
 
 
 def main() -> int:
-    page = make_page()
-    if "--check" in sys.argv[1:]:
-        return int(PAGE.read_text(encoding="utf-8") != page)
-    PAGE.write_text(page, encoding="utf-8")
-    return 0
+    return write_or_check(PAGE, make_page())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from make_settings import CONF, FILES, read_values
+from make_settings import CONF, FILES, read_values, write_or_check
 
 from trainer.config import schema
 
@@ -79,7 +79,7 @@ def make_schema() -> dict[str, Any]:
         if name in ("optim", "schedule"):
             groups[name] = TARGET
         elif dataclasses.is_dataclass(hint):
-            meanings = {f"{name}.{key}": value for key, value in shared.items()} | shared
+            meanings = shared
             if name in FILES:
                 own = read_values((CONF / FILES[name]).read_text())
                 meanings = {f"{name}.{key}": value for key, value in own.items()}
@@ -98,11 +98,7 @@ def make_schema() -> dict[str, Any]:
 
 
 def main() -> int:
-    text = json.dumps(make_schema(), indent=1) + "\n"
-    if "--check" in sys.argv[1:]:
-        return int(FILE.read_text(encoding="utf-8") != text)
-    FILE.write_text(text, encoding="utf-8")
-    return 0
+    return write_or_check(FILE, json.dumps(make_schema(), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -141,12 +141,16 @@ def make_page() -> str:
     return "\n".join(parts)
 
 
-def main() -> int:
-    page = make_page()
+def write_or_check(path: Path, text: str) -> int:
+    """Write a generated file; with --check return 1 instead if it has another text."""
     if "--check" in sys.argv[1:]:
-        return int(PAGE.read_text(encoding="utf-8") != page)
-    PAGE.write_text(page, encoding="utf-8")
+        return int(path.read_text(encoding="utf-8") != text)
+    path.write_text(text, encoding="utf-8")
     return 0
+
+
+def main() -> int:
+    return write_or_check(PAGE, make_page())
 
 
 if __name__ == "__main__":

@@ -47,8 +47,9 @@ def images_of(split: str, root: str) -> tuple[torch.Tensor, torch.Tensor, str]:
 # airbench94 ---------------------------------------------------------------------------------------
 
 
-def airbench(root: str, script: str, trace: Trace | None) -> float:
-    """Run `main` of the script after its own warm-up; return images/s of its training epochs."""
+def warmed_up(root: str, script: str) -> tuple[Any, torch.nn.Module, list[dict[str, Any]]]:
+    """Return the script as a module, its compiled model after the script's own warm-up, and the
+    rows that it would print from now on."""
     write_data(root)
     module = load_script(script)
     rows: list[dict[str, Any]] = []
@@ -57,6 +58,12 @@ def airbench(root: str, script: str, trace: Trace | None) -> float:
     model.compile(mode="max-autotune")
     module.main("warmup", model)
     rows.clear()
+    return module, model, rows
+
+
+def airbench(root: str, script: str, trace: Trace | None) -> float:
+    """Run `main` of the script after its own warm-up; return images/s of its training epochs."""
+    module, model, rows = warmed_up(root, script)
     module.main(0, model)
     last = [row for row in rows if row["epoch"] != "eval"][-1]
     if trace is not None:
@@ -70,13 +77,7 @@ def airbench_runs(root: str, script: str, runs: int) -> list[dict[str, float]]:
 
     `own_s` is its own time, of training and of the last evaluation, without the others.
     """
-    write_data(root)
-    module = load_script(script)
-    rows: list[dict[str, Any]] = []
-    module.print_training_details = lambda variables, is_final_entry: rows.append(dict(variables))
-    model = module.CifarNet().cuda().to(memory_format=torch.channels_last)
-    model.compile(mode="max-autotune")
-    module.main("warmup", model)
+    module, model, rows = warmed_up(root, script)
     found = []
     for run in range(runs):
         began = time.perf_counter()

@@ -96,7 +96,8 @@ class Here:
     ) -> Path:
         """Train in separate processes, on several ranks or another device; return the run
         directory."""
-        words = [*self.words(name, recipe), *self.backend_of(ranks), *overrides]
+        # all of the start, which has a table of the devices
+        words = [*self.words(name, recipe), "log.start=full", *self.backend_of(ranks), *overrides]
         done = self.run(words, launcher_of(ranks), device)
         if done.returncode:
             print(done.stdout[-2000:], done.stderr[-8000:])  # kept with the check's result

@@ -266,7 +266,8 @@ def take(config: Config, origin: Origin, step: int, launcher: Launcher) -> tuple
             raise ConfigError(_is_taken(config, directory))  # since the check before the start
         with suppress(PermissionError):  # the run can go on, and warns when it writes the file
             (directory / files.EXIT).unlink(missing_ok=True)
-        if not (directory / files.CONFIG).exists():  # else after the first step of this session
+        is_there = (directory / files.CONFIG).exists()
+        if not (origin.is_resumed and is_there):  # else after the first step of this session
             lease.write_beside(directory / files.CONFIG, to_yaml(config) + "\n")
         root = directory / "checkpoints"
         for number, path in transaction.steps(root).items():

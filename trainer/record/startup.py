@@ -31,6 +31,7 @@ from trainer.strategy.modules.batchnorm import has_plain_batchnorm
 RANK_COLUMNS = ("rank", "local_rank", "node", "host", "pid", "device")
 MOST_RANKS = 16
 MOST_PICTURED = 64
+MOST_ROWS = 16  # for BatchNorm, that the start advises
 STOPPED = 75  # EX_TEMPFAIL: stopped after a checkpoint was published, to be resumed
 
 
@@ -97,9 +98,6 @@ def rank_rows(lines: Sequence[str]) -> list[list[str]]:
     half = MOST_RANKS // 2
     gap = [f"... {len(rows) - MOST_RANKS} more", *[""] * (len(rows[0]) - 1)]
     return [*rows[:half], gap, *rows[-half:]]
-
-
-MOST_ROWS = 16  # for BatchNorm, that the start advises
 
 
 def fact(label: str, text: str) -> str:
@@ -228,8 +226,7 @@ def changes_of(
     machine = fingerprint.of_machine(world)
     pairs: list[tuple[str, Any, Any]]
     pairs = [(name, manifest.machine.get(name, now), now) for name, now in machine.items()]
-    own = {f"the code of {name}": digest for name, digest in code.items()}
-    pairs += [(name, manifest.code.get(name[12:], now), now) for name, now in own.items()]
+    pairs += [(f"the code of {n}", manifest.code.get(n, now), now) for n, now in code.items()]
     saved, ours = manifest.config, config.flat()
     keys = [key for key in {**saved, **ours} if key not in fingerprint.OF_RANK_0]
     pairs += [(key, saved.get(key), ours.get(key)) for key in keys]
