@@ -6,6 +6,7 @@ Sequences consist of whole lines, so their lengths differ: a loss weight per byt
 import hashlib
 import math
 import sysconfig
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 from trainer import ConfigError, ResidentDataset, Trainer, limit
 
 NEWLINE = 10
+TEMPERATURE = 0.6  # of a text that the model writes
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 EVAL_EVERY = 20  # every twentieth file is held out
 
@@ -97,6 +99,15 @@ class Text(Trainer):
     def summarize(self, means):
         return {"bits_per_byte": means["loss"] / math.log(2)}
 
+    def fit(self):
+        """Train, and print a text that the model writes, unless it is divided over the ranks."""
+        summary = super().fit()
+        if self.world.rank == 0:
+            with suppress(RuntimeError):  # of a model that was divided
+                text = write(self.model, self.options.context, b"def ").decode(errors="replace")
+                print("a text that it writes:", *text.splitlines(), sep="\n    ")
+        return summary
+
 
 @cache
 def read_library(count: int) -> tuple[list[bytes], str]:
@@ -125,6 +136,23 @@ def cut(text: bytes, context: int) -> list[bytes]:
             sequences.append(b"")
         sequences[-1] += piece
     return [sequence for sequence in sequences if sequence]
+
+
+@torch.no_grad()
+def write(model: nn.Module, context: int, start: bytes, count: int = 160) -> bytes:
+    """Return `start` and `count` more bytes, drawn one by one, the likely ones more often."""
+    model.eval()
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    text = bytearray(start)
+    positions = torch.arange(context, device=device)[None]
+    for _ in range(count):
+        before = [NEWLINE, *text[-(context - 1) :]][:context]
+        tokens = torch.tensor([before + [NEWLINE] * (context - len(before))], device=device)
+        scores = model(tokens, positions)[0, len(before) - 1]
+        chances = (scores.double().cpu() / TEMPERATURE).softmax(0)
+        text.append(int(torch.multinomial(chances, 1, generator=generator)))
+    return bytes(text)
 
 
 class Block(nn.Module):

@@ -62,6 +62,7 @@ OF_OTHERS = ("Task", "MpiGroup")  # whose methods are the user's hooks, or torch
 MOST_TUPLES = 10  # assignments of a tuple to a tuple, per thousand lines
 HEAVY = (
     *(
+        "cloudpickle",
         "wandb",
         "mlflow",
         "hydra",
@@ -339,7 +340,7 @@ KNOWN = {
 }
 
 FACE = {
-    *("fit", "evaluate", "update", "optimizers", "save_checkpoint", "load_checkpoint"),
+    *("fit", "launch", "evaluate", "update", "optimizers", "save_checkpoint", "load_checkpoint"),
     *("config", "options", "Options", "world", "model", "step", "_run"),
     *("record", "stop", "gather_rows"),
 }

@@ -201,7 +201,7 @@ def test_auto_is_bf16_only_where_every_rank_has_it(ranks, chosen, why, tmp_path,
     directory = results[0]["directory"]
     assert f"precision: {chosen}\n" in (directory / "config.yaml").read_text()
     assert newest(directory).manifest["config"]["strategy.precision"] == chosen
-    assert f"strategy.precision=auto: {chosen}, because {why}" in capfd.readouterr().out
+    assert f"dtype   {chosen} (strategy.precision=auto), because {why}" in capfd.readouterr().out
 
 
 def test_resume_keeps_the_precision_of_its_run_and_reports_that_it_is_slow(tmp_path, capfd):
@@ -219,7 +219,7 @@ def test_resume_keeps_the_precision_of_its_run_and_reports_that_it_is_slow(tmp_p
     (resumed,) = on_ranks(1, second)
     out = capfd.readouterr().out
     assert resumed["step"] == 4
-    assert "strategy.precision=auto: amp_bf16, because the run to resume has it" in out
+    assert "dtype   amp_bf16 (strategy.precision=auto), because the run to resume has it" in out
     assert "slower than necessary: this CPU emulates bf16 (strategy.precision=amp_bf16)" in out
 
 
@@ -258,7 +258,7 @@ def test_auto_is_resolved_anew_for_another_checkpoint(tmp_path, capfd):
 
     compose(tmp_path, *AUTO)
     on_ranks(1, train)
-    assert "strategy.precision=auto: fp32" in capfd.readouterr().err
+    assert "dtype   fp32 (strategy.precision=auto)" in capfd.readouterr().err
 
 
 def test_rank_that_is_bound_to_its_core_is_not_called_slow(monkeypatch):

@@ -1,6 +1,8 @@
 """trainer.new: a project that trains, and whose test passes; config groups of a user's own."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -216,3 +218,54 @@ def test_task_of_a_cell_needs_no_file(tmp_path):
     line = "error: run.epohcs is not a setting; did you mean run.epochs?"
     assert [output["traceback"] for output in wrong] == [[line]]
     assert last[-1]["data"]["text/plain"] == "16"
+
+
+@pytest.mark.slow
+def test_several_ranks_from_a_cell(tmp_path):
+    """The kernel has used autograd: a fork of it could hang. Evaluation and resume find the run."""
+    client = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("cloudpickle")
+    define, _, _ = OF_A_CELL.rpartition("\n\nToy(")
+    words = '["run.epochs=2", "data.global_batch=50", "run.name=two", "strategy=exact"]'
+    alone = words.replace("two", "one")
+    cells = [
+        define + "\nclass Wrong(Toy):\n    def loss(self, outputs, targets): return targets.gone",
+        f"toy = Toy(load_config({words}, task=Toy))\ntoy.launch(ranks=2).metrics == toy.evaluate()",
+        f"Toy(load_config({alone}, task=Toy)).fit().metrics == toy.evaluate()",
+        'Toy(load_config(["run.resume=runs/toy/two", "run.epochs=4"], task=Toy)).launch(3).step',
+        f"Toy(load_config({words}, task=Toy)).launch(2)",
+        f"Wrong(load_config({words.replace('two', 'bad')}, task=Wrong)).launch(2)",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, cells)))
+    place = {"metadata": {"path": str(tmp_path)}}
+    client.NotebookClient(notebook, resources=place, allow_errors=True).execute()
+    _, both, one, longer, used, wrong = (cell.outputs for cell in notebook.cells)
+    said = "".join(output.get("text", "") for output in both)
+    assert "2 ranks on 1 node" in said and "step 8/8" in said
+    assert 'train longer with: Toy(load_config(["run.resume=runs/toy/two", ' in said
+    assert "task=Toy)).launch(2)" in said
+    for outputs, text in ((both, "True"), (one, "True"), (longer, "16")):
+        assert outputs[-1]["data"]["text/plain"] == text
+    assert "runs/toy/two exists and is not being resumed" in used[-1]["traceback"][0]
+    assert "has no attribute 'gone'" in str(wrong)
+
+
+@pytest.mark.slow
+def test_interrupted_cell_saves_and_names_the_next_call(tmp_path):
+    """Ctrl-C reaches the ranks once, as a stop request."""
+    pytest.importorskip("cloudpickle")
+    define, _, _ = OF_A_CELL.rpartition("\n\nToy(")
+    call = 'Toy(load_config(["run.steps=100000", "run.name=long"], task=Toy)).launch(2).exit_code'
+    script = f"{define}\nprint('code', {call}, flush=True)\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    for line in process.stdout:
+        if line.startswith("step "):
+            os.kill(process.pid, signal.SIGINT)
+            break
+    rest = process.communicate(timeout=60)[0]
+    assert "stopped by SIGTERM" in rest and "code 75" in rest and process.returncode == 0
+    assert 'resume with: Toy(load_config(["run.resume=runs/toy/long"], task=Toy)).launch(2)' in rest

@@ -334,8 +334,15 @@ def list_reasons(folder, *words):
 
 def test_fp32_on_a_device_with_bf16_is_said(tmp_path):
     said = "fp32 leaves bf16 arithmetic unused (strategy.precision=default takes it)"
-    assert on_simulated(1, list_reasons, tmp_path, "strategy.precision=fp32") == [said]
-    assert on_simulated(1, list_reasons, tmp_path, "strategy.precision=amp_bf16") == [""]
+    assert on_simulated(4, list_reasons, tmp_path, "strategy.precision=fp32") == [said] * 4
+    assert on_simulated(4, list_reasons, tmp_path, "strategy.precision=amp_bf16") == [""] * 4
+
+
+def test_idle_devices_are_said(tmp_path):
+    words = ("strategy.precision=amp_bf16",)
+    said = "1 of this node's 4 GPUs is used; torchrun --nproc_per_node=4 uses all"
+    assert on_simulated(1, list_reasons, tmp_path, *words) == [said]
+    assert on_simulated(1, list_reasons, tmp_path, *words, "strategy=dp") == [""]
 
 
 @pytest.mark.slow

@@ -443,7 +443,7 @@ def test_update_with_wrong_arguments_is_one_line(tmp_path):
         "batch": (
             stepping(lambda task, batch: task.update(next(iter(batch)))),
             ConfigError,
-            "update got a tuple as its batch: must be the batch that train_step got",
+            "update got a tuple: must be train_step's batch",
         ),
         "optimizers": (
             stepping(lambda task, batch: task.update(batch, None, ["sgd"])),

@@ -28,9 +28,9 @@ from trainer.record.startup import Summary
 from trainer.run import Run
 from trainer.setup.agreement import Session, open_session
 from trainer.setup.build import Setup
+from trainer.setup.cell import train_on_ranks
 from trainer.setup.checks import check_evaluation, check_training, try_optimizer
 from trainer.setup.failures import failures_named
-from trainer.strategy.base import Strategy
 from trainer.task import Task
 
 Found = TypeVar("Found")
@@ -40,7 +40,7 @@ Found = TypeVar("Found")
 class FitResult:
     """The part of a finished run that a Trainer keeps; `directory` is None if `fit` never ran.
 
-    `model` is None if it was divided over the ranks.
+    `model` is None if it was divided over the ranks, or theirs alone.
     """
 
     model: nn.Module | None
@@ -63,14 +63,13 @@ class Trainer(Task):
         """The model as `build_model` returned it.
 
         Raises RuntimeError before `fit` or `evaluate` has built it, and afterwards if it was
-        divided over ranks, whose group has then ended.
+        divided over ranks, whose group has then ended, or in the processes of `launch`.
         """
         if self._run is None:
             raise RuntimeError("model: is not built yet; call fit or evaluate first")
         if self._run.model is None:
-            why = "was divided over the ranks, whose group has ended"
             advice = "read the weights with python -m trainer.checkpoints DIR --export FILE"
-            raise RuntimeError(f"model: {why}; {advice}")
+            raise RuntimeError(f"model: was in the ranks, whose group has ended; {advice}")
         return self._run.model
 
     @property
@@ -104,8 +103,7 @@ class Trainer(Task):
         the same `batch`: return the sum of both outcomes.
         """
         if not isinstance(batch, (LocalBatch, list)):
-            given = f"update got a {type(batch).__name__} as its batch"
-            raise ConfigError(f"{given}: must be the batch that train_step got")
+            raise ConfigError(f"update got a {type(batch).__name__}: must be train_step's batch")
         check_name("update got", name)
         if optimizers is not None:
             some = list(optimizers) if isinstance(optimizers, tuple) else optimizers
@@ -165,8 +163,7 @@ class Trainer(Task):
     def load_checkpoint(self, path: Path) -> None:
         """Start the next `fit` or `evaluate` from a checkpoint, as with `run.resume`."""
         if isinstance(self._run, Run):
-            must = "must be called before fit or evaluate"
-            raise RuntimeError(f"load_checkpoint: {must}, not while fit runs")
+            raise RuntimeError("load_checkpoint: must be called before fit or evaluate")
         run = replace(self.config.run, resume=str(path))
         self.config = replace(self.config, run=run)
 
@@ -186,11 +183,22 @@ class Trainer(Task):
             if not isinstance(self._run, FitResult):
                 self._run = None  # nothing is open any more
 
+    def launch(self, ranks: int) -> Summary:
+        """Do what `fit` does as `ranks` new processes of this machine, as from a notebook's cell.
+
+        Their output appears here; an interrupt makes them save and stop. The class may be one of
+        the notebook. Afterwards `evaluate` evaluates the run. Raises ConfigError and RunError as
+        `fit` does, and ConfigError without the package cloudpickle.
+        """
+        summary = train_on_ranks(self, ranks)
+        self._run = FitResult(None, summary.step, summary.directory)
+        return summary
+
     def evaluate(self) -> dict[str, float]:
         """Return the metrics on the splits of `eval.splits`, `{"eval/loss": ...}`. A collective.
 
         While `fit` runs, evaluate the model in training. Otherwise evaluate the checkpoint of
-        `run.resume`, else of the run that was fitted last, else the newly built model. Return an
+        `run.resume`, else of the run that was trained last, else the newly built model. Return an
         empty dict if there is no such data. Raises KeyboardInterrupt after a stop request.
         """
         if isinstance(self._run, Run):
@@ -212,7 +220,8 @@ def _train(task: Trainer, session: Session) -> Summary:
                 with opened as task._run, failures_named(group, task.config):
                     del opened  # a reference to DDP's wrapper must not outlive its group
                     summary = loop(task, task._run)
-                task._run = _finished(task._run.engine.strategy, task.step, summary.directory)
+                model = task._run.engine.strategy.close()
+                task._run = FitResult(model, task.step, summary.directory)
                 return summary
         except RolledBack as back:
             rolled_back.add(back.step)
@@ -239,7 +248,7 @@ def examine(task: Trainer, use: Callable[[Evaluator], Found | None]) -> Found:
             restored.load(setup.parts.strategy.tensors, ema)
             task._run = FitResult(setup.model, restored.manifest.step, fitted)
         made = use(setup.open_evaluator(ema, lambda: bool(session.ranks.stop)))
-        task._run = _finished(setup.parts.strategy, task.step, fitted)
+        task._run = FitResult(setup.parts.strategy.close(), task.step, fitted)
         del setup, ema  # a divided model must not outlive its group
     if task.world.rank == 0:
         for line in [*session.notes, *skipped]:
@@ -263,10 +272,6 @@ def first_steps(task: Trainer) -> None:
                 run.engine.set_rate(0, True)
                 task.train_step(run.batches.of_step(0))
                 run.engine.end_step()
-
-
-def _finished(strategy: Strategy, step: int, directory: Path | None) -> FitResult:
-    return FitResult(strategy.close(), step, directory)
 
 
 def _running(run: object) -> Run:

@@ -33,7 +33,7 @@ VERBS = (
     "train",
     "verify",
 )
-INTERNAL = "verify.recording"  # a rank of verify
+INTERNAL = ("notebook", "verify.recording")  # ranks of Trainer.launch and of verify
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
     if len(sys.argv) == 1:
         sys.argv.append("--help")
         word = "train"
-    elif word in (*VERBS, INTERNAL):
+    elif word in (*VERBS, *INTERNAL):
         del sys.argv[1]
     elif word and "=" not in word and not word.startswith(("-", "~")):
         near = difflib.get_close_matches(word, VERBS, n=1)

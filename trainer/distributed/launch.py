@@ -31,8 +31,8 @@ from trainer.errors import RunError
 _ERRORS = (ChildFailedError, SignalException, mp.ProcessExitedException, mp.ProcessRaisedException)
 
 
-def launch(config: LaunchSettings, words: Sequence[str]) -> int:
-    """Run `python -m trainer <words>` as several ranks, and wait for them to exit.
+def launch(config: LaunchSettings, words: Sequence[str], verb: str = "train") -> int:
+    """Run a verb, `python -m trainer <words>`, as several ranks, and wait for them to exit.
 
     Returns 0 if all ranks succeed, else the first of 2, 1 and 75 that is an exit code of a rank in
     the last attempt, else 1. Raises ConfigError for an invalid number of ranks.
@@ -45,7 +45,7 @@ def launch(config: LaunchSettings, words: Sequence[str]) -> int:
         has_failed = True
         with _environment({MARK: config.name, CODES: str(path)}), suppress(*_ERRORS):
             if config.name == "elastic":
-                _elastic(config.max_restarts, size, words)
+                _elastic(config.max_restarts, size, [*entry.words(verb), *words])
             else:
                 _spawn(size, words)
             has_failed = False
@@ -65,7 +65,7 @@ def _end(number: int, frame: object) -> None:
 
 
 def _elastic(max_restarts: int, size: int, words: Sequence[str]) -> None:
-    """Run the ranks under torchrun's agent, which restarts all of them after a failure."""
+    """Run `python <words>` under torchrun's agent, which restarts all ranks after a failure."""
     engine = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -80,7 +80,7 @@ def _elastic(max_restarts: int, size: int, words: Sequence[str]) -> None:
     for number in SIGNALS:
         signal.signal(number, _end)  # until torchrun's agent installs its own handlers
     check_start(0.0)
-    elastic_launch(engine, sys.executable)(*entry.words(), *words)
+    elastic_launch(engine, sys.executable)(*words)
 
 
 def _spawn(size: int, words: Sequence[str]) -> None:

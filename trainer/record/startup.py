@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from trainer.strategy.modules.batchnorm import has_plain_batchnorm
 RANK_COLUMNS = ("rank", "local_rank", "node", "host", "pid", "device")
 MOST_RANKS = 16
 MOST_PICTURED = 64
+BUSY = 1.5  # processes that want to run, per core
 MOST_ROWS = 16  # for BatchNorm, that the start advises
 STOPPED = 75  # EX_TEMPFAIL: stopped after a checkpoint was published, to be resumed
 
@@ -137,9 +139,28 @@ def slow_reasons(config: Config, world: World, threads: int, is_streamed: bool) 
     elif world.device.type == "cpu" and threads < cores:
         part = f"a rank uses {threads} of its {cores} cores"
         reasons.append(f"{part} (limited by OMP_NUM_THREADS or strategy=exact)")
+    elif world.device.type == "cpu" and threads > 1:
+        reasons.append(_explain_busy())
+    used = world.local_world_size * len(world.devices)
+    if accelerator.is_used(world.device) and used < (seen := accelerator.count()):
+        all_ = f"torchrun --nproc_per_node={seen} uses all"
+        reasons.append(
+            f"{used} of this node's {seen} GPUs {'is' if used == 1 else 'are'} used; {all_}"
+        )
     if is_streamed and not config.data.workers:
         reasons.append("examples are read between the steps (data.workers=0)")
     return "\n".join(filter(None, reasons))
+
+
+def _explain_busy() -> str:
+    """Return a line if other processes keep the cores busy: then threads wait for each other.
+
+    At a load of 4 on two cores task=text trained 8 examples/s with two threads, 75 with one.
+    """
+    load = os.getloadavg()[0]
+    if load < BUSY * (os.cpu_count() or 1):
+        return ""
+    return f"other processes use the cores (load {load:.1f}); try OMP_NUM_THREADS=1"
 
 
 def slowness(reasons: Sequence[str]) -> list[str]:
@@ -303,9 +324,10 @@ def resume_command(config: Config, world: World, directory: Path, *more: str) ->
         nodes = [f"--nnodes={world.num_nodes}"] if world.num_nodes > 1 else []
         launcher = ["torchrun", *nodes, f"--nproc_per_node={world.local_world_size}"]
     home, _, own = config.task.trainer.rpartition(".")
-    if home == "__main__" and world.launcher.name == "python":  # of a notebook, or a script
-        words = [f"run.resume={directory}", *more]
-        return f"{own}(load_config({json.dumps(words)}, task={own})).fit()"
+    if home == "__main__" and name in ("python", "elastic"):  # of a notebook, or a script
+        settings = json.dumps([f"run.resume={directory}", *more])
+        call = "fit()" if name == "python" else f"launch({world.world_size})"
+        return f"{own}(load_config({settings}, task={own})).{call}"
     words = [*launcher, "-m", "trainer", f"run.resume={directory}"]
     words += naming_words(config, Path(config.folder, directory))
     return entry.as_started(shlex.join([*words, *more]))

@@ -19,6 +19,7 @@ from trainer.distributed.world import World
 from trainer.engine.precision import OPEN, choose_precision, is_bf16_native, takes_bf16
 from trainer.errors import CheckpointError, ConfigError
 from trainer.record import fingerprint, init_from, resume
+from trainer.record.startup import fact
 from trainer.setup.capacity import Steps, resolve_micro_batch
 from trainer.setup.checks import check_layout
 from trainer.strategy.mesh import Mesh, open_groups
@@ -120,7 +121,8 @@ def _resolve_precision(
     with group.agreed("checking the precision"):
         check_layout(config, world)
     is_told = not is_plain or chosen != "fp32"
-    return config, [f"strategy.precision={given}: {chosen}, because {why}"] * is_told
+    line = fact("dtype", f"{chosen} (strategy.precision={given}), because {why}")
+    return config, [line] * is_told
 
 
 def complete_world(world: World, config: Config, ranks: Ranks) -> World:

@@ -18,6 +18,7 @@ SHOWN = {  # once they are logged
     "speed/examples_per_s": "{:,.0f} examples/s",
 }
 LINE_EVERY_S = 5.0
+QUIET_S = 30.0  # without a logged value; then a line has the time left alone
 NOTEBOOK = 100  # columns that the line of progress covers
 WIDE = 80  # columns of a terminal with room for a bar
 NOTICES = ("warning: ", "slower than ", "plain BatchNorm ", "with more ", "without ")
@@ -37,8 +38,8 @@ class Console(Sink):
         self._is_line_open = False  # of progress, in a notebook
         # rich would print a block of HTML for each line
         self._terminal = Terminal(file=file, width=width, highlight=False, force_jupyter=False)
-        is_live = self._is_notebook or self._terminal.is_terminal
-        self._every_s = BAR_EVERY_S if is_live else LINE_EVERY_S
+        self._is_live = self._is_notebook or self._terminal.is_terminal
+        self._every_s = BAR_EVERY_S if self._is_live else LINE_EVERY_S
         self._bar: Any = None
         self._values: dict[str, float] = {}
         self._first_step: int | None = None  # that was told
@@ -77,7 +78,8 @@ class Console(Sink):
         now = time.monotonic()
         if self._first_step is None:  # it compiles and chooses kernels: later ones are faster
             self._first_step, self._began = step, now
-        if now - self._last < self._every_s and not is_last:
+        is_new = self._is_live or self._values
+        if now - self._last < (self._every_s if is_new else QUIET_S) and not is_last:
             return
         self._last = now
         values = self._values

@@ -1,0 +1,110 @@
+"""Ranks started from a notebook's cell: fresh processes that train the task of the cell."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from trainer.distributed import entry
+from trainer.errors import ConfigError, RunError
+from trainer.record.startup import STOPPED, Summary
+from trainer.task import Task
+
+NEEDS = "launch: needs cloudpickle; run pip install 'lockstep-trainer[notebook]'"
+ERROR = "error: "
+
+
+def train_on_ranks(task: Task, ranks: int) -> Summary:
+    """Train a task as `ranks` new processes, print their output, and return rank 0's summary.
+
+    A class of a cell is in no file, so cloudpickle brings it to the processes. A fork of the kernel
+    would be faster, but hangs or fails once the kernel has used autograd or an accelerator.
+    """
+    launch = replace(task.config.launch, name="elastic", nproc_per_node=str(ranks))
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch:
+        path = Path(scratch, "task")
+        _write(path, (type(task), replace(task.config, launch=launch)))
+        with _started(path) as process:
+            error = _show(process)
+        code = process.returncode
+        if code not in (0, STOPPED):
+            raise (ConfigError if code == 2 else RunError)(error or f"the ranks ended with {code}")
+        found = json.loads(_summary_of(path).read_text(encoding="utf-8"))
+    return Summary(**{**found, "directory": Path(found["directory"])})
+
+
+def read_task(path: Path) -> tuple[type, Any]:
+    """Return the class and the Config that `train_on_ranks` wrote for its processes."""
+    import cloudpickle
+
+    found: tuple[type, Any] = cloudpickle.loads(path.read_bytes())
+    return found
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    """Write what `fit` returned, for the process of the notebook."""
+    text = json.dumps({**asdict(summary), "directory": str(summary.directory)})
+    _summary_of(path).write_text(text, encoding="utf-8")
+
+
+def _write(path: Path, content: tuple[type, Any]) -> None:
+    try:
+        import cloudpickle
+    except ImportError:
+        raise ConfigError(NEEDS) from None
+    path.write_bytes(cloudpickle.dumps(content))
+
+
+def _summary_of(path: Path) -> Path:
+    return path.with_name("summary.json")
+
+
+@contextmanager
+def _started(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run the ranks. Ctrl-C, or a notebook's stop button, asks them to save and end."""
+    folders = os.pathsep.join(folder for folder in sys.path if folder)
+    words = [sys.executable, *entry.words("notebook"), str(path)]
+    process = subprocess.Popen(  # noqa: S603  # no shell
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": folders},
+        start_new_session=True,  # a notebook's interrupt would reach the ranks as well as us
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def _show(process: subprocess.Popen[str]) -> str:
+    """Print the output of the ranks, and return the text of their last error."""
+    assert process.stdout is not None
+    error = ""
+    is_asked = False
+    while True:
+        try:
+            for line in process.stdout:
+                if line.startswith(ERROR):
+                    error = line.removeprefix(ERROR).strip()
+                else:
+                    print(line, end="", flush=True)
+            process.wait()
+            return error
+        except KeyboardInterrupt:
+            if is_asked:
+                raise
+            is_asked = True
+            process.send_signal(signal.SIGTERM)
