@@ -572,7 +572,7 @@ BAD = [
     ("task=cifar ~task.options", "task.options is missing: give task.options=<a mapping>"),
     ("task=text task.options.context=0", f"task.options.context=0: {WHOLE}"),
     ("task=text task.options.layers=many", f"task.options.layers=many: {WHOLE}"),
-    ("task=text task.options.heads=3", "task.options.heads=3: must divide task.options.width=128"),
+    ("task=text task.options.heads=3", "task.options.heads=3: must divide task.options.width=64"),
     (
         "task=text task.options.dropout=2",
         "task.options.dropout=2: must be a number of at least 0 and of at most 1",
