@@ -105,7 +105,8 @@ class Text(Trainer):
         if self.world.rank == 0:
             with suppress(RuntimeError):  # of a model that was divided
                 text = write(self.model, self.options.context, b"def ").decode(errors="replace")
-                print("a text that it writes:", *text.splitlines(), sep="\n    ")
+                lines = [line for line in text.splitlines() if line.strip()]
+                print("a text that it writes:", *lines, sep="\n    ")
         return summary
 
 
@@ -146,12 +147,17 @@ def write(model: nn.Module, context: int, start: bytes, count: int = 160) -> byt
     generator = torch.Generator().manual_seed(0)
     text = bytearray(start)
     positions = torch.arange(context, device=device)[None]
+    window = bytearray([NEWLINE]) + text[: context - 1]
     for _ in range(count):
-        before = [NEWLINE, *text[-(context - 1) :]][:context]
+        before = list(window)
         tokens = torch.tensor([before + [NEWLINE] * (context - len(before))], device=device)
         scores = model(tokens, positions)[0, len(before) - 1]
         chances = (scores.double().cpu() / TEMPERATURE).softmax(0)
-        text.append(int(torch.multinomial(chances, 1, generator=generator)))
+        byte = int(torch.multinomial(chances, 1, generator=generator))
+        text.append(byte)
+        window.append(byte)
+        while len(window) > context:  # begin with a whole line, as the training data does
+            window = window[max(1, window.find(NEWLINE, 1)) :]
     return bytes(text)
 
 
