@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CHINESE = ROOT / "docs" / "zh"
-PAGES = {"README.md": ROOT / "README.md"}
+PAGES = {"README.md": ROOT / "README.md", "tutorial.md": ROOT / "docs" / "tutorial.md"}
 BLOCK = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)|(?:src|srcset)=\"([^\"]+)\"")
