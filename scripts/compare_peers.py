@@ -1,6 +1,7 @@
-"""Compare what stays the same in another layout: plain DDP script, Lightning, Accelerate, Lockstep.
+"""Compare what stays the same in another layout: plain DDP script, Lightning, Accelerate, Hugging
+Face's Trainer, Lockstep.
 
-    pip install -e '.[bench,metrics]'
+    pip install -e '.[bench,hf,metrics]'
     python scripts/compare_peers.py [--only NAME ...] [--checks N ...] [--jobs N] [--out FILE]
 
 Every contestant (scripts/peers/) trains the same small model on the same data with the same
@@ -32,6 +33,7 @@ from peers.bench import CONTESTANTS, LIMIT_S, Bench, Done, read
 from peers.problem import (
     BAD_EXAMPLE,
     BAD_RANK,
+    HANGING_STEP,
     NUM_EVAL,
     STEPS,
     STEPS_PER_EPOCH,
@@ -68,7 +70,8 @@ def same_on_two_ranks(bench: Bench) -> Result:
     """Training losses on 2 ranks equal those on 1, with dropout (fp64)"""
     # DDP: a seed, DistributedSampler, batch / world_size (imagenet/main.py). Lightning:
     # seed_everything(workers=True), deterministic=True ("Reproducibility"). Accelerate: set_seed,
-    # split_batches=True, use_seedable_sampler=True ("DataLoaderConfiguration").
+    # split_batches=True, use_seedable_sampler=True ("DataLoaderConfiguration"). HF Trainer:
+    # full_determinism=True and split_batches=True ("TrainingArguments").
     found = difference(bench.run(1).losses(), bench.run(2).losses())
     plain = difference(bench.run(1, dropout=0.0).losses(), bench.run(2, dropout=0.0).losses())
     return Result(
@@ -79,9 +82,10 @@ def same_on_two_ranks(bench: Bench) -> Result:
 
 
 def same_by_accumulation(bench: Bench) -> Result:
-    """Losses with 3 micro-batches a step equal those with 1, in the epoch's last window too"""
+    """With dropout, 3 micro-batches a step give the losses of 1, in an epoch's last window too"""
     # DDP: no_sync() and loss / n (DDP's documentation). Lightning: accumulate_grad_batches=3.
-    # Accelerate: gradient_accumulation_steps=3 and accumulate(model).
+    # Accelerate: gradient_accumulation_steps=3 and accumulate(model). HF Trainer: the same number,
+    # and a loss divided by num_items_in_batch.
     # The last batch of an epoch is kept if that is configurable: 5 examples, in micro-batches of 4
     # and 1. Lockstep drops it; its micro-batches have 5, 5 and 2 examples.
     found = []
@@ -106,7 +110,7 @@ def same_by_accumulation(bench: Bench) -> Result:
 def logged_loss_is_the_mean(bench: Bench) -> Result:
     """The logged training loss is the mean over the global batch (2 ranks)"""
     # DDP: loss.item() of each rank (imagenet/main.py). Lightning: self.log(sync_dist=True).
-    # Accelerate: gather(loss).mean().
+    # Accelerate: gather(loss).mean(). HF Trainer: its log.
     run = bench.run(2)
     found = difference(run.losses(), run.logged("loss"))
     return Result(
@@ -119,8 +123,8 @@ def logged_loss_is_the_mean(bench: Bench) -> Result:
 def evaluation_counts_once(bench: Bench) -> Result:
     """Evaluation counts each of 31 examples once, on 2 and 3 ranks"""
     # DDP: equal parts, and the rest on every rank (imagenet/main.py). Lightning: torchmetrics in
-    # validation_step. Accelerate: gather_for_metrics, which removes repeated examples.
-
+    # validation_step. Accelerate: gather_for_metrics, which removes repeated examples; HF Trainer
+    # calls it, and compute_metrics.
     counts = []
     errors = []
     for ranks in (2, 3):
@@ -150,12 +154,14 @@ def true_accuracy(run: Done) -> float:
 def resume_takes_the_next_batch(bench: Bench) -> Result:
     """A resume in the middle of an epoch takes the next unseen batch"""
     # DDP: "epoch" in the checkpoint (imagenet/main.py). Lightning: ckpt_path="last" and a loader
-    # with a state. Accelerate: load_state and skip_first_batches ("Checkpointing").
+    # with a state. Accelerate: load_state and skip_first_batches ("Checkpointing"). HF Trainer:
+    # train(resume_from_checkpoint=).
     undisturbed = taken(bench.run(2))
     resumed = taken(bench.killed())
     repeated = (resumed - undisturbed).total()
     skipped = (undisturbed - resumed).total()
     step = bench.killed().resumed_at()
+    assert step is not None, bench.killed().output
     at = f"resumed after step {step} of {STEPS}"
     why = f"The run {at}; {repeated} examples of that epoch were taken again, {skipped} never."
     if step % STEPS_PER_EPOCH == 0:
@@ -175,7 +181,7 @@ def taken(run: Done) -> Counter[int]:
 
 def killed_run_ends_alike(bench: Bench) -> Result:
     """Killed (SIGKILL) in the middle and resumed, the final weights have the same bits"""
-    # As above; save_state of Accelerate keeps the random number generators too.
+    # As above; Accelerate and HF Trainer keep the random number generators too.
     far = distance(bench.run(2), bench.killed())
     if far == 0.0:
         return Result(True, "0", "")
@@ -200,7 +206,7 @@ def distance(one: Done, other: Done) -> float:
 def schedule_has_the_same_length(bench: Bench) -> Result:
     """The learning-rate schedule has the same steps on 1 and 2 ranks"""
     # DDP: by hand. Lightning: {"interval": "step"}. Accelerate: prepare(scheduler), which
-    # steps once a step under split_batches=True.
+    # steps once a step under split_batches=True. HF Trainer: lr_scheduler_type="linear".
     one = bench.run(1).logged("rate")
     other = bench.run(2).logged("rate")
     far = max(abs(one[step] - other[step]) for step in one.keys() & other.keys())
@@ -210,8 +216,8 @@ def schedule_has_the_same_length(bench: Bench) -> Result:
 
 def signal_stops_all_ranks(bench: Bench) -> Result:
     """SIGTERM to one of 2 ranks stops all at the same step, with a checkpoint of it"""
-    # Lightning: its own handler, and ModelCheckpoint(save_on_exception=True). DDP and Accelerate
-    # document none.
+    # Lightning: its own handler, and ModelCheckpoint(save_on_exception=True). HF Trainer:
+    # enable_jit_checkpoint=True, which waits 3 s. DDP and Accelerate document none.
     settings = bench.settings("signal", fault="pause")
     started = bench.start(2, settings)
     started.wait_for_step(SIGNAL_STEP)
@@ -223,20 +229,23 @@ def signal_stops_all_ranks(bench: Bench) -> Result:
     again = replace(settings, fault=None, resume=True)
     at = bench.finish(bench.start(2, again)).resumed_at()
     found = f"ended in steps {last[0]} and {last[1]}"
+    restart = "restart failed" if at is None else f"resumed after {at}"
     return Result(
         len(set(last)) == 1 and at == last[0] < STEPS,
-        f"{found}, resumed after {at}",
-        f"The ranks {found}, and the restart resumed after step {at}.",
+        f"{found}, {restart}",
+        f"The ranks {found}; the {restart.replace('resumed', 'restart resumed')}.",
     )
 
 
 def hang_is_named(bench: Bench) -> Result:
     """A rank that hangs is named within a minute, with its stack (all time limits at 20 s)"""
     # The timeout of the process group: init_process_group(timeout=), DDPStrategy(timeout=),
-    # InitProcessGroupKwargs(timeout=).
+    # InitProcessGroupKwargs(timeout=), PartialState(timeout=).
     # TORCH_DISTRIBUTED_DEBUG=DETAIL, torch's own aid, ended both ranks of DDP over gloo by SIGSEGV
     # (torch 2.13.0), so it is left out.
-    done = bench.finish(bench.start(2, bench.settings("hang", fault="hang")), LIMIT_S)
+    started = bench.start(2, bench.settings("hang", fault="hang"))
+    started.wait_for_step(HANGING_STEP)
+    done = bench.finish(started, LIMIT_S)
     has_stack = "hang_here" in done.output
     is_named = re.search(rf"(progress|hang|hung|stuck|missing)\D*rank {BAD_RANK}\b", done.output)
     name = "rank named" if is_named else "rank not named"
@@ -255,20 +264,59 @@ def hang_is_named(bench: Bench) -> Result:
 
 def nan_touches_no_weight(bench: Bench) -> Result:
     """One example is NaN: all ranks skip the step or stop at it, and no weight becomes NaN"""
-    # Lightning: detect_anomaly=True ("Debugging"). DDP and Accelerate document nothing in fp64.
-    done = bench.finish(bench.start(2, bench.settings("nan", fault="nan")), LIMIT_S)
+    # Lightning: detect_anomaly=True, HF Trainer: debug="underflow_overflow" ("Debugging"). DDP and
+    # Accelerate document nothing in fp64. A rank that stops in the forward has recorded no loss of
+    # that step; the others cannot pass its all-reduce.
+    done = bench.finish(bench.start(2, bench.settings("nan", fault="nan")))
     weights = done.weights()
     last = [step + 1 for step in done.last_steps()]
     is_named = re.search(rf"example[s ]*{BAD_EXAMPLE}\b", done.output)
     name = "example named" if is_named else "example not named"
     if weights is None:
-        how = f"stopped in steps {last[0]} and {last[1]}"
-        is_alike = done.code is not None and len(set(last)) == 1
+        how = f"stopped in step {max(last)}"
+        is_alike = done.code is not None and max(last) - min(last) <= 1
         return Result(is_alike, f"{how}, {name}", f"The ranks {how}; {name}.")
     is_finite = all(bool(tensor.isfinite().all()) for tensor in weights.values())
     how = "step skipped" if is_finite else "weights NaN"
     why = f"Weights became NaN, and the run continued to its end with exit code {done.code}."
     return Result(is_finite, f"{how}, {name}", why)
+
+
+def resumed_on_three_ranks(bench: Bench) -> Result:
+    """With dropout, a run killed on 2 ranks and resumed on 3 equals the undisturbed one"""
+    # As in checks 5 and 6. Equal: the same examples in each global batch; losses and weights up to
+    # rounding.
+    far, moved = changes(bench, dropout=0.2)
+    plain, _ = changes(bench, dropout=0.0) if far >= ROUNDING else (far, moved)
+    return Result(
+        far < ROUNDING and moved == 0,
+        f"{short(far)}, without dropout {short(plain)}, {moved} batches changed",
+        f"Losses and weights differ by up to {short(far)}, without dropout by {short(plain)};"
+        f" {moved} of {STEPS} batches had other examples, or were not taken.",
+    )
+
+
+def changes(bench: Bench, dropout: float) -> tuple[float, int]:
+    """Return (largest difference of losses or weights, number of batches with other examples)."""
+    one = bench.run(2) if dropout == 0.2 else bench.run(2, dropout=dropout)
+    other = bench.killed(3, dropout)
+    far = max(difference(one.losses(), other.losses()), distance(one, other))
+    batches, others = (
+        {step: {index for index, _ in rows} for step, rows in run.seen().items()}
+        for run in (one, other)
+    )
+    return far, sum(batches[step] != others.get(step) for step in batches)
+
+
+def hostile_checkpoint_runs_no_code(bench: Bench) -> Result:
+    """A checkpoint with a hostile pickle in place of one of its files runs no code at a resume"""
+    # Each file in turn, with digests to match. DDP: torch.load(checkpoint) (imagenet/main.py).
+    # Lightning: fit(ckpt_path="last"). Accelerate: load_state with a registered object
+    # ("Checkpointing"). HF Trainer: train(resume_from_checkpoint=).
+    ran = bench.hostile()
+    names = " and ".join(name for name, is_run in ran.items() if is_run)
+    figure = f"{names} ran code" if names else f"{len(ran)} files tried, none ran code"
+    return Result(bool(ran) and not names, figure, f"The code in {names} ran.")
 
 
 CHECKS = [
@@ -282,6 +330,8 @@ CHECKS = [
     signal_stops_all_ranks,
     hang_is_named,
     nan_touches_no_weight,
+    resumed_on_three_ranks,
+    hostile_checkpoint_runs_no_code,
 ]
 
 
@@ -317,10 +367,11 @@ LIMITS = """\
   others write one every 5 steps, and an epoch has 8.
 - Lightning recommends testing on one device (`Trainer(devices=1)`), because its sampler repeats
   examples on several devices. Check 4 is about the validation within `fit`.
-- For check 10 Lightning has `detect_anomaly=True`, a debugging aid. With DDP and Accelerate the
-  script must check the loss before the step.
+- For check 10 Lightning has `detect_anomaly=True` and HF Trainer `debug="underflow_overflow"`,
+  debugging aids. With DDP and Accelerate the script must check the loss before the step.
 - With Accelerate and DDP the script must handle signals. Accelerate has `set_trigger` and
-  `check_trigger` to build on.
+  `check_trigger` to build on. HF Trainer has `enable_jit_checkpoint`, for a signal to all ranks.
+- For check 12 Accelerate has no setting: it loads registered objects with `weights_only=False`.
 - All runs used gloo on a CPU. NCCL has its own aid for check 9, the flight recorder.
 """
 

@@ -1,1 +1,1 @@
-"""The contestants of scripts/compare_peers.py: one model and data set, trained in four ways."""
+"""The contestants of scripts/compare_peers.py: one model and data set, trained in five ways."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from statistics import fmean
 import torch
 from harness.launch import environment_of_a_command, kill_with_descendants
 
+from peers.hostile import plant
 from peers.problem import KILL_STEP, Settings
 
 LIMIT_S = 60
@@ -39,18 +41,31 @@ def lockstep(settings: Settings) -> list[str]:
 
 @dataclass(frozen=True)
 class Contestant:
+    """A way to train. `checkpoint` matches the files of the last checkpoint before KILL_STEP."""
+
     title: str
     words: Callable[[Settings], list[str]]
+    checkpoint: str
     packages: tuple[str, ...] = ("torch",)
 
 
 CONTESTANTS = {
-    "ddp": Contestant("plain DDP", script("ddp")),
+    "ddp": Contestant("plain DDP", script("ddp"), "checkpoint.pt"),
     "lightning": Contestant(
-        "Lightning", script("lightning"), ("lightning", "torchmetrics", "torchdata")
+        "Lightning",
+        script("lightning"),
+        "checkpoints/last.ckpt",
+        ("lightning", "torchmetrics", "torchdata"),
     ),
-    "accelerate": Contestant("Accelerate", script("accelerate"), ("accelerate",)),
-    "lockstep": Contestant("Lockstep", lockstep, ("lockstep-trainer",)),
+    "accelerate": Contestant(
+        "Accelerate", script("accelerate"), "checkpoints/*10/*", ("accelerate",)
+    ),
+    "hf_trainer": Contestant(
+        "HF Trainer", script("hf_trainer"), "checkpoints/*10/*", ("transformers",)
+    ),
+    "lockstep": Contestant(
+        "Lockstep", lockstep, "points/run/checkpoints/*10/*", ("lockstep-trainer",)
+    ),
 }
 
 
@@ -80,11 +95,11 @@ class Done:
         """Return the last step of each rank."""
         return [read(path)[-1]["step"] for path in sorted(self.folder.glob("seen-*.jsonl"))]
 
-    def resumed_at(self) -> int:
-        """Return the first step of the last session."""
+    def resumed_at(self) -> int | None:
+        """Return the first step of the second session; None if it made none."""
         rows = read(self.folder / "seen-0.jsonl")
-        last = max(row["session"] for row in rows)
-        return min(row["step"] for row in rows if row["session"] == last)
+        later = [row["step"] for row in rows if row["session"] > rows[0]["session"]]
+        return min(later, default=None)
 
     def losses(self) -> dict[int, float]:
         """Return the mean over all examples of the global batch, by step."""
@@ -113,7 +128,7 @@ class Started:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until rank 0 has reached the step."""
-        end = time.monotonic() + LIMIT_S
+        end = time.monotonic() + 2 * LIMIT_S
         while not any(row["step"] == step for row in read(self.settings.path / "seen-0.jsonl")):
             if time.monotonic() > end or self.process.poll() is not None:
                 raise SystemExit(f"no step {step}:\n{self.output.read_text()[-3000:]}")
@@ -169,14 +184,33 @@ class Bench:
         seconds = time.monotonic() - began
         return Done(started.settings.path, code, seconds, started.output.read_text())
 
-    def killed(self, dropout: float = 0.2) -> Done:
-        """Run two ranks, SIGKILL all in the middle of the second epoch, and restart."""
-        key = ("killed", dropout)
+    def killed(self, ranks: int = 2, dropout: float = 0.2) -> Done:
+        """Run two ranks, SIGKILL all in the middle of the second epoch, and restart on `ranks`."""
+        key = ("killed", ranks, dropout)
         if key not in self._runs:
-            settings = self.settings(f"killed-{dropout}", dropout=dropout, fault="pause")
-            started = self.start(2, settings)
-            started.wait_for_step(KILL_STEP)
-            self.finish(started, 0)
+            settings = self.kill(f"killed-{ranks}-{dropout}", 2, dropout=dropout)
             again = replace(settings, fault=None, resume=True)
-            self._runs[key] = self.finish(self.start(2, again))
+            self._runs[key] = self.finish(self.start(ranks, again))
         return self._runs[key]
+
+    def kill(self, name: str, ranks: int, **options: object) -> Settings:
+        """Run until the middle of the second epoch, and SIGKILL all ranks."""
+        settings = self.settings(name, fault="pause", **options)
+        started = self.start(ranks, settings)
+        started.wait_for_step(KILL_STEP)
+        self.finish(started, 0)
+        return settings
+
+    def hostile(self) -> dict[str, bool]:
+        """Resume from a checkpoint of which one file is hostile; return which files ran code."""
+        settings = self.kill("saved", 1)
+        ran = {}
+        for file in sorted(settings.path.glob(self.contestant.checkpoint)):
+            folder = self.folder / f"hostile-{file.name}"
+            shutil.copytree(settings.path, folder, symlinks=True)
+            marker = folder / "code-ran"
+            plant(folder / file.relative_to(settings.path), marker)
+            again = replace(settings, folder=str(folder), fault=None, resume=True)
+            self.finish(self.start(1, again))
+            ran[file.name] = marker.exists()
+        return ran

@@ -128,9 +128,9 @@ def main() -> None:
         DataLoader(Points("eval"), 8),
         ckpt_path="last" if settings.resume else None,
     )
-    found = trainer.callback_metrics
-    if trainer.is_global_zero:
-        recorder.finish(module.model, found["accuracy"].item(), int(found["counted"]))
+    found = {"accuracy": torch.nan, "counted": 0, **trainer.callback_metrics}
+    if trainer.is_global_zero:  # there are no metrics if a resumed loader ended too early
+        recorder.finish(module.model, float(found["accuracy"]), int(found["counted"]))
 
 
 if __name__ == "__main__":
