@@ -96,11 +96,9 @@ def same_by_accumulation(bench: Bench) -> Result:
     per_epoch = len(one) // 2
     first = {step: loss for step, loss in one.items() if step < per_epoch}
     full = difference(first, other)
-    is_kept = per_epoch > STEPS_PER_EPOCH
-    after = "after the partial window" if is_kept else "in the second epoch"
     return Result(
         max(found) < ROUNDING and len(one) == len(other),
-        f"{short(found[0])}, without dropout {short(full)}, {after} {short(found[1])}",
+        f"{short(found[0])}, without dropout {short(full)} and {short(found[1])}",
         f"The losses differ by up to {short(found[0])}; without dropout by {short(full)} up to the"
         " first epoch's last window, which has 2 micro-batches instead of 3, and by up to"
         f" {short(found[1])} after it.",
@@ -135,7 +133,7 @@ def evaluation_counts_once(bench: Bench) -> Result:
     counted = " and ".join(map(str, counts))
     return Result(
         counts == [NUM_EVAL] * 2 and max(errors) < 1e-6,
-        f"{counted} counted, accuracy off by {short(max(errors))}",
+        f"{counted}, accuracy off by {short(max(errors))}",
         f"{counted} examples were counted, and the accuracy was wrong by up to"
         f" {100 * max(errors):.1f} points.",
     )
@@ -162,10 +160,13 @@ def resume_takes_the_next_batch(bench: Bench) -> Result:
     skipped = (undisturbed - resumed).total()
     step = bench.killed().resumed_at()
     assert step is not None, bench.killed().output
-    at = f"resumed after step {step} of {STEPS}"
-    why = f"The run {at}; {repeated} examples of that epoch were taken again, {skipped} never."
+    at = f"after step {step}"
+    why = (
+        f"The run resumed {at} of {STEPS}; {repeated} examples of that epoch were taken again,"
+        f" {skipped} never."
+    )
     if step % STEPS_PER_EPOCH == 0:
-        why = f"The run {at}, at the start of the epoch: its first steps were lost."
+        why = f"The run resumed {at}, at the start of the epoch: its first steps were lost."
     return Result(
         repeated == skipped == 0 and step % STEPS_PER_EPOCH > 0,
         f"{at}, {repeated} repeated, {skipped} skipped",
@@ -210,8 +211,8 @@ def schedule_has_the_same_length(bench: Bench) -> Result:
     one = bench.run(1).logged("rate")
     other = bench.run(2).logged("rate")
     far = max(abs(one[step] - other[step]) for step in one.keys() & other.keys())
-    found = f"{len(one)} and {len(other)} steps, rates differ by {short(far)}"
-    return Result(len(one) == len(other) and far < ROUNDING, found, f"{found}.")
+    found = f"{len(one)} and {len(other)}, rates differ by {short(far)}"
+    return Result(len(one) == len(other) and far < ROUNDING, found, f"Steps: {found}.")
 
 
 def signal_stops_all_ranks(bench: Bench) -> Result:
@@ -228,12 +229,12 @@ def signal_stops_all_ranks(bench: Bench) -> Result:
     last = [step + 1 for step in done.last_steps()]
     again = replace(settings, fault=None, resume=True)
     at = bench.finish(bench.start(2, again)).resumed_at()
-    found = f"ended in steps {last[0]} and {last[1]}"
+    found = f"steps {last[0]} and {last[1]}"
     restart = "restart failed" if at is None else f"resumed after {at}"
     return Result(
         len(set(last)) == 1 and at == last[0] < STEPS,
         f"{found}, {restart}",
-        f"The ranks {found}; the {restart.replace('resumed', 'restart resumed')}.",
+        f"The ranks ended in {found}; the {restart.replace('resumed', 'restart resumed')}.",
     )
 
 
@@ -248,17 +249,18 @@ def hang_is_named(bench: Bench) -> Result:
     done = bench.finish(started, LIMIT_S)
     has_stack = "hang_here" in done.output
     is_named = re.search(rf"(progress|hang|hung|stuck|missing)\D*rank {BAD_RANK}\b", done.output)
-    name = "rank named" if is_named else "rank not named"
+    name = "named" if is_named else "not named"
     stack = "with its stack" if has_stack else "no stack"
-    end = f"ended after {done.seconds:.0f} s" if done.code is not None else "no end"
+    end = f"after {done.seconds:.0f} s" if done.code is not None else "no end"
     is_late = re.search("timed out|timeout", done.output, re.IGNORECASE)
     how = " by the time limit of a collective" if is_late else ""
     said = (
         "the ranks' stacks are printed, but none as that of the hung rank"
         if has_stack
-        else f"{name}, {stack}"
+        else f"the rank is {name}, {stack}"
     )
-    why = f"The run {end.replace('no end', 'did not end')}{how}; {said}."
+    ended = "did not end" if done.code is None else f"ended {end}"
+    why = f"The run {ended}{how}; {said}."
     return Result(bool(is_named) and has_stack, f"{end}, {name}, {stack}", why)
 
 
@@ -315,7 +317,7 @@ def hostile_checkpoint_runs_no_code(bench: Bench) -> Result:
     # ("Checkpointing"). HF Trainer: train(resume_from_checkpoint=).
     ran = bench.hostile()
     names = " and ".join(name for name, is_run in ran.items() if is_run)
-    figure = f"{names} ran code" if names else f"{len(ran)} files tried, none ran code"
+    figure = f"{names} ran" if names else f"{len(ran)} files, none ran"
     return Result(bool(ran) and not names, figure, f"The code in {names} ran.")
 
 

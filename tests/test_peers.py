@@ -2,9 +2,12 @@
 
 import re
 from pathlib import Path
+from pickle import UnpicklingError
 
 import compare_peers
 import pytest
+import torch
+from peers.hostile import plant
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
@@ -36,13 +39,32 @@ def test_every_no_of_the_document_has_an_explanation():
     assert seen == [(number, ", ".join(those)) for number, those in misses.items() if those]
 
 
-def test_readme_says_yes_and_no_where_the_document_does():
-    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Compared with")[2]
-    lines = re.findall(r"^\| (\d+) \| .*?((?: \| (?:\*\*yes\*\*|no))+) \|$", table, re.MULTILINE)
-    document = {number: [cell.split(":")[0] for cell in cells] for number, _, *cells in rows()[1:]}
+@pytest.mark.parametrize(
+    ("page", "yes", "no"), [("README.md", "**yes**", "no"), ("docs/zh/README.md", "**是**", "否")]
+)
+def test_readme_says_yes_and_no_where_the_document_does(page, yes, no):
+    answers = f" \\| (?:{re.escape(yes)}|{no})"
+    text = (ROOT / page).read_text(encoding="utf-8")
+    lines = re.findall(rf"^\| (\d+) \| .*?((?:{answers})+) \|$", text, re.MULTILINE)
+    document = {
+        number: [yes if cell.startswith("**yes**") else no for cell in cells]
+        for number, _, *cells in rows()[1:]
+    }
     assert len(lines) >= 6
     for number, cells in lines:
         assert cells.strip(" |").split(" | ") == document[number], number
+
+
+def test_hostile_file_is_a_pickle_that_runs_code(tmp_path):
+    weights = tmp_path / "model.safetensors"
+    weights.touch()
+    plant(weights, tmp_path / "marker")
+    pickled = tmp_path / "pytorch_model.bin"
+    with pytest.raises(UnpicklingError, match=r"GLOBAL (os|posix)\.system"):
+        torch.load(pickled)
+    assert not (tmp_path / "marker").exists()
+    torch.load(pickled, weights_only=False)
+    assert (tmp_path / "marker").exists() and not weights.exists()
 
 
 @pytest.fixture(scope="module")
