@@ -133,7 +133,7 @@ def evaluation_counts_once(bench: Bench) -> Result:
     counted = " and ".join(map(str, counts))
     return Result(
         counts == [NUM_EVAL] * 2 and max(errors) < 1e-6,
-        f"{counted}, accuracy off by {short(max(errors))}",
+        counted if max(errors) < 1e-6 else f"{counted}, accuracy off by {short(max(errors))}",
         f"{counted} examples were counted, and the accuracy was wrong by up to"
         f" {100 * max(errors):.1f} points.",
     )
@@ -169,7 +169,7 @@ def resume_takes_the_next_batch(bench: Bench) -> Result:
         why = f"The run resumed {at}, at the start of the epoch: its first steps were lost."
     return Result(
         repeated == skipped == 0 and step % STEPS_PER_EPOCH > 0,
-        f"{at}, {repeated} repeated, {skipped} skipped",
+        at if repeated == skipped == 0 else f"{at}, {repeated} repeated, {skipped} skipped",
         why,
     )
 
@@ -205,13 +205,15 @@ def distance(one: Done, other: Done) -> float:
 
 
 def schedule_has_the_same_length(bench: Bench) -> Result:
-    """The learning-rate schedule has the same steps on 1 and 2 ranks"""
+    """The learning-rate schedule has the same steps and rates on 1 and 2 ranks"""
     # DDP: by hand. Lightning: {"interval": "step"}. Accelerate: prepare(scheduler), which
     # steps once a step under split_batches=True. HF Trainer: lr_scheduler_type="linear".
     one = bench.run(1).logged("rate")
     other = bench.run(2).logged("rate")
     far = max(abs(one[step] - other[step]) for step in one.keys() & other.keys())
-    found = f"{len(one)} and {len(other)}, rates differ by {short(far)}"
+    found = f"{len(one)} and {len(other)}"
+    if far >= ROUNDING:
+        found += f", rates differ by {short(far)}"
     return Result(len(one) == len(other) and far < ROUNDING, found, f"Steps: {found}.")
 
 
@@ -250,18 +252,19 @@ def hang_is_named(bench: Bench) -> Result:
     has_stack = "hang_here" in done.output
     is_named = re.search(rf"(progress|hang|hung|stuck|missing)\D*rank {BAD_RANK}\b", done.output)
     name = "named" if is_named else "not named"
-    stack = "with its stack" if has_stack else "no stack"
+    stack = ", with its stack" if is_named else ", stacks printed"
+    stack = stack if has_stack else ""
     end = f"after {done.seconds:.0f} s" if done.code is not None else "no end"
     is_late = re.search("timed out|timeout", done.output, re.IGNORECASE)
     how = " by the time limit of a collective" if is_late else ""
     said = (
         "the ranks' stacks are printed, but none as that of the hung rank"
         if has_stack
-        else f"the rank is {name}, {stack}"
+        else f"the rank is {name}, without a stack"
     )
     ended = "did not end" if done.code is None else f"ended {end}"
     why = f"The run {ended}{how}; {said}."
-    return Result(bool(is_named) and has_stack, f"{end}, {name}, {stack}", why)
+    return Result(bool(is_named) and has_stack, f"{end}, {name}{stack}", why)
 
 
 def nan_touches_no_weight(bench: Bench) -> Result:
@@ -273,15 +276,15 @@ def nan_touches_no_weight(bench: Bench) -> Result:
     weights = done.weights()
     last = [step + 1 for step in done.last_steps()]
     is_named = re.search(rf"example[s ]*{BAD_EXAMPLE}\b", done.output)
-    name = "example named" if is_named else "example not named"
+    name = ", example named" if is_named else ""
     if weights is None:
         how = f"stopped in step {max(last)}"
         is_alike = done.code is not None and max(last) - min(last) <= 1
-        return Result(is_alike, f"{how}, {name}", f"The ranks {how}; {name}.")
+        return Result(is_alike, f"{how}{name}", f"The ranks {how}{name}.")
     is_finite = all(bool(tensor.isfinite().all()) for tensor in weights.values())
     how = "step skipped" if is_finite else "weights NaN"
     why = f"Weights became NaN, and the run continued to its end with exit code {done.code}."
-    return Result(is_finite, f"{how}, {name}", why)
+    return Result(is_finite, f"{how}{name}", why)
 
 
 def resumed_on_three_ranks(bench: Bench) -> Result:
@@ -289,10 +292,11 @@ def resumed_on_three_ranks(bench: Bench) -> Result:
     # As in checks 5 and 6. Equal: the same examples in each global batch; losses and weights up to
     # rounding.
     far, moved = changes(bench, dropout=0.2)
+    lost = f", {moved} batches changed" if moved else ""
     plain, _ = changes(bench, dropout=0.0) if far >= ROUNDING else (far, moved)
     return Result(
         far < ROUNDING and moved == 0,
-        f"{short(far)}, without dropout {short(plain)}, {moved} batches changed",
+        f"{short(far)}, without dropout {short(plain)}{lost}",
         f"Losses and weights differ by up to {short(far)}, without dropout by {short(plain)};"
         f" {moved} of {STEPS} batches had other examples, or were not taken.",
     )
@@ -317,7 +321,7 @@ def hostile_checkpoint_runs_no_code(bench: Bench) -> Result:
     # ("Checkpointing"). HF Trainer: train(resume_from_checkpoint=).
     ran = bench.hostile()
     names = " and ".join(name for name, is_run in ran.items() if is_run)
-    figure = f"{names} ran" if names else f"{len(ran)} files, none ran"
+    figure = f"{names} ran" if names else f"none of {len(ran)}"
     return Result(bool(ran) and not names, figure, f"The code in {names} ran.")
 
 

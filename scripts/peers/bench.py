@@ -19,6 +19,7 @@ from peers.hostile import plant
 from peers.problem import KILL_STEP, Settings
 
 LIMIT_S = 60
+LOADED_LIMIT_S = 600  # for the start of a run on a busy machine
 PEERS = Path(__file__).resolve().parent
 
 
@@ -128,7 +129,7 @@ class Started:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until rank 0 has reached the step."""
-        end = time.monotonic() + 2 * LIMIT_S
+        end = time.monotonic() + LOADED_LIMIT_S
         while not any(row["step"] == step for row in read(self.settings.path / "seen-0.jsonl")):
             if time.monotonic() > end or self.process.poll() is not None:
                 raise SystemExit(f"no step {step}:\n{self.output.read_text()[-3000:]}")
@@ -172,7 +173,7 @@ class Bench:
             )
         return Started(process, settings, output)
 
-    def finish(self, started: Started, limit_s: float = 2 * LIMIT_S) -> Done:
+    def finish(self, started: Started, limit_s: float = LOADED_LIMIT_S) -> Done:
         """Wait for the end; the exit code is None if the run did not end."""
         began = time.monotonic()
         try:
