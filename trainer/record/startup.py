@@ -136,7 +136,7 @@ def slow_reasons(config: Config, world: World, threads: int, is_streamed: bool) 
         reasons.append("fp32 leaves bf16 arithmetic unused (strategy.precision=default takes it)")
     if world.device.type == "cpu" and not cores:
         reasons.append(f"{world.local_world_size} ranks share {counted(usable_cores(), 'core')}")
-    elif world.device.type == "cpu" and threads < cores:
+    elif world.device.type == "cpu" and threads < cores and not _explain_busy():
         part = f"a rank uses {threads} of its {cores} cores"
         reasons.append(f"{part} (limited by OMP_NUM_THREADS or strategy=exact)")
     elif world.device.type == "cpu" and threads > 1:
@@ -190,11 +190,15 @@ def arithmetic(config: Config, plan: BatchPlan, num_steps: int) -> list[str]:
 
 def _cut(plan: BatchPlan, ranks: str) -> str:
     """Return the line that shows how a global batch is split over ranks and micro-batches."""
-    units, larger = divmod(plan.global_batch // plan.unit, plan.ranks * plan.accumulation)
-    size = units * plan.unit
-    part = f"{size} or {size + plan.unit}" if larger else str(size)
-    each = f"{counted(plan.accumulation, 'micro-batch', 'es')} of {part}"
+    ends = [plan.micro_batches(rank) for rank in (0, plan.ranks - 1)]
+    counts = _listed({len(pieces) for pieces in ends})
+    sizes = _listed({last - first for pieces in ends for first, last in pieces})
+    each = f"{counts} micro-batch{'es' * (counts != '1')} of {sizes}"
     return fact("batch", f"{plan.global_batch:,} examples = {ranks} x {each}")
+
+
+def _listed(numbers: set[int]) -> str:
+    return " or ".join(map(str, sorted(numbers)))
 
 
 def describe_data(config: Config, datasets: Mapping[str, Any]) -> list[str]:
