@@ -335,7 +335,7 @@ KNOWN = {
     "worker.terminate",  # of a process of Lockstep's own context
     "context.Process",
     *("sys.excepthook", "os._exit"),  # replaced while they are watched
-    "sys.argv",
+    *("sys.argv", "sys.stdout"),
     "parser.exit_on_error",
 }
 

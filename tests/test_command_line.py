@@ -225,7 +225,7 @@ def test_a_second_ctrl_c_ends_the_run_but_not_that_of_torchrun(launcher, monkeyp
 
 MISSPELT = {
     "trainer.verify --bit task=tiny": "--bit is not a flag: allowed are --config-dir, --help, "
-    "--bits, --resume and key=value; did you mean --bits?",
+    "--json, --bits, --resume and key=value; did you mean --bits?",
     "trainer.verify layout=ranks-2 task=tiny": "layout is not a setting; did you mean layouts?",
     "trainer.doctor --jsn": "--jsn is not a flag: allowed are --config-dir, --help, --json and "
     "key=value; did you mean --json?",

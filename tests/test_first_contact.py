@@ -24,7 +24,7 @@ from trainer.distributed.launchers import Launcher
 from trainer.distributed.world import World
 from trainer.engine.precision import is_bf16_native
 from trainer.verify.layouts import choose_layouts
-from trainer.verify.table import show_left_out
+from trainer.verify.table import list_left_out, show
 
 FOREIGN = {
     "data.batch_size=32": "use data.global_batch, the rows of an optimizer step over all ranks",
@@ -392,12 +392,12 @@ def test_model_that_is_wrapped_already_is_refused(tmp_path):
 
 def test_verify_says_which_default_layouts_it_leaves_out(capsys):
     cut = Cut(unit=32, is_fixed=False)
-    show_left_out(choose_layouts(None, 2, cut), 2, cut)
-    out = capsys.readouterr().out
-    assert out == "left out: ranks-3, fsdp-4, hsdp-2-2 (the global batch has 2 parts of 32 rows)\n"
+    show([], 1, list_left_out(choose_layouts(None, 2, cut), 2, cut))
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line == "left out: ranks-3, fsdp-4, hsdp-2-2 (the global batch has 2 parts of 32 rows)"
     barred = {"tensor": "the task has no tensor_plan", "shard": "no sharding"}
-    show_left_out(choose_layouts(None, 2, cut, barred), 2, cut, barred)
-    small, sharded, tensor = capsys.readouterr().out.splitlines()
+    show([], 1, list_left_out(choose_layouts(None, 2, cut, barred), 2, cut, barred))
+    small, sharded, tensor = capsys.readouterr().out.splitlines()[:3]
     assert small == "left out: ranks-3 (the global batch has 2 parts of 32 rows)"
     assert sharded == "left out: fsdp-2, fsdp-4, hsdp-2-2, fsdp-2-tp-2 (no sharding)"
     assert tensor == "left out: tp-2 (the task has no tensor_plan)"

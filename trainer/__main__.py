@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from trainer.cli import HYDRA_FLAGS, check_alone, load_task, run, split_arguments, starter
+from trainer.cli import HYDRA_FLAGS, JSON, check_alone, load_task, run, split_arguments, starter
 from trainer.config.compose import find_options, load_config
 from trainer.config.schema import Config
 from trainer.distributed.launchers import MARK, find_launcher
 from trainer.distributed.signals import catch_early
-from trainer.errors import visible
+from trainer.errors import ConfigError, visible
 from trainer.setup.early_checks import check_soon
 
 HELP = """usage: python -m trainer task=<name> [group=option ...] [key=value ...] [--config-dir DIR]
@@ -64,6 +64,9 @@ other commands (python -m <command> --help):
 
 
 def main(arguments: Sequence[str]) -> int:
+    if JSON in arguments:
+        where = "in its folder a run writes metrics.jsonl and exit.json, and a sweep sweep.json"
+        raise ConfigError(f"{JSON}: is of the other commands; {where}")
     if any(word.split("=")[0] in HYDRA_FLAGS for word in arguments):
         from trainer.sweep.command import answer_or_sweep
 
@@ -98,4 +101,4 @@ def describe(arguments: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    run(main, describe)
+    run(main, describe, has_json=False)

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from trainer.checkpoints import transaction as checkpoint
 from trainer.checkpoints.manifest import Manifest
-from trainer.cli import run, single
+from trainer.cli import answer, run, single
 from trainer.data.ledger import digests, extend
 from trainer.data.order import Order
 from trainer.errors import ConfigError, counted, visible
@@ -41,16 +41,24 @@ class Agreement:
     different: str = ""
 
 
+class Audit(NamedTuple):
+    """Exit code, lines and facts about the examples of a run."""
+
+    code: int
+    lines: list[str]
+    facts: dict[str, Any]
+
+
 def main(arguments: Sequence[str]) -> int:
     advice = "give one run directory: python -m trainer.audit DIR [--long]"
     words = [word for word in arguments if word != LONG]
-    code, lines = audit(Path(single(words, advice)), LONG in arguments)
-    print(*lines, sep="\n")
-    return code
+    code, lines, facts = audit(Path(single(words, advice)), LONG in arguments)
+    result = "different" if code else "agrees"
+    return answer(code, result, facts, lambda: print(*lines, sep="\n"))
 
 
-def audit(directory: Path, is_long: bool = False) -> tuple[int, list[str]]:
-    """Return 0 if a run repeated and skipped no example, else 1, and lines that say so.
+def audit(directory: Path, is_long: bool = False) -> Audit:
+    """Return 0 if a run repeated and skipped no example, else 1, and what says so.
 
     Raises ConfigError or CheckpointError if there is nothing to audit, or too much.
     """
@@ -62,11 +70,16 @@ def audit(directory: Path, is_long: bool = False) -> tuple[int, list[str]]:
         _check_length(manifest, directory)
     chains = {**_read_chains(directory), manifest["step"]: manifest["ledger"]}
     comparison = _compare(manifest, chains)
+    facts: dict[str, Any] = {"run": manifest["run"], "step": manifest["step"]}
+    facts["saves_that_agree"] = comparison.num_equal
     if steps := comparison.different:
         what = "at least one took other examples than the order requires"
-        return 1, [f"DIFFERENT: of the steps {steps}, {what}"]
+        return Audit(1, [f"DIFFERENT: of the steps {steps}, {what}"], facts)
     num_later = len(chains) - comparison.num_equal
-    return 0, [*_name_sessions(manifest), *_name_examples(manifest, comparison, num_later)]
+    sessions = [{"from_step": first, "ranks": ranks} for first, ranks in manifest["sessions"]]
+    facts |= {"sessions": sessions, "replaced": manifest["replaced"], "not_compared": num_later}
+    lines = [*_name_sessions(manifest), *_name_examples(manifest, comparison, num_later)]
+    return Audit(0, lines, facts)
 
 
 def _check_length(manifest: Mapping[str, Any], directory: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainer.distributed.signals import leave_pid_1, let_go
 from trainer.errors import (
     ConfigError,
     RunError,
+    describe_with_place,
     format_traceback,
     message_of,
     place_of,
@@ -31,10 +33,16 @@ from trainer.errors import (
     visible,
 )
 from trainer.process.loading import uncollected
-from trainer.process.streams import outlive_terminal
+from trainer.process.streams import SoleDocument, outlive_terminal
 
 Verb = Callable[[Sequence[str]], int]  # arguments -> exit code
 HELP_FLAGS = ("-h", "--help")
+JSON = "--json"
+JSON_HELP = f"""
+
+{JSON} prints the result as one JSON object: the exit code, the result in a word, and its parts, or
+the code and the error. Everything else is then written to standard error."""
+INTERRUPTED = "interrupted; nothing was saved"
 SWEEP_FLAGS = ("-m", "--multirun")
 QUESTIONS = ("-c", "--cfg", "-i", "--info", "--hydra-help")
 HYDRA_FLAGS = (*SWEEP_FLAGS, *QUESTIONS, "--resolve", "-p", "--package")
@@ -43,13 +51,16 @@ HYDRA_FLAGS = (*SWEEP_FLAGS, *QUESTIONS, "--resolve", "-p", "--package")
 # ranks at the first exit, so rank 0 might not print its line.
 WAIT_S = 3.0
 SOON_S = 0.9  # after the rendezvous began: ranks then fail together
+_documents: list[SoleDocument] = []  # of this process, with --json
 
 
-def run(verb: Verb, usage: str | Callable[[Sequence[str]], str] = "") -> None:
+def run(
+    verb: Verb, usage: str | Callable[[Sequence[str]], str] = "", has_json: bool = True
+) -> None:
     """Run a verb with the arguments in sys.argv and exit. `-h` and `--help` print `usage`.
 
     Only rank 0 prints a one-line error. The exit code is 2 for an invalid setting, 1 for other
-    errors.
+    errors. A verb that `has_json` gives its result to `answer`; it does not see the flag.
     """
     leave_pid_1()
     outlive_terminal()
@@ -61,14 +72,47 @@ def run(verb: Verb, usage: str | Callable[[Sequence[str]], str] = "") -> None:
             print(f"Lockstep {trainer.__version__}")
             code = 0
         elif usage and len(words) < len(arguments):
-            print(entry.as_started(usage if isinstance(usage, str) else usage(words)))
+            text = usage if isinstance(usage, str) else usage(words)
+            print(entry.as_started(text + JSON_HELP * has_json))
             code = 0
+        elif has_json and JSON in arguments:
+            _documents.append(SoleDocument())
+            code = verb([word for word in arguments if word != JSON])
         else:
             code = verb(arguments)
     except BaseException as error:
         outlive_terminal()  # again: the task may have replaced the streams
         code = _report(error)
+        _write_document({"code": code, "error": _summarize(error)})
     _exit(code)
+
+
+def answer(code: int, result: str, facts: Mapping[str, Any], show: Callable[[], object]) -> int:
+    """Print what a verb found and return its exit code. `show` prints it for a reader.
+
+    With --json it is one object on standard output instead: `code`, `result`, which says in a word
+    why, and `facts`.
+    """
+    if _documents:
+        _write_document({"code": code, "result": result, **facts})
+    else:
+        show()
+    return code
+
+
+def _write_document(content: Mapping[str, Any]) -> None:
+    """Print an object on rank 0 with --json, with null for numbers that JSON does not have."""
+    if _documents and _find_rank() == 0:
+        text = json.dumps(content, default=str)
+        plain = json.loads(text, parse_constant=lambda _: None)
+        _documents[-1].write(json.dumps(plain) + "\n")
+
+
+def _summarize(error: BaseException) -> str:
+    """Return an error in one line."""
+    if isinstance(error, (ConfigError, RunError)):
+        return entry.as_started(message_of(error))
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else describe_with_place(error)
 
 
 def _report(error: BaseException) -> int:
@@ -83,7 +127,7 @@ def _report(error: BaseException) -> int:
         where = f"error on rank {_find_rank()}:\n" if _count_ranks() > 1 else ""
         print(where + format_traceback(error), file=sys.stderr, flush=True)
     elif _find_rank() == 0:
-        print("interrupted; nothing was saved", file=sys.stderr, flush=True)
+        print(INTERRUPTED, file=sys.stderr, flush=True)
     return 1
 
 
@@ -165,7 +209,7 @@ def _exit(code: int) -> None:
 
 
 def split_arguments(
-    arguments: Sequence[str], others: Sequence[str] = (), own: Sequence[str] = ()
+    arguments: Sequence[str], others: Sequence[str] = (), own: Sequence[str] = (JSON,)
 ) -> tuple[list[str], list[str]]:
     """Return (overrides, config dirs), from `--config-dir` or the settings of the folder.
 

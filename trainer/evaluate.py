@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from trainer.cli import load_task, run, run_directory, take_words
+from trainer.cli import answer, load_task, run, run_directory, take_words
 from trainer.config.compose import load_run_config
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
@@ -44,9 +44,10 @@ def main(arguments: Sequence[str]) -> int:
     if not metrics:
         advice = f"return a dataset from build_dataset({config.eval.splits[0]!r})"
         raise ConfigError(f"task={config.task.name}: has no evaluation data; {advice}")
-    if task.world.rank == 0:
-        print(json.dumps({"step": task.step, **strict(metrics)}))
-    return 0
+    found = {"step": task.step, **strict(metrics)}
+    if task.world.rank:
+        return 0
+    return answer(0, "evaluated", found, lambda: print(json.dumps(found)))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoints import manifest
-from trainer.cli import load_task, run, run_directory, take_words
+from trainer.cli import answer, load_task, run, run_directory, take_words
 from trainer.errors import ConfigError, RunError, counted
 from trainer.evaluate import load_for_these_ranks
 
@@ -61,8 +61,9 @@ def main(arguments: Sequence[str]) -> int:
     out = out or home / "predictions" / f"{split}-step-{task.step:08d}.npz"
     _write(out, found)
     rows = len(next(iter(found.values())))
-    print(f"{counted(rows, 'example')} of {split}, {', '.join(found)}: {out}")
-    return 0
+    facts = {"file": out, "step": task.step, "split": split, "examples": rows, "names": [*found]}
+    line = f"{counted(rows, 'example')} of {split}, {', '.join(found)}: {out}"
+    return answer(0, "written", facts, lambda: print(line))
 
 
 def _find_writer(out: Path | None) -> Callable[[Any, Tensors], None]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.checkpoints import transaction as checkpoint
 from trainer.checkpoints.manifest import Manifest
-from trainer.cli import run, single
+from trainer.cli import answer, run, single
 from trainer.errors import CheckpointError, ConfigError, visible
 
 HELP = """usage: python -m trainer.checkpoints DIR [--export FILE.safetensors]
@@ -42,34 +42,53 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _list(paths: Sequence[Path]) -> int:
+    found = [facts for facts in map(_examine, paths) if facts]
+    num_invalid = sum("error" in facts for facts in found)
+    result = f"{num_invalid} invalid" if num_invalid else "valid"
+    return answer(int(num_invalid > 0), result, {"checkpoints": found}, lambda: _show(found))
+
+
+def _examine(path: Path) -> dict[str, Any]:
+    """Return what is known of a checkpoint; nothing if its run has just removed it."""
+    try:
+        manifest = checkpoint.load(path).manifest
+        Manifest.of_run(manifest, path)
+    except CheckpointError as error:
+        if checkpoint.is_gone(path):
+            return {}  # its run is going on
+        number = path.name.removeprefix("step-")
+        return {"step": int(number) if number.isdecimal() else None, "error": str(error)}
+    return {
+        "step": manifest["step"],
+        "bytes": sum(entry["bytes"] for entry in manifest["files"].values()),
+        "strategy": manifest["strategy"],
+        "ranks": manifest["world_size"],
+        "metrics": manifest["metrics"],
+    }
+
+
+def _show(found: Sequence[Mapping[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     columns = ("step", "files", "size", "strategy", "ranks", "metrics")
     table = Table(*columns, box=None, header_style="bold")
-    num_invalid = 0
-    for path in paths:
-        try:
-            manifest = checkpoint.load(path).manifest
-            Manifest.of_run(manifest, path)
-        except CheckpointError as error:
-            if checkpoint.is_gone(path):
-                continue  # its run is going on
-            step = path.name.removeprefix("step-").lstrip("0")
-            table.add_row(step, Text(f"INVALID {visible(str(error))}"))
-            num_invalid += 1
+    is_valid = True
+    for facts in found:
+        if error := facts.get("error"):
+            step = "" if facts["step"] is None else str(facts["step"])
+            table.add_row(step, Text(f"INVALID {visible(error)}"))
+            is_valid = False
             continue
-        size = sum(entry["bytes"] for entry in manifest["files"].values())
         metrics = "  ".join(
             f"{name} {math.nan if value is None else value:.4f}"
-            for name, value in manifest["metrics"].items()
+            for name, value in facts["metrics"].items()
         )
-        layout = (manifest["strategy"], str(manifest["world_size"]), metrics)
+        layout = (facts["strategy"], str(facts["ranks"]), metrics)
         cells = [Text(visible(text)) for text in layout]
-        table.add_row(f"{manifest['step']:,}", "valid", f"{size / 1e6:,.1f} MB", *cells)
-    Console(highlight=False, width=None if num_invalid == 0 else 200).print(table)
-    return int(num_invalid > 0)
+        table.add_row(f"{facts['step']:,}", "valid", f"{facts['bytes'] / 1e6:,.1f} MB", *cells)
+    Console(highlight=False, width=None if is_valid else 200).print(table)
 
 
 def _export(place: Path, is_one: bool, target: Path) -> int:
@@ -93,8 +112,9 @@ def _export(place: Path, is_one: bool, target: Path) -> int:
     step = manifest["step"]
     facts = {"step": str(step), "run": str(manifest["run"])}
     num_tensors = _write(sources, facts, target)
-    print(f"{target}: {num_tensors} tensors of step {step:,}")
-    return 0
+    exported = {"file": target, "tensors": num_tensors, "step": step}
+    line = f"{target}: {num_tensors} tensors of step {step:,}"
+    return answer(0, "written", exported, lambda: print(line))
 
 
 def _write(sources: Mapping[str, Any], facts: Mapping[str, str], target: Path) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from trainer.cli import run
+from trainer.cli import answer, run
 from trainer.compare.differences import (
     MOST_NAMED,
+    SAME_BITS,
     Change,
     Sameness,
     find_first,
@@ -109,6 +111,22 @@ class Comparison:
             rows.append([each.name, f"{each.step:,}", best, seconds, strategy, ranks, end])
         return rows
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the comparison as plain values, with one entry for each of the other runs."""
+        others = zip(self.names[1:], self.verdicts, self.firsts, self.unknown, strict=True)
+        return {
+            "runs": [
+                {"run": each.name, "path": each.path, "step": each.step, "best": each.best}
+                for each in self.runs
+            ],
+            "verdicts": [
+                {"run": name, **asdict(verdict), "first_differences": firsts, "unknown": unknown}
+                for name, verdict, firsts, unknown in others
+            ],
+            "settings": {change.name: change.values for change in self.settings},
+            "facts": {change.name: change.values for change in self.facts},
+        }
+
 
 def list_unknown(one: RunFiles, other: RunFiles) -> list[str]:
     """Return a line for each thing that the runs have too little in common to compare."""
@@ -134,12 +152,22 @@ def main(arguments: Sequence[str]) -> int:
         if out.suffix not in SUFFIXES:
             raise ConfigError(f"out={out}: must end with {' or '.join(SUFFIXES)}")
     found = Comparison.of(read_runs(places))
-    _print(found)
+    code = int(not found.is_same)
+    facts = found.as_json()
+    if outs:
+        facts["files"] = outs
     for out in outs:
         write = _write_table if out.suffix == ".csv" else _write_page
         write(out, found)
-        print(f"written: {out}")
-    return int(not found.is_same)
+
+    def show() -> None:
+        _print(found)
+        for out in outs:
+            print(f"written: {out}")
+
+    is_equal = all(verdict.line == SAME_BITS for verdict in found.verdicts)
+    result = "same bits" if is_equal else "same up to rounding"
+    return answer(code, "not the same" if code else result, facts, show)
 
 
 RESULTS = ("run", "steps", "best", "training time (s)", "strategy", "ranks", "end")

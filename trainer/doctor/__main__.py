@@ -16,28 +16,26 @@ from trainer.errors import ConfigError
 from trainer.setup.checks import check_layout
 from trainer.task import Task
 
-HELP = """usage: python -m trainer.doctor [key=value ...] [--config-dir DIR] [--json]
+HELP = """usage: python -m trainer.doctor [key=value ...] [--config-dir DIR]
        torchrun --nproc_per_node=<ranks> -m trainer.doctor ...       (or srun, mpirun, by hand)
 
 Start it exactly as the run will be started: it reports problems that would otherwise show up as a
 hang. It checks the ranks and their rendezvous, all-reduce (results and speed), clocks, disk,
 threads, shared memory, versions, code and settings. No task is needed. Settings apply as in a run,
-but dist.timeout_s is 30 unless given. --json prints the table as one JSON object. Nothing is left
-on disk.
+but dist.timeout_s is 30 unless given. Nothing is left on disk.
 
 Exit codes: 0 no check fails (warnings do not count), 1 a check fails, 2 bad configuration."""
 _DEFAULTS = {"task": "task=text", "dist.timeout_s": "dist.timeout_s=30"}
 
 
 def main(arguments: Sequence[str]) -> int:
-    words = [word for word in arguments if word != "--json"]
-    task = load(*split_arguments(words, own=("--json",)))
+    task = load(*split_arguments(arguments))
     block = task.config.dist
     path = Path(block.path or "").absolute()
     is_ours = block.init == "file" and not any(
         place.name.startswith(path.name) for place in path.parent.iterdir()
     )
-    examination = Examination(task, is_json="--json" in arguments)
+    examination = Examination(task)
     signal.signal(signal.SIGTERM, examination.end)
     examination.start()
     try:

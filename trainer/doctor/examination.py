@@ -27,7 +27,7 @@ from trainer.doctor.group import (
     list_checks,
 )
 from trainer.doctor.local import find_existing, gather_facts
-from trainer.doctor.table import ADVICE, Check, judge, list_ranks, show
+from trainer.doctor.table import ADVICE, Check, judge, list_ranks, report
 from trainer.errors import one_line, visible
 from trainer.task import Task
 
@@ -39,12 +39,11 @@ LAST_S = 1.5
 class Examination(threading.Thread):
     """All checks, stage by stage. If a call hangs, the results so far are still shown."""
 
-    def __init__(self, task: Task, is_json: bool):
+    def __init__(self, task: Task):
         super().__init__(daemon=True)
         self.task = task
         self.world = task.world
         self.config = task.config
-        self.is_json = is_json
         self.code = 1
         self.error = ""
         self.mark = ""  # path of a file in run.dir that the other ranks should find
@@ -112,7 +111,7 @@ class Examination(threading.Thread):
                 found = group.gather(all_reduce(world, num_bytes, device))
                 self.checks.append(judge_sums(name, num_bytes, found))
             self._begin("end")
-            code = show(self.checks, self.is_json) if world.rank == 0 else 0
+            code = report(self.checks) if world.rank == 0 else 0
             self.code = group.tell_all(code)
 
     def _check_visibility(self, group: Group) -> list[Check]:
@@ -144,8 +143,8 @@ class Examination(threading.Thread):
         self.checks.append(Check(self.stage, "fail", error, ADVICE.get(self.stage.split()[0], "")))
         # ranks started by hand have their own terminals
         has_terminal = world.local_rank == 0 or world.launcher.name == "hand"
-        if world.rank == 0 or (has_terminal and not self.is_json):
-            show(self.checks, self.is_json)
+        if world.rank == 0 or has_terminal:
+            report(self.checks)
         who = f"rank {world.rank} ({world.host}, process {world.pid}): " if world.rank else ""
         print(visible(f"error: {who}{self.stage}: {error}"), file=sys.stderr, flush=True)
         self.code = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainer.cli import answer
 from trainer.errors import visible
 from trainer.record.startup import MOST_RANKS
 
@@ -51,13 +51,15 @@ def list_ranks(ranks: Sequence[int | str]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
 
 
-def show(checks: Sequence[Check], is_json: bool) -> int:
-    """Print the table, or one JSON object, and return the exit code."""
+def report(checks: Sequence[Check]) -> int:
+    """Print the checks and return the exit code."""
     worst = max((check.result for check in checks), key=list(RESULTS).index, default="ok")
-    if is_json:
-        rows = [asdict(check) for check in checks]
-        print(json.dumps({"result": worst, "checks": rows}), flush=True)
-        return int(worst == "fail")
+    facts = {"checks": [asdict(check) for check in checks]}
+    return answer(int(worst == "fail"), worst, facts, lambda: show(checks))
+
+
+def show(checks: Sequence[Check]) -> None:
+    """Print the table."""
     columns = ("check", "result", "found", "advice")
     table = Table(*columns, box=None, header_style="bold")
     for check in checks:
@@ -66,4 +68,3 @@ def show(checks: Sequence[Check], is_json: bool) -> int:
     width = None if sys.stdout.isatty() else 500
     Console(highlight=False, markup=False, width=width).print(table)
     sys.stdout.flush()
-    return int(worst == "fail")

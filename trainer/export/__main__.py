@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from trainer.checkpoints import manifest
-from trainer.cli import check_alone, load_task, run, run_directory, take_words
+from trainer.cli import answer, check_alone, load_task, run, run_directory, take_words
 from trainer.config.compose import load_run_config
 from trainer.errors import ConfigError, RunError
 from trainer.export.model import ExportModel, load_trained, on_one_process, tensors_in
@@ -69,8 +69,10 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         with suppress(OSError):  # it is not empty
             out.parent.rmdir()
-    print(*lines, f"written: {', '.join(str(path) for path in _files_of(out))}", sep="\n")
-    return 0
+    files = [str(path) for path in _files_of(out)]
+    facts = {"format": form, "step": trained.task.step, "files": files, "notes": lines}
+    text = "\n".join([*lines, f"written: {', '.join(files)}"])
+    return answer(0, "written", facts, lambda: print(text))
 
 
 def _default(place: str, trained: ExportModel, suffix: str) -> Path:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import trainer
-from trainer.cli import run, single
+from trainer.cli import answer, run, single
 from trainer.config.compose import find_options
+from trainer.distributed import entry
 from trainer.errors import ConfigError
 
 HELP = """usage: python -m trainer.new NAME
@@ -63,9 +64,11 @@ def main(arguments: Sequence[str]) -> int:
             path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{folder}: {error.strerror}; start in another directory") from None
-    print(f"written: {folder}/, {len(FILES)} files; its README.md says what each is for")
-    print(f"begin with: cd {folder} && python -m trainer task={name}")
-    return 0
+    written = f"written: {folder}/, {len(FILES)} files; its README.md says what each is for"
+    command = entry.as_started(f"cd {folder} && python -m trainer task={name}")
+    facts = {"folder": folder, "num_files": len(FILES), "command": command}
+    lines = (written, f"begin with: {command}")
+    return answer(0, "written", facts, lambda: print(*lines, sep="\n"))
 
 
 def _class_of(module: str) -> str:

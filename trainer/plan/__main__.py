@@ -5,17 +5,17 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from trainer.cli import check_alone, run, split_arguments, take_words
+from trainer.cli import answer, check_alone, run, split_arguments, take_words
 from trainer.config.compose import load_config
 from trainer.errors import ConfigError
 
 HELP = """usage: python -m trainer.plan task=<name> [ranks=1024] [local_ranks=8] [device=h100]
-           [devices=FILE] [disk_gb_s=1] [key=value ...] [--config-dir DIR] [--json]
+           [devices=FILE] [disk_gb_s=1] [key=value ...] [--config-dir DIR]
 
 Computes what a run needs, before anything is started: the refusals of a real start, batches and
 steps, memory of a rank, bytes and messages of a step, size of a checkpoint, time of a step. It is
 one process, needs no memory for the model, and opens no socket and no run directory. Settings apply
-as in a run. --json prints one JSON object.
+as in a run.
 
 ranks: number of ranks, 1 by default; local_ranks: those of a node, 8 or `ranks` if fewer
 device: name in the table of devices, for time and memory: {devices}
@@ -23,15 +23,13 @@ devices: your own table, a copy of trainer/distributed/devices.yaml with other n
 disk_gb_s: GB per second that the disk takes from all ranks, 1 by default
 
 Exit codes: 0 planned, 1 the run does not fit the device, 2 the run would be refused."""
-FLAG = "--json"
 WORDS = ("ranks", "local_ranks", "device", "devices", "disk_gb_s")
 PER_NODE = 8
 
 
 def main(arguments: Sequence[str]) -> int:
     check_alone("trainer.plan", "it plans all ranks in one process; run it with python")
-    rest = [word for word in arguments if word != FLAG]
-    words, config_dirs = split_arguments(rest, own=(FLAG,))
+    words, config_dirs = split_arguments(arguments)
     own, overrides = take_words(words, WORDS, config_dirs)
     ranks = _read_integer(own, "ranks", 1)
     local_ranks = _read_integer(own, "local_ranks", min(ranks, PER_NODE))
@@ -42,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     from trainer.distributed.devices import find_device
     from trainer.plan.advice import find_fitting
     from trainer.plan.planning import Plan, PlannedLayout, make_plan
-    from trainer.plan.report import Advice, show
+    from trainer.plan.report import Advice, as_json, show
     from trainer.plan.trial import SharedParts
 
     if "devices" in own and "device" not in own:
@@ -62,8 +60,10 @@ def main(arguments: Sequence[str]) -> int:
         given = [f"{name}={value}" for name, value in own.items()]
         words = ["python", "-m", "trainer.plan", *(found[0] if found else ()), *given, *folders]
         advice = Advice(shlex.join(words), found[1]) if found else Advice()
-    show(plan, disk_gb_s, advice, FLAG in arguments)
-    return int(plan.fits is False)
+    result = {True: "fits", False: "does not fit", None: "planned"}[plan.fits]
+    facts = as_json(plan, disk_gb_s, advice)
+    code = int(plan.fits is False)
+    return answer(code, result, facts, lambda: show(plan, disk_gb_s, advice))
 
 
 def _read_integer(words: Mapping[str, str], name: str, default: int) -> int:

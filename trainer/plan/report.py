@@ -1,8 +1,7 @@
-"""The plan as tables, or as one JSON object."""
+"""The plan as tables, or as plain values for JSON."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -28,11 +27,8 @@ class Advice:
     plan: Plan | None = None
 
 
-def show(plan: Plan, disk_gb_s: float, advice: Advice | None, is_json: bool) -> None:
+def show(plan: Plan, disk_gb_s: float, advice: Advice | None) -> None:
     """Print the plan."""
-    if is_json:
-        print(json.dumps(as_json(plan, disk_gb_s, advice)), flush=True)
-        return
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
     for line in (_layout(plan), *plan.lines, *plan.notes):
         console.print(visible(line), soft_wrap=True)

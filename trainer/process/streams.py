@@ -177,6 +177,23 @@ def lasting_output() -> Iterator[None]:
                 setattr(sys, name, old)
 
 
+class SoleDocument:
+    """Standard output, kept for one text: all else that is printed goes to standard error."""
+
+    def __init__(self) -> None:
+        sys.stdout.flush()
+        self._own: int | None = os.dup(1)
+        os.dup2(2, 1)  # for child processes, and for libraries that are not Python
+        sys.stdout = sys.stderr
+
+    def write(self, text: str) -> None:
+        """Write the text; a second one is dropped."""
+        if self._own is not None:
+            with suppress(OSError), open(self._own, "w", encoding="utf-8") as file:
+                file.write(text)
+        self._own = None
+
+
 class CurrentOutput:
     """Standard output as it is at each write, which never fails.
 

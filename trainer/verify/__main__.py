@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from trainer.cli import load_task, run, split_arguments, take_words
+from trainer.cli import JSON, answer, load_task, run, split_arguments, take_words
 from trainer.config.compose import load_config
 from trainer.distributed import accelerator
 from trainer.engine.precision import OPEN, choose_precision, is_bf16_native, takes_bf16
@@ -15,14 +16,11 @@ from trainer.errors import ConfigError
 from trainer.strategy.base import find_strategy
 from trainer.strategy.modules.comm_hooks import COMPRESSING
 from trainer.task import Task
-from trainer.verify.layouts import (
-    LAYOUTS,
-    choose_layouts,
-    prove_layouts,
-)
+from trainer.verify.comparison import Finding
+from trainer.verify.layouts import LAYOUTS, choose_layouts, prove_layouts
 from trainer.verify.resume import prove_resume
 from trainer.verify.stage import TrialRuns
-from trainer.verify.table import show, show_left_out
+from trainer.verify.table import list_left_out, show
 
 HELP = """usage: python -m trainer.verify task=<name> [layouts=ranks-2,ranks-3] [steps=10]
            [key=value ...]
@@ -55,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{BITS}: must not be combined with {RESUME}; leave one out")
     plain = [word for word in arguments if word not in (RESUME, BITS)]
     plain += ["strategy.name=exact"] * is_bits
-    words, config_dirs = split_arguments(plain, own=(BITS, RESUME))
+    words, config_dirs = split_arguments(plain, own=(JSON, BITS, RESUME))
     own, overrides = _divide(words, is_resume, config_dirs)
     config = load_config(overrides, config_dirs)
     task = load_task(config)(config)
@@ -66,6 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         overrides = [*overrides, f"strategy.precision={chosen}"]
         config = load_config(overrides, config_dirs)
     steps = _read_integer(own, "steps", 10)
+    left_out: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         stage = TrialRuns(Path(folder), overrides, config_dirs, config, steps)
         if is_resume:
@@ -79,9 +78,17 @@ def main(arguments: Sequence[str]) -> int:
             layouts = choose_layouts(own.get("layouts"), units, cut, barred)
             findings = prove_layouts(stage, layouts, is_bits, "layouts" not in own)
             if "layouts" not in own:
-                show_left_out(layouts, units, cut, barred)
-    show(findings, steps)
-    return int(any(finding.is_bad for finding in findings))
+                left_out = list_left_out(layouts, units, cut, barred)
+    return _answer(findings, steps, left_out)
+
+
+def _answer(findings: Sequence[Finding], steps: int, left_out: Mapping[str, str]) -> int:
+    """Print the findings, and return the exit code."""
+    is_bad = any(finding.is_bad for finding in findings)
+    rows = [asdict(finding) for finding in findings]
+    facts = {"steps": steps, "findings": rows, "left_out": left_out}
+    result = "not proved" if is_bad else "proved"
+    return answer(int(is_bad), result, facts, lambda: show(findings, steps, left_out))
 
 
 def _find_barred(task: Task) -> dict[str, str]:

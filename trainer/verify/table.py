@@ -15,8 +15,13 @@ from trainer.verify.layouts import LAYOUTS, ONE_CUT, Layout
 GROUPS = ("examples", "losses", "gradients", "weights", "metrics")
 
 
-def show(findings: Sequence[Finding], steps: int) -> None:
-    """Print the table, the reasons below it, and the overall result."""
+def show(findings: Sequence[Finding], steps: int, left_out: Mapping[str, str]) -> None:
+    """Print what is left out, the table, the reasons below it, and the overall result."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        print(f"left out: {', '.join(names)} ({reason})")
     table = Table("layout", "precision", *GROUPS, "result", box=None, header_style="bold")
     for finding in findings:
         cells = [_cell(finding, group) for group in GROUPS]
@@ -36,20 +41,18 @@ def show(findings: Sequence[Finding], steps: int) -> None:
         console.print("proved: all runs learned the same")
 
 
-def show_left_out(
+def list_left_out(
     layouts: Sequence[Layout], units: int, cut: Cut, barred: Mapping[str, str] | None = None
-) -> None:
-    """Print the default layouts that are not tried, and why."""
+) -> dict[str, str]:
+    """Return the default layouts that are not tried, each with the reason."""
     chosen = {layout.name for layout in layouts}
     left = [name for name in (ONE_CUT if cut.is_fixed else LAYOUTS) if name not in chosen]
     parts = f"{units} part{'s' if units > 1 else ''} of {cut.unit} rows"
-    reasons: dict[str, list[str]] = {}
+    reasons = {}
     for name in left:
         why = [(barred or {})[axis] for axis in LAYOUTS[name].axes if axis in (barred or {})]
-        reason = why[0] if why else f"the global batch has {parts}"
-        reasons.setdefault(reason, []).append(name)
-    for reason, names in reasons.items():
-        print(f"left out: {', '.join(names)} ({reason})")
+        reasons[name] = why[0] if why else f"the global batch has {parts}"
+    return reasons
 
 
 def _cell(finding: Finding, group: str) -> str:
