@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from trainer.audit import audit
-from trainer.cli import run, single, take_words
+from trainer.cli import answer, run, single, take_words
 from trainer.config.schema import LAYOUT
 from trainer.errors import ConfigError, counted
 from trainer.record.startup import picture
@@ -34,8 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"out={out}: must end with .html")
     (found,) = read_runs([place])
     make_page(found).write(out)
-    print(f"written: {out}")
-    return 0
+    return answer(0, "written", {"file": out}, lambda: print(f"written: {out}"))
 
 
 def make_page(found: RunFiles) -> Page:
