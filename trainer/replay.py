@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoints import transaction
 from trainer.checkpoints.manifest import MANIFEST, Manifest
-from trainer.cli import load_task, run, run_directory, take_words
+from trainer.cli import answer, load_task, run, run_directory, take_words
 from trainer.config.compose import load_run_config
 from trainer.config.schema import Config, MeshSizes
 from trainer.data.batch_plan import BatchPlan
 from trainer.engine.diagnosis import Example, examine
-from trainer.errors import CheckpointError, ConfigError, visible
+from trainer.errors import CheckpointError, ConfigError, counted, visible
+from trainer.process.streams import LastingStream
 from trainer.record.files import METRICS, read_entries
 from trainer.record.resume import FIXED
 from trainer.record.startup import STOPPED
@@ -28,7 +31,8 @@ HELP = """usage: python -m trainer.replay DIR step=N [key=value ...] [--config-d
 
 Trains from the newest checkpoint before step N (or from the start) to step N on one process, in
 micro-batches of the run's size. Then prints the examples of that step whose loss or gradient is not
-finite, and those with the largest losses. DIR is a run directory; nothing is written to it.
+finite, and those with the largest losses. DIR is a run directory; nothing is written to it. A run
+keeps more checkpoints, so that fewer steps are trained, with a larger checkpoint.keep_last.
 
 Exit codes: 0 the step is finite, 1 it is not finite, 2 the run has no such step."""
 ALONE = MeshSizes("auto", 1, 1, 1, 1)
@@ -45,6 +49,17 @@ class EndOfReplay(Exception):
         self.has_batchnorm = has_batchnorm
 
 
+class _Hiding(LastingStream):
+    """Output without what names the folder of the replay, which is removed at its end."""
+
+    def __init__(self, stream: Any, hidden: str):
+        super().__init__(stream)
+        self._hidden = hidden
+
+    def write(self, text: str) -> int:
+        return len(text) if self._hidden in text else super().write(text)
+
+
 def main(arguments: Sequence[str]) -> int:
     own, rest = take_words(arguments, ("step",))
     path, overrides, config_dirs = run_directory(rest, ADVICE)
@@ -58,16 +73,26 @@ def main(arguments: Sequence[str]) -> int:
     config = load_run_config(str(directory), overrides, config_dirs)
     others = [word for word in overrides if word.partition("=")[0] not in FIXED]
     _check_fixed(config, load_run_config(str(directory), others, config_dirs))
-    with tempfile.TemporaryDirectory() as scratch:
-        config = _on_one_process(config, directory, step, scratch)
+    start, resume = _find_newest_before(directory, step)
+    print(_announce(step, start, resume), flush=True)
+    with tempfile.TemporaryDirectory() as scratch, redirect_stdout(_Hiding(sys.stdout, scratch)):
+        config = _on_one_process(config, directory, resume, scratch)
         try:
             _stopping_at(load_task(config), step)(config).fit()
         except EndOfReplay as replayed:
             if replayed.has_batchnorm:
                 why = "BatchNorm used its running statistics"
                 print(f"{why}, so these are not the losses of training")
-            return _show(replayed.examples, step, directory)
+            return _answer(replayed.examples, step, start, directory)
     return STOPPED
+
+
+def _announce(step: int, start: int, resume: Path | None) -> str:
+    """Return a line about the steps that are trained before the one that is examined."""
+    place = f"from {resume.name}" if resume else "from the start: no checkpoint before it is kept"
+    line = f"step {step:,} needs {counted(step - 1 - start, 'step')} of training, {place}"
+    advice = "a run with checkpoint.keep_last=<n> keeps more checkpoints"
+    return f"{line}; {advice}" if step - 1 > start else line
 
 
 def _check_fixed(config: Config, saved: Config) -> None:
@@ -79,29 +104,28 @@ def _check_fixed(config: Config, saved: Config) -> None:
             raise ConfigError(f"{key}={new[key]}: {must}")
 
 
-def _on_one_process(config: Config, directory: Path, step: int, scratch: str) -> Config:
-    """Return the run's configuration, to resume before a step on one process."""
-    resume = _find_newest_before(directory, step)
+def _on_one_process(config: Config, directory: Path, resume: Path | None, scratch: str) -> Config:
+    """Return the run's configuration, to resume from a checkpoint on one process."""
     micro_batch = _find_micro_batch(directory, config)
     is_fixed = find_strategy(config.strategy).cut(config).is_fixed
     name = config.strategy.name if is_fixed else "single"
     return replace(
         config,
-        run=replace(config.run, resume=resume, name="replay", dir=scratch),
+        run=replace(config.run, resume=str(resume) if resume else None, name="replay", dir=scratch),
         strategy=replace(config.strategy, name=name, comm_hook="none", mesh=ALONE),
         data=replace(config.data, micro_batch=micro_batch),
     )
 
 
-def _find_newest_before(directory: Path, step: int) -> str | None:
-    """Return the newest valid checkpoint before a step; None if there is none."""
+def _find_newest_before(directory: Path, step: int) -> tuple[int, Path | None]:
+    """Return the newest valid checkpoint before a step, and its step; (0, None) without one."""
     for number, path in reversed(transaction.steps(directory / "checkpoints").items()):
         try:
             if number < step and transaction.load(path):
-                return str(path)
+                return number, path
         except CheckpointError as error:
             print(visible(f"skipped {path.name}: {error}"))
-    return None
+    return 0, None
 
 
 def _find_micro_batch(directory: Path, config: Config) -> int:
@@ -145,32 +169,45 @@ def _stopping_at(base: type, step: int) -> Any:
     return Replay
 
 
-def _show(examples: Sequence[Example], step: int, directory: Path) -> int:
+def _answer(examples: Sequence[Example], step: int, start: int, directory: Path) -> int:
+    """Print the examples of a step, and return the exit code."""
     bad = [e for e in examples if e.is_bad]
     weight = sum(e.weight for e in examples)
     mean = sum(e.loss * e.weight for e in examples) / weight if weight else math.nan
-    count = f"{len(examples):,} examples, mean loss {mean:.6g}"
-    print(f"step {step:,}: {count}{_recorded_loss(directory, step)}")
+    finite = sorted((e for e in examples if math.isfinite(e.loss)), key=lambda e: -e.loss)
+    since, logged = _find_logged_loss(directory, step)
+    lines = [f"step {step:,}: {len(examples):,} examples, mean loss {mean:.6g}"]
+    if logged is not None:
+        over = f"the mean of steps {since + 1:,} to {step:,}, "
+        lines[0] += f"; metrics.jsonl has {over * (step - since > 1)}{logged:.6g}"
     for e in bad:
         what = "its gradient" if e.is_finite else "it"
-        print(f"example {e.index}: loss {e.loss:.6g}, {what} is not finite")
-    finite = sorted((e for e in examples if math.isfinite(e.loss)), key=lambda e: -e.loss)
+        lines.append(f"example {e.index}: loss {e.loss:.6g}, {what} is not finite")
     largest = [f"{e.loss:.6g} (example {e.index})" for e in finite[:SHOWN]]
-    print("largest losses: " + ", ".join(largest))
-    return int(bool(bad))
+    lines.append("largest losses: " + ", ".join(largest))
+    facts = {
+        "step": step,
+        "from_step": start,
+        "examples": len(examples),
+        "mean_loss": mean,
+        "logged_loss": logged,
+        "not_finite": [{"example": e.index, "loss": e.loss} for e in bad],
+        "largest": [{"example": e.index, "loss": e.loss} for e in finite[:SHOWN]],
+    }
+    result = "not finite" if bad else "finite"
+    return answer(int(bool(bad)), result, facts, lambda: print(*lines, sep="\n"))
 
 
-def _recorded_loss(directory: Path, step: int) -> str:
-    """Return the loss in metrics.jsonl; with log.every_steps above 1 a mean over several steps."""
+def _find_logged_loss(directory: Path, step: int) -> tuple[int, float | None]:
+    """Return the loss in metrics.jsonl, and the step since which it is the mean."""
     before = 0
     for _, entry in read_entries(directory / METRICS):
         if "train/loss" not in entry:
             continue
         if entry["step"] == step and entry["train/loss"] is not None:
-            over = f"the mean of steps {before + 1:,} to {step:,}, "
-            return f"; metrics.jsonl has {over * (step - before > 1)}{entry['train/loss']:.6g}"
+            return before, entry["train/loss"]
         before = entry["step"]
-    return ""
+    return before, None
 
 
 if __name__ == "__main__":
