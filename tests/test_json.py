@@ -49,7 +49,7 @@ DOCUMENTS = {  # arguments; exit code, result and the other keys
     ),
     "report": ([RUN], 0, "written", {"file"}),
 }
-NO_DOCUMENT = {"train"}
+NO_DOCUMENT = {"completion", "train"}
 SLOW = {
     "export": (
         [RUN, "format=safetensors", *DIRS],
@@ -146,8 +146,8 @@ def test_training_names_the_files_that_it_writes(command):
     done = command("task=tiny", *DIRS, "--json")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == (
-        "error: --json: is of the other commands; in its folder a run writes metrics.jsonl and "
-        "exit.json, and a sweep sweep.json\n"
+        "error: --json: is a flag of the other commands; read metrics.jsonl and exit.json of the "
+        "run, or sweep.json of a sweep\n"
     )
 
 

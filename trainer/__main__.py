@@ -6,7 +6,8 @@ import os
 from collections.abc import Sequence
 
 from trainer.cli import HYDRA_FLAGS, JSON, check_alone, load_task, run, split_arguments, starter
-from trainer.config.compose import find_options, load_config
+from trainer.config.compose import load_config
+from trainer.config.options import find_options
 from trainer.config.schema import Config
 from trainer.distributed.launchers import MARK, find_launcher
 from trainer.distributed.signals import catch_early
@@ -60,13 +61,14 @@ other commands (python -m <command> --help):
   trainer.report           write one page about a run
   trainer.audit            check that no example was repeated or skipped, over all restarts
   trainer.replay           repeat a step and name examples that are not finite
-  trainer.doctor           test the ranks, their network and disk"""
+  trainer.doctor           test the ranks, their network and disk
+  trainer.completion       complete verbs, settings and tasks in bash, zsh or fish"""
 
 
 def main(arguments: Sequence[str]) -> int:
     if JSON in arguments:
-        where = "in its folder a run writes metrics.jsonl and exit.json, and a sweep sweep.json"
-        raise ConfigError(f"{JSON}: is of the other commands; {where}")
+        where = "read metrics.jsonl and exit.json of the run, or sweep.json of a sweep"
+        raise ConfigError(f"{JSON}: is a flag of the other commands; {where}")
     if any(word.split("=")[0] in HYDRA_FLAGS for word in arguments):
         from trainer.sweep.command import answer_or_sweep
 

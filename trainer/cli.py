@@ -16,6 +16,7 @@ from typing import Any
 import trainer
 from trainer.config.folder import read_settings
 from trainer.config.hints import suggest
+from trainer.config.options import find_options
 from trainer.config.rules import check_path
 from trainer.config.schema import Config
 from trainer.config.targets import resolve
@@ -268,8 +269,6 @@ def take_words(
 
     Raises ConfigError for a name that is nearly one of `names`, and no group of settings.
     """
-    from trainer.config.compose import find_options
-
     own = {}
     rest = []
     for word in arguments:

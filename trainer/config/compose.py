@@ -25,6 +25,7 @@ from yaml import YAMLError
 from trainer.config import CONF
 from trainer.config.guard import check_override
 from trainer.config.hints import suggest, translate
+from trainer.config.options import find_options
 from trainer.config.packages import check_saved
 from trainer.config.plain_files import (
     MOST_OF_YAML,
@@ -46,8 +47,6 @@ SEARCHED = (*SWEPT, "INTERVAL_SWEEP")
 # OmegaConf resolvers that read nothing but the configuration.
 _RESOLVERS = ("oc.create", "oc.decode", "oc.select", "oc.dict.keys", "oc.dict.values")
 _DEFAULTS = "write '- override /optim: adamw' in defaults, or '- /model: small' for your own group"
-# Settings without a folder in conf/: a folder of that name is no group of the user's own.
-_BLOCKS = ("run", "data", "checkpoint", "eval", "log", "hydra")
 Options = Mapping[str, Mapping[str, list[Path]]]  # group -> option -> its files
 
 
@@ -256,21 +255,6 @@ def to_yaml(config: Config) -> str:
         advice = "read long values from a file in the task"
         raise ConfigError(f"task.options: all settings as YAML must be at most {most}; {advice}")
     return text
-
-
-def find_options(config_dirs: Sequence[str] = ()) -> dict[str, dict[str, list[Path]]]:
-    """Return the options of each config group with their files: `{"task": {"cifar": [...]}}`.
-
-    A folder of the user's, such as model/, is a group too: its files begin with the line
-    `# @package task.options`, or name another place for their settings.
-    """
-    options: dict[str, dict[str, list[Path]]] = {}
-    for root in [CONF, *map(Path, config_dirs)]:
-        for file in sorted(root.glob("*/[!_]*.yaml")):
-            group = file.parent.name
-            if group.isidentifier() and group not in _BLOCKS:
-                options.setdefault(group, {}).setdefault(file.stem, []).append(file)
-    return options
 
 
 def parse(overrides: Sequence[str], sweeps: Sequence[str] = ()) -> list[Any]:

@@ -22,6 +22,7 @@ VERBS = (
     "audit",
     "checkpoints",
     "compare",
+    "completion",
     "doctor",
     "evaluate",
     "export",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import trainer
 from trainer.cli import answer, run, single
-from trainer.config.compose import find_options
+from trainer.config.options import find_options
 from trainer.distributed import entry
 from trainer.errors import ConfigError
 
