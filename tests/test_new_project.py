@@ -1,5 +1,6 @@
 """trainer.new: a project that trains, and whose test passes; config groups of a user's own."""
 
+import json
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ def project(command):
     done = command("my-spiral", verb="trainer.new")
     assert done.returncode == 0, done.stderr
     assert done.stdout == (
-        "written: my-spiral/, 12 files; its README.md says what each is for\n"
+        "written: my-spiral/, 13 files; its README.md says what each is for\n"
         "begin with: cd my-spiral && python -m trainer task=my-spiral\n"
     )
     return command.folder / "my-spiral"
@@ -43,6 +44,35 @@ def test_nothing_of_the_template_is_left(project):
         assert not re.search(r"__(NAME|MODULE|CLASS|VERSION)__", text), name
     required = (project / "requirements.txt").read_text().splitlines()
     assert f"lockstep-trainer[export,report]=={trainer.__version__}" in required
+
+
+def test_commands_for_agents_are_commands(project, command):
+    """Those of AGENTS.md are understood as they stand; training and proofs run in other tests."""
+    text = (project / "AGENTS.md").read_text()
+    lines = re.findall(r"`python -m (trainer[^`]*)`", text)
+    assert {line.split()[0] for line in lines} >= {"trainer", "trainer.verify", "trainer.plan"}
+    for line in lines:
+        verb, *words = line.split()
+        if verb == "trainer.compare":
+            words = [word.replace("/one", "/try").replace("/other", "/try") for word in words]
+        if verb != "trainer.verify":
+            done = command(*words, verb=verb, folder=project)
+            assert done.returncode == 0, (line, done.stderr)
+    assert re.search(r"^## |^# Notes", text) and len(text.split()) < 450
+
+
+@pytest.mark.slow
+def test_its_requirements_are_met_by_the_wheel_in_wheels(project, wheel, tmp_path):
+    (project / "wheels").mkdir()
+    (project / "wheels" / wheel.name).write_bytes(wheel.read_bytes())
+    lines = (project / "requirements.txt").read_text().splitlines(keepends=True)
+    own = [line for line in lines if not line.startswith("pytest")]  # no index is asked
+    (project / "requirements.txt").write_text("".join(own))
+    options = ["--dry-run", "--no-index", "--no-deps", "--force-reinstall", "-q"]
+    words = ["install", *options, "--report", str(tmp_path / "report.json"), "-r"]
+    run(tmp_path, sys.executable, "-m", "pip", *words, str(project / "requirements.txt"))
+    (chosen,) = json.loads((tmp_path / "report.json").read_text())["install"]
+    assert chosen["download_info"]["url"].endswith(f"wheels/{wheel.name}")
 
 
 @pytest.mark.parametrize("name", ["resident-dataset", "trainer-task"])

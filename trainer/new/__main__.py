@@ -17,8 +17,8 @@ from trainer.errors import ConfigError
 HELP = """usage: python -m trainer.new NAME
 
 Writes a project into the new folder NAME, which may be a path: a task, its settings with a config
-group of its own, a test that proves the task with trainer.verify, README.md, Dockerfile and
-train.sbatch. It trains and its test passes as written; replace the data, model and loss with
+group of its own, a test that proves the task with trainer.verify, README.md, AGENTS.md for
+coding agents, Dockerfile and train.sbatch. It trains and its test passes as written; replace the data, model and loss with
 your own."""
 
 TEMPLATE = Path(__file__).with_name("template")
@@ -31,6 +31,7 @@ FILES = {
     "lockstep.yaml": "lockstep.yaml",
     "check.py.txt": "tests/test_{module}.py",
     "readme.md": "README.md",
+    "agents.md": "AGENTS.md",
     "requirements.txt": "requirements.txt",
     "gitignore": ".gitignore",
     "dockerignore": ".dockerignore",
