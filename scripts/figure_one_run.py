@@ -1,6 +1,6 @@
 """Draw the figure of the README: the training loss of one run in five layouts.
 
-    python scripts/figure_one_run.py [--steps 80] [--curves FILE]
+    python scripts/figure_one_run.py [--steps 80] [--curves FILE] [--out docs/images]
 
 The same small GPT is trained with dropout and in fp32 on 1, 2 and 4 ranks, with gradient
 accumulation, and killed and resumed: by a typical DDP script (scripts/naive_ddp.py), and by
@@ -274,6 +274,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--curves", type=Path, metavar="FILE")
+    parser.add_argument("--out", type=Path, default=IMAGES, metavar="FOLDER")
     given = parser.parse_args()
     if given.curves is not None and given.curves.exists():
         kept = json.loads(given.curves.read_text())
@@ -286,7 +287,7 @@ def main() -> None:
         if given.curves is not None:
             given.curves.write_text(json.dumps(curves))
     for name, theme in THEMES.items():
-        path = IMAGES / f"one-run-{name}.svg"
+        path = given.out / f"one-run-{name}.svg"
         path.write_text(draw(curves, theme), encoding="utf-8")
     for panel, runs in curves.items():
         print(f"{panel}: the curves differ by at most {largest_difference(runs):.2e}")
