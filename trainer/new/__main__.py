@@ -17,9 +17,9 @@ from trainer.errors import ConfigError
 HELP = """usage: python -m trainer.new NAME
 
 Writes a project into the new folder NAME, which may be a path: a task, its settings with a config
-group of its own, a test that proves the task with trainer.verify, README.md, AGENTS.md for
-coding agents, Dockerfile and train.sbatch. It trains and its test passes as written; replace the data, model and loss with
-your own."""
+group of its own, a test that proves the task with trainer.verify, README.md, AGENTS.md for coding
+agents, Dockerfile and train.sbatch. It trains and its test passes as written; replace the data,
+model and loss with your own."""
 
 TEMPLATE = Path(__file__).with_name("template")
 # Files of the template, and their places in the project.
