@@ -67,7 +67,7 @@ def train(
             inputs, (tokens, is_there) = task.split_batch(next(batches))
             is_last = number == accumulation - 1
             with nullcontext() if is_last else model.no_sync():
-                values = F.cross_entropy(model(inputs).transpose(1, 2), tokens, reduction="none")
+                values = F.cross_entropy(model(*inputs).transpose(1, 2), tokens, reduction="none")
                 loss = values[is_there].mean()
                 (loss / accumulation).backward()
         optimizer.step()

@@ -22,7 +22,6 @@ class Smoke(NamedTuple):
 
 
 ONE = "--rounds 1"
-NAIVE = "naive_ddp.py calls GPT.forward without positions"
 CASES = {
     "bench_cifar.py": Smoke(f"{ONE} --steps 2"),
     "bench_compile.py": Smoke("--help", is_slow=False),  # each start compiles for half a minute
@@ -40,9 +39,9 @@ CASES = {
     "compare_commits.py": Smoke("--list"),
     "compare_peers.py": Smoke("--only lockstep --checks 1"),
     "faults.py": Smoke("--quick --only power --cases 2"),
-    "figure_one_run.py": Smoke("--steps 4 --out .", broken=NAIVE),
+    "figure_one_run.py": Smoke("--steps 4 --out ."),
     "figure_pages.py": Smoke("--help", program="chromium", is_slow=False),  # writes to docs/images
-    "figure_same_run.py": Smoke("--steps 4 --out same-run.svg", broken=NAIVE),
+    "figure_same_run.py": Smoke("--steps 4 --out same-run.svg"),
     "make_api.py": Smoke("--check"),
     "make_schema.py": Smoke("--check", is_slow=False),
     "make_settings.py": Smoke("--check", is_slow=False),
