@@ -86,6 +86,7 @@ def run(steps: int) -> None:
             f"run.steps={steps}",
             f"data.global_batch={BATCH}",
             "log.every_steps=50",
+            "run.norm_rows=null",
         ]
         Tiny(load_config(["task=cifar", "optim=sgd", "strategy.precision=fp32", *words])).fit()
 
