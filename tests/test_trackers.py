@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import socket
 import struct
@@ -26,8 +27,25 @@ def curves_of(run):
         (entry["step"], name): value
         for entry in map(json.loads, lines)
         for name, value in entry.items()
-        if "/" in name
+        if "/" in name or name == "epoch"
     }
+
+
+def test_tensorboard_draws_both_losses_in_one_chart_and_has_the_epoch(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+    run = fit_on(1, tmp_path, *WORDS, "run.steps=8")["directory"]
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    (event,) = events.Tensors("custom_scalars__config__")
+    layout = Layout.FromString(event.tensor_proto.string_val[0])
+    (chart,) = layout.category[0].chart
+    tags = events.Tags()["tensors"] + events.Tags()["scalars"]
+    drawn = [tag for tag in tags for pattern in chart.multiline.tag if re.match(pattern, tag)]
+    assert sorted(drawn) == ["eval/loss", "train/loss"]
+    epochs = {step: value for (step, name), value in curves_of(run).items() if name == "epoch"}
+    assert epochs == {4: round(4 / 9, 6), 8: round(8 / 9, 6)}  # 203 examples, batches of 22
+    assert [event.step for event in events.Scalars("epoch")] == [4, 8]
 
 
 @pytest.mark.parametrize("ranks", slow_but([1, 2], 2))

@@ -44,7 +44,7 @@ def open_record(
     console = Console()
     disk = Disk(directory, KEEP, console.say)
     files = RecordFiles(directory, begin, disk, lease, console.say)
-    board = TensorBoard(directory, begin, is_resumed, LOG, disk)
+    board = TensorBoard(directory, begin, is_resumed, LOG, ["eval"], disk)
     record = Record([console, board, files])
     mail = Mail(dist.HashStore(), 0, [0], limit_s=60)
     return record, DiskSaver(directory, KEEP, disk, lease.check, record.flush, record.saved, mail)

@@ -255,7 +255,7 @@ class Run:
         """Record means, learning rate and speed since the last log, if due. A collective."""
         if self.is_due(self.config.log):
             self._ranks.heartbeat.enter(Phase.LOG)
-            self._log.begin(self.engine, self.state.step)
+            self._log.begin(self.engine, self.state.step, self.batches.steps_per_epoch)
             if self.state.step == self.num_steps:
                 self._log.settle()
 
@@ -294,7 +294,8 @@ class Run:
         if is_best and self.config.checkpoint.keep_best > 0:
             self.request_save()
         if self.decisions.ended_by and self._log.is_behind(self.state.step):
-            self._log.begin(self.engine, self.state.step)  # the end is always logged
+            # the end is always logged
+            self._log.begin(self.engine, self.state.step, self.batches.steps_per_epoch)
 
     def _judged_by(self) -> tuple[str, str, float]:
         config = self.config

@@ -92,13 +92,13 @@ class RunLog:
         if self._is_new:
             self._record.hyper_parameters(self._config.flat())
 
-    def begin(self, engine: Engine, step: int) -> None:
-        """Record means since the last call, learning rate and speed of `step`. A collective.
+    def begin(self, engine: Engine, step: int, steps_per_epoch: int) -> None:
+        """Record means since the last call, learning rate, speed and epoch of `step`. A collective.
 
         On a device they are recorded by `advance`, one to three steps later, so that the host does
         not wait.
         """
-        self._later.begin(self._record_scalars(engine, step))
+        self._later.begin(self._record_scalars(engine, step, step / steps_per_epoch))
 
     def advance(self) -> None:
         """Go on with what `begin` began in earlier steps. A collective."""
@@ -108,9 +108,9 @@ class RunLog:
         """Record all that `begin` began; the host waits for it. A collective."""
         self._later.finish()
 
-    def _record_scalars(self, engine: Engine, step: int) -> Reading[None]:
+    def _record_scalars(self, engine: Engine, step: int, epoch: float) -> Reading[None]:
         values = yield from self._scalars(engine, step)
-        self._record.scalars(step, values)
+        self._record.scalars(step, {**values, "epoch": round(epoch, 6)})
 
     def _scalars(self, engine: Engine, step: int) -> Reading[dict[str, float]]:
         world = self._group.world

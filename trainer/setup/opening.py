@@ -117,7 +117,8 @@ def _open(
     files = RecordFiles(directory, step, disk, lease, console.say, settings)
     sinks: list[Sink] = [console, files, *open_services(config, directory, step, console.say)]
     if "tensorboard" in config.log.trackers:
-        sinks.append(TensorBoard(directory, step, origin.is_resumed, config.log, disk))
+        of_run = (directory, step, origin.is_resumed)
+        sinks.append(TensorBoard(*of_run, config.log, config.eval.splits, disk))
     record = Record(sinks)
     saver = DiskSaver(directory, keep, disk, lease.check, record.flush, record.saved, mail)
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best

@@ -28,7 +28,8 @@ class CsvFile(Sink):
         except OSError as error:
             self._fail(error)
         for entry in entries:
-            self.scalars(entry["step"], {k: v for k, v in entry.items() if "/" in k})
+            step = entry.pop("step")  # the rest are curves, and words of the ledger
+            self.scalars(step, {k: v for k, v in entry.items() if not isinstance(v, str)})
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         if self._file is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,17 +26,31 @@ class TensorBoard(Sink):
     """Curves, hyperparameters, images, histograms of the weights, and profiles."""
 
     def __init__(
-        self, directory: Path, step: int, is_resumed: bool, config: LogSettings, disk: Disk
+        self,
+        directory: Path,
+        step: int,
+        is_resumed: bool,
+        config: LogSettings,
+        splits: Sequence[str],
+        disk: Disk,
     ):
         self._folder = directory / "tensorboard"
         self._metrics = directory / METRICS
         self._step = step
         self._num_images = config.images
+        self._splits = ("train", *splits)
         self._purged = step + 1 if is_resumed else None
         self._profiler = Profiler(self._folder, config.profile_steps or [0, 0])
         self._file = EventFile(self._folder, self._purged, disk)
         self._on_thread_error = threading.excepthook
         threading.excepthook = self._hide_thread_error
+        self._draw_layout()
+
+    def _draw_layout(self) -> None:
+        """Ask for one chart with the losses of training and evaluation, in Custom Scalars."""
+        tags = [f"{re.escape(split)}/loss$" for split in self._splits]  # they are patterns
+        layout = {"loss": {"training and evaluation": ["Multiline", tags]}}
+        self._file.write(lambda board: board.add_custom_scalars(layout))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         if not self._replace_removed():
@@ -97,6 +112,7 @@ class TensorBoard(Sink):
         self._file.discard()
         has_earlier = any(self._folder.glob("events.out.tfevents.*"))
         self._file.open(self._purged if has_earlier else None)
+        self._draw_layout()
         for _, entry in read_entries(self._metrics):
             step = entry.pop("step")
             values = {name: v for name, v in entry.items() if isinstance(v, (int, float))}
