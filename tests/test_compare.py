@@ -2,9 +2,10 @@
 
 import csv
 import json
+import re
 import shutil
-import sys
 from html.parser import HTMLParser
+from statistics import fmean, stdev
 
 import pytest
 import torch
@@ -14,8 +15,12 @@ from safetensors.torch import save_file
 from tiny import Tiny
 
 from trainer.checkpoints import files, manifest, transaction
+from trainer.compare.__main__ import expand
 from trainer.compare.__main__ import main as compare
+from trainer.compare.comparison import Comparison
 from trainer.compare.differences import _pairs, find_first, list_changes
+from trainer.compare.page import overlay
+from trainer.compare.swept import Swept
 from trainer.errors import ConfigError
 from trainer.report.reading import RunFiles, read_runs
 
@@ -213,29 +218,101 @@ def check_page(text, num_charts):
     """Check that a page needs no other file, and that its charts have words."""
     page = Outline(text)
     assert len(page.ids) == len(set(page.ids))
-    assert all(link.startswith("#") for link in page.links)
-    assert not {tag for tag, _ in page.found} & {"script", "link", "iframe", "img", "object"}
-    charts = [given for tag, given in page.found if tag == "svg"]
+    assert page.links == []
+    assert not {tag for tag, _ in page.found} & {"link", "iframe", "img", "object"}
+    charts = [given for _, given in page.found if given.get("role") == "img"]
     assert len(charts) == num_charts
-    for chart in charts:
-        assert chart["role"] == "img"
-        assert set(chart["aria-labelledby"].split()) <= set(page.ids)
+    assert all(chart["aria-label"] for chart in charts)
     assert "prefers-color-scheme: dark" in text
     return page
 
 
-@pytest.mark.slow
 def test_page_of_a_comparison(first, tmp_path):
-    pytest.importorskip("matplotlib")
     other = fit_on(1, tmp_path, *WORDS, "run.seed=4", "run.name='<b>bold'")
     out = tmp_path / "page.html"
     assert compare([str(first), str(other["directory"]), f"out={out}"]) == 1
     text = out.read_text()
-    num_curves = len(RunFiles.read(str(first)).curves)
-    check_page(text, num_curves)
+    page = check_page(text, len(RunFiles.read(str(first)).curves) - 1)  # without epoch
+    assert not [tag for tag, _ in page.found if tag == "script"]
     assert "<b>bold" not in text and "&lt;b&gt;bold" in text
-    assert "<td>run.seed=4</td>" in text and "run.seed=0" in text  # instead of folders' names
+    assert '<span class="state">different</span> <span class="soft">run.seed</span>' in text
+    assert '<th scope="col">run.seed</th>' in text
+    assert "run.seed=0</span>" in text and "run.seed=4</span>" in text  # instead of folders' names
+    assert "All runs: steps 20, strategy ddp, ranks 1, end done." in text
     assert "steps 1 to 2: train/loss" in text
+
+
+def test_identical_curves_are_both_seen(first, tmp_path):
+    """The first one is wide and pale below the other one."""
+    again = fit_on(1, tmp_path, *WORDS, "run.name=again")["directory"]
+    out = tmp_path / "page.html"
+    assert compare([str(first), str(again), f"out={out}"]) == 0
+    text = out.read_text()
+    assert '<span class="state">the same bits</span>' in text
+    num_curves = sum(not n.startswith("speed/") for n in RunFiles.read(str(first)).curves) - 1
+    assert text.count("<span>identical</span>") >= num_curves
+    assert text.count('<g class="c0 pale">') == text.count("<span>identical</span>")
+
+
+def test_overlay_and_distances():
+    falling = {1: 2.0, 2: 1.0}
+    near = {1: 2.0, 2: 1.0 + 1e-9}
+    rising = {1: 1.0, 2: 2.0}
+    assert overlay({0: falling, 1: near}) == ({0: 6, 1: 2}, "equal up to 1e-09")
+    assert overlay({0: falling, 1: rising}) == ({0: 2, 1: 2}, "")
+    words = "3 runs, 2 curves"
+    assert overlay({0: falling, 1: rising, 2: falling}) == ({0: 6, 1: 2, 2: 2}, words)
+    nan = float("nan")
+    assert overlay({0: {1: nan}, 1: {1: nan}})[1] == "identical"
+    assert overlay({0: {1: nan}, 1: {1: 2.0}})[1] == ""
+
+
+SWEEP = [(lr, seed) for lr in ("0.01", "0.1", "1.0") for seed in "01"]
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """Return the folder of a sweep of rates and seeds, as a sweep leaves it; the runs are real."""
+    folder = tmp_path_factory.mktemp("sweep")
+    words = ["task=tiny", "run.steps=10", "log.every_steps=2", "eval.every_steps=5"]
+    rows = [["job", "directory"]]
+    for number, (lr, seed) in enumerate(SWEEP, 1):
+        own = [f"optim.lr={lr}", f"run.seed={seed}", f"run.name=s-{number}"]
+        rows.append([number, fit_on(1, folder, *words, *own)["directory"]])
+    rows.append([9, folder / "failed"])  # before it had a directory
+    with (folder / "results.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return folder
+
+
+def test_page_of_a_sweep(sweep, tmp_path):
+    out = tmp_path / "page.html"
+    assert compare([str(sweep), f"out={out}"]) == 1
+    text = out.read_text()
+    found = read_runs(expand([str(sweep)]))
+    assert len(found) == len(SWEEP)
+    check_page(text, len(found[0].curves) - 1 + 1)  # without epoch, with the best values
+    assert '<span class="state">different</span> <span class="soft">optim.lr, run.seed<' in text
+    order = re.findall(r'title="[^"]*">(?:<i[^>]*></i>)?(s-\d)</span></th>', text)
+    best = {each.path.name: each.best[1] for each in found}
+    assert order == sorted(best, key=best.get)
+    means = text.split("Means over seeds")[1].split("</table>")[0]
+    for lr in ("0.01", "0.1", "1.0"):
+        values = [best[f"s-{n}"] for n, (own, _) in enumerate(SWEEP, 1) if own == lr]
+        assert f'title="{fmean(values)!r}"' in means and f'title="{stdev(values)!r}"' in means
+    assert '<span class="x"' in text and ">optim.lr</div>" in text
+    assert "aria-sort" in text  # one can sort the table
+
+
+def test_swept_rate_has_a_logarithmic_axis(sweep):
+    found = Comparison.of(read_runs(expand([str(sweep)])))
+    swept = Swept(found.runs, found.settings)
+    (chart,) = swept.charts()
+    assert chart.across.is_log
+    assert [words for _, words in chart.x_ticks] == ["0.01", "0.1", "1.0"]
+    places = [place for place, _ in chart.x_ticks]
+    assert places[1] - places[0] == pytest.approx(places[2] - places[1])
+    assert len(chart.lines[0].dots) == len(SWEEP) and len(chart.lines[0].curve) == 3
 
 
 @pytest.mark.parametrize(
@@ -252,13 +329,6 @@ def test_mistakes_are_one_line(words, line, first, capfd):
     with pytest.raises(ConfigError) as error:
         compare([word.format(first=first) for word in words])
     assert line in str(error.value).replace("/nowhere/p.csv: cannot", "out=/nowhere/p.csv: cannot")
-
-
-def test_without_matplotlib_a_page_names_the_extra(first, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"charts: run pip install 'lockstep-trainer\[report\]'"):
-        compare([str(first), str(first), f"out={tmp_path / 'page.html'}"])
-    assert not (tmp_path / "page.html").exists()
 
 
 def test_verb_is_listed(command):

@@ -156,7 +156,7 @@ def test_help_and_sweeps_know_the_group(project, command):
     words = ["task=my-spiral", "model=small,large", "run.epochs=1", "launch=inline"]
     done = command("-m", *words, folder=project)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"compare with: python -m trainer.compare runs/my-spiral/\S+ ", done.stdout)
+    assert re.search(r"compare with: python -m trainer.compare runs/sweeps/\S+ ", done.stdout)
 
 
 @pytest.mark.slow

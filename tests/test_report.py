@@ -1,5 +1,7 @@
 """trainer.report: one page about a run, which needs nothing else."""
 
+import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,10 +13,10 @@ from test_compare import check_page
 
 from trainer.errors import ConfigError
 from trainer.report.__main__ import main as report
-from trainer.report.charts import describe, draw
+from trainer.report.charts import Axis, Chart, Line, describe
+from trainer.report.numbers import duration, rounded, shown
+from trainer.report.page import Page, Section
 from trainer.report.reading import RunFiles
-
-pytest.importorskip("matplotlib")
 
 WORDS = ["task=tiny", "run.steps=20", "log.every_steps=2", "checkpoint.every_steps=10"]
 
@@ -32,20 +34,103 @@ def finished(tmp_path_factory):
 def test_page_shows_the_run(finished):
     text, directory = finished
     found = RunFiles.read(str(directory))
-    check_page(text, len(found.curves))
+    best = shown("loss", found.best[1])
+    page = check_page(text, len(found.curves) - 2)  # train and eval loss are one, epoch is none
+    assert not [tag for tag, _ in page.found if tag == "script"]
     for part in (
-        f"<h1>Run {directory}</h1>",
-        "20 steps; done",
-        "best eval/loss: ",
-        "<td>10</td><td>20</td><td>3</td>",  # the second session
-        "No step was skipped.",
+        f"<h1>tiny · loss {best}</h1>",
+        f'<p class="soft">{directory}</p>',
+        '<span class="state">done</span>',
+        f'<p>best loss</p><p class="value"><span class="number" title="{found.best[1]!r}">{best}<',
+        '<p>steps</p><p class="value">20</p><p>2.22 epochs of 9 steps</p>',
+        '<p>layout</p><p class="value">3 ranks</p><p>ddp, fp64</p>',
         "nothing was repeated or skipped",
-        "<td>step-00000020</td>",
+        '<span class="number">10 to 20</span></th><td>3</td><td>run.steps: 10 -&gt; 20</td>',
+        "step-00000020",
         "the code of trainer",
-        '<th scope="row">optim.lr</th><td>0.1</td><td>run</td>',
-        '<th scope="row">data.workers</th><td>0</td><td>layout</td>',
+        '<th scope="row">log.every_steps</th><td>2</td><td>10</td>',
+        "<dt>data.workers</dt><dd>0</dd>",
     ):
         assert part in text, part
+    assert '<th scope="row">data.workers' not in text  # it has its default
+    assert text.index('<th scope="row">run.steps') < text.index('<th scope="row">log.every_steps')
+    assert not re.search(r"<d[td]></d[td]>", text)
+
+
+def test_both_losses_are_in_the_first_chart_and_a_resume_is_a_line(finished):
+    text, directory = finished
+    curves = RunFiles.read(str(directory)).curves
+    first = text.split("<figure")[1]
+    assert '</i>train <span class="number"' in first and '</i>eval <span class="number"' in first
+    last = curves["train/loss"][20]
+    assert f'title="{last!r}">{shown("loss", last)}<' in first
+    assert 'class="resume" d="M1000 0v1000"/>' in first
+    assert '<span class="mark" style="left:50.0%">resumed, 3 ranks</span>' in first
+    assert "at step 20" not in re.sub(r"<[^>]*>", "", first)  # no caption
+    assert "train: from " in first.split('aria-label="')[1].split('"')[0]
+
+
+def test_learning_rate_is_on_a_linear_axis_and_a_falling_loss_on_a_logarithmic_one():
+    falling = {1: 1.0, 2: 0.1, 3: 0.001}
+    assert not Chart.of("optim/lr", [Line("a", falling)]).y.is_log
+    assert Chart.of("loss", [Line("a", falling)]).y.is_log
+    assert not Chart.of("accuracy", [Line("a", {1: 0.001, 2: 0.5})]).y.is_log
+
+
+@pytest.mark.parametrize(
+    "axis, words",
+    [
+        (Axis(0, 120), ["0", "20", "40", "60", "80", "100", "120"]),
+        (Axis(0.28, 0.312), ["0.28", "0.285", "0.29", "0.295", "0.3", "0.305", "0.31"]),
+        (Axis(0.9e-3, 2.1, is_log=True), ["0.001", "0.01", "0.1", "1"]),
+        (Axis(-1, 1, names={0: "a"}), ["a"]),
+    ],
+)
+def test_ticks_are_round_numbers(axis, words):
+    assert [word for _, word in axis.ticks(7)] == words
+
+
+def test_numbers_are_rounded_for_people():
+    assert shown("eval/accuracy", 0.8216) == "82.2 %" and shown("accuracy", 1.5) == "1.500"
+    assert shown("loss", 0.693147) == "0.6931" and shown("optim/lr", 0.002) == "0.002"
+    assert [rounded("", v) for v in (0, 1e-7, 12000.0, 0.5)] == ["0", "1e-07", "12,000", "0.5"]
+    assert [duration(s) for s in (3.14, 84, 125, 12_000)] == [
+        "3.1 s",
+        "84 s",
+        "2 min 5 s",
+        "3 h 20 min",
+    ]
+
+
+def test_a_long_run_gives_a_small_page(tmp_path):
+    """10,000 logged steps of eight curves: means, with the range that they stand for."""
+    steps = range(10, 100_001, 10)
+    noisy = {step: 100.0 / step + (step * 7919 % 1000) / 500 for step in steps}
+    charts = [Chart.of("loss", [Line("train", noisy), Line("eval", noisy, 1)], is_large=True)]
+    charts += [Chart.of(f"train/{name}", [Line(name, noisy)]) for name in "abcdef"]
+    page = Page("long", "run")
+    page.add(Section("", charts=charts))
+    page.write(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert len(text) < 150_000
+    assert text.count('class="band"') == 8
+
+
+@pytest.mark.parametrize(
+    "ended, words",
+    [
+        ({"code": 75, "reason": "stopped"}, '"open"><span class="state">stopped at step 20<'),
+        ({"code": 1, "reason": "RunError: <disk>"}, '"bad"><span class="state">failed at step 20<'),
+        ({}, '"open"><span class="state">at step 20</span> <span class="soft">the run has not '),
+    ],
+)
+def test_status_is_at_the_top(ended, words, finished, tmp_path):
+    place = shutil.copytree(finished[1], tmp_path / "run")
+    (place / "exit.json").write_text(json.dumps({**ended, "step": 20} if ended else {}))
+    assert report([str(place)]) == 0
+    text = (place / "report.html").read_text()
+    assert f"<li class={words}" in text
+    assert "<disk>" not in text and ("&lt;disk&gt;" in text) == ("disk" in str(ended))
 
 
 @pytest.mark.slow
@@ -68,7 +153,7 @@ def test_a_run_that_has_only_begun(tmp_path):
     assert report([str(tmp_path / "run")]) == 0
     text = (tmp_path / "run/report.html").read_text()
     check_page(text, 0)
-    assert "0 steps; the run has not ended" in text and "There is no checkpoint yet." in text
+    assert "the run has not ended" in text and "There is no checkpoint yet." in text
 
 
 @pytest.mark.slow
@@ -78,17 +163,22 @@ def test_values_that_are_not_finite_are_drawn(tmp_path):
     lines.insert(1, '{"step": 1, "train/ratio": null}')
     (directory / "metrics.jsonl").write_text("\n".join(lines))
     assert report([str(directory)]) == 0
-    assert "train/ratio: no finite value" in (directory / "report.html").read_text()
+    assert "ratio: no finite value" in (directory / "report.html").read_text()
 
 
-def test_names_are_shown_as_they_are():
-    svg = draw("a$b$<i>", {"x$y": {1: 2.0}, "z&": {1: 3.0}}, 1)
-    assert "a$b$&lt;i&gt;" in svg and "x$y" in svg and "z&amp;" in svg and "<i>" not in svg
+def test_names_are_shown_as_they_are(tmp_path):
+    lines = [Line("x$\x1b", {1: 2.0}), Line("z&", {1: 3.0}, 1)]
+    page = Page("a", "b")
+    page.add(Section("", charts=[Chart.of("a<i>", lines, note="<b>")]))
+    page.write(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "a&lt;i&gt;" in text and "z&amp;" in text and "x$\\x1b" in text
+    assert "<i>" not in text and "<b>" not in text.replace("<b>a&lt;", "")
 
 
 def test_words_of_a_chart():
-    assert describe("loss", {"a": {1: 2.0, 4: 0.5, 9: 1.0}}) == (
-        "a: from 2 at step 1 to 1 at step 9, between 0.5 and 2."
+    assert describe("loss", [Line("a", {1: 2.0, 4: 0.5, 9: 1.0}), Line("b", {})]) == (
+        "loss. a: from 2 at step 1 to 1 at step 9, between 0.5 and 2; b: no finite value."
     )
 
 

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-
-import yaml
+from typing import Any
 
 from trainer.audit import audit
 from trainer.cli import answer, run, single, take_words
 from trainer.config.schema import LAYOUT
 from trainer.errors import ConfigError, counted
-from trainer.record.startup import picture
-from trainer.report.page import MOST_CHARTS, Page, Section
-from trainer.report.reading import SPEED, RunFiles, mesh_of, read_runs
+from trainer.record.startup import STOPPED, picture
+from trainer.report.charts import Axis, Chart, Line
+from trainer.report.numbers import Cell, duration, rounded, shown, spoken
+from trainer.report.page import MOST_CHARTS, Card, Page, Section, Status
+from trainer.report.reading import EPOCH, SPEED, RunFiles, mesh_of, read_runs
 
 HELP = """usage: python -m trainer.report DIR [out=FILE.html]
 
-Writes one page about a run: curves, layout, resumes, skipped steps, audit, checkpoints, settings,
-data and versions. The page is one file that opens without a network, in light and dark. DIR is a
-run directory. Needs the extra report.
+Writes one page about a run: best metric, curves of training and evaluation, resumes, skipped steps,
+audit, checkpoints, settings that differ from the defaults, data and versions. The page is one file
+that opens without a network, in light and dark, and prints. DIR is a run directory.
 
 out: the page; by default report.html in the run directory"""
 
+MOST_LARGE = 3
 USAGE = "python -m trainer.report DIR [out=FILE.html]"
+PLACE = ("run.dir", "run.name", "run.resume")  # the page begins with it
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,89 +42,173 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def make_page(found: RunFiles) -> Page:
-    """Return the page of a run. Raises ConfigError without matplotlib."""
-    page = Page(f"Run {found.name}", _lead(found))
-    names = sorted(found.curves, key=lambda n: (n.startswith(SPEED), not n.startswith("train/"), n))
-    shown = names[:MOST_CHARTS]
-    left_out = [f"The first {MOST_CHARTS} of {len(names):,} curves."] * (len(names) > MOST_CHARTS)
-    charts = [page.chart(name, {name: found.curves[name]}) for name in shown]
-    page.add(Section("Curves", left_out, charts))
-    page.add(_layout(found))
-    page.add(_resumes(found))
+    """Return the page of a run."""
+    name = found.metric_name
+    best = f" · {spoken(name)} {shown(name, found.best[1])}" if found.best else ""
+    audited, lines = _audit(found)
+    page = Page(found.task + best, found.name, [_status(found), *audited], _cards(found))
+    large, small = _charts(found)
+    page.add(Section("", charts=large, size="large"))
+    left_out = [f"The first {MOST_CHARTS} of {len(small):,} charts."] * (len(small) > MOST_CHARTS)
+    page.add(Section("", left_out, small[:MOST_CHARTS]))
+    changed, others = _split_settings(found)
+    title = "Settings that differ from the defaults"
+    columns = ("setting", "value", "default")
+    page.add(Section(title, columns=columns, rows=changed, is_beside=True))
+    page.add(_sessions(found))
     rows = [[f"{step:,}", why] for step, why in sorted(found.bad_steps.items())]
-    nothing = [] if rows else ["No step was skipped."]
-    page.add(Section("Skipped steps", nothing, columns=("step", "reason"), rows=rows))
-    page.add(Section("Audit of the examples", _audit(found)))
+    page.add(Section("Skipped steps", columns=("step", "reason"), rows=rows, is_beside=True))
     page.add(_checkpoints(found))
-    page.add(Section("Data, code and versions", columns=("name", "value"), rows=_facts(found)))
-    page.add(_settings(found))
+    if found.manifest:
+        page.add(Section("Mesh", text="\n".join(picture(mesh_of(found.manifest)))))
+    page.add(Section("Settings with their defaults", rows=sorted(others), is_folded=True))
+    facts = [[name, value] for name, value in found.facts().items() if value not in ("", "None")]
+    page.add(Section("Data, code and versions", rows=facts, is_folded=True))
+    page.add(Section("Audit of the examples", lines, is_folded=True))
     return page
 
 
-def _lead(found: RunFiles) -> list[str]:
-    reason = found.exit.get("reason", "the run has not ended")
-    lines = [f"{counted(found.step, 'step')}; {reason}"]
-    if found.best is not None:
+def _status(found: RunFiles) -> Status:
+    code, reason = found.exit.get("code"), found.exit.get("reason", "")
+    if code == 0:
+        return Status("good", "done", reason.removeprefix("done").lstrip(": "))
+    if code is None:
+        return Status("open", f"at step {found.step:,}", "the run has not ended")
+    if code == STOPPED:
+        return Status("open", f"stopped at step {found.step:,}", "the state is saved")
+    return Status("bad", f"failed at step {found.step:,}", reason)
+
+
+def _cards(found: RunFiles) -> list[Card]:
+    settings, manifest = found.settings, found.manifest
+    batch = settings["data.global_batch"]
+    cards = []
+    if found.best:
         step, value = found.best
-        lines.append(f"best {found.best_metric}: {value:.6g} at step {step:,}")
+        name = found.metric_name
+        cards.append(Card(f"best {spoken(name)}", Cell.number(value, name), f"at step {step:,}"))
+    length = manifest.data["train"]["length"] // batch if manifest else 0
+    epochs = rounded("", found.step / length, 3) if length else ""
+    note = f"{epochs} epoch{'s' * (epochs != '1')} of {counted(length, 'step')}" if epochs else ""
+    cards.append(Card("steps", f"{found.step:,}", note))
     if found.seconds:
-        lines.append(f"{found.seconds:,.1f} s of training, without evaluations and saves")
-    return lines
+        speed = rounded("", found.step * batch / found.seconds, 3)
+        cards.append(Card("training time", duration(found.seconds), f"{speed} examples/s"))
+    if manifest:
+        note = f"{settings['strategy.name']}, {settings['strategy.precision']}"
+        mesh = mesh_of(manifest)
+        note += f", {mesh}" * mesh.is_divided
+        cards.append(Card("layout", counted(manifest.world_size, "rank"), note))
+    return cards
 
 
-def _layout(found: RunFiles) -> Section:
-    settings = found.settings
-    size = found.manifest.world_size if found.manifest else 1
-    lines = [
-        f"strategy {settings['strategy.name']}, precision {settings['strategy.precision']}, "
-        f"{counted(size, 'rank')} in the last session",
-        f"global batch of {counted(settings['data.global_batch'], 'row')}",
-    ]
-    drawing = ""
-    if found.manifest:
-        mesh = mesh_of(found.manifest)
-        lines.append(f"mesh: {mesh}")
-        drawing = "\n".join(picture(mesh))
-    return Section("Layout", lines, text=drawing)
+def _charts(found: RunFiles) -> tuple[list[Chart], list[Chart]]:
+    """Return charts of the loss and what is evaluated, training and splits together; and others.
+
+    The others are more of those, the optimizer's values, the task's, speed and memory.
+    """
+    splits = ["train", *found.settings["eval.splits"]]
+    groups: dict[str, list[Line]] = {}
+    for name in sorted(found.evaluated, key=lambda n: (n != "loss", n != found.metric_name)):
+        pairs = [(place, split, f"{split}/{name}") for place, split in enumerate(splits)]
+        own = [Line(s, found.curves[full], n) for n, s, full in pairs if full in found.curves]
+        if own:
+            groups[name] = own
+    large = [*groups][:MOST_LARGE]
+    taken = {f"{split}/{name}" for split in splits for name in groups}
+    others = [name for name in found.curves if name not in taken and name != EPOCH]
+    others.sort(key=lambda name: (name.startswith(SPEED), not name.startswith("optim/")))
+    groups |= {name: [Line(name, found.curves[name])] for name in others}
+    across = Axis(found.begin, max(found.step, found.begin + 1))
+    marks = found.resumes
+    charts: dict[bool, list[Chart]] = {True: [], False: []}
+    for name, lines in groups.items():
+        is_large = name in large
+        chart = Chart.of(name, lines, is_large=is_large, across=across, marks=marks)
+        charts[is_large].append(chart)
+    return charts[True], charts[False]
 
 
-def _resumes(found: RunFiles) -> Section:
+def _sessions(found: RunFiles) -> Section:
     if found.manifest is None:
         line = "No checkpoint can be read." if found.checkpoints else "There is no checkpoint yet."
         return Section("Sessions", [line])
     sessions = found.manifest.sessions
     ends = [first for first, _ in sessions[1:]] + [found.manifest.step]
     changes = found.manifest.changes
-    rows = [
-        [str(number), f"{first:,}", f"{end:,}", str(ranks), "; ".join(changes.get(str(first), ()))]
-        for number, ((first, ranks), end) in enumerate(zip(sessions, ends, strict=True), 1)
+    rows: list[list[str | Cell]] = [
+        [
+            Cell(f"{first:,} to {end:,}", is_number=True),
+            str(ranks),
+            "; ".join(changes.get(str(first), ())),
+        ]
+        for (first, ranks), end in zip(sessions, ends, strict=True)
     ]
-    columns = ("session", "from step", "to step", "ranks", "changed")
-    return Section("Sessions", columns=columns, rows=rows)
+    if len(rows) == 1 and not rows[0][2]:
+        return Section("Sessions")  # the cards tell it
+    return Section("Sessions", columns=("steps", "ranks", "changed"), rows=rows, is_beside=True)
 
 
-def _audit(found: RunFiles) -> list[str]:
+def _audit(found: RunFiles) -> tuple[list[Status], list[str]]:
+    """Return the line at the top about the audit, and all that it told."""
+    if not found.checkpoints:
+        return [], []
     try:
-        return audit(found.path)[1]
+        code, lines = audit(found.path)
     except ConfigError as error:
-        return [str(error)]
+        return [Status("open", "not audited", str(error))], []
+    if code:
+        return [Status("bad", "audit", lines[-1])], []
+    agreement = next(line for line in lines if "recomputed order" in line)
+    return [Status("good", "audit", agreement)], lines
 
 
 def _checkpoints(found: RunFiles) -> Section:
-    rows = [[f"{step:,}", path.name] for step, path in sorted(found.checkpoints.items())]
-    return Section("Checkpoints", columns=("step", "folder"), rows=rows)
+    best = found.best[0] if found.best else None
+    curve = found.curves.get(found.best_metric, {})
+    rows: list[list[str | Cell]] = [
+        [
+            f"{step:,}",
+            Cell.number(curve.get(step), found.metric_name),
+            f"{path.name}{' (best)' * (step == best)}",
+        ]
+        for step, path in sorted(found.checkpoints.items())
+    ]
+    return Section(
+        "Checkpoints",
+        columns=("step", spoken(found.metric_name), "folder"),
+        rows=rows,
+        is_beside=True,
+    )
 
 
-def _facts(found: RunFiles) -> list[list[str]]:
-    return [[name, value] for name, value in found.facts().items()]
+def _split_settings(found: RunFiles) -> tuple[list[list[str]], list[list[str]]]:
+    """Return the settings that differ from the task's defaults, the run's first; and the others."""
+    defaults = _read_defaults(found.task)
+    changed, others = [], []
+    for name, value in sorted(found.settings.items(), key=lambda item: item[0].startswith(LAYOUT)):
+        if name in defaults and value == defaults[name]:
+            others.append([name, _written(value)])
+        elif name not in PLACE:
+            default = _written(defaults[name]) if name in defaults else ""
+            changed.append([name, _written(value), default])
+    return changed, others
 
 
-def _settings(found: RunFiles) -> Section:
-    rows = []
-    for name, value in sorted(found.settings.items()):
-        shown = yaml.safe_dump(value, default_flow_style=True, width=1000).split("\n")[0]
-        rows.append([name, shown, "layout" if name.startswith(LAYOUT) else "run"])
-    return Section("Settings", columns=("setting", "value", "belongs to the"), rows=rows)
+def _read_defaults(task: str) -> dict[str, Any]:
+    """Return the settings of a task without changes; without its file, Lockstep's own."""
+    from trainer.config.compose import load_config
+    from trainer.task import Task
+
+    try:
+        return load_config([f"task={task}"]).flat()
+    except ConfigError:
+        return load_config(task=Task).flat()
+
+
+def _written(value: Any) -> str:
+    """Return a setting as one would write it."""
+    return json.dumps(value) if isinstance(value, (bool, list, dict, type(None))) else str(value)
 
 
 if __name__ == "__main__":

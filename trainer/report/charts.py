@@ -1,118 +1,257 @@
-"""Curves as SVG that stands in a page: its colours are the page's, for light and dark."""
+"""Charts as numbers for the page: paths in a box that stretches, and places of words around it.
+
+The box is 2000 x 1000 units, whatever its size on the page; words are HTML beside it, so that they
+keep their size. Colours are the page's, for light and dark.
+"""
 
 from __future__ import annotations
 
-import io
 import math
-import re
-from collections.abc import Mapping
-from html import escape
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
-from trainer.errors import ConfigError
-from trainer.report.reading import Curve
+from trainer.report.numbers import Cell, rounded, spoken
+from trainer.report.reading import SPEED
 
-NEEDS = "run pip install 'lockstep-trainer[report]'"
-INK, GRID = "#010203", "#040506"  # replaced by the page's colours
 MOST_LINES = 8
-FEW = 12  # points, which are then marked
-DASHES = ("-", "--", "-.", ":")  # for readers who do not see the colours
-LINES = [f"#0a0b{number:02x}" for number in range(MOST_LINES)]
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "lockstep",
-    "font.family": "sans-serif",
-    "text.color": INK,
-    "axes.edgecolor": GRID,
-    "axes.labelcolor": INK,
-    "grid.color": GRID,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
+THIN = 2  # width of a curve, in pixels
+W, H = 2000, 1000  # of the box
+MOST_POINTS = {True: 400, False: 160}  # of a line, in a large chart and in a small one
+FEW = {True: 30, False: 12}  # points, which are then marked
+_Points = list[tuple[float, float]]
 
 
-def draw(name: str, curves: Mapping[str, Curve], number: int, title: str = "") -> str:
-    """Return a chart of one value over the steps as an SVG element, with a line for each run.
+@dataclass(frozen=True)
+class Axis:
+    """A range of values. `names` are the words of the values to name, by default round ones."""
 
-    `number` makes the ids of its parts unique in the page. Raises ConfigError without matplotlib.
+    low: float
+    high: float
+    is_log: bool = False
+    names: Mapping[float, str] = field(default_factory=dict)
+
+    @classmethod
+    def over(
+        cls, values: Sequence[float], is_log: bool, names: Mapping[float, str] | None = None
+    ) -> Axis:
+        """Return the axis of finite values, a little longer than they need."""
+        low, high = (min(values), max(values)) if values else (0.0, 1.0)
+        if is_log:
+            margin = max((high / low) ** 0.04, 1.01)
+            return cls(low / margin, high * margin, True, names or {})
+        margin = (high - low) * 0.04 or abs(high) * 0.1 or 1.0
+        return cls(low - margin, high + margin, False, names or {})
+
+    def place(self, value: float) -> float:
+        """Return the place of a value, from 0 to 1."""
+        if self.is_log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self, most: int, name: str = "") -> list[tuple[float, str]]:
+        """Return places in percent and words of round values of the curve `name`."""
+        if self.names:
+            return [(100 * self.place(n), name) for n, name in self.names.items()]
+        values = _round_powers(self) if self.is_log else _round_values(self, most)
+        return [(100 * self.place(value), rounded(name, value)) for value in values]
+
+
+def _round_values(axis: Axis, most: int) -> list[float]:
+    rough = (axis.high - axis.low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(f * power for f in (1, 2, 5, 10) if f * power >= rough * 0.999)
+    first, last = math.ceil(axis.low / step - 1e-6), math.floor(axis.high / step + 1e-6)
+    return [number * step for number in range(first, last + 1)]
+
+
+def _round_powers(axis: Axis) -> list[float]:
+    first, last = math.floor(math.log10(axis.low)), math.ceil(math.log10(axis.high))
+    factors = (1, 2, 5) if last - first <= 2 else (1,)
+    every = 1 + (last - first) // 6
+    values = [f * 10.0**power for power in range(first, last + 1, every) for f in factors]
+    inside = [value for value in values if axis.low <= value <= axis.high]
+    return inside if len(inside) > 1 else _round_values(axis, 3)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve of a chart. `color` is its place in the palette; one that is not thin is pale.
+
+    `dots` are marked, instead of the points of a short curve.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        raise ConfigError(f"charts: {NEEDS}") from None
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(6.4, 3.2), layout="constrained")
-        axes = figure.subplots()
-        axes.grid(True, linewidth=0.6)
-        axes.set_xlabel("step")
-        axes.set_ylabel(_plain(name))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        for number_of_line, (label, curve) in enumerate(curves.items()):
-            steps = sorted(curve)
-            axes.plot(
-                steps,
-                [curve[step] for step in steps],
-                color=LINES[number_of_line],
-                linestyle=DASHES[number_of_line % len(DASHES)],
-                marker="o" if len(steps) < FEW else "",
-                label=_plain(label),
-                linewidth=1.5,
-            )
-        if len(curves) > 1:
-            axes.legend(frameon=False)
-        if _is_wide(curves):
-            axes.set_yscale("log")
-        file = io.StringIO()
-        metadata: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, format="svg", transparent=True, metadata=metadata)
-    return _adapt(file.getvalue(), number, title or name, describe(name, curves))
+
+    label: str
+    curve: Mapping[int, float] | Mapping[float, float]
+    color: int = 0
+    width: int = THIN
+    dots: Sequence[tuple[float, float]] = ()
+
+    @property
+    def is_pale(self) -> bool:
+        return self.width > THIN
 
 
-def _plain(text: str) -> str:
-    """Return text that matplotlib shows as it is: $ would begin a formula."""
-    return text.replace("$", r"\$")
+@dataclass(frozen=True)
+class Drawn:
+    """A line as paths: itself, dots of few points, and the range of many, of which it has means."""
+
+    line: Line
+    last: Cell
+    path: str
+    dots: str
+    band: str
+
+    @classmethod
+    def of(cls, line: Line, name: str, x: Axis, y: Axis, is_large: bool) -> Drawn:
+        def put(points: Sequence[tuple[float, float]]) -> list[tuple[int, int]]:
+            return [(round(W * x.place(a)), round(H - H * y.place(b))) for a, b in points]
+
+        points = sorted(line.curve.items())
+        parts = [put(part) for part in _without_gaps(points)]
+        num_points = sum(map(len, parts))
+        size = math.ceil(num_points / MOST_POINTS[is_large])
+        marked = put(line.dots)
+        if not marked and num_points <= FEW[is_large]:
+            marked = [place for part in parts for place in part]
+        return cls(
+            line,
+            last=Cell.number(points[-1][1] if points else None, name),
+            path="".join(_path(_thin(part, size)) for part in parts),
+            dots="".join(f"M{a} {b}h0" for a, b in marked),
+            band="".join(_band(part, size) for part in parts) if size > 1 else "",
+        )
 
 
-def describe(name: str, curves: Mapping[str, Curve]) -> str:
+@dataclass(frozen=True)
+class Chart:
+    """Values over the steps, or over those of `across`. `marks` are steps with words."""
+
+    title: str
+    lines: Sequence[Line]
+    name: str = ""  # the curve's, if the title is another one
+    note: str = ""
+    is_large: bool = False
+    has_legend: bool = True
+    has_values: bool = True  # the last ones, in the legend
+    marks: Mapping[int, str] | None = None
+    across: Axis | None = None
+    across_name: str = "step"
+
+    @classmethod
+    def of(cls, name: str, lines: Sequence[Line], **more: Any) -> Chart:
+        """Return the chart of a curve's name, with a title for people."""
+        title = spoken(name)
+        return cls(title, lines, name if title != name else "", **more)
+
+    @property
+    def _points(self) -> _Points:
+        points = [p for line in self.lines for p in (*line.curve.items(), *line.dots)]
+        return [(x, y) for x, y in points if math.isfinite(y)]
+
+    @property
+    def x(self) -> Axis:
+        return self.across or Axis.over([x for x, _ in self._points], is_log=False)
+
+    @property
+    def y(self) -> Axis:
+        values = [y for _, y in self._points]
+        is_of_zero = self._name.startswith(("optim/lr", SPEED))
+        if is_of_zero and values and min(values) >= 0:
+            return Axis(0, max(values) * 1.05 or 1.0)
+        return Axis.over(values, self._is_log)
+
+    @property
+    def _is_log(self) -> bool:
+        """True for a fall of positive values over more than two orders of magnitude."""
+        values = [y for _, y in self._points]
+        is_wide = bool(values) and min(values) > 0 and max(values) > 100 * min(values)
+        return is_wide and any(map(_falls, self.lines))
+
+    @property
+    def drawn(self) -> list[Drawn]:
+        """The lines as paths, with the words of the legend."""
+        x, y = self.x, self.y
+        return [Drawn.of(line, self._name, x, y, self.is_large) for line in self.lines]
+
+    @property
+    def _name(self) -> str:
+        return self.name or self.title
+
+    @property
+    def x_ticks(self) -> list[tuple[float, str]]:
+        return self.x.ticks(7 if self.is_large else 4)
+
+    @property
+    def y_ticks(self) -> list[tuple[float, str]]:
+        return self.y.ticks(5 if self.is_large else 3, self._name)
+
+    @property
+    def resumes(self) -> list[tuple[float, str]]:
+        """Places in percent and words of the marks inside."""
+        x = self.x
+        found = [(100 * x.place(step), words) for step, words in (self.marks or {}).items()]
+        return [mark for mark in found if 0 <= mark[0] <= 100]
+
+    @property
+    def words(self) -> str:
+        """The words that stand for the chart, for readers who do not see it."""
+        return describe(self.title, self.lines, self.across_name)
+
+
+def _falls(line: Line) -> bool:
+    values = [y for _, y in sorted(line.curve.items()) if math.isfinite(y)]
+    return bool(values) and values[0] > values[-1]
+
+
+def _without_gaps(points: Sequence[tuple[float, float]]) -> Iterator[_Points]:
+    """Yield the parts between values that are not finite."""
+    part: _Points = []
+    for point in [*points, (0.0, math.nan)]:
+        if math.isfinite(point[1]):
+            part.append(point)
+        elif part:
+            yield part
+            part = []
+
+
+def _thin(part: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """Return the means of every `size` points."""
+    groups = [part[n : n + size] for n in range(0, len(part), size)]
+    return [(round(fmean(x for x, _ in g)), round(fmean(y for _, y in g))) for g in groups]
+
+
+def _band(part: Sequence[tuple[int, int]], size: int) -> str:
+    """Return the area between the least and the largest of every `size` points."""
+    groups = [part[n : n + size] for n in range(0, len(part), size)]
+    middles = [round(fmean(x for x, _ in group)) for group in groups]
+    tops = [(x, min(y for _, y in g)) for x, g in zip(middles, groups, strict=True)]
+    feet = [(x, max(y for _, y in g)) for x, g in zip(middles, groups, strict=True)]
+    return f"{_path([*tops, *reversed(feet)])}z"
+
+
+def _path(places: Sequence[tuple[int, int]]) -> str:
+    """Return a path through the places, by their distances, which are short."""
+    before = places[0]
+    text = f"M{before[0]} {before[1]}l"
+    for place in places[1:] or places:
+        text += f"{place[0] - before[0]} {place[1] - before[1]} "
+        before = place
+    return text.rstrip()
+
+
+def describe(title: str, lines: Sequence[Line], across: str = "step") -> str:
     """Return the words that stand for a chart, for readers who do not see it."""
     parts = []
-    for label, curve in curves.items():
-        finite = {step: value for step, value in curve.items() if math.isfinite(value)}
+    for line in lines:
+        finite = {x: y for x, y in line.curve.items() if math.isfinite(y)}
         if not finite:
-            parts.append(f"{label}: no finite value")
+            parts.append(f"{line.label}: no finite value")
             continue
         first, last = min(finite), max(finite)
         low, high = min(finite.values()), max(finite.values())
-        ends = f"from {finite[first]:.4g} at step {first:,} to {finite[last]:.4g} at step {last:,}"
-        parts.append(f"{label}: {ends}, between {low:.4g} and {high:.4g}")
-    if len(parts) == 1:
-        return f"{parts[0]}."
-    return f"{name}. {'; '.join(parts)}."
-
-
-def _is_wide(curves: Mapping[str, Curve]) -> bool:
-    """Return True for positive values over more than two orders of magnitude."""
-    values = [v for curve in curves.values() for v in curve.values() if math.isfinite(v)]
-    return bool(values) and min(values) > 0 and max(values) / min(values) > 100
-
-
-def _adapt(svg: str, number: int, title: str, description: str) -> str:
-    """Make a document an element of the page: own ids, the page's colours, words for it."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, count=1, flags=re.DOTALL)
-    svg = re.sub(r'\b(id="|xlink:href="#|url\(#)', rf"\g<1>c{number}-", svg)
-    for color, variable in {INK: "ink", GRID: "grid"}.items():
-        svg = svg.replace(color, f"var(--{variable})")
-    for place, color in enumerate(LINES):
-        svg = svg.replace(color, f"var(--line-{place})")
-    label = f"c{number}-title c{number}-words"
-    head = re.sub(r' (?:width|height|version|xmlns(?::xlink)?)="[^"]*"', "", svg.split(">", 1)[0])
-    words = (
-        f'<title id="c{number}-title">{escape(title)}</title>'
-        f'<desc id="c{number}-words">{escape(description)}</desc>'
-    )
-    return f'{head} role="img" aria-labelledby="{label}">{words}{svg.split(">", 1)[1]}'
+        start = f"from {finite[first]:.4g} at {across} {rounded('', first)}"
+        ends = f"{start} to {finite[last]:.4g} at {across} {rounded('', last)}"
+        parts.append(f"{line.label}: {ends}, between {low:.4g} and {high:.4g}")
+    return f"{title}. {'; '.join(parts)}."

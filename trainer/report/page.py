@@ -1,46 +1,70 @@
-"""A page: sections of lines, charts and tables in one HTML file, which needs no network."""
+"""A page: cards, sections of lines, charts and tables in one HTML file, which needs no network."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import trainer
 from trainer.errors import ConfigError, visible
 from trainer.record.files import replace_file
-from trainer.report.charts import draw
-from trainer.report.reading import Curve
+from trainer.report.charts import Chart
+from trainer.report.numbers import Cell
 
-MOST_CHARTS = 100  # of a page: each takes up to a second
+MOST_CHARTS = 100  # of a page
 TEMPLATE = Path(__file__).with_name("page.html")
 
 
 @dataclass(frozen=True)
+class Card:
+    """A figure at the top of a page."""
+
+    label: str
+    value: str | Cell
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Status:
+    """The words that a page begins with; `kind` is good, bad or open."""
+
+    kind: str
+    words: str
+    about: str = ""
+
+
+@dataclass(frozen=True)
 class Section:
-    """Part of a page: lines, charts, a table with `columns`, and preformatted text."""
+    """Part of a page: lines, charts, a table with `columns`, and preformatted text.
+
+    Without columns the rows are pairs of a name and a value. `legend` has the colours of all
+    charts, as places in the palette, with their words.
+    """
 
     title: str
     lines: Sequence[str] = ()
-    charts: Sequence[str] = ()
+    charts: Sequence[Chart] = ()
     columns: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
+    rows: Sequence[Sequence[str | Cell]] = ()
+    legend: Sequence[tuple[int, str]] = ()
     text: str = ""
+    size: Literal["small", "medium", "large"] = "small"  # of the charts
+    is_folded: bool = False
+    is_beside: bool = False  # other tables, if there is room
+    is_sortable: bool = False
 
 
 @dataclass
 class Page:
-    """A page under construction; its charts are numbered."""
+    """A page under construction."""
 
     title: str
-    lead: Sequence[str] = ()
+    lead: str = ""
+    states: Sequence[Status] = ()
+    cards: Sequence[Card] = ()
     sections: list[Section] = field(default_factory=list)
-    _num_charts: int = 0
-
-    def chart(self, name: str, curves: Mapping[str, Curve]) -> str:
-        """Return the SVG of one value over the steps. Raises ConfigError without matplotlib."""
-        self._num_charts += 1
-        return draw(name, curves, self._num_charts)
 
     def add(self, section: Section) -> None:
         """Add a section that has something to show."""
@@ -50,28 +74,20 @@ class Page:
     def write(self, path: Path) -> None:
         """Write the page as a whole, or not at all. Raises ConfigError if that fails."""
         from jinja2 import Environment
-        from markupsafe import Markup
 
-        template = Environment(autoescape=True).from_string(TEMPLATE.read_text(encoding="utf-8"))
-        text = template.render(
-            title=visible(self.title),
-            lead=map(visible, self.lead),
-            sections=[_safe(section, Markup) for section in self.sections],
-            footer=f"Lockstep {trainer.__version__}",
+        environment = Environment(
+            autoescape=True, finalize=_escape, trim_blocks=True, lstrip_blocks=True
         )
+        template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+        text = template.render(page=self, footer=f"Lockstep {trainer.__version__}")
         try:
             replace_file(path, text)
         except OSError as error:
             raise ConfigError(f"out={path}: {error.strerror}; use out=FILE elsewhere") from None
 
 
-def _safe(section: Section, markup: type) -> dict[str, object]:
-    """Return a section for the template: only charts are HTML, everything else is escaped."""
-    return {
-        "title": visible(section.title),
-        "lines": [visible(line) for line in section.lines],
-        "charts": [markup(svg) for svg in section.charts],
-        "columns": [visible(name) for name in section.columns],
-        "rows": [[visible(cell) for cell in row] for row in section.rows],
-        "text": "\n".join(visible(line) for line in section.text.splitlines()),
-    }
+def _escape(value: Any) -> Any:
+    """Escape control characters of words, not of the template's own HTML."""
+    if type(value) is not str:
+        return value
+    return "\n".join(visible(line) for line in value.split("\n"))

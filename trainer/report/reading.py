@@ -15,11 +15,12 @@ from trainer.config.schema import MeshSizes, flatten
 from trainer.config.typed import build, convert
 from trainer.data import content
 from trainer.distributed.world import World
-from trainer.errors import CheckpointError, ConfigError, one_line
+from trainer.errors import CheckpointError, ConfigError, counted, one_line
 from trainer.record import files as rundir
 from trainer.strategy.mesh import AXES, Mesh
 
 SPEED = "speed/"  # curves that differ between any two runs
+EPOCH = "epoch"  # the curve of progress
 LEDGER = "ledger"
 # Settings that are needed of any config.yaml
 _NEEDED: dict[str, Any] = {
@@ -80,6 +81,27 @@ class RunFiles:
         return str(self.path)
 
     @property
+    def task(self) -> str:
+        return str(self.settings["task.name"])
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Beginnings of the names of evaluated curves: `eval/`."""
+        return tuple(f"{split}/" for split in self.settings["eval.splits"])
+
+    @property
+    def evaluated(self) -> list[str]:
+        """Names of what is evaluated, without the split; the loss at least."""
+        own = [name.partition("/")[2] for name in self.curves if name.startswith(self.splits)]
+        return [*dict.fromkeys(["loss", *own])]
+
+    @property
+    def resumes(self) -> dict[int, str]:
+        """Words about each resume by the step after which it began."""
+        sessions = self.manifest.sessions if self.manifest else []
+        return {step: f"resumed, {counted(ranks, 'rank')}" for step, ranks in sessions[1:]}
+
+    @property
     def begin(self) -> int:
         """The step after which its record begins: above 0 if it continues another run."""
         sessions = self.manifest.sessions if self.manifest else []
@@ -101,6 +123,11 @@ class RunFiles:
         name = self.settings.get("checkpoint.best_metric") or "loss"
         splits = self.settings["eval.splits"] or [""]
         return name if name.partition("/")[0] in splits else f"{splits[0]}/{name}"
+
+    @property
+    def metric_name(self) -> str:
+        """The metric's name for people: without its split."""
+        return self.best_metric.partition("/")[2]
 
     @property
     def best(self) -> tuple[int, float] | None:

@@ -26,7 +26,6 @@ from trainer.record import files as rundir
 from trainer.record.lease import Lease
 
 STOPPED = 75
-MOST_COMPARED = 8  # jobs in the command that compares them
 _STATES = {0: "done", STOPPED: "stopped"}
 
 
@@ -186,9 +185,8 @@ class Sweep:
             table.add_row(*map(visible, row))
         Console(width=None if sys.stdout.isatty() else 200).print(table)
         print(f"files: {self.place}/results.csv, {self.place}/sweep.json")
-        places = [job.directory for job in self.ranking() if job.state == "done"][:MOST_COMPARED]
-        if len(places) > 1:
-            words = shlex.join([*places, f"out={self.place}/compare.html"])
+        if sum(job.state == "done" for job in self.jobs) > 1:
+            words = shlex.join([str(self.place), f"out={self.place}/compare.html"])
             print(entry.as_started(f"compare with: python -m trainer.compare {words}"))
         states = {job.state for job in self.jobs}
         if states == {"done"}:
