@@ -1,62 +1,163 @@
-"""Take pictures of the pages of a report and a comparison, of real runs, for docs/results.md.
+"""Take the pictures of docs/images of what a user sees: terminal, report, comparison, sweep, site.
 
-    python scripts/figure_pages.py [--browser chromium]
+    python scripts/figure_pages.py [--quick] [--out docs/images] [--browser chromium]
 
-Trains task=text in two layouts (a minute on 2 cores), writes both pages, and opens them in a
-browser without a window, in light and dark.
+Trains task=cifar on two ranks, task=text on one and on two, and a sweep (six minutes on 2 cores),
+opens the pages in a browser without a window, in light and dark, and renders the output of a real
+terminal by rich. Needs chromium, Pillow and mkdocs-material. --quick: short runs, fewer pictures.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import pty
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from figures import IMAGES, REPOSITORY
+from PIL import Image
+from rich.console import Console
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME, SVG_EXPORT_THEME
+from rich.text import Text
 
-TASK = [
-    *("task=text", "run.steps=60", "log.every_steps=5", "eval.every_steps=20"),
-    *("task.options.files=24", "task.options.context=32", "task.options.width=32"),
-    *("task.options.layers=2", "checkpoint.every_steps=20"),
-]
-SIZE = "1280,1500"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+COLUMNS = 120
+TWO_RANKS = ["launch=elastic", "launch.nproc_per_node=2"]
+CIFAR = ["task=cifar", *TWO_RANKS, "run.name=two-ranks", "eval.every_steps=20", "log.every_steps=5"]
+TEXT = ["task=text", "task.options.files=24", "task.options.context=32", "task.options.width=32"]
+TEXT += ["task.options.layers=2", "checkpoint.every_steps=100", "log.every_steps=2"]
+EXACT = ["strategy=exact", "optim.lr=0.004", "eval.every_steps=25"]
+RATES = ["run.name=rates", "optim.lr=0.0005,0.002,0.008", "run.seed=0,1,2", "eval.every_steps=20"]
+SIZES = {1280: 800, 390: 780, 1920: 1080}
 # Blink's setting for prefers-color-scheme: 0 is dark, 1 is light
-THEMES = {"light": "1", "dark": "0"}
+THEMES = {"light": ("1", DEFAULT_TERMINAL_THEME), "dark": ("0", SVG_EXPORT_THEME)}
+COLORS = 128  # of a picture
+ERASE, UP = "\x1b[2K", "\x1b[1A"  # a line, and a line up: so rich draws its bar anew
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--browser", default="chromium")
-    browser = parser.parse_args().browser
+    parser.add_argument("--out", type=Path, default=IMAGES)
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_args()
+    sizes = {390: 780} if given.quick else SIZES
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
-        run(folder, *ranks, "-m", "trainer", *TASK, "run.name=first", "strategy=pp_fsdp")
-        run(folder, "-m", "trainer", *TASK, "run.name=second", "optim.lr=0.003")
-        run(folder, "-m", "trainer.report", "runs/text/first", "out=report.html")
-        words = ["runs/text/first", "runs/text/second", "out=compare.html"]
-        run(folder, "-m", "trainer.compare", *words, code=1)
-        for page in ("report", "compare"):
-            for theme, number in THEMES.items():
-                take(browser, folder / f"{page}.html", IMAGES / f"{page}-{theme}.png", number)
+        pages = make_pages(Path(scratch), given.out, given.quick)
+        for name, page in pages.items():
+            for width, height in sizes.items():
+                for theme, (number, _) in THEMES.items():
+                    place = f"{name}-{theme}" if width == 1280 else f"{name}-{width}-{theme}"
+                    image = given.out / f"{place}.png"
+                    take(given.browser, page, image, width, height, number)
+
+
+def make_pages(folder: Path, out: Path, is_quick: bool) -> dict[str, Path]:
+    """Train, draw the terminal, and return the pages by name."""
+    text = [*TEXT, "run.steps=4" if is_quick else "run.steps=300"]
+    words = [*text, "run.name=two-ranks"] if is_quick else CIFAR
+    draw_terminal(words, watch(folder, ["-m", "trainer", *words]), out)
+    task = "text" if is_quick else "cifar"
+    run(folder, "-m", "trainer.report", f"runs/{task}/two-ranks", "out=report.html")
+    pages = {"report": folder / "report.html"}
+    run(folder, "-m", "trainer", *text, *EXACT, "run.name=one-rank")
+    run(folder, "-m", "trainer", *text, *EXACT, *TWO_RANKS, "run.name=2-ranks")
+    places = ["runs/text/one-rank", "runs/text/2-ranks"]
+    run(folder, "-m", "trainer.compare", *places, "out=compare.html")
+    pages["compare"] = folder / "compare.html"
+    if not is_quick:
+        run(folder, "-m", "trainer", "-m", *TEXT, *RATES, "run.steps=120")
+        run(folder, "-m", "trainer.compare", "runs/sweeps/rates", "out=sweep.html", code=1)
+        site = ["-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder / "site")]
+        run(REPOSITORY, *site)
+        pages |= {"sweep": folder / "sweep.html", "site": folder / "site/index.html"}
+    return pages
 
 
 def run(folder: Path, *words: str, code: int = 0) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, *words], cwd=folder, env=environment)
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=ENVIRONMENT)
     if done.returncode != code:
         sys.exit(f"{' '.join(words)} ended with {done.returncode}")
 
 
-def take(browser: str, page: Path, image: Path, theme: str) -> None:
-    """Take a picture of the top of a page."""
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    flags += [f"--window-size={SIZE}", f"--blink-settings=preferredColorScheme={theme}"]
-    words = [browser, *flags, f"--screenshot={image}", page.as_uri()]
+def watch(folder: Path, words: list[str]) -> str:
+    """Run a command in a terminal of its own, and return all that it wrote there."""
+    ours, theirs = pty.openpty()
+    size = {"COLUMNS": str(COLUMNS), "LINES": "40", "TERM": "xterm-256color"}
+    process = subprocess.Popen(
+        [sys.executable, *words], cwd=folder, env={**ENVIRONMENT, **size}, stdout=theirs
+    )
+    os.close(theirs)
+    written = b""
+    while True:
+        try:
+            part = os.read(ours, 2**16)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        written += part
+    if process.wait():
+        sys.exit(f"{' '.join(words)} ended with {process.returncode}")
+    return written.decode()
+
+
+def draw_terminal(words: list[str], written: str, out: Path) -> None:
+    """Write pictures of a terminal in the middle of a run, and after it."""
+    command = f"$ lockstep {' '.join(words)}\n"
+    bars = [place.start() for place in re.finditer(re.escape(ERASE), written)]
+    middle = bars[2 * len(bars) // 3] if bars else len(written)
+    for name, part in {"progress": written[:middle], "end": written}.items():
+        lines = screen(part)
+        for theme, (_, colors) in THEMES.items():
+            console = Console(record=True, width=COLUMNS, file=io.StringIO(), color_system="256")
+            console.print(Text.from_ansi(command + "\n".join(lines)))
+            svg = console.export_svg(title="Lockstep", theme=colors)
+            svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # from a network
+            svg = svg.replace('<rect fill="#ffffff"', '<rect fill="#f6f7f9"')
+            (out / f"terminal-{name}-{theme}.svg").write_text(svg, encoding="utf-8")
+            print(f"written: {out}/terminal-{name}-{theme}.svg")
+
+
+def screen(written: str) -> list[str]:
+    """Return the lines that a terminal shows after this output."""
+    lines = [""]
+    row = 0
+    for part in re.split(f"([\n\r]|{re.escape(ERASE)}|{re.escape(UP)})", written):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif part == UP:
+            row = max(0, row - 1)
+        elif part == ERASE:
+            lines[row] = ""
+        elif part != "\r":
+            lines[row] += part
+    while lines and not Text.from_ansi(lines[-1]).plain.strip():
+        lines.pop()
+    return lines
+
+
+def take(browser: str, page: Path, image: Path, width: int, height: int, theme: str) -> None:
+    """Take a picture of the top of a page, with few colours, which makes it small."""
+    frame = page.with_name("frame.html")  # a window has at least 500 pixels
+    style = f"border:0;width:{width}px;height:{height}px"
+    frame.write_text(f'<body style="margin:0"><iframe src="{page.as_uri()}" style="{style}">')
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    flags += ["--allow-file-access-from-files", f"--window-size={max(width, 500)},{height}"]
+    flags += [f"--blink-settings=preferredColorScheme={theme}"]
+    flags += ["--force-device-scale-factor=2"] if width < 500 else []
+    words = [browser, *flags, f"--screenshot={image}", frame.as_uri()]
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with Image.open(image) as taken:
+        scale = 2 if width < 500 else 1
+        cut = taken.convert("RGB").crop((0, 0, width * scale, height * scale))
+    cut.quantize(COLORS, dither=Image.Dither.NONE).save(image, optimize=True)
     print(f"written: {image}")
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -216,3 +217,26 @@ def test_links_are_not_followed(tmp_path):
     with pytest.raises(ConfigError, match="not a link"):
         report([str(tmp_path / "run")])
     assert Path("/etc/passwd").is_file()
+
+
+@pytest.mark.slow
+def test_pictures_of_the_pages_can_be_taken(tmp_path):
+    """Of short runs, at the width of a phone, and of a real terminal."""
+    pytest.importorskip("PIL")
+    if shutil.which("chromium") is None:
+        pytest.skip("the pictures need chromium")
+    script = Path(__file__).parents[1] / "scripts/figure_pages.py"
+    words = [sys.executable, script, "--quick", "--out", tmp_path]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    themes = ("light", "dark")
+    names = [f"{name}-390-{t}.png" for name in ("compare", "report") for t in themes]
+    names += [f"terminal-{name}-{theme}.svg" for name in ("end", "progress") for theme in themes]
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert sorted(sizes) == sorted(names)
+    assert all(5_000 < size < 100_000 for size in sizes.values()), sizes
+    svg = (tmp_path / "terminal-end-dark.svg").read_text()
+    assert "http" not in svg.replace("http://www.w3.org/", "").replace(
+        "https://www.textualize.io", ""
+    )
+    assert "layout" in svg and "done:" in svg

@@ -40,9 +40,12 @@ def make_page(found: Comparison) -> Page:
     for title, changes in tables.items():
         rows = [[change.name, *change.values] for change in changes]
         page.add(Section(title, columns=("name", *names), rows=rows))
-    rows = [[name, line] for number, name in enumerate(names[1:]) for line in found.lines(number)]
     title = f"First differences from {names[0]}"
-    page.add(Section(title, columns=("run", ""), rows=rows, is_folded=swept.is_study))
+    if len(names) == 2:
+        page.add(Section(title, found.lines(0)))
+    rows = [[name, line] for number, name in enumerate(names[1:]) for line in found.lines(number)]
+    rows *= len(names) > 2
+    page.add(Section(title, columns=("run", "difference"), rows=rows, is_folded=swept.is_study))
     return page
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 TITLES = {
     "optim/lr": "learning rate",
     "optim/grad_norm": "gradient norm",
-    "speed/examples_per_s": "examples per second",
-    "speed/memory_gb": "memory in use (GB)",
+    "speed/examples_per_s": "examples/s",
+    "speed/memory_gb": "memory (GB)",
     "speed/reserved_gb": "memory reserved (GB)",
     "speed/mfu": "model FLOP/s utilization",
 }
