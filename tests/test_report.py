@@ -177,6 +177,26 @@ def test_names_are_shown_as_they_are(tmp_path):
     assert "<i>" not in text and "<b>" not in text.replace("<b>a&lt;", "")
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        (1e308, -1e308, 1.0),
+        (1.0, 1.0 + 2**-52, 1.0),
+        (1.0, 5e-324, 5e-324),
+        (float("nan"), float("inf"), float("-inf")),
+        (10**18, -(10**18), 0),
+        (0, 0, 0),
+        (1e-9, 1e9, 1e-30),
+    ],
+)
+def test_extreme_values_are_drawn(values, tmp_path):
+    curve = dict(zip((1, 2, 2**53), values, strict=True))
+    page = Page("a", "b")
+    page.add(Section("", charts=[Chart.of(n, [Line(n, curve)]) for n in ("loss", "optim/lr")]))
+    page.write(tmp_path / "page.html")
+    assert "nan" not in re.findall(r' d="([^"]*)"', (tmp_path / "page.html").read_text())
+
+
 def test_words_of_a_chart():
     assert describe("loss", [Line("a", {1: 2.0, 4: 0.5, 9: 1.0}), Line("b", {})]) == (
         "loss. a: from 2 at step 1 to 1 at step 9, between 0.5 and 2; b: no finite value."

@@ -208,7 +208,11 @@ def _read_defaults(task: str) -> dict[str, Any]:
 
 def _written(value: Any) -> str:
     """Return a setting as one would write it."""
-    return json.dumps(value) if isinstance(value, (bool, list, dict, type(None))) else str(value)
+    return (
+        json.dumps(value, default=str)
+        if isinstance(value, (bool, list, dict, type(None)))
+        else str(value)
+    )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from trainer.report.reading import SPEED
 
 MOST_LINES = 8
 THIN = 2  # width of a curve, in pixels
+MOST = 1e150  # of a value that is drawn: a larger one is as infinite
 W, H = 2000, 1000  # of the box
 MOST_POINTS = {True: 400, False: 160}  # of a line, in a large chart and in a small one
 FEW = {True: 30, False: 12}  # points, which are then marked
@@ -41,7 +42,9 @@ class Axis:
         if is_log:
             margin = max((high / low) ** 0.04, 1.01)
             return cls(low / margin, high * margin, True, names or {})
-        margin = (high - low) * 0.04 or abs(high) * 0.1 or 1.0
+        largest = max(abs(low), abs(high))
+        is_flat = high - low <= 1e-12 * largest
+        margin = (largest * 0.1 or 1.0) if is_flat else (high - low) * 0.04
         return cls(low - margin, high + margin, False, names or {})
 
     def place(self, value: float) -> float:
@@ -148,7 +151,7 @@ class Chart:
     @property
     def _points(self) -> _Points:
         points = [p for line in self.lines for p in (*line.curve.items(), *line.dots)]
-        return [(x, y) for x, y in points if math.isfinite(y)]
+        return [(x, y) for x, y in points if _is_drawn(y)]
 
     @property
     def x(self) -> Axis:
@@ -166,7 +169,7 @@ class Chart:
     def _is_log(self) -> bool:
         """True for a fall of positive values over more than two orders of magnitude."""
         values = [y for _, y in self._points]
-        is_wide = bool(values) and min(values) > 0 and max(values) > 100 * min(values)
+        is_wide = bool(values) and min(values) > 1 / MOST and max(values) > 100 * min(values)
         return is_wide and any(map(_falls, self.lines))
 
     @property
@@ -200,8 +203,12 @@ class Chart:
         return describe(self.title, self.lines, self.across_name)
 
 
+def _is_drawn(value: float) -> bool:
+    return abs(value) < MOST  # False for nan
+
+
 def _falls(line: Line) -> bool:
-    values = [y for _, y in sorted(line.curve.items()) if math.isfinite(y)]
+    values = [y for _, y in sorted(line.curve.items()) if _is_drawn(y)]
     return bool(values) and values[0] > values[-1]
 
 
@@ -209,7 +216,7 @@ def _without_gaps(points: Sequence[tuple[float, float]]) -> Iterator[_Points]:
     """Yield the parts between values that are not finite."""
     part: _Points = []
     for point in [*points, (0.0, math.nan)]:
-        if math.isfinite(point[1]):
+        if _is_drawn(point[1]):
             part.append(point)
         elif part:
             yield part
@@ -245,7 +252,7 @@ def describe(title: str, lines: Sequence[Line], across: str = "step") -> str:
     """Return the words that stand for a chart, for readers who do not see it."""
     parts = []
     for line in lines:
-        finite = {x: y for x, y in line.curve.items() if math.isfinite(y)}
+        finite = {x: y for x, y in line.curve.items() if _is_drawn(y)}
         if not finite:
             parts.append(f"{line.label}: no finite value")
             continue

@@ -46,7 +46,7 @@ def exact(value: float) -> str:
 
 def shown(name: str, value: float) -> str:
     """Return a value of the curve `name` with four digits: `82.2 %`, `0.6930`, `12,340`."""
-    if not math.isfinite(value):
+    if not abs(value) < math.inf:  # it may be an integer that no float can hold
         return "not finite"
     if _is_percent(name, value):
         return f"{100 * value:.1f} %"
