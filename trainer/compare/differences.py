@@ -12,12 +12,11 @@ import torch
 from trainer.checkpoints.transaction import is_gone
 from trainer.config.schema import LAYOUT
 from trainer.errors import CheckpointError
-from trainer.report.reading import SPEED, Curve, RunFiles
+from trainer.report.reading import PLACE, SPEED, Curve, RunFiles
 
 EXAMPLES = "the examples"
 SAME_BITS = "the same bits: curves, examples and weights are equal"
 MOST_NAMED = 4
-PLACE = ("run.dir", "run.name", "run.resume")  # name a run, and change nothing
 ROUNDING = 1e-5  # relative distance up to which a difference may be rounding, of fp32 norms too
 MOST_BYTES = 2**26  # of a tensor that is read at once
 

@@ -15,7 +15,7 @@ from trainer.record.startup import STOPPED, picture
 from trainer.report.charts import Axis, Chart, Line
 from trainer.report.numbers import Cell, duration, rounded, shown, spoken
 from trainer.report.page import MOST_CHARTS, Card, Page, Section, Status
-from trainer.report.reading import EPOCH, SPEED, RunFiles, mesh_of, read_runs
+from trainer.report.reading import EPOCH, PLACE, SPEED, RunFiles, mesh_of, read_runs
 
 HELP = """usage: python -m trainer.report DIR [out=FILE.html]
 
@@ -27,7 +27,6 @@ out: the page; by default report.html in the run directory"""
 
 MOST_LARGE = 3
 USAGE = "python -m trainer.report DIR [out=FILE.html]"
-PLACE = ("run.dir", "run.name", "run.resume")  # the page begins with it
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -22,6 +22,7 @@ from trainer.strategy.mesh import AXES, Mesh
 SPEED = "speed/"  # curves that differ between any two runs
 EPOCH = "epoch"  # the curve of progress
 LEDGER = "ledger"
+PLACE = ("run.dir", "run.name", "run.resume")  # settings that name a run, and change nothing
 # Settings that are needed of any config.yaml
 _NEEDED: dict[str, Any] = {
     **dict.fromkeys(("task.name", "strategy.name", "strategy.precision"), str),
