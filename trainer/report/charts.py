@@ -71,7 +71,7 @@ def _round_values(axis: Axis, most: int) -> list[float]:
 
 def _round_powers(axis: Axis) -> list[float]:
     first, last = math.floor(math.log10(axis.low)), math.ceil(math.log10(axis.high))
-    factors = (1, 2, 5) if last - first <= 2 else (1,)
+    factors = (1, 2, 5) if last - first <= 3 else (1,)
     every = 1 + (last - first) // 6
     values = [f * 10.0**power for power in range(first, last + 1, every) for f in factors]
     inside = [value for value in values if axis.low <= value <= axis.high]
