@@ -33,7 +33,8 @@ TEXT = ["task=text", "task.options.files=24", "task.options.context=32", "task.o
 TEXT += ["task.options.layers=2", "checkpoint.every_steps=100", "log.every_steps=2"]
 EXACT = ["strategy=exact", "optim.lr=0.004", "eval.every_steps=25"]
 RATES = ["run.name=rates", "optim.lr=0.0005,0.002,0.008", "run.seed=0,1,2", "eval.every_steps=20"]
-SIZES = {1280: 800, 390: 780, 1920: 1080}
+WIDTHS = {1280: 800, 390: 780, 1920: 1080}  # with heights
+HEIGHTS = {"report": 710, "compare": 930, "sweep": 735}  # at 1280, to end below a chart or a table
 # Blink's setting for prefers-color-scheme: 0 is dark, 1 is light
 THEMES = {"light": ("1", DEFAULT_TERMINAL_THEME), "dark": ("0", SVG_EXPORT_THEME)}
 COLORS = 128  # of a picture
@@ -46,11 +47,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=IMAGES)
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
-    sizes = {390: 780} if given.quick else SIZES
+    sizes = {390: 780} if given.quick else WIDTHS
     with tempfile.TemporaryDirectory() as scratch:
         pages = make_pages(Path(scratch), given.out, given.quick)
         for name, page in pages.items():
             for width, height in sizes.items():
+                height = HEIGHTS.get(name, height) if width == 1280 else height
                 for theme, (number, _) in THEMES.items():
                     place = f"{name}-{theme}" if width == 1280 else f"{name}-{width}-{theme}"
                     image = given.out / f"{place}.png"
@@ -60,14 +62,15 @@ def main() -> None:
 def make_pages(folder: Path, out: Path, is_quick: bool) -> dict[str, Path]:
     """Train, draw the terminal, and return the pages by name."""
     text = [*TEXT, "run.steps=4" if is_quick else "run.steps=300"]
-    words = [*text, "run.name=two-ranks"] if is_quick else CIFAR
+    words, place = CIFAR, "runs/cifar/two-ranks"
+    if is_quick:
+        words, place = [*text, "run.name=quick"], "runs/text/quick"
     draw_terminal(words, watch(folder, ["-m", "trainer", *words]), out)
-    task = "text" if is_quick else "cifar"
-    run(folder, "-m", "trainer.report", f"runs/{task}/two-ranks", "out=report.html")
+    run(folder, "-m", "trainer.report", place, "out=report.html")
     pages = {"report": folder / "report.html"}
     run(folder, "-m", "trainer", *text, *EXACT, "run.name=one-rank")
-    run(folder, "-m", "trainer", *text, *EXACT, *TWO_RANKS, "run.name=2-ranks")
-    places = ["runs/text/one-rank", "runs/text/2-ranks"]
+    run(folder, "-m", "trainer", *text, *EXACT, *TWO_RANKS, "run.name=two-ranks")
+    places = ["runs/text/one-rank", "runs/text/two-ranks"]
     run(folder, "-m", "trainer.compare", *places, "out=compare.html")
     pages["compare"] = folder / "compare.html"
     if not is_quick:
