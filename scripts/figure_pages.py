@@ -34,7 +34,7 @@ TEXT += ["task.options.layers=2", "checkpoint.every_steps=100", "log.every_steps
 EXACT = ["strategy=exact", "optim.lr=0.004", "eval.every_steps=25"]
 RATES = ["run.name=rates", "optim.lr=0.0005,0.002,0.008", "run.seed=0,1,2", "eval.every_steps=20"]
 WIDTHS = {1280: 800, 390: 780, 1920: 1080}  # with heights
-HEIGHTS = {"report": 710, "compare": 930, "sweep": 735}  # at 1280, to end below a chart or a table
+HEIGHTS = {"report": 704, "compare": 868, "sweep": 735}  # at 1280, to end below a chart or a table
 # Blink's setting for prefers-color-scheme: 0 is dark, 1 is light
 THEMES = {"light": ("1", DEFAULT_TERMINAL_THEME), "dark": ("0", SVG_EXPORT_THEME)}
 COLORS = 128  # of a picture
