@@ -60,7 +60,7 @@ SLOW = {
         *(0, "proved", {"steps", "findings", "left_out"}),
     ),
 }
-NEEDED = {"report": "matplotlib"}
+NEEDED = {"report": "jinja2"}
 CASES = [*DOCUMENTS, *(pytest.param(verb, marks=pytest.mark.slow) for verb in SLOW)]
 
 

@@ -28,7 +28,18 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = {
-    *("bench", "export", "hf", "metrics", "mlflow", "mpi", "optuna", "parquet", "report"),
+    *(
+        "bench",
+        "export",
+        "hf",
+        "metrics",
+        "mlflow",
+        "mpi",
+        "notebook",
+        "optuna",
+        "parquet",
+        "report",
+    ),
     *("slurm", "wandb"),
 }
 IMAGES = "tasks/data/cifar10-5000-1000.z"
@@ -93,7 +104,7 @@ def make(request, tmp_path):
 PACKAGE_ALONE = "-c constraints.txt -e ."
 DEVELOPMENT = (
     "-c constraints.txt --group dev"
-    " -e .[export,hf,metrics,mpi,mlflow,parquet,report,slurm,optuna,wandb]"
+    " -e .[export,hf,metrics,mpi,mlflow,notebook,parquet,report,slurm,optuna,wandb]"
 )
 
 

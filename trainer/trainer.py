@@ -184,11 +184,10 @@ class Trainer(Task):
                 self._run = None  # nothing is open any more
 
     def launch(self, ranks: int) -> Summary:
-        """Do what `fit` does as `ranks` new processes of this machine, as from a notebook's cell.
+        """Fit as `ranks` new processes of this machine, as from a cell that defines the class.
 
-        Their output appears here; an interrupt makes them save and stop. The class may be one of
-        the notebook. Afterwards `evaluate` evaluates the run. Raises ConfigError and RunError as
-        `fit` does, and ConfigError without the package cloudpickle.
+        Their output appears here; an interrupt makes them save and stop. `evaluate` then evaluates
+        the run. Raises what `fit` raises, and ConfigError without the package cloudpickle.
         """
         summary = train_on_ranks(self, ranks)
         self._run = FitResult(None, summary.step, summary.directory)

@@ -153,7 +153,7 @@ def _audit(found: RunFiles) -> tuple[list[Status], list[str]]:
     if not found.checkpoints:
         return [], []
     try:
-        code, lines = audit(found.path)
+        code, lines, _ = audit(found.path)
     except ConfigError as error:
         return [Status("open", "not audited", str(error))], []
     if code:
