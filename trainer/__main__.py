@@ -53,6 +53,7 @@ other commands (python -m <command> --help):
   trainer.new              create a starter project
   trainer.plan             estimate memory, messages and time on many ranks before a run
   trainer.verify           prove that layouts, kills and resumes do not change the result
+  trainer.prove            compare two commands of any training script, step by step
   trainer.evaluate         evaluate a checkpoint
   trainer.predict          write what a checkpoint predicts
   trainer.export           write a trained model as ONNX, safetensors or a TensorRT engine

@@ -29,6 +29,7 @@ VERBS = (
     "new",
     "plan",
     "predict",
+    "prove",
     "replay",
     "report",
     "train",

@@ -1,0 +1,86 @@
+"""`python -m trainer.prove A B`: prove that two commands train the same, whatever they run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.cli import run
+from trainer.config.hints import suggest
+from trainer.errors import ConfigError
+from trainer.prove.proof import Bench, prove_pair
+from trainer.prove.table import as_dictionary, show
+
+HELP = """usage: python -m trainer.prove 'COMMAND A' 'COMMAND B' [steps=20] [dtype=auto|fp64|native]
+           [limit=900] [out=DIR] [--json]
+       python -m trainer.prove 'COMMAND' --resume 'COMMAND that resumes' [kill=7] ...
+
+Runs two commands that should train the same, such as a script on one and on two ranks, and compares
+each optimizer step: examples, losses, gradients, learning rates, weights and evaluation. The script
+is not changed and may use any framework on PyTorch. For the first difference it prints the step,
+what differs and the likely reason.
+--resume kills COMMAND after `kill` steps, resumes, and compares with a run that was not killed.
+{dir} in a command becomes a new folder; a run and its resume have the same.
+
+steps  optimizer steps to compare; the processes end after them
+dtype  fp64 makes rounding tiny, and is used if the script can be run in it (auto); otherwise the
+       effect of rounding is measured by a repeat of A
+limit  seconds that a command may take
+out    folder for a page, the records and the output of the commands
+Exit codes: 0 the same, 1 a difference was found, 2 bad usage or a command failed."""
+
+WORDS = {"steps": "20", "dtype": "auto", "limit": "900", "kill": "7", "out": ""}
+DTYPES = ("auto", "fp64", "native")
+
+
+def main(arguments: Sequence[str]) -> int:
+    words = dict(WORDS)
+    commands = []
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        if equals and name in WORDS:
+            words[name] = value
+        elif not word.startswith("--"):
+            commands.append(word)
+        elif word not in ("--json", "--resume"):
+            near = suggest(word.lstrip("-"), ("json", "resume"), "--")
+            raise ConfigError(f"{word} is not a flag: allowed are --json and --resume{near}")
+    if len(commands) != 2:
+        advice = "give two commands, each in quotes"
+        raise ConfigError(f"{len(commands)} commands: {advice} (python -m trainer.prove --help)")
+    if words["dtype"] not in DTYPES:
+        raise ConfigError(f"dtype={words['dtype']}: must be one of {', '.join(DTYPES)}")
+    steps = _read_integer(words, "steps")
+    limit_s = _read_integer(words, "limit")
+    folder = Path(words["out"] or tempfile.mkdtemp(prefix="lockstep-prove-"))
+    if words["out"] and folder.exists():
+        raise ConfigError(f"out={folder}: exists; name a new folder")
+
+    def tell(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    try:
+        found = prove_pair(Bench(folder, steps, words["dtype"], limit_s, tell), *commands)
+    finally:
+        if not words["out"]:
+            shutil.rmtree(folder, ignore_errors=True)
+    if "--json" in arguments:
+        print(json.dumps(as_dictionary(found, []), indent=1))
+    else:
+        show(found, [])
+    return int(not found.is_same)
+
+
+def _read_integer(words: dict[str, str], name: str) -> int:
+    word = words[name]
+    if not word.isdecimal() or int(word) < 1:
+        raise ConfigError(f"{name}={word}: must be an integer of at least 1")
+    return int(word)
+
+
+if __name__ == "__main__":
+    run(main, HELP)

@@ -1,0 +1,304 @@
+"""Comparison of two commands, step by step: the first difference of each kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.prove.bounds import Bounds, compare_tensors, differences, relative
+from trainer.prove.history import EvalPass, RankHistory
+from trainer.prove.merging import History, Step
+
+COLUMNS = ("examples", "losses", "gradients", "weights", "lr", "evaluation")
+# What explains a difference if it begins in an earlier step, and what also in the same one.
+EARLIER = {
+    "initial weights": (),
+    "examples": (),
+    "lr": (),
+    "gradients": ("initial weights", "examples", "lr", "weights", "replicas"),
+    "weights": ("initial weights", "examples", "lr", "gradients", "replicas"),
+    "replicas": ("initial weights", "gradients"),
+    "evaluation": (),
+    "steps": ("examples",),
+}
+SAME_STEP = {
+    **dict.fromkeys(EARLIER, ("initial weights",)),
+    "gradients": ("initial weights", "examples"),
+    "weights": EARLIER["weights"],
+    "replicas": EARLIER["replicas"],
+}
+RATE_BOUND = 1e-9
+SPREAD_BOUND = 1e-4  # of replicas on several ranks, where rounding is not measured
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A difference: `place` is the index of the step, `where` what differs, `reason` why."""
+
+    kind: str
+    place: int
+    where: str
+    reason: str = ""
+
+
+@dataclass
+class Comparison:
+    """What differs between the reference and another command; `worst` by column."""
+
+    one: History
+    other: History
+    bounds: Bounds
+    num_steps: int
+    worst: dict[str, float] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def is_same(self) -> bool:
+        return not self.findings
+
+    @property
+    def result(self) -> str:
+        """Return the verdict for the table."""
+        if self.is_same:
+            return "same"
+        places = [each.place for each in self.findings if each.kind != "evaluation"]
+        if not places:
+            return "evaluation differs"
+        first = self.findings[0]
+        if first.kind == "initial weights":
+            return "differs from the start"
+        return f"differs from step {self.number_of(min(places))}"
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Return True if both commands evaluated."""
+        return all(any(r.evaluations for r in h.ranks) for h in (self.one, self.other))
+
+    def number_of(self, place: int) -> int:
+        """Return the number of the step at a place; with several optimizers, of its optimizer."""
+        return self.other.steps[min(place, self.num_steps - 1)].number
+
+
+def compare(one: History, other: History, bounds: Bounds) -> Comparison:
+    """Return the differences of two commands, in the order in which one causes the next."""
+    rename(one, other)
+    num_steps = min(len(one.steps), len(other.steps))
+    found = Comparison(one, other, bounds, num_steps)
+    found.worst = dict.fromkeys(COLUMNS, 0.0)
+    firsts = [
+        _compare_initial(found),
+        _compare_examples(found),
+        _compare_numbers(found),
+        _compare_rates(found),
+        _compare_replicas(found),
+        _compare_evaluations(found),
+        _compare_lengths(found),
+    ]
+    causes = [each for each in firsts if each is not None]
+    found.findings = [each for each in causes if not _is_consequence(each, causes)]
+    return found
+
+
+def _is_consequence(finding: Finding, others: Sequence[Finding]) -> bool:
+    """Return True if an earlier difference explains this one."""
+    return any(
+        each.kind in EARLIER[finding.kind]
+        and each.place + (each.kind not in SAME_STEP[finding.kind]) <= finding.place
+        for each in others
+    )
+
+
+def rename(one: History, other: History) -> None:
+    """Give the parameters of the other command the names of the first, where the order tells.
+
+    A script may hold its model in another module on one layout.
+    """
+    for number, about in one.ranks[0].optimizers.items():
+        theirs = other.ranks[0].optimizers.get(number)
+        if theirs is None or set(about["names"]) == set(theirs["names"]):
+            continue
+        if about["shapes"] != theirs["shapes"]:
+            continue
+        names = dict(zip(theirs["names"], about["names"], strict=True))
+        for step in other.steps:
+            if step.ranks[0].optimizer == number:
+                for merged in (step.gradients, step.unclipped, step.weights):
+                    for kept in (merged.whole, merged.spread, merged.missing):
+                        _rename_keys(kept, names)
+                for rank in step.ranks:
+                    _rename_keys(rank.rates, names)
+        _rename_keys(other.initial[number].whole, names)
+
+
+def _rename_keys(mapping: dict[str, Any], names: dict[str, str]) -> None:
+    renamed = {names.get(key, key): value for key, value in mapping.items()}
+    mapping.clear()
+    mapping.update(renamed)
+
+
+def _compare_initial(found: Comparison) -> Finding | None:
+    bounds = found.bounds
+    bound = max(bounds.least, SPREAD_BOUND if bounds.noise else 0.0)
+    for history in (found.one, found.other):
+        for merged in history.initial.values():
+            for name, value in merged.spread.items():
+                if value > bound:
+                    where = f"{name} starts with other values on the ranks of {history.name}"
+                    return Finding("initial weights", 0, where)
+    for number, merged in found.one.initial.items():
+        if number in found.other.initial:
+            theirs = found.other.initial[number]
+            value, name = compare_tensors(merged, theirs, bounds.weight_floor)
+            if not value <= bound:
+                found.worst["weights"] = value
+                return Finding("initial weights", 0, f"{name} starts {value:.0e} apart")
+    return None
+
+
+def _compare_examples(found: Comparison) -> Finding | None:
+    for place, (one, other) in enumerate(_pairs(found)):
+        if one.rows != other.rows and not is_divided_model(found, one, other):
+            found.worst["examples"] = 1.0
+            counts = f"{sum(one.rows.values())} and {sum(other.rows.values())}"
+            shared = sum((one.rows & other.rows).values())
+            return Finding("examples", place, f"{counts} examples, {shared} of them the same")
+    return None
+
+
+def is_divided_model(found: Comparison, one: Step, other: Step) -> bool:
+    """Return True if ranks use the same examples because each has a part of the model."""
+    for whole, copied, history in ((one, other, found.other), (other, one, found.one)):
+        times = sum(copied.rows.values()) / max(sum(whole.rows.values()), 1)
+        expected = Counter({row: int(times) * n for row, n in whole.rows.items()})
+        is_whole = times in range(2, history.size + 1)
+        if history.is_model_parallel and is_whole and copied.rows == expected:
+            return True
+    return False
+
+
+def _pairs(found: Comparison) -> list[tuple[Step, Step]]:
+    return list(zip(found.one.steps, found.other.steps, strict=False))
+
+
+def _compare_numbers(found: Comparison) -> Finding | None:
+    """Return the first gradient or weight that differs by more than rounding."""
+    before = 0.0
+    first: Finding | None = None
+    for place, (one, other) in enumerate(_pairs(found)):
+        here = differences(one, other, found.bounds)
+        for kind, (value, _) in here.items():
+            found.worst[kind] = _larger(found.worst[kind], value)
+        for kind in ("gradients", "weights"):
+            value, name = here[kind]
+            bound = found.bounds.of(kind, place, before)
+            is_over = not value <= bound
+            if kind == "gradients" and is_over and _is_reduced_later(one, other, here, bound):
+                is_over = False
+            if first is None and is_over:
+                apart = f"{kind[:-1]} of {name} {value:.0e} apart"
+                first = Finding(kind, place, f"{apart} (rounding would be below {bound:.0e})")
+        before = max([before, *(value for value, _ in here.values())])
+    return first
+
+
+def _larger(one: float, other: float) -> float:
+    return one if one != one or other <= one else other  # a value that is not a number stays
+
+
+def _is_reduced_later(
+    one: Step, other: Step, here: dict[str, tuple[float, str]], bound: float
+) -> bool:
+    """Return True if the optimizer itself reduces gradients: they differ, and weights do not."""
+    are_apart = max([*other.gradients.spread.values(), *one.gradients.spread.values()]) > 1e-6
+    return are_apart and here["weights"][0] <= bound
+
+
+def _compare_rates(found: Comparison) -> Finding | None:
+    first: Finding | None = None
+    for place, (one, other) in enumerate(_pairs(found)):
+        for name in one.rates.keys() & other.rates.keys():
+            value = relative(one.rates[name], other.rates[name])
+            found.worst["lr"] = max(found.worst["lr"], value)
+            if value > RATE_BOUND and first is None:
+                rates = f"{one.rates[name]:.6g} and {other.rates[name]:.6g}"
+                first = Finding("lr", place, f"learning rate {rates}")
+    return first
+
+
+def _compare_replicas(found: Comparison) -> Finding | None:
+    """Return the first step after which ranks of one command have different weights."""
+    for history in (found.other, found.one):
+        for place, step in enumerate(history.steps):
+            spread = step.weights.spread
+            name = max(spread, key=lambda each: spread[each], default="")
+            bound = SPREAD_BOUND if found.bounds.noise else 1e-9
+            if name and not spread[name] <= bound:
+                where = f"the ranks of {history.name} have different weights: {name}"
+                return Finding("replicas", place, f"{where} {spread[name]:.0e} apart")
+    return None
+
+
+def _compare_evaluations(found: Comparison) -> Finding | None:
+    ours = evaluations(found.one)
+    theirs = evaluations(found.other)
+    for after in sorted(ours.keys() & theirs.keys()):
+        one = ours[after]
+        other = theirs[after]
+        if one == other:
+            continue
+        found.worst["evaluation"] = 1.0
+        counts = f"{sum(one.values())} and {sum(other.values())} examples"
+        return Finding("evaluation", after, f"evaluation after step {after} counts {counts}")
+    return None
+
+
+def evaluations(history: History) -> dict[int, Counter[str]]:
+    """Return the examples of each evaluation over all ranks, by the number of steps before it.
+
+    A pass that is the same on all ranks counts once: each rank has evaluated everything.
+    """
+    found: dict[int, Counter[str]] = {}
+    afters = {each.after for rank in history.ranks for each in rank.evaluations}
+    for after in afters:
+        total: Counter[str] = Counter()
+        by_rank = [_passes_after(rank, after) for rank in history.ranks]
+        for number in range(max(map(len, by_rank))):
+            rows = [Counter(own[number].rows) for own in by_rank if number < len(own)]
+            is_whole = all(each == rows[0] for each in rows)
+            total += rows[0] if is_whole else sum(rows, Counter())
+        if any(after in rank.gathers for rank in history.ranks):
+            total = _without_repeats(total, by_rank)
+        found[after] = total
+    return found
+
+
+def _passes_after(rank: RankHistory, after: int) -> list[EvalPass]:
+    return [each for each in rank.evaluations if each.after == after]
+
+
+def _without_repeats(total: Counter[str], by_rank: Sequence[Sequence[EvalPass]]) -> Counter[str]:
+    """Return the examples without those with which Accelerate filled the last batches."""
+    sizes = [each.size for own in by_rank for each in own[:1]]
+    repeats = sum(total.values()) - (sizes[0] or 0) if sizes else 0
+    kept = Counter(total)
+    for row, count in total.items():
+        while repeats > 0 and kept[row] > 1 and count > 1:
+            kept[row] -= 1
+            repeats -= 1
+    return kept
+
+
+def _compare_lengths(found: Comparison) -> Finding | None:
+    """Return a finding if a command, or one of its ranks, made fewer steps."""
+    one = len(found.one.steps)
+    other = len(found.other.steps)
+    lengths = {len(rank.steps) for rank in found.other.ranks}
+    if len(lengths) > 1:
+        where = f"ranks of {found.other.name} made {min(lengths)} and {max(lengths)} steps"
+        return Finding("steps", found.num_steps, where)
+    if one != other:
+        where = f"{one} steps, {other} steps"
+        return Finding("steps", found.num_steps, where)
+    return None

@@ -1,0 +1,136 @@
+"""Reasons for other examples: samplers, batch sizes, epochs, padding and random draws."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+
+from trainer.errors import counted
+from trainer.prove.comparison import Comparison
+from trainer.prove.merging import History, Step
+
+UNSEEDED = 1 << 32
+
+
+def explain_examples(found: Comparison, place: int) -> str:
+    """Return the likely reason why a step uses other examples."""
+    one = found.one.steps[place]
+    other = found.other.steps[place]
+    return (
+        _explain_copies(found.other, other)
+        or _explain_copies(found.one, one)
+        or _explain_content(one, other)
+        or _explain_pass(found)
+        or _explain_size(found, one, other)
+        or _explain_draws(found)
+        or _explain_order(found)
+    )
+
+
+def _explain_copies(history: History, step: Step) -> str:
+    """Name ranks that use the same examples."""
+    for one, other in combinations(step.ranks, 2):
+        rows = Counter(one.rows)
+        if rows and rows == Counter(other.rows):
+            why = "no sampler divides the dataset among the ranks"
+            return f"ranks of {history.name} use the same examples: {why}"
+    return ""
+
+
+def _explain_content(one: Step, other: Step) -> str:
+    """Name random content: the dataset's indices agree."""
+    ours = sorted(str(place) for rank in one.ranks for place in rank.index)
+    theirs = sorted(str(place) for rank in other.ranks for place in rank.index)
+    if ours and ours == theirs:
+        why = "the dataset draws random numbers (augmentation) that depend on rank or worker"
+        return f"the indices agree, but not what the dataset returns for them: {why}"
+    return ""
+
+
+def _explain_size(found: Comparison, one: Step, other: Step) -> str:
+    """Name another global batch."""
+    before = sum(one.rows.values())
+    after = sum(other.rows.values())
+    ratio = found.other.size / found.one.size
+    if not before or before == after:
+        return ""
+    sizes = f"the global batch is {before} examples in A and {after} in B"
+    if after == before * ratio:
+        return f"{sizes}: the batch size of a rank was not divided by the number of ranks"
+    if other.num_backwards != one.num_backwards and after * one.num_backwards == (
+        before * other.num_backwards
+    ):
+        micro = f"{one.num_backwards} and {other.num_backwards} micro-batches"
+        return f"{sizes}: a step has {micro}, and a micro-batch was not made smaller"
+    return f"{sizes}: batch size x micro-batches x ranks must be the same"
+
+
+def passes(history: History) -> list[list[list[str]]]:
+    """Return the training examples of each pass, of each rank, in order."""
+    by_rank = [list(rank.orders.values()) for rank in history.ranks]
+    return [list(each) for each in zip(*by_rank, strict=False)]
+
+
+def repeats_order(history: History) -> bool:
+    """Return True if the second pass has the first one's order, although it is shuffled."""
+    every = passes(history)
+    about = list(history.ranks[0].passes.values())
+    is_shuffled = any(each["epoch"] is not None and each.get("shuffle") for each in about)
+    whole = [each for each in every if len(each[0]) == len(every[0][0])]
+    return is_shuffled and len(whole) > 1 and len(every[0][0]) > 1 and whole[0] == whole[1]
+
+
+def _explain_pass(found: Comparison) -> str:
+    """Name a pass with repeated or left out examples, or with the order of the pass before."""
+    ours = passes(found.one)
+    theirs = passes(found.other)
+    for one, other in zip(ours[:-1], theirs[:-1], strict=False):
+        a = Counter(row for rank in one for row in rank)
+        b = Counter(row for rank in other for row in rank)
+        if a == b:
+            continue
+        for name, more, less in (("B", b, a), ("A", a, b)):
+            if not less - more and set(more) == set(less):
+                number = sum((more - less).values())
+                why = "its sampler fills up, so that each rank has as many"
+                return f"{name} repeats {counted(number, 'example')} in a pass: {why}"
+            if not less - more:
+                number = sum((more - less).values())
+                other_name = "A" if name == "B" else "B"
+                why = "the last, incomplete batches are dropped"
+                return f"{other_name} leaves out {counted(number, 'example')} of a pass: {why}"
+    pair = (repeats_order(found.one), repeats_order(found.other))
+    if pair[0] != pair[1] and passes_agree(ours, theirs):
+        name = "A" if pair[0] else "B"
+        return f"each pass of {name} has the order of the first: set_epoch is never called"
+    return ""
+
+
+def passes_agree(ours: list[list[list[str]]], theirs: list[list[list[str]]]) -> bool:
+    """Return True if the first passes have the same examples."""
+    first = [Counter(row for rank in each[0] for row in rank) for each in (ours, theirs)]
+    return first[0] == first[1]
+
+
+def _explain_draws(found: Comparison) -> str:
+    """Name batches that the script draws itself."""
+    if found.one.ranks[0].passes or found.other.ranks[0].passes:
+        return ""
+    why = "they depend on the rank, for example by a seed of its own"
+    return f"the script draws its batches without a DataLoader, and {why}"
+
+
+def _explain_order(found: Comparison) -> str:
+    """Name samplers and seeds."""
+    seeds = [next(iter(h.ranks[0].optimizers.values()))["seed"] for h in (found.one, found.other)]
+    if seeds[0] != seeds[1] and max(seeds) > UNSEEDED:
+        return "the order is drawn from random numbers that the script does not seed"
+    kinds = []
+    for history in (found.one, found.other):
+        orders = set(history.ranks[0].orders)
+        about = history.ranks[0].passes
+        kinds.append({about[number]["sampler"] for number in orders if number in about})
+    names = [", ".join(sorted(each)) or "none" for each in kinds]
+    if kinds[0] != kinds[1]:
+        return f"the order comes from {names[0]} in A and from {names[1]} in B"
+    return f"the order ({names[0]}) depends on the layout: each rank shuffles or reads its own part"

@@ -1,0 +1,260 @@
+"""History of one rank: its steps with examples, losses, gradients and weights, from its records."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Sketch = np.ndarray[Any, np.dtype[np.float64]]
+Event = Mapping[str, Any]
+MOST_BACKWARDS = 4  # per batch that are tried
+AHEAD = 1  # batches that a loop takes before it needs them, beside those of one step
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Examples of one batch of a DataLoader, or of one forward pass if there is none."""
+
+    rows: list[str]
+    index: list[Any] | None
+    weights: dict[str, float]
+
+
+@dataclass
+class RankStep:
+    """One optimizer step on one rank. Sketches are in the order of the optimizer's parameters."""
+
+    optimizer: int
+    number: int
+    batches: list[MicroBatch]
+    losses: list[float]
+    backwards: list[Event]
+    forwards: list[Event]
+    gradients: dict[str, Sketch | None]
+    unclipped: dict[str, Sketch | None]
+    clips: list[dict[str, Any]]
+    weights: dict[str, Sketch | None]
+    rates: dict[str, float]
+    random: str
+
+    @property
+    def loss(self) -> float:
+        """Return the sum of the losses of all backward passes: the one whose gradient is used."""
+        return sum(self.losses)
+
+    @property
+    def rows(self) -> list[str]:
+        return [row for batch in self.batches for row in batch.rows]
+
+    @property
+    def index(self) -> list[Any]:
+        return [place for batch in self.batches for place in batch.index or []]
+
+
+@dataclass(frozen=True)
+class EvalPass:
+    """A whole pass over a loader without a backward pass; `after` is the number of steps before."""
+
+    number: int
+    after: int
+    size: int | None  # of the dataset
+    rows: list[str] = field(default_factory=list)
+
+
+@dataclass
+class RankHistory:
+    """Everything that one process recorded."""
+
+    rank: int
+    world_size: int
+    steps: list[RankStep] = field(default_factory=list)
+    optimizers: dict[int, Event] = field(default_factory=dict)
+    passes: dict[int, Event] = field(default_factory=dict)
+    orders: dict[int, list[str]] = field(default_factory=dict)  # training examples by pass
+    evaluations: list[EvalPass] = field(default_factory=list)
+    gathers: set[int] = field(default_factory=set)  # evaluations without repeated examples
+    errors: list[str] = field(default_factory=list)
+    saves: list[str] = field(default_factory=list)
+    time: float = 0.0
+    seconds: float = 0.0
+    recording: float = 0.0
+    num_bytes: int = 0
+
+
+def decode(names: Sequence[str], texts: Sequence[str | None]) -> dict[str, Sketch | None]:
+    """Return the sketches by name; None where a parameter has no gradient."""
+    return {
+        name: None if text is None else np.frombuffer(base64.b64decode(text))
+        for name, text in zip(names, texts, strict=True)
+    }
+
+
+def read_rank(path: Path) -> RankHistory:
+    """Return the history in a file of records; a last line that a kill has cut is left out."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    if text and not text.endswith("\n"):
+        lines.pop()
+    events = [json.loads(line) for line in lines]
+    start = next(each for each in events if each["event"] == "start")
+    history = RankHistory(start["rank"], start["world_size"], time=start["time"])
+    history.num_bytes = len(text)
+    history.passes = {each["number"]: each for each in events if each["event"] == "pass"}
+    history.errors = [each["text"] for each in events if each["event"] == "error"]
+    history.saves = [each["path"] for each in events if each["event"] == "save"]
+    label_batches(events)
+    owners = assign_batches(events)
+    _read_steps(history, events, owners)
+    _read_passes(history, events)
+    return history
+
+
+def label_batches(events: Sequence[dict[str, Any]]) -> None:
+    """Label each batch with is_training: does the model train at its next call?
+
+    A loop may take a batch ahead, but then the calls before and after are of one kind.
+    """
+    waiting: list[dict[str, Any]] = []
+    for each in events:
+        if each["event"] == "batch":
+            waiting.append(each)
+        elif each["event"] in ("forward", "backward"):
+            is_training = each["event"] == "backward" or each["training"]
+            for batch in waiting:
+                batch["is_training"] = is_training
+            waiting.clear()
+    for batch in waiting:
+        batch["is_training"] = False
+    votes: dict[int, list[bool]] = {}
+    for each in events:
+        if each["event"] == "batch":
+            votes.setdefault(each["number"], []).append(each["is_training"])
+    for each in events:
+        if each["event"] == "batch":
+            vote = votes[each["number"]]
+            each["is_training"] = 2 * sum(vote) >= len(vote)
+
+
+def assign_batches(events: Sequence[dict[str, Any]]) -> dict[int, int]:
+    """Return the number of the step (in order, from 0) that uses the batch at each place.
+
+    With r backward passes per batch, batch j belongs to the step of backward r * j, even if the
+    loop takes batches ahead. A loop with fewer backward passes uses its batches in their step.
+    """
+    batches = [place for place, each in enumerate(events) if each.get("is_training")]
+    backwards = [place for place, each in enumerate(events) if each["event"] == "backward"]
+    steps = [place for place, each in enumerate(events) if each["event"] == "step"]
+    step_of = np.searchsorted(steps, np.arange(len(events)))
+    per_step = np.bincount(step_of[batches]) if batches else np.zeros(1)
+    for ratio in range(1, MOST_BACKWARDS + 1):
+        if _fits(events, batches, backwards, ratio, int(per_step.max())):
+            used = backwards[::ratio]
+            return {b: int(step_of[w]) for b, w in zip(batches, used, strict=False)}
+    return {place: int(step_of[place]) for place in batches}
+
+
+def _fits(
+    events: Sequence[Event], batches: list[int], backwards: list[int], ratio: int, most: int
+) -> bool:
+    """Return True if each batch can have `ratio` backward passes, in order and pass by pass."""
+    used = backwards[::ratio]
+    left = len(batches) - len(used)
+    if not 0 <= left <= most + AHEAD or not backwards:
+        return False
+    if any(batch > first for batch, first in zip(batches, used, strict=False)):
+        return False
+    numbers = [events[place]["number"] for place in batches]
+    for count, (one, other) in enumerate(pairwise(numbers), 1):
+        if one != other:
+            before = sum(place < batches[count] for place in backwards)
+            if before != count * ratio:
+                return False
+    return True
+
+
+def _read_steps(history: RankHistory, events: Sequence[Event], owners: Mapping[int, int]) -> None:
+    by_step: dict[int, list[MicroBatch]] = {}
+    for place, owner in owners.items():
+        by_step.setdefault(owner, []).append(_read_batch(events[place]))
+    names: dict[int, list[str]] = {}
+    since: list[Event] = []  # the last step
+    for each in events:
+        since.append(each)
+        if each["event"] == "optimizer":
+            history.optimizers.setdefault(each["number"], each)
+            names[each["number"]] = each["names"]
+        elif each["event"] == "step":
+            calls = [one for one in since if one["event"] == "forward" and one["training"]]
+            own = by_step.get(len(history.steps), [])
+            own = own or [_read_batch(one) for one in calls if "rows" in one]
+            backwards = [one for one in since if one["event"] == "backward"]
+            history.steps.append(_read_step(each, names[each["optimizer"]], own, backwards, calls))
+            history.seconds = each["seconds"]
+            history.recording = each["recording"]
+            since = []
+
+
+def _read_batch(event: Event) -> MicroBatch:
+    return MicroBatch(event["rows"], event.get("index"), event.get("weights") or {})
+
+
+def _read_step(
+    event: Event,
+    names: Sequence[str],
+    batches: list[MicroBatch],
+    backwards: list[Event],
+    forwards: list[Event],
+) -> RankStep:
+    rates = event.get("rates", [])
+    return RankStep(
+        event["optimizer"],
+        event["step"],
+        batches,
+        [each["loss"] for each in backwards],
+        backwards,
+        forwards,
+        decode(names, event.get("gradients", [None] * len(names))),
+        decode(names, event["unclipped"]) if "unclipped" in event else {},
+        event.get("clips", []),
+        decode(names, event["weights"]),
+        dict(zip(names, rates, strict=False)),
+        event["random"],
+    )
+
+
+def _read_passes(history: RankHistory, events: Sequence[Event]) -> None:
+    """Read the passes over loaders: the order of training examples, and the evaluations."""
+    after = 0
+    found: dict[int, EvalPass] = {}
+    ended: set[int] = set()
+    for each in events:
+        if each["event"] == "step":
+            after += 1
+        elif each["event"] == "batch" and each["is_training"]:
+            history.orders.setdefault(each["number"], []).extend(each["rows"])
+        elif each["event"] == "batch":
+            number = each["number"]
+            size = history.passes.get(number, {}).get("size")
+            found.setdefault(number, EvalPass(number, after, size)).rows.extend(each["rows"])
+        elif each["event"] == "end":
+            ended.add(each["number"])
+        elif each["event"] == "gather for metrics":
+            history.gathers.add(after)
+    history.evaluations = [each for number, each in found.items() if number in ended]
+
+
+def open_histories(paths: Sequence[Path]) -> list[RankHistory]:
+    """Return the history of each rank; of a rank with several processes, the longest."""
+    read = [read_rank(path) for path in paths]
+    ranks = sorted({each.rank for each in read})
+    return [
+        max((each for each in read if each.rank == rank), key=lambda each: len(each.steps))
+        for rank in ranks
+    ]

@@ -1,0 +1,179 @@
+"""Steps of a command: the records of its ranks, merged by the arithmetic of sketches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from trainer.prove.history import RankHistory, RankStep, Sketch
+
+Sketches = dict[str, Sketch]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A set of tensors over all ranks: the whole tensors, and how far replicas are apart.
+
+    `spread[name]`: largest relative difference of a replica from the mean of the replicas.
+    `missing[name]`: ranks without the tensor, where others have it.
+    """
+
+    whole: Sketches
+    spread: dict[str, float]
+    missing: dict[str, list[int]]
+
+    @cached_property
+    def norm(self) -> float:
+        """Return the norm of all tensors together."""
+        return float(np.sqrt(sum(float(each @ each) for each in self.whole.values())))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step of a command, with what each rank did."""
+
+    ranks: list[RankStep]
+    gradients: Merged
+    unclipped: Merged
+    weights: Merged
+
+    @property
+    def number(self) -> int:
+        return self.ranks[0].number
+
+    @cached_property
+    def rows(self) -> Counter[str]:
+        """Return the examples of all ranks, each with how often it was used."""
+        return Counter(row for rank in self.ranks for row in rank.rows)
+
+    @property
+    def num_backwards(self) -> int:
+        return max(len(rank.losses) for rank in self.ranks)
+
+    @cached_property
+    def rates(self) -> dict[str, float]:
+        return {name: rate for rank in self.ranks for name, rate in rank.rates.items()}
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Return the loss of the step under each convention of how ranks are combined."""
+        values = [rank.loss for rank in self.ranks]
+        found = {"mean": float(np.mean(values)), "sum": float(np.sum(values))}
+        counts = [len(rank.rows) for rank in self.ranks]
+        if sum(counts):
+            found["rows"] = float(np.average(values, weights=counts))
+        return found
+
+
+@dataclass
+class History:
+    """Everything that a command recorded."""
+
+    name: str  # A, B, ...
+    command: str
+    ranks: list[RankHistory]
+    steps: list[Step]
+    initial: dict[int, Merged]  # first weights, by optimizer
+    size: int = 0  # ranks that the launcher started
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, name: str, command: str, ranks: list[RankHistory]) -> History:
+        num_steps = min(len(rank.steps) for rank in ranks)
+        parts = _find_parts(ranks)
+        steps = [_merge_step([rank.steps[i] for rank in ranks], parts) for i in range(num_steps)]
+        initial = {}
+        for number, about in ranks[0].optimizers.items():
+            tensors = [_first_weights(rank, number) for rank in ranks]
+            initial[number] = _merge(tensors, parts.get(number, {}))
+            del about
+        return cls(name, command, ranks, steps, initial, ranks[0].world_size)
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """Return True if ranks hold parts of the model other than those of sharded data."""
+        describes = [each for rank in self.ranks for each in rank.optimizers.values()]
+        has_parts = any(any(each["parts"]) for each in describes)
+        is_sharded_data = any("FSDP" in each["wrappers"] for each in describes)
+        names = {tuple(each["names"]) for each in describes if each["number"] == 0}
+        return (has_parts and not is_sharded_data) or len(names) > 1
+
+    def about(self, key: str) -> list[str]:
+        """Return what the ranks noted of their models: norms, dropout, wrappers."""
+        values = [v for rank in self.ranks for each in rank.optimizers.values() for v in each[key]]
+        return sorted(set(values))
+
+
+def _first_weights(rank: RankHistory, number: int) -> dict[str, Sketch | None]:
+    from trainer.prove.history import decode
+
+    about = rank.optimizers.get(number)
+    return decode(about["names"], about["weights"]) if about else {}
+
+
+Parts = dict[int, dict[str, list[Any]]]  # by optimizer and name: of each rank
+
+
+def _find_parts(ranks: Sequence[RankHistory]) -> Parts:
+    """Return where each rank's part of a tensor is, by optimizer and name."""
+    found: Parts = {}
+    for rank in ranks:
+        for number, about in rank.optimizers.items():
+            by_name = dict(zip(about["names"], about["parts"], strict=True))
+            for name, part in by_name.items():
+                places = found.setdefault(number, {}).setdefault(name, [None] * len(ranks))
+                key = part and (tuple(part[0]), tuple(part[1]))
+                places[ranks.index(rank)] = (rank.rank,) if part and part[2] else key
+    return found
+
+
+def _merge_step(ranks: list[RankStep], parts: Parts) -> Step:
+    where = parts.get(ranks[0].optimizer, {})
+
+    def merged(get: Callable[[RankStep], dict[str, Sketch | None]]) -> Merged:
+        return _merge([get(rank) for rank in ranks], where)
+
+    return Step(
+        ranks,
+        merged(lambda rank: rank.gradients),
+        merged(lambda rank: rank.unclipped),
+        merged(lambda rank: rank.weights),
+    )
+
+
+def _merge(tensors: Sequence[Mapping[str, Sketch | None]], where: Mapping[str, Any]) -> Merged:
+    """Return mean over replicas, sum over distinct parts."""
+    names = dict.fromkeys(name for each in tensors for name in each)
+    whole: Sketches = {}
+    spread: dict[str, float] = {}
+    missing: dict[str, list[int]] = {}
+    for name in names:
+        owners = [rank for rank, each in enumerate(tensors) if name in each]
+        absent = [rank for rank in owners if tensors[rank][name] is None]
+        if len(absent) == len(owners):
+            continue
+        if absent:
+            missing[name] = absent
+        places = where.get(name, [None] * len(tensors))
+        groups: dict[Any, list[Sketch]] = {}
+        for rank in owners:
+            found = tensors[rank][name]
+            zero = np.zeros(len(next(t[name] for t in tensors if t.get(name) is not None)))  # type: ignore[arg-type]
+            groups.setdefault(places[rank], []).append(zero if found is None else found)
+        means = [np.mean(group, axis=0) for group in groups.values()]
+        total = np.sum(means, axis=0)
+        whole[name] = total
+        size = float(np.linalg.norm(total))
+        apart = [
+            float(np.linalg.norm(each - mean))
+            for group, mean in zip(groups.values(), means, strict=True)
+            for each in group
+        ]
+        worst = max(apart)
+        spread[name] = worst / size if size else worst
+    return Merged(whole, spread, missing)

@@ -1,0 +1,73 @@
+"""A proof: the commands are run, in fp64 if the script allows it, and their histories compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.prove.bounds import Bounds, measure
+from trainer.prove.comparison import Comparison, compare
+from trainer.prove.history import open_histories
+from trainer.prove.merging import History
+from trainer.prove.reasons import explain
+from trainer.prove.runner import CommandRun, Recording, run_command
+
+
+@dataclass
+class Bench:
+    """Where commands are run: `folder` of the records, number of steps, limit for a command."""
+
+    folder: Path
+    steps: int
+    dtype: str  # auto, fp64 or native
+    limit_s: float
+    tell: Callable[[str], None]
+
+    def run(self, name: str, command: str, dtype: str, is_perturbed: bool = False) -> CommandRun:
+        """Run a command and return how it ended."""
+        self.tell(f"running {name} in {dtype}: {command}")
+        recording = Recording(self.steps, dtype, is_perturbed=is_perturbed)
+        return run_command(command, self._place(f"{name}-{dtype}"), recording, self.limit_s)
+
+    def _place(self, name: str) -> Path:
+        return self.folder / name
+
+    def read(self, name: str, done: CommandRun) -> History:
+        """Return the history of a run. Raises RunError if it failed."""
+        done.check()
+        return History.of(name, done.command, open_histories(done.records))
+
+
+def prove_pair(bench: Bench, first: str, second: str) -> Comparison:
+    """Return how two commands differ."""
+    dtype = "native" if bench.dtype == "native" else "fp64"
+    done = bench.run("A", first, dtype)
+    if bench.dtype == "auto" and (done.code or not done.records):
+        bench.tell("A fails in fp64, so the script's own precision is used")
+        dtype = "native"
+        done = bench.run("A", first, dtype)
+    one = bench.read("A", done)
+    other_run = bench.run("B", second, dtype)
+    has_failed = not other_run.is_late and (other_run.code or not other_run.records)
+    if has_failed and dtype == "fp64" and bench.dtype == "auto":
+        return prove_pair(_native(bench), first, second)
+    other = bench.read("B", other_run)
+    bounds = find_bounds(bench, one, dtype)
+    found = compare(one, other, bounds)
+    return explain(found)
+
+
+def _native(bench: Bench) -> Bench:
+    bench.tell("B fails in fp64, so the script's own precision is used")
+    return Bench(bench.folder, bench.steps, "native", bench.limit_s, bench.tell)
+
+
+def find_bounds(bench: Bench, one: History, dtype: str) -> Bounds:
+    """Return the bounds of rounding: known in fp64, otherwise measured by a repeat of A."""
+    kinds = {k for rank in one.ranks for a in rank.optimizers.values() for k in a["dtypes"]}
+    losses = {b["dtype"] for r in one.ranks for s in r.steps for b in s.backwards}
+    if dtype == "fp64" and kinds | losses <= {"torch.float64"}:
+        return Bounds()
+    repeat = bench.run("A again", one.command, dtype, is_perturbed=True)
+    return measure(one, bench.read("A again", repeat))

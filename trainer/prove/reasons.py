@@ -1,0 +1,153 @@
+"""Reasons: the likely cause of each difference, with its evidence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from trainer.errors import counted
+from trainer.prove.bounds import relative
+from trainer.prove.comparison import Comparison, evaluations
+from trainer.prove.example_reasons import explain_examples
+from trainer.prove.gradient_reasons import explain_gradients, explain_unreduced
+from trainer.prove.merging import History
+
+UNSEEDED = 1 << 32  # torch draws a first seed of 64 bits if the script sets none
+
+
+def explain(found: Comparison) -> Comparison:
+    """Return the comparison with a reason for each finding."""
+    reasons = {
+        "initial weights": _explain_initial,
+        "examples": explain_examples,
+        "gradients": explain_gradients,
+        "lr": _explain_rates,
+        "weights": _explain_weights,
+        "replicas": _explain_replicas,
+        "evaluation": _explain_evaluation,
+        "steps": _explain_lengths,
+    }
+    findings = [replace(f, reason=reasons[f.kind](found, f.place)) for f in found.findings]
+    return replace(found, findings=findings)
+
+
+def seeds(history: History) -> list[int]:
+    """Return the seed of torch's generator on each rank, at the first step."""
+    return [next(iter(rank.optimizers.values()))["seed"] for rank in history.ranks]
+
+
+def _explain_initial(found: Comparison, place: int) -> str:
+    for history in (found.one, found.other):
+        known = seeds(history)
+        if any(value > max(found.bounds.least, 1e-4) for value in _spreads(history)):
+            why = "the model is built from other random numbers on each rank"
+            if len(set(known)) > 1:
+                why += f" (seeds {', '.join(map(str, known))})"
+            return f"{why}, and no wrapper sends rank 0's weights to the others"
+    one = seeds(found.one)[0]
+    other = seeds(found.other)[0]
+    if one != other and max(one, other) > UNSEEDED:
+        return "the script does not seed torch before it builds the model"
+    if one != other:
+        return f"the seed depends on the layout: {one} and {other}"
+    return "the model is built after a number of random draws that depends on the layout"
+
+
+def _spreads(history: History) -> list[float]:
+    return [value for merged in history.initial.values() for value in merged.spread.values()]
+
+
+def _explain_rates(found: Comparison, place: int) -> str:
+    ratio = found.other.size / found.one.size
+    name = next(
+        name
+        for name, rate in found.one.steps[place].rates.items()
+        if relative(rate, found.other.steps[place].rates.get(name, rate)) > 1e-9
+    )
+    one = [step.rates[name] for step in found.one.steps if name in step.rates]
+    other = [step.rates[name] for step in found.other.steps if name in step.rates]
+    pairs = list(zip(one, other, strict=False))
+    if len({rank.rates.get(name) for rank in found.other.steps[place].ranks}) > 1:
+        return "the ranks of B use different learning rates"
+    if ratio != 1 and all(relative(a * ratio, b) < 1e-9 for a, b in pairs):
+        return f"the learning rate is multiplied by {ratio:.6g}, the ratio of the numbers of ranks"
+    for times in sorted({found.other.size, found.one.size, 2, 3, 4} - {1}):
+        ahead = one[::times]
+        behind = other[::times]
+        if _agree(ahead, other):
+            return _explain_fast_schedule(found.other, times)
+        if _agree(one, behind):
+            return _explain_fast_schedule(found.one, times)
+    if _agree(one[1:], other) or _agree(one, other[1:]):
+        return "the schedule is one step ahead on one of the layouts"
+    if all(relative(a * pairs[0][1], b * pairs[0][0]) < 1e-9 for a, b in pairs):
+        return f"the learning rate is multiplied by {pairs[0][1] / pairs[0][0]:.6g}"
+    return "the schedule depends on the layout, for example on the number of batches on a rank"
+
+
+def _agree(one: list[float], other: list[float]) -> bool:
+    pairs = list(zip(one, other, strict=False))
+    return len(pairs) > 1 and len(set(one)) > 1 and all(relative(a, b) < 1e-9 for a, b in pairs)
+
+
+def _explain_fast_schedule(history: History, times: int) -> str:
+    why = f"the schedule of {history.name} advances {times} times per step"
+    if times == history.size:
+        why += ", once for each rank"
+    elif times == max(step.num_backwards for step in history.steps):
+        why += ", once for each micro-batch"
+    return why
+
+
+def _explain_weights(found: Comparison, place: int) -> str:
+    agree = "gradients and learning rates agree, so the update differs"
+    number = found.other.steps[place].ranks[0].optimizer
+    one = found.one.ranks[0].optimizers[number]
+    other = found.other.ranks[0].optimizers.get(number, one)
+    if one["kind"] != other["kind"]:
+        return f"{agree}: the optimizers are {one['kind']} and {other['kind']}"
+    for key, value in one["settings"].items():
+        if key not in ("lr", "initial_lr") and other["settings"].get(key) != value:
+            return f"{agree}: {key} is {value} and {other['settings'].get(key)}"
+    if any(any(rank.optimizers[number]["parts"]) for rank in found.other.ranks):
+        why = f"{other['kind']} computes something over a whole tensor, and a rank has a part of it"
+        return f"{agree}: {why}"
+    return f"{agree}: the optimizer's state differs, or weights are changed outside of its step"
+
+
+def _explain_replicas(found: Comparison, place: int) -> str:
+    for history in (found.other, found.one):
+        step = history.steps[place]
+        if any(value > 1e-9 for value in step.weights.spread.values()):
+            if reason := explain_unreduced(history, place, found):
+                return reason
+            rates = [rank.rates for rank in step.ranks]
+            if any(each != rates[0] for each in rates):
+                return "the ranks use different learning rates"
+    return "their gradients agree, so an optimizer's state or something outside of it differs"
+
+
+def _explain_evaluation(found: Comparison, after: int) -> str:
+    one = evaluations(found.one)[after]
+    other = evaluations(found.other)[after]
+    sentences = []
+    for history, counts, theirs in ((found.one, one, other), (found.other, other, one)):
+        repeats = sum((counts - Counter(dict.fromkeys(counts, 1))).values())
+        left_out = sum((theirs - counts).values())
+        if repeats and len(counts) <= len(theirs):
+            numbers = f"{sum(counts.values())} of {len(counts)} examples ({repeats} twice)"
+            why = "the batches are filled up so that each rank has as many"
+            sentences.append(f"evaluation of {history.name} counts {numbers}: {why}")
+        elif left_out and sum(counts.values()) < sum(theirs.values()):
+            sentences.append(f"{history.name} leaves out {counted(left_out, 'example')}")
+    if not sentences and sum(one.values()) == sum(other.values()):
+        sentences.append("the examples differ in content: evaluation data are drawn at random")
+    return "; ".join(sentences) or "the layouts divide the evaluation data in another way"
+
+
+def _explain_lengths(found: Comparison, place: int) -> str:
+    lengths = [len(rank.steps) for rank in found.other.ranks]
+    if len(set(lengths)) > 1:
+        return "the ranks have different numbers of batches, and the others wait in a collective"
+    short, long = sorted((found.one, found.other), key=lambda each: len(each.steps))
+    return f"{short.name} ends before {long.name}: its ranks have fewer batches in a pass"

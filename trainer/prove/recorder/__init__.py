@@ -1,0 +1,67 @@
+"""Recorder: runs inside a user's training process and writes what each optimizer step did.
+
+It is loaded as `_lockstep_recorder` and imports only the standard library until the script has
+imported torch. It draws no random numbers, holds no collective and keeps no tensor alive.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+HOOKS = {"torch": "install", "accelerate.accelerator": "watch_accelerator"}  # module: our function
+
+
+class Watcher(importlib.abc.MetaPathFinder):
+    """Runs a function of `hooks` after a module of HOOKS has been imported."""
+
+    def __init__(self) -> None:
+        self._busy: set[str] = set()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in HOOKS or fullname in self._busy:
+            return None
+        self._busy.add(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._busy.discard(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = Loader(spec.loader, HOOKS[fullname])
+        return spec
+
+
+class Loader(importlib.abc.Loader):
+    """Loads a module as its own loader does, and runs our function afterwards."""
+
+    def __init__(self, loader: Any, hook: str) -> None:
+        self._loader = loader
+        self._hook = hook
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        hooks = importlib.import_module(f"{__name__}.hooks")
+        getattr(hooks, self._hook)(module)
+
+
+def watch_imports() -> None:
+    """Run our hooks when the script imports torch, and never before."""
+    sys.meta_path.insert(0, Watcher())

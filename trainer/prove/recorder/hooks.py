@@ -1,0 +1,202 @@
+"""Hooks: everything that is watched once the script has imported torch, and each optimizer step."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from . import calls
+from .calls import CALLS, random_state
+from .loaders import PASSES, watch_loaders
+from .log import LOG, SETTINGS, leave, quietly
+from .parameters import Part, find_part, flat_parts, name_parameters, roots, sketch_of
+from .sketches import encode
+
+
+def whoami() -> tuple[int, int]:
+    """Return (rank, world size): of the process group, or as the launcher said."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class Steps:
+    """The optimizer steps of this process."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}  # by id of the optimizer
+        self._counts: list[int] = []
+        self._open: list[Any] = []  # optimizers within whose step we are
+        self._parameters: list[list[torch.Tensor]] = []
+        self._parts: dict[int, Part] = {}
+        self._gradients: dict[str, Any] = {}
+        self._start = time.perf_counter()
+
+    def before(self, optimizer: Any, arguments: Any, options: Any) -> Any:
+        """Take the gradients; with a closure, as soon as it has computed them."""
+        if self._open and self._open[0] is optimizer:
+            self._open.clear()  # its last step raised an error
+        self._open.append(optimizer)
+        if len(self._open) > 1:
+            return None  # a step within a step, of a wrapper's own optimizer
+        self.begin(optimizer)
+        closure = options.get("closure") or (arguments[1] if len(arguments) > 1 else None)
+        if not callable(closure):
+            self.take_gradients(optimizer)
+            return None
+        is_taken = False
+
+        def noting() -> Any:
+            nonlocal is_taken
+            value = closure()
+            if not is_taken:
+                is_taken = True
+                self.take_gradients(optimizer)
+            return value
+
+        if "closure" in options:
+            return arguments, {**options, "closure": noting}
+        return (arguments[0], noting, *arguments[2:]), options
+
+    @quietly
+    def begin(self, optimizer: Any) -> None:
+        """Number the step, and end the process if enough steps were made."""
+        if not LOG.is_open:
+            LOG.open(*whoami())
+        number = self._numbers.setdefault(id(optimizer), len(self._numbers))
+        if number == len(self._counts):
+            self._counts.append(0)
+            self._parameters.append([])
+        done = self._counts[number]
+        if done == SETTINGS["kill"]:
+            LOG.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if done == SETTINGS["steps"]:
+            self.leave()
+        mine = [each for group in optimizer.param_groups for each in group["params"]]
+        if list(map(id, mine)) != list(map(id, self._parameters[number])):
+            self._parameters[number] = mine
+            self.describe(optimizer, number)
+
+    def leave(self) -> None:
+        """End the process as a finished script does."""
+        leave(*whoami())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(0)
+
+    def describe(self, optimizer: Any, number: int) -> None:
+        """Note names, shapes and values of an optimizer's parameters before a step."""
+        groups = optimizer.param_groups
+        mine = self._parameters[number]
+        self._parts |= flat_parts()
+        parts = [find_part(each) or self._parts.get(id(each)) for each in mine]
+        LOG.add(
+            "optimizer",
+            number=number,
+            kind=type(optimizer).__name__,
+            names=name_parameters(mine),
+            shapes=[
+                list(p.shape if p else each.shape) for each, p in zip(mine, parts, strict=True)
+            ],
+            parts=[part and [part.local, part.offset, part.is_partial] for part in parts],
+            dtypes=sorted({str(each.dtype) for each in mine}),
+            settings={k: v for k, v in groups[0].items() if isinstance(v, (int, float, bool))},
+            weights=encode([self.sketch(each, each) for each in mine]),
+            seed=torch.initial_seed(),
+            **calls.describe_models(roots()),
+        )
+
+    def sketch(self, parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what this rank adds to the sketch of a parameter, or of its gradient."""
+        return sketch_of(tensor, self._parts.get(id(parameter)))
+
+    @quietly
+    def take_gradients(self, optimizer: Any) -> None:
+        """Take the gradients as the update will use them, and the learning rates."""
+        scale = getattr(optimizer, "grad_scale", None)  # of a fused optimizer, which divides by it
+        factor = 1.0 if scale is None else 1.0 / float(scale)
+        mine = self._parameters[self._numbers[id(optimizer)]]
+        gradients = [each.grad for each in mine]
+        found = [
+            None if gradient is None else self.sketch(each, gradient) * factor
+            for each, gradient in zip(mine, gradients, strict=True)
+        ]
+        groups = optimizer.param_groups
+        rates = [float(group["lr"]) for group in groups for _ in group["params"] if "lr" in group]
+        self._gradients = {"gradients": encode(found), "rates": rates}
+        if CALLS.before_clip:
+            raw = [CALLS.before_clip.get(id(each)) for each in mine]
+            self._gradients["unclipped"] = encode(raw)
+            self._gradients["clips"] = list(CALLS.clips)
+
+    def after(self, optimizer: Any, arguments: Any, options: Any) -> None:
+        """Take the weights after the outermost step, and write."""
+        self._open.pop()
+        if not self._open:
+            self.end(optimizer)
+
+    @quietly
+    def end(self, optimizer: Any) -> None:
+        """Write all events up to the end of a step."""
+        number = self._numbers[id(optimizer)]
+        self._counts[number] += 1
+        mine = self._parameters[number]
+        LOG.add(
+            "step",
+            optimizer=number,
+            step=self._counts[number],
+            weights=encode([self.sketch(each, each) for each in mine]),
+            random=random_state(),
+            seconds=time.perf_counter() - self._start,
+            recording=LOG.seconds,
+            **self._gradients,
+        )
+        self._gradients = {}
+        CALLS.forget_step()
+        PASSES.is_fresh = False
+        LOG.flush()
+
+
+STEPS = Steps()
+
+
+def install(module: Any) -> None:
+    """Watch everything, now that torch is imported."""
+    if SETTINGS["dtype"] == "fp64":
+        torch.set_default_dtype(torch.float64)
+    if SETTINGS.get("threads"):
+        torch.set_num_threads(SETTINGS["threads"])
+    register_optimizer_step_pre_hook(STEPS.before)
+    register_optimizer_step_post_hook(STEPS.after)
+    calls.watch_forward()
+    calls.watch_backward()
+    calls.watch_wrappers()
+    calls.watch_clipping()
+    calls.watch_scaling()
+    calls.watch_saving()
+    watch_loaders()
+
+
+def watch_accelerator(module: Any) -> None:
+    """Note that an evaluation leaves out the examples with which Accelerate filled its batches."""
+    original = module.Accelerator.gather_for_metrics
+
+    def gather(self: Any, *arguments: Any, **options: Any) -> Any:
+        LOG.add("gather for metrics")
+        return original(self, *arguments, **options)
+
+    module.Accelerator.gather_for_metrics = gather

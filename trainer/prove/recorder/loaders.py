@@ -1,0 +1,178 @@
+"""Loaders: which examples a DataLoader hands out, pass by pass.
+
+The digest of an example is taken before `collate_fn`, in the worker, so that padding to the longest
+row of a batch does not change it. The iterator in the main process notes it with its batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import fetch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from .digests import digest, split, weigh
+from .log import LOG, SETTINGS, quietly
+
+
+class Tagged:
+    """A batch with the digests of its examples, on the way from the fetcher to the iterator."""
+
+    def __init__(self, batch: Any, tag: dict[str, Any] | None) -> None:
+        self.batch = batch
+        self.tag = tag
+
+    def pin_memory(self) -> Tagged:
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        return Tagged(pin_memory(self.batch), self.tag)
+
+
+class Collate:
+    """`collate_fn` of a fetcher, which also digests the examples that it is given."""
+
+    def __init__(self, function: Any, is_list: bool) -> None:
+        self.function = function
+        self.is_list = is_list
+
+    def __call__(self, data: Any) -> Tagged:
+        tag = self.describe(data)
+        batch = self.function(data)
+        if tag is not None:
+            tag["weights"] = quietly(weigh)(data if self.is_list else None, batch)
+        return Tagged(batch, tag)
+
+    @quietly
+    def describe(self, data: Any) -> dict[str, Any]:
+        return {"rows": [digest(item) for item in data] if self.is_list else split(data)}
+
+
+def _watch_fetchers() -> None:
+    original = fetch._BaseDatasetFetcher.__init__
+    original_fetch = fetch._MapDatasetFetcher.fetch
+
+    def start(self: Any, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
+        self.collate_fn = Collate(self.collate_fn, self.auto_collation)
+
+    def fetch_noting(self: Any, index: Any) -> Any:
+        found = original_fetch(self, index)
+        if isinstance(found, Tagged) and found.tag is not None:
+            found.tag["index"] = [int(i) if isinstance(i, int) else str(i) for i in _list(index)]
+        return found
+
+    fetch._BaseDatasetFetcher.__init__ = start  # type: ignore[method-assign]
+    fetch._MapDatasetFetcher.fetch = fetch_noting  # type: ignore[method-assign]
+
+
+def _list(index: Any) -> list[Any]:
+    return list(index) if isinstance(index, (list, tuple)) else [index]
+
+
+class Passes:
+    """Numbers of the passes over loaders."""
+
+    def __init__(self) -> None:
+        self._num_passes = 0
+        self.is_fresh = False  # a batch was handed out since the last step
+
+    @quietly
+    def begin(self, iterator: Any) -> None:
+        """Note the first batch of a pass, with what its loader is."""
+        self._num_passes += 1
+        iterator._lockstep_pass = self._num_passes
+        LOG.add("pass", number=self._num_passes, **(iterator._lockstep_about or {}))
+
+    @quietly
+    def hand_out(self, iterator: Any, tag: dict[str, Any] | None, batch: Any) -> None:
+        """Note a batch that the script takes."""
+        self.is_fresh = True
+        rows = tag or {"rows": split(batch), "weights": weigh(None, batch)}
+        LOG.add("batch", number=iterator._lockstep_pass, grad=torch.is_grad_enabled(), **rows)
+
+    @quietly
+    def end(self, iterator: Any) -> None:
+        LOG.add("end", number=iterator._lockstep_pass)
+
+
+PASSES = Passes()
+
+
+@quietly
+def describe_loader(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return what a loader is; it may be gone before its iterator is."""
+    sampler = getattr(loader, "sampler", None)
+    is_iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    size = None if is_iterable else len(loader.dataset)  # type: ignore[arg-type]
+    return {
+        "size": size,
+        "sampler": type(sampler).__name__,
+        "epoch": getattr(sampler, "epoch", None),
+        "shuffle": bool(getattr(sampler, "shuffle", False)),
+    }
+
+
+def _watch_iterators() -> None:
+    start = _BaseDataLoaderIter.__init__
+    reset = _BaseDataLoaderIter._reset
+
+    def begin(self: Any, loader: DataLoader[Any]) -> None:
+        self._lockstep_pass = 0
+        self._lockstep_about = describe_loader(loader)
+        _watch_next(type(self))
+        start(self, loader)
+
+    def begin_again(self: Any, loader: DataLoader[Any], *arguments: Any, **options: Any) -> None:
+        self._lockstep_pass = 0
+        self._lockstep_about = describe_loader(loader)
+        reset(self, loader, *arguments, **options)
+
+    _BaseDataLoaderIter.__init__ = begin  # type: ignore[method-assign]
+    _BaseDataLoaderIter._reset = begin_again  # type: ignore[method-assign]
+
+
+def _watch_next(kind: type[Any]) -> None:
+    original = kind.__next__
+    if hasattr(original, "of_lockstep"):
+        return
+
+    def take(self: Any) -> Any:
+        try:
+            data = original(self)
+        except StopIteration:
+            if self._lockstep_pass:
+                PASSES.end(self)
+                self._lockstep_pass = 0
+            raise
+        tag = None
+        if isinstance(data, Tagged):
+            data, tag = data.batch, data.tag
+        if not self._lockstep_pass:
+            PASSES.begin(self)
+        PASSES.hand_out(self, tag, data)
+        return widen(data) if SETTINGS["dtype"] == "fp64" else data
+
+    take.of_lockstep = True  # type: ignore[attr-defined]
+    kind.__next__ = take
+
+
+def widen(value: Any) -> Any:
+    """Return a tree with its fp32 and half tensors in fp64; other objects stay as they are."""
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.is_floating_point() else value
+    if type(value) in (list, tuple):
+        return type(value)(widen(each) for each in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(widen, value))
+    if isinstance(value, dict) or isinstance(getattr(value, "data", None), dict):
+        for key in list(value):
+            value[key] = widen(value[key])
+    return value
+
+
+def watch_loaders() -> None:
+    """Note the examples of every DataLoader from now on."""
+    _watch_fetchers()
+    _watch_iterators()

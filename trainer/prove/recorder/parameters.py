@@ -1,0 +1,116 @@
+"""Parameters: their names in the module tree without wrappers, and which part a rank has."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .sketches import sketch, sketch_part
+
+WRAPPERS = (  # names under which wrappers keep the module that they wrap
+    *("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"),
+    *("_forward_module", "_original_module"),
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of a parameter on this rank: `offset` of its first element in the whole `shape`."""
+
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    offset: tuple[int, ...]
+    is_partial: bool = False  # a summand instead of a shard
+
+
+def modules() -> list[nn.Module]:
+    """Return all modules of the process; the type is asked, as instances may be proxies."""
+    return [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+
+
+def roots() -> list[nn.Module]:
+    """Return the modules that are no other module's child."""
+    every = modules()
+    children = {id(child) for each in every for child in each._modules.values()}
+    return [each for each in every if id(each) not in children]
+
+
+def name_parameters(parameters: Sequence[torch.Tensor]) -> list[str]:
+    """Return a name for each parameter; one that no module has is named by its place."""
+    wanted = {id(each) for each in parameters}
+    names: dict[int, str] = {}
+    raw: dict[int, str] = {}
+    for root in roots():
+        for name, tensor in _walk(root):
+            key = id(tensor)
+            if key not in wanted:
+                continue
+            short = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+            if key not in names or (len(short), short) < (len(names[key]), names[key]):
+                names[key] = short
+                raw[key] = name
+    counts: dict[str, int] = {}
+    for name in names.values():
+        counts[name] = counts.get(name, 0) + 1
+    found = []
+    for place, each in enumerate(parameters):
+        name = names.get(id(each), "")
+        if counts.get(name, 0) > 1:
+            name = raw[id(each)]
+        name = name or f"parameter {place}"
+        found.append(f"{name} ({place})" if name in found else name)
+    return found
+
+
+def _walk(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from root.named_parameters(remove_duplicate=False)
+
+
+def find_part(tensor: torch.Tensor) -> Part | None:
+    """Return the part of a DTensor that this rank has; None for a plain tensor."""
+    if not hasattr(tensor, "placements"):
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    given: Any = tensor
+    local, offset = compute_local_shape_and_global_offset(
+        given.shape, given.device_mesh, given.placements
+    )
+    is_partial = any(each.is_partial() for each in given.placements)
+    return Part(tuple(given.shape), tuple(local), tuple(offset), is_partial)
+
+
+def sketch_of(tensor: torch.Tensor, flat: Part | None = None) -> torch.Tensor:
+    """Return what this rank's part adds to the sketch of a parameter or gradient."""
+    if hasattr(tensor, "placements"):
+        part = find_part(tensor)
+        local = tensor._local_tensor  # type: ignore[attr-defined]
+        return sketch_part(local, part.shape, part.offset) if part else sketch(local)
+    if flat is not None:  # FSDP's first version keeps a slice of the flattened parameter
+        return sketch_part(tensor.reshape(-1), flat.shape, flat.offset)
+    return sketch(tensor)
+
+
+def flat_parts() -> dict[int, Part]:
+    """Return the slices that FSDP (version 1, with use_orig_params) has, by parameter."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return {}
+    found = {}
+    for each in modules():
+        handle = getattr(each, "_handle", None)
+        flat = getattr(handle, "flat_param", None)
+        infos = getattr(flat, "_shard_param_infos", None)
+        if flat is None or not infos or not getattr(flat, "_params", None):
+            continue
+        for parameter, info, shape in zip(flat._params, infos, flat._shapes, strict=False):
+            whole = (torch.Size(shape).numel(),)
+            first = (info.intra_param_start_idx or 0,)
+            size = (info.numel_in_shard or 0,)
+            found[id(parameter)] = Part(whole, size, first)
+    return found
