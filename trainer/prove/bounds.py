@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from trainer.prove.merging import History, Merged, Step
+from trainer.prove.merging import CommandHistory, Merged, Step
 
 JUMP = 200.0  # an error begins with a jump, rounding grows from step to step
 FP64_BOUND = 1e-10
@@ -83,7 +83,7 @@ def differences(one: Step, other: Step, bounds: Bounds) -> dict[str, tuple[float
     }
 
 
-def measure(one: History, other: History) -> Bounds:
+def measure(one: CommandHistory, other: CommandHistory) -> Bounds:
     """Return bounds from a run and its repeat with other last bits and other sums."""
     native = Bounds("native", 1e-6, 1e-2, 1e-2, 1e-6)
     noise: dict[str, list[float]] = {kind: [] for kind in KINDS}

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.prove.bounds import Bounds, compare_tensors, differences, relative
 from trainer.prove.history import EvalPass, RankHistory
-from trainer.prove.merging import History, Step
+from trainer.prove.merging import CommandHistory, Step
 
 COLUMNS = ("examples", "losses", "gradients", "weights", "lr", "evaluation")
 # What explains a difference if it begins in an earlier step, and what also in the same one.
@@ -34,7 +34,7 @@ SPREAD_BOUND = 1e-4  # of replicas on several ranks, where rounding is not measu
 
 
 @dataclass(frozen=True)
-class Finding:
+class Deviation:
     """A difference: `place` is the index of the step, `where` what differs, `reason` why."""
 
     kind: str
@@ -44,15 +44,15 @@ class Finding:
 
 
 @dataclass
-class Comparison:
-    """What differs between the reference and another command; `worst` by column."""
+class PairComparison:
+    """Differences between the reference and another command; `worst` by column."""
 
-    one: History
-    other: History
+    one: CommandHistory
+    other: CommandHistory
     bounds: Bounds
     num_steps: int
     worst: dict[str, float] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Deviation] = field(default_factory=list)
 
     @property
     def is_same(self) -> bool:
@@ -81,11 +81,11 @@ class Comparison:
         return self.other.steps[min(place, self.num_steps - 1)].number
 
 
-def compare(one: History, other: History, bounds: Bounds) -> Comparison:
+def compare(one: CommandHistory, other: CommandHistory, bounds: Bounds) -> PairComparison:
     """Return the differences of two commands, in the order in which one causes the next."""
     rename(one, other)
     num_steps = min(len(one.steps), len(other.steps))
-    found = Comparison(one, other, bounds, num_steps)
+    found = PairComparison(one, other, bounds, num_steps)
     found.worst = dict.fromkeys(COLUMNS, 0.0)
     firsts = [
         _compare_initial(found),
@@ -101,7 +101,7 @@ def compare(one: History, other: History, bounds: Bounds) -> Comparison:
     return found
 
 
-def _is_consequence(finding: Finding, others: Sequence[Finding]) -> bool:
+def _is_consequence(finding: Deviation, others: Sequence[Deviation]) -> bool:
     """Return True if an earlier difference explains this one."""
     return any(
         each.kind in EARLIER[finding.kind]
@@ -110,7 +110,7 @@ def _is_consequence(finding: Finding, others: Sequence[Finding]) -> bool:
     )
 
 
-def rename(one: History, other: History) -> None:
+def rename(one: CommandHistory, other: CommandHistory) -> None:
     """Give the parameters of the other command the names of the first, where the order tells.
 
     A script may hold its model in another module on one layout.
@@ -138,7 +138,7 @@ def _rename_keys(mapping: dict[str, Any], names: dict[str, str]) -> None:
     mapping.update(renamed)
 
 
-def _compare_initial(found: Comparison) -> Finding | None:
+def _compare_initial(found: PairComparison) -> Deviation | None:
     bounds = found.bounds
     bound = max(bounds.least, SPREAD_BOUND if bounds.noise else 0.0)
     for history in (found.one, found.other):
@@ -146,28 +146,28 @@ def _compare_initial(found: Comparison) -> Finding | None:
             for name, value in merged.spread.items():
                 if value > bound:
                     where = f"{name} starts with other values on the ranks of {history.name}"
-                    return Finding("initial weights", 0, where)
+                    return Deviation("initial weights", 0, where)
     for number, merged in found.one.initial.items():
         if number in found.other.initial:
             theirs = found.other.initial[number]
             value, name = compare_tensors(merged, theirs, bounds.weight_floor)
             if not value <= bound:
                 found.worst["weights"] = value
-                return Finding("initial weights", 0, f"{name} starts {value:.0e} apart")
+                return Deviation("initial weights", 0, f"{name} starts {value:.0e} apart")
     return None
 
 
-def _compare_examples(found: Comparison) -> Finding | None:
+def _compare_examples(found: PairComparison) -> Deviation | None:
     for place, (one, other) in enumerate(_pairs(found)):
         if one.rows != other.rows and not is_divided_model(found, one, other):
             found.worst["examples"] = 1.0
             counts = f"{sum(one.rows.values())} and {sum(other.rows.values())}"
             shared = sum((one.rows & other.rows).values())
-            return Finding("examples", place, f"{counts} examples, {shared} of them the same")
+            return Deviation("examples", place, f"{counts} examples, {shared} of them the same")
     return None
 
 
-def is_divided_model(found: Comparison, one: Step, other: Step) -> bool:
+def is_divided_model(found: PairComparison, one: Step, other: Step) -> bool:
     """Return True if ranks use the same examples because each has a part of the model."""
     for whole, copied, history in ((one, other, found.other), (other, one, found.one)):
         times = sum(copied.rows.values()) / max(sum(whole.rows.values()), 1)
@@ -178,14 +178,14 @@ def is_divided_model(found: Comparison, one: Step, other: Step) -> bool:
     return False
 
 
-def _pairs(found: Comparison) -> list[tuple[Step, Step]]:
+def _pairs(found: PairComparison) -> list[tuple[Step, Step]]:
     return list(zip(found.one.steps, found.other.steps, strict=False))
 
 
-def _compare_numbers(found: Comparison) -> Finding | None:
+def _compare_numbers(found: PairComparison) -> Deviation | None:
     """Return the first gradient or weight that differs by more than rounding."""
     before = 0.0
-    first: Finding | None = None
+    first: Deviation | None = None
     for place, (one, other) in enumerate(_pairs(found)):
         here = differences(one, other, found.bounds)
         for kind, (value, _) in here.items():
@@ -198,7 +198,7 @@ def _compare_numbers(found: Comparison) -> Finding | None:
                 is_over = False
             if first is None and is_over:
                 apart = f"{kind[:-1]} of {name} {value:.0e} apart"
-                first = Finding(kind, place, f"{apart} (rounding would be below {bound:.0e})")
+                first = Deviation(kind, place, f"{apart} (rounding would be below {bound:.0e})")
         before = max([before, *(value for value, _ in here.values())])
     return first
 
@@ -215,19 +215,19 @@ def _is_reduced_later(
     return are_apart and here["weights"][0] <= bound
 
 
-def _compare_rates(found: Comparison) -> Finding | None:
-    first: Finding | None = None
+def _compare_rates(found: PairComparison) -> Deviation | None:
+    first: Deviation | None = None
     for place, (one, other) in enumerate(_pairs(found)):
         for name in one.rates.keys() & other.rates.keys():
             value = relative(one.rates[name], other.rates[name])
             found.worst["lr"] = max(found.worst["lr"], value)
             if value > RATE_BOUND and first is None:
                 rates = f"{one.rates[name]:.6g} and {other.rates[name]:.6g}"
-                first = Finding("lr", place, f"learning rate {rates}")
+                first = Deviation("lr", place, f"learning rate {rates}")
     return first
 
 
-def _compare_replicas(found: Comparison) -> Finding | None:
+def _compare_replicas(found: PairComparison) -> Deviation | None:
     """Return the first step after which ranks of one command have different weights."""
     for history in (found.other, found.one):
         for place, step in enumerate(history.steps):
@@ -236,11 +236,11 @@ def _compare_replicas(found: Comparison) -> Finding | None:
             bound = SPREAD_BOUND if found.bounds.noise else 1e-9
             if name and not spread[name] <= bound:
                 where = f"the ranks of {history.name} have different weights: {name}"
-                return Finding("replicas", place, f"{where} {spread[name]:.0e} apart")
+                return Deviation("replicas", place, f"{where} {spread[name]:.0e} apart")
     return None
 
 
-def _compare_evaluations(found: Comparison) -> Finding | None:
+def _compare_evaluations(found: PairComparison) -> Deviation | None:
     ours = evaluations(found.one)
     theirs = evaluations(found.other)
     for after in sorted(ours.keys() & theirs.keys()):
@@ -250,11 +250,11 @@ def _compare_evaluations(found: Comparison) -> Finding | None:
             continue
         found.worst["evaluation"] = 1.0
         counts = f"{sum(one.values())} and {sum(other.values())} examples"
-        return Finding("evaluation", after, f"evaluation after step {after} counts {counts}")
+        return Deviation("evaluation", after, f"evaluation after step {after} counts {counts}")
     return None
 
 
-def evaluations(history: History) -> dict[int, Counter[str]]:
+def evaluations(history: CommandHistory) -> dict[int, Counter[str]]:
     """Return the examples of each evaluation over all ranks, by the number of steps before it.
 
     A pass that is the same on all ranks counts once: each rank has evaluated everything.
@@ -290,15 +290,15 @@ def _without_repeats(total: Counter[str], by_rank: Sequence[Sequence[EvalPass]])
     return kept
 
 
-def _compare_lengths(found: Comparison) -> Finding | None:
+def _compare_lengths(found: PairComparison) -> Deviation | None:
     """Return a finding if a command, or one of its ranks, made fewer steps."""
     one = len(found.one.steps)
     other = len(found.other.steps)
     lengths = {len(rank.steps) for rank in found.other.ranks}
     if len(lengths) > 1:
         where = f"ranks of {found.other.name} made {min(lengths)} and {max(lengths)} steps"
-        return Finding("steps", found.num_steps, where)
+        return Deviation("steps", found.num_steps, where)
     if one != other:
         where = f"{one} steps, {other} steps"
-        return Finding("steps", found.num_steps, where)
+        return Deviation("steps", found.num_steps, where)
     return None

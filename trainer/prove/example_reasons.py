@@ -6,13 +6,13 @@ from collections import Counter
 from itertools import combinations
 
 from trainer.errors import counted
-from trainer.prove.comparison import Comparison
-from trainer.prove.merging import History, Step
+from trainer.prove.comparison import PairComparison
+from trainer.prove.merging import CommandHistory, Step
 
 UNSEEDED = 1 << 32
 
 
-def explain_examples(found: Comparison, place: int) -> str:
+def explain_examples(found: PairComparison, place: int) -> str:
     """Return the likely reason why a step uses other examples."""
     one = found.one.steps[place]
     other = found.other.steps[place]
@@ -27,7 +27,7 @@ def explain_examples(found: Comparison, place: int) -> str:
     )
 
 
-def _explain_copies(history: History, step: Step) -> str:
+def _explain_copies(history: CommandHistory, step: Step) -> str:
     """Name ranks that use the same examples."""
     for one, other in combinations(step.ranks, 2):
         rows = Counter(one.rows)
@@ -47,7 +47,7 @@ def _explain_content(one: Step, other: Step) -> str:
     return ""
 
 
-def _explain_size(found: Comparison, one: Step, other: Step) -> str:
+def _explain_size(found: PairComparison, one: Step, other: Step) -> str:
     """Name another global batch."""
     before = sum(one.rows.values())
     after = sum(other.rows.values())
@@ -65,13 +65,13 @@ def _explain_size(found: Comparison, one: Step, other: Step) -> str:
     return f"{sizes}: batch size x micro-batches x ranks must be the same"
 
 
-def passes(history: History) -> list[list[list[str]]]:
+def passes(history: CommandHistory) -> list[list[list[str]]]:
     """Return the training examples of each pass, of each rank, in order."""
     by_rank = [list(rank.orders.values()) for rank in history.ranks]
     return [list(each) for each in zip(*by_rank, strict=False)]
 
 
-def repeats_order(history: History) -> bool:
+def repeats_order(history: CommandHistory) -> bool:
     """Return True if the second pass has the first one's order, although it is shuffled."""
     every = passes(history)
     about = list(history.ranks[0].passes.values())
@@ -80,7 +80,7 @@ def repeats_order(history: History) -> bool:
     return is_shuffled and len(whole) > 1 and len(every[0][0]) > 1 and whole[0] == whole[1]
 
 
-def _explain_pass(found: Comparison) -> str:
+def _explain_pass(found: PairComparison) -> str:
     """Name a pass with repeated or left out examples, or with the order of the pass before."""
     ours = passes(found.one)
     theirs = passes(found.other)
@@ -112,7 +112,7 @@ def passes_agree(ours: list[list[list[str]]], theirs: list[list[list[str]]]) -> 
     return first[0] == first[1]
 
 
-def _explain_draws(found: Comparison) -> str:
+def _explain_draws(found: PairComparison) -> str:
     """Name batches that the script draws itself."""
     if found.one.ranks[0].passes or found.other.ranks[0].passes:
         return ""
@@ -120,7 +120,7 @@ def _explain_draws(found: Comparison) -> str:
     return f"the script draws its batches without a DataLoader, and {why}"
 
 
-def _explain_order(found: Comparison) -> str:
+def _explain_order(found: PairComparison) -> str:
     """Name samplers and seeds."""
     seeds = [next(iter(h.ranks[0].optimizers.values()))["seed"] for h in (found.one, found.other)]
     if seeds[0] != seeds[1] and max(seeds) > UNSEEDED:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer.prove.bounds import Bounds, compare_tensors, relative
-from trainer.prove.comparison import Comparison
-from trainer.prove.merging import History, Merged, Step
+from trainer.prove.comparison import PairComparison
+from trainer.prove.merging import CommandHistory, Merged, Step
 
 APART = 1e-6  # relative: more than rounding of replicas
 WEIGHINGS = {
@@ -21,7 +21,7 @@ WEIGHINGS = {
 }
 
 
-def explain_gradients(found: Comparison, place: int) -> str:
+def explain_gradients(found: PairComparison, place: int) -> str:
     """Return the likely reason why the gradients of a step differ."""
     one = found.one.steps[place]
     other = found.other.steps[place]
@@ -38,7 +38,7 @@ def explain_gradients(found: Comparison, place: int) -> str:
     )
 
 
-def explain_unreduced(history: History, place: int, found: Comparison) -> str:
+def explain_unreduced(history: CommandHistory, place: int, found: PairComparison) -> str:
     """Return why the ranks of a command have different gradients; "" if they have the same."""
     step = history.steps[place]
     apart = [name for name, value in step.gradients.spread.items() if value > APART]
@@ -65,14 +65,14 @@ def explain_unreduced(history: History, place: int, found: Comparison) -> str:
     return f"{start}, or are changed on each rank afterwards"
 
 
-def _explain_missing(history: History, step: Step) -> str:
+def _explain_missing(history: CommandHistory, step: Step) -> str:
     for name, ranks in step.gradients.missing.items():
         where = ", ".join(map(str, ranks))
         return f"{name} has no gradient on rank {where} of {history.name}, and has one on others"
     return ""
 
 
-def _explain_clipping(found: Comparison, one: Step, other: Step) -> str:
+def _explain_clipping(found: PairComparison, one: Step, other: Step) -> str:
     """Name clipping, if it is what makes the gradients differ."""
     floor = found.bounds.gradient_floor
     clips = [[clip for rank in step.ranks for clip in rank.clips] for step in (one, other)]
@@ -113,7 +113,7 @@ def fit_ratio(one: Merged, other: Merged) -> tuple[float, float]:
     return ratio, float(rest)
 
 
-def _explain_ratio(found: Comparison, one: Step, other: Step, place: int) -> str:
+def _explain_ratio(found: PairComparison, one: Step, other: Step, place: int) -> str:
     """Name a factor that all gradients have in common."""
     pair = (one.gradients, other.gradients)
     if one.unclipped.whole and other.unclipped.whole:
@@ -159,12 +159,12 @@ def _is_near(one: float, other: float) -> bool:
     return relative(one, other) < 1e-3
 
 
-def _window(history: History, place: int) -> float:
+def _window(history: CommandHistory, place: int) -> float:
     """Return the part of a full accumulation window that a step has."""
     return history.steps[place].num_backwards / max(s.num_backwards for s in history.steps)
 
 
-def _explain_weighting(found: Comparison, one: Step, other: Step) -> str:
+def _explain_weighting(found: PairComparison, one: Step, other: Step) -> str:
     """Name unequal micro-batches that count equally: weighted by their size, losses agree."""
     limit = 1e-4 if found.bounds.noise else 1e-7
     plain = relative(one.losses["mean"], other.losses["mean"])
@@ -196,7 +196,7 @@ def _weigh(step: Step, key: str) -> float | None:
     return float(np.average(values, weights=weights)) if sum(weights) else None
 
 
-def _explain_layers(found: Comparison, one: Step, other: Step) -> str:
+def _explain_layers(found: PairComparison, one: Step, other: Step) -> str:
     """Name layers whose result depends on the division of the batch, if the losses differ."""
     reasons = []
     steps = (one, other)
@@ -216,7 +216,7 @@ def _count(sizes: Sequence[int]) -> str:
     return " or ".join(map(str, sizes)) or "?"
 
 
-def _explain_some(found: Comparison, one: Step, other: Step) -> str:
+def _explain_some(found: PairComparison, one: Step, other: Step) -> str:
     """Say which parameters differ, and whether the losses agree."""
     apart = []
     for name, each in one.gradients.whole.items():

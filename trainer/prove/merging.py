@@ -13,6 +13,7 @@ import numpy as np
 from trainer.prove.history import RankHistory, RankStep, Sketch
 
 Sketches = dict[str, Sketch]
+NUM = 16  # sums of a sketch, as in recorder/sketches.py
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Step:
 
 
 @dataclass
-class History:
+class CommandHistory:
     """Everything that a command recorded."""
 
     name: str  # A, B, ...
@@ -83,7 +84,7 @@ class History:
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, name: str, command: str, ranks: list[RankHistory]) -> History:
+    def of(cls, name: str, command: str, ranks: list[RankHistory]) -> CommandHistory:
         num_steps = min(len(rank.steps) for rank in ranks)
         parts = _find_parts(ranks)
         steps = [_merge_step([rank.steps[i] for rank in ranks], parts) for i in range(num_steps)]
@@ -163,8 +164,7 @@ def _merge(tensors: Sequence[Mapping[str, Sketch | None]], where: Mapping[str, A
         groups: dict[Any, list[Sketch]] = {}
         for rank in owners:
             found = tensors[rank][name]
-            zero = np.zeros(len(next(t[name] for t in tensors if t.get(name) is not None)))  # type: ignore[arg-type]
-            groups.setdefault(places[rank], []).append(zero if found is None else found)
+            groups.setdefault(places[rank], []).append(np.zeros(NUM) if found is None else found)
         means = [np.mean(group, axis=0) for group in groups.values()]
         total = np.sum(means, axis=0)
         whole[name] = total

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.prove.bounds import Bounds, measure
-from trainer.prove.comparison import Comparison, compare
+from trainer.prove.comparison import PairComparison, compare
 from trainer.prove.history import open_histories
-from trainer.prove.merging import History
+from trainer.prove.merging import CommandHistory
 from trainer.prove.reasons import explain
 from trainer.prove.runner import CommandRun, Recording, run_command
 
@@ -33,13 +33,13 @@ class Bench:
     def _place(self, name: str) -> Path:
         return self.folder / name
 
-    def read(self, name: str, done: CommandRun) -> History:
+    def read(self, name: str, done: CommandRun) -> CommandHistory:
         """Return the history of a run. Raises RunError if it failed."""
         done.check()
-        return History.of(name, done.command, open_histories(done.records))
+        return CommandHistory.of(name, done.command, open_histories(done.records))
 
 
-def prove_pair(bench: Bench, first: str, second: str) -> Comparison:
+def prove_pair(bench: Bench, first: str, second: str) -> PairComparison:
     """Return how two commands differ."""
     dtype = "native" if bench.dtype == "native" else "fp64"
     done = bench.run("A", first, dtype)
@@ -63,7 +63,7 @@ def _native(bench: Bench) -> Bench:
     return Bench(bench.folder, bench.steps, "native", bench.limit_s, bench.tell)
 
 
-def find_bounds(bench: Bench, one: History, dtype: str) -> Bounds:
+def find_bounds(bench: Bench, one: CommandHistory, dtype: str) -> Bounds:
     """Return the bounds of rounding: known in fp64, otherwise measured by a repeat of A."""
     kinds = {k for rank in one.ranks for a in rank.optimizers.values() for k in a["dtypes"]}
     losses = {b["dtype"] for r in one.ranks for s in r.steps for b in s.backwards}

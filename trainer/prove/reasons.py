@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from trainer.errors import counted
 from trainer.prove.bounds import relative
-from trainer.prove.comparison import Comparison, evaluations
+from trainer.prove.comparison import PairComparison, evaluations
 from trainer.prove.example_reasons import explain_examples
 from trainer.prove.gradient_reasons import explain_gradients, explain_unreduced
-from trainer.prove.merging import History
+from trainer.prove.merging import CommandHistory
 
 UNSEEDED = 1 << 32  # torch draws a first seed of 64 bits if the script sets none
 
 
-def explain(found: Comparison) -> Comparison:
+def explain(found: PairComparison) -> PairComparison:
     """Return the comparison with a reason for each finding."""
     reasons = {
         "initial weights": _explain_initial,
@@ -31,12 +31,12 @@ def explain(found: Comparison) -> Comparison:
     return replace(found, findings=findings)
 
 
-def seeds(history: History) -> list[int]:
+def seeds(history: CommandHistory) -> list[int]:
     """Return the seed of torch's generator on each rank, at the first step."""
     return [next(iter(rank.optimizers.values()))["seed"] for rank in history.ranks]
 
 
-def _explain_initial(found: Comparison, place: int) -> str:
+def _explain_initial(found: PairComparison, place: int) -> str:
     for history in (found.one, found.other):
         known = seeds(history)
         if any(value > max(found.bounds.least, 1e-4) for value in _spreads(history)):
@@ -53,11 +53,11 @@ def _explain_initial(found: Comparison, place: int) -> str:
     return "the model is built after a number of random draws that depends on the layout"
 
 
-def _spreads(history: History) -> list[float]:
+def _spreads(history: CommandHistory) -> list[float]:
     return [value for merged in history.initial.values() for value in merged.spread.values()]
 
 
-def _explain_rates(found: Comparison, place: int) -> str:
+def _explain_rates(found: PairComparison, place: int) -> str:
     ratio = found.other.size / found.one.size
     name = next(
         name
@@ -90,7 +90,7 @@ def _agree(one: list[float], other: list[float]) -> bool:
     return len(pairs) > 1 and len(set(one)) > 1 and all(relative(a, b) < 1e-9 for a, b in pairs)
 
 
-def _explain_fast_schedule(history: History, times: int) -> str:
+def _explain_fast_schedule(history: CommandHistory, times: int) -> str:
     why = f"the schedule of {history.name} advances {times} times per step"
     if times == history.size:
         why += ", once for each rank"
@@ -99,7 +99,7 @@ def _explain_fast_schedule(history: History, times: int) -> str:
     return why
 
 
-def _explain_weights(found: Comparison, place: int) -> str:
+def _explain_weights(found: PairComparison, place: int) -> str:
     agree = "gradients and learning rates agree, so the update differs"
     number = found.other.steps[place].ranks[0].optimizer
     one = found.one.ranks[0].optimizers[number]
@@ -115,7 +115,7 @@ def _explain_weights(found: Comparison, place: int) -> str:
     return f"{agree}: the optimizer's state differs, or weights are changed outside of its step"
 
 
-def _explain_replicas(found: Comparison, place: int) -> str:
+def _explain_replicas(found: PairComparison, place: int) -> str:
     for history in (found.other, found.one):
         step = history.steps[place]
         if any(value > 1e-9 for value in step.weights.spread.values()):
@@ -127,7 +127,7 @@ def _explain_replicas(found: Comparison, place: int) -> str:
     return "their gradients agree, so an optimizer's state or something outside of it differs"
 
 
-def _explain_evaluation(found: Comparison, after: int) -> str:
+def _explain_evaluation(found: PairComparison, after: int) -> str:
     one = evaluations(found.one)[after]
     other = evaluations(found.other)[after]
     sentences = []
@@ -145,7 +145,7 @@ def _explain_evaluation(found: Comparison, after: int) -> str:
     return "; ".join(sentences) or "the layouts divide the evaluation data in another way"
 
 
-def _explain_lengths(found: Comparison, place: int) -> str:
+def _explain_lengths(found: PairComparison, place: int) -> str:
     lengths = [len(rank.steps) for rank in found.other.ranks]
     if len(set(lengths)) > 1:
         return "the ranks have different numbers of batches, and the others wait in a collective"

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.errors import visible
-from trainer.prove.comparison import COLUMNS, Comparison
+from trainer.prove.comparison import COLUMNS, PairComparison
 
 
-def show(found: Comparison, lines: Sequence[str]) -> None:
+def show(found: PairComparison, lines: Sequence[str]) -> None:
     """Print the table, what differs and why, and the overall result."""
     table = Table("command", "ranks", *COLUMNS, "result", box=None, header_style="bold")
     table.add_row(found.one.name, str(found.one.size), *[""] * len(COLUMNS), "reference")
@@ -29,13 +29,13 @@ def show(found: Comparison, lines: Sequence[str]) -> None:
         console.print("NOT the same")
 
 
-def cells(found: Comparison) -> list[str]:
+def cells(found: PairComparison) -> list[str]:
     """Return the row of the compared command."""
     shown = [_cell(found, column) for column in COLUMNS]
     return [found.other.name, str(found.other.size), *shown, found.result]
 
 
-def _cell(found: Comparison, column: str) -> str:
+def _cell(found: PairComparison, column: str) -> str:
     value = found.worst[column]
     if column in ("examples", "evaluation"):
         if column == "evaluation" and not found.is_evaluated:
@@ -44,7 +44,7 @@ def _cell(found: Comparison, column: str) -> str:
     return "0" if value == 0 else f"{value:.0e}"
 
 
-def sentences(found: Comparison) -> list[str]:
+def sentences(found: PairComparison) -> list[str]:
     """Return a sentence for each difference, and its likely reason."""
     lines = []
     for each in found.findings:
@@ -56,7 +56,7 @@ def sentences(found: Comparison) -> list[str]:
     return lines
 
 
-def as_dictionary(found: Comparison, lines: Sequence[str]) -> dict[str, Any]:
+def as_dictionary(found: PairComparison, lines: Sequence[str]) -> dict[str, Any]:
     """Return the result for --json."""
     return {
         "is_same": found.is_same,

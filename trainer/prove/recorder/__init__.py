@@ -18,7 +18,7 @@ from typing import Any
 HOOKS = {"torch": "install", "accelerate.accelerator": "watch_accelerator"}  # module: our function
 
 
-class Watcher(importlib.abc.MetaPathFinder):
+class ImportWatcher(importlib.abc.MetaPathFinder):
     """Runs a function of `hooks` after a module of HOOKS has been imported."""
 
     def __init__(self) -> None:
@@ -35,11 +35,11 @@ class Watcher(importlib.abc.MetaPathFinder):
         finally:
             self._busy.discard(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = Loader(spec.loader, HOOKS[fullname])
+            spec.loader = HookedLoader(spec.loader, HOOKS[fullname])
         return spec
 
 
-class Loader(importlib.abc.Loader):
+class HookedLoader(importlib.abc.Loader):
     """Loads a module as its own loader does, and runs our function afterwards."""
 
     def __init__(self, loader: Any, hook: str) -> None:
@@ -64,4 +64,4 @@ class Loader(importlib.abc.Loader):
 
 def watch_imports() -> None:
     """Run our hooks when the script imports torch, and never before."""
-    sys.meta_path.insert(0, Watcher())
+    sys.meta_path.insert(0, ImportWatcher())

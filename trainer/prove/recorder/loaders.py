@@ -71,7 +71,7 @@ def _list(index: Any) -> list[Any]:
     return list(index) if isinstance(index, (list, tuple)) else [index]
 
 
-class Passes:
+class LoaderPasses:
     """Numbers of the passes over loaders."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Passes:
         LOG.add("end", number=iterator._lockstep_pass)
 
 
-PASSES = Passes()
+PASSES = LoaderPasses()
 
 
 @quietly
