@@ -12,7 +12,10 @@ from pathlib import Path
 from trainer.cli import run
 from trainer.config.hints import suggest
 from trainer.errors import ConfigError
+from trainer.prove.notes import find_notes
+from trainer.prove.page import write_page
 from trainer.prove.proof import Bench, prove_pair
+from trainer.prove.resume import prove_resume
 from trainer.prove.table import as_dictionary, show
 
 HELP = """usage: python -m trainer.prove 'COMMAND A' 'COMMAND B' [steps=20] [dtype=auto|fp64|native]
@@ -63,15 +66,23 @@ def main(arguments: Sequence[str]) -> int:
     def tell(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    first, second = commands
+    bench = Bench(folder, steps, words["dtype"], limit_s, tell)
     try:
-        found = prove_pair(Bench(folder, steps, words["dtype"], limit_s, tell), *commands)
+        if "--resume" in arguments:
+            found = prove_resume(bench, first, second, _read_integer(words, "kill"))
+        else:
+            found = prove_pair(bench, first, second)
+        found.notes.extend(find_notes(found))
+        if words["out"]:
+            tell(f"written: {write_page(found, folder)}")
     finally:
         if not words["out"]:
             shutil.rmtree(folder, ignore_errors=True)
     if "--json" in arguments:
-        print(json.dumps(as_dictionary(found, []), indent=1))
+        print(json.dumps(as_dictionary(found), indent=1))
     else:
-        show(found, [])
+        show(found)
     return int(not found.is_same)
 
 

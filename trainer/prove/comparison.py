@@ -52,21 +52,22 @@ class PairComparison:
     bounds: Bounds
     num_steps: int
     worst: dict[str, float] = field(default_factory=dict)
-    findings: list[Deviation] = field(default_factory=list)
+    deviations: list[Deviation] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def is_same(self) -> bool:
-        return not self.findings
+        return not self.deviations
 
     @property
     def result(self) -> str:
         """Return the verdict for the table."""
         if self.is_same:
             return "same"
-        places = [each.place for each in self.findings if each.kind != "evaluation"]
+        places = [each.place for each in self.deviations if each.kind != "evaluation"]
         if not places:
             return "evaluation differs"
-        first = self.findings[0]
+        first = self.deviations[0]
         if first.kind == "initial weights":
             return "differs from the start"
         return f"differs from step {self.number_of(min(places))}"
@@ -78,7 +79,7 @@ class PairComparison:
 
     def number_of(self, place: int) -> int:
         """Return the number of the step at a place; with several optimizers, of its optimizer."""
-        return self.other.steps[min(place, self.num_steps - 1)].number
+        return self.one.steps[min(place, self.num_steps - 1)].number
 
 
 def compare(one: CommandHistory, other: CommandHistory, bounds: Bounds) -> PairComparison:
@@ -97,15 +98,15 @@ def compare(one: CommandHistory, other: CommandHistory, bounds: Bounds) -> PairC
         _compare_lengths(found),
     ]
     causes = [each for each in firsts if each is not None]
-    found.findings = [each for each in causes if not _is_consequence(each, causes)]
+    found.deviations = [each for each in causes if not _is_consequence(each, causes)]
     return found
 
 
-def _is_consequence(finding: Deviation, others: Sequence[Deviation]) -> bool:
+def _is_consequence(deviation: Deviation, others: Sequence[Deviation]) -> bool:
     """Return True if an earlier difference explains this one."""
     return any(
-        each.kind in EARLIER[finding.kind]
-        and each.place + (each.kind not in SAME_STEP[finding.kind]) <= finding.place
+        each.kind in EARLIER[deviation.kind]
+        and each.place + (each.kind not in SAME_STEP[deviation.kind]) <= deviation.place
         for each in others
     )
 

@@ -30,6 +30,7 @@ def explain_gradients(found: PairComparison, place: int) -> str:
         or explain_unreduced(found.one, place, found)
         or _explain_missing(found.other, other)
         or _explain_missing(found.one, one)
+        or _explain_use(found, one, other)
         or _explain_clipping(found, one, other)
         or _explain_ratio(found, one, other, place)
         or _explain_weighting(found, one, other)
@@ -69,6 +70,17 @@ def _explain_missing(history: CommandHistory, step: Step) -> str:
     for name, ranks in step.gradients.missing.items():
         where = ", ".join(map(str, ranks))
         return f"{name} has no gradient on rank {where} of {history.name}, and has one on others"
+    return ""
+
+
+def _explain_use(found: PairComparison, one: Step, other: Step) -> str:
+    """Name parameters that have a gradient in one command only."""
+    ours = {name for name, each in one.gradients.whole.items() if np.any(each)}
+    theirs = {name for name, each in other.gradients.whole.items() if np.any(each)}
+    for name, more, less in ((found.one.name, ours, theirs), (found.other.name, theirs, ours)):
+        if more - less:
+            names = ", ".join(sorted(more - less)[:3])
+            return f"only {name} has gradients of {names}: the layouts use other parts of the model"
     return ""
 
 
@@ -121,7 +133,8 @@ def _explain_ratio(found: PairComparison, one: Step, other: Step, place: int) ->
     ratio, rest = fit_ratio(*pair)
     if not rest <= _limit(found.bounds) or not ratio:
         return ""
-    say = f"all gradients of B are {ratio:.4g} times those of A"
+    names = (found.other.name, found.one.name)
+    say = f"all gradients of {names[0]} are {ratio:.4g} times those of {names[1]}"
     windows = [_window(history, place) for history in (found.one, found.other)]
     if _is_near(ratio, windows[1] / windows[0]) and windows[0] != windows[1]:
         history = found.other if windows[1] < 1 else found.one
@@ -225,10 +238,14 @@ def _explain_some(found: PairComparison, one: Step, other: Step) -> str:
             apart.append(name)
     total = len(one.gradients.whole)
     which = "all parameters" if len(apart) == total else f"{', '.join(apart[:3])} only"
+    number = other.ranks[0].optimizer
     loss = min(relative(one.losses["mean"], each) for each in other.losses.values())
     if loss < APART:
         micro = f"{one.num_backwards} and {other.num_backwards} backward passes"
         why = f"the losses agree, so gradients are lost or changed after a backward pass ({micro})"
+        if any(any(rank.optimizers[number]["parts"]) for rank in found.other.ranks):
+            why = "the losses agree, and a rank holds parts of the gradients: it changes its parts"
+            why += " by a factor of its own (clipping by the norm of the parts, for example)"
         return f"{why}; they differ for {which}"
     return f"examples and weights agree, and the losses differ by {loss:.0e}; cause unknown"
 

@@ -15,6 +15,7 @@ import numpy as np
 Sketch = np.ndarray[Any, np.dtype[np.float64]]
 Event = Mapping[str, Any]
 MOST_BACKWARDS = 4  # per batch that are tried
+MOST_AHEAD = 64  # batches that are looked through
 AHEAD = 1  # batches that a loop takes before it needs them, beside those of one step
 
 
@@ -145,19 +146,43 @@ def label_batches(events: Sequence[dict[str, Any]]) -> None:
 def assign_batches(events: Sequence[dict[str, Any]]) -> dict[int, int]:
     """Return the number of the step (in order, from 0) that uses the batch at each place.
 
-    With r backward passes per batch, batch j belongs to the step of backward r * j, even if the
+    A batch is known again by the inputs of the model. If it is changed on the way, the order tells:
+    with r backward passes per batch, batch j belongs to the step of backward r * j, even if the
     loop takes batches ahead. A loop with fewer backward passes uses its batches in their step.
     """
     batches = [place for place, each in enumerate(events) if each.get("is_training")]
     backwards = [place for place, each in enumerate(events) if each["event"] == "backward"]
     steps = [place for place, each in enumerate(events) if each["event"] == "step"]
     step_of = np.searchsorted(steps, np.arange(len(events)))
+    owners = {batch: int(step_of[call]) for batch, call in _match_calls(events).items()}
+    if set(owners.values()) >= set(range(len(steps))):
+        return owners
     per_step = np.bincount(step_of[batches]) if batches else np.zeros(1)
     for ratio in range(1, MOST_BACKWARDS + 1):
         if _fits(events, batches, backwards, ratio, int(per_step.max())):
             used = backwards[::ratio]
             return {b: int(step_of[w]) for b, w in zip(batches, used, strict=False)}
     return {place: int(step_of[place]) for place in batches}
+
+
+def _match_calls(events: Sequence[dict[str, Any]]) -> dict[int, int]:
+    """Return the place of the first forward pass that has the tensors of the batch at a place."""
+    found: dict[int, int] = {}
+    recent: list[int] = []
+    for place, each in enumerate(events):
+        if each.get("is_training"):
+            recent = [*recent[1 - MOST_AHEAD :], place]
+        elif each["event"] == "forward" and each["training"]:
+            known = [set(events[batch]["marks"]) for batch in recent]
+            inputs = set(each["marks"])
+            if len(known) > 1:
+                inputs -= set.intersection(*known)  # of a constant, as a mask of ones
+            common = [len(inputs & marks) for marks in known]
+            best = [batch for batch, n in zip(recent, common, strict=True) if n == max(common) > 0]
+            fresh = [batch for batch in best if batch not in found]
+            if fresh:
+                found[fresh[0]] = place
+    return found
 
 
 def _fits(

@@ -24,14 +24,21 @@ class Bench:
     limit_s: float
     tell: Callable[[str], None]
 
-    def run(self, name: str, command: str, dtype: str, is_perturbed: bool = False) -> CommandRun:
-        """Run a command and return how it ended."""
+    def run(
+        self,
+        name: str,
+        command: str,
+        dtype: str,
+        is_perturbed: bool = False,
+        work: Path | None = None,
+        kill: int | None = None,
+    ) -> CommandRun:
+        """Run a command and return how it ended; `work` is {dir} in it, `kill` a step."""
         self.tell(f"running {name} in {dtype}: {command}")
-        recording = Recording(self.steps, dtype, is_perturbed=is_perturbed)
-        return run_command(command, self._place(f"{name}-{dtype}"), recording, self.limit_s)
-
-    def _place(self, name: str) -> Path:
-        return self.folder / name
+        recording = Recording(self.steps, dtype, kill, is_perturbed)
+        place = (self.folder / f"{name}-{dtype}".replace(" ", "-")).absolute()
+        work = work or place.with_name(f"files-{place.name}")
+        return run_command(command, place, recording, self.limit_s, work)
 
     def read(self, name: str, done: CommandRun) -> CommandHistory:
         """Return the history of a run. Raises RunError if it failed."""
@@ -54,8 +61,7 @@ def prove_pair(bench: Bench, first: str, second: str) -> PairComparison:
         return prove_pair(_native(bench), first, second)
     other = bench.read("B", other_run)
     bounds = find_bounds(bench, one, dtype)
-    found = compare(one, other, bounds)
-    return explain(found)
+    return explain(compare(one, other, bounds))
 
 
 def _native(bench: Bench) -> Bench:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 from trainer.errors import counted
@@ -27,8 +26,8 @@ def explain(found: PairComparison) -> PairComparison:
         "evaluation": _explain_evaluation,
         "steps": _explain_lengths,
     }
-    findings = [replace(f, reason=reasons[f.kind](found, f.place)) for f in found.findings]
-    return replace(found, findings=findings)
+    deviations = [replace(d, reason=reasons[d.kind](found, d.place)) for d in found.deviations]
+    return replace(found, deviations=deviations)
 
 
 def seeds(history: CommandHistory) -> list[int]:
@@ -132,13 +131,13 @@ def _explain_evaluation(found: PairComparison, after: int) -> str:
     other = evaluations(found.other)[after]
     sentences = []
     for history, counts, theirs in ((found.one, one, other), (found.other, other, one)):
-        repeats = sum((counts - Counter(dict.fromkeys(counts, 1))).values())
-        left_out = sum((theirs - counts).values())
+        repeats = sum((counts - theirs).values())
+        left_out = len(theirs.keys() - counts.keys())
         if repeats and len(counts) <= len(theirs):
             numbers = f"{sum(counts.values())} of {len(counts)} examples ({repeats} twice)"
-            why = "the batches are filled up so that each rank has as many"
-            sentences.append(f"evaluation of {history.name} counts {numbers}: {why}")
-        elif left_out and sum(counts.values()) < sum(theirs.values()):
+            why = "the sampler fills up, so that each rank has as many"
+            sentences.append(f"{history.name} counts {numbers}: {why}")
+        elif left_out and len(counts) < len(theirs):
             sentences.append(f"{history.name} leaves out {counted(left_out, 'example')}")
     if not sentences and sum(one.values()) == sum(other.values()):
         sentences.append("the examples differ in content: evaluation data are drawn at random")

@@ -80,10 +80,16 @@ class CommandRun:
             raise ConfigError(f"{self.command}: {what}")
 
 
-def run_command(command: str, folder: Path, recording: Recording, limit_s: float) -> CommandRun:
-    """Run a command in the shell with its output in a file, and return how it ended."""
+def run_command(
+    command: str, folder: Path, recording: Recording, limit_s: float, work: Path
+) -> CommandRun:
+    """Run a command in the shell with its output in a file, and return how it ended.
+
+    `{dir}` in the command is the folder `work`.
+    """
     folder.mkdir(parents=True)
-    command_line = command.replace("{dir}", str(folder.absolute()))
+    work.mkdir(exist_ok=True)
+    command_line = command.replace("{dir}", str(work))
     start = time.monotonic()
     with (folder / "output.txt").open("wb") as output:
         process = subprocess.Popen(  # noqa: S602

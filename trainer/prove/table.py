@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +12,7 @@ from trainer.errors import visible
 from trainer.prove.comparison import COLUMNS, PairComparison
 
 
-def show(found: PairComparison, lines: Sequence[str]) -> None:
+def show(found: PairComparison) -> None:
     """Print the table, what differs and why, and the overall result."""
     table = Table("command", "ranks", *COLUMNS, "result", box=None, header_style="bold")
     table.add_row(found.one.name, str(found.one.size), *[""] * len(COLUMNS), "reference")
@@ -21,7 +20,7 @@ def show(found: PairComparison, lines: Sequence[str]) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     steps = f"{found.num_steps} steps in {found.bounds.name}"
     console.print(f"{steps}; largest relative difference from A", table, sep="\n")
-    for line in [*sentences(found), *lines]:
+    for line in [*sentences(found), *(f"note: {note}" for note in found.notes)]:
         console.print(visible(line), markup=False, soft_wrap=True)
     if found.is_same:
         console.print("proved: both commands learned the same")
@@ -47,7 +46,7 @@ def _cell(found: PairComparison, column: str) -> str:
 def sentences(found: PairComparison) -> list[str]:
     """Return a sentence for each difference, and its likely reason."""
     lines = []
-    for each in found.findings:
+    for each in found.deviations:
         is_before = each.kind in ("evaluation", "initial weights", "steps")
         number = found.number_of(each.place)
         when = "" if is_before else f"step {number}: "
@@ -56,7 +55,7 @@ def sentences(found: PairComparison) -> list[str]:
     return lines
 
 
-def as_dictionary(found: PairComparison, lines: Sequence[str]) -> dict[str, Any]:
+def as_dictionary(found: PairComparison) -> dict[str, Any]:
     """Return the result for --json."""
     return {
         "is_same": found.is_same,
@@ -73,7 +72,7 @@ def as_dictionary(found: PairComparison, lines: Sequence[str]) -> dict[str, Any]
                 "what": each.where,
                 "reason": each.reason,
             }
-            for each in found.findings
+            for each in found.deviations
         ],
-        "notes": list(lines),
+        "notes": found.notes,
     }

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .digests import digest, leaves, split, weigh
+from .digests import digest, leaves, marks, split, weigh
 from .loaders import PASSES
 from .log import LOG, SETTINGS, quietly
 from .parameters import sketch_of
@@ -88,11 +88,11 @@ def _before_forward(module: nn.Module, arguments: Any, options: Any) -> Any:
         CALLS.is_perturbed = True
         _perturb(module)
     is_training = module.training and torch.is_grad_enabled()
-    rows: dict[str, Any] = {}
+    inputs = [arguments, options]
+    rows: dict[str, Any] = {"marks": marks(inputs)} if is_training else {}
     if is_training and not PASSES.is_fresh:
-        inputs = [arguments, options]
-        rows = {"rows": split(inputs), "weights": weigh(None, inputs)}
-    sizes = [len(leaf) for leaf in leaves([arguments, options])[:1]]
+        rows |= {"rows": split(inputs), "weights": weigh(None, inputs)}
+    sizes = [len(leaf) for leaf in leaves(inputs)[:1]]
     return is_training, rows, sizes, random_state() if is_training else ""
 
 

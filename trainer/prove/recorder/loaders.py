@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from .digests import digest, split, weigh
+from .digests import digest, marks, split, weigh
 from .log import LOG, SETTINGS, quietly
 
 
@@ -90,7 +90,7 @@ class LoaderPasses:
         """Note a batch that the script takes."""
         self.is_fresh = True
         rows = tag or {"rows": split(batch), "weights": weigh(None, batch)}
-        LOG.add("batch", number=iterator._lockstep_pass, grad=torch.is_grad_enabled(), **rows)
+        LOG.add("batch", number=iterator._lockstep_pass, marks=marks(batch), **rows)
 
     @quietly
     def end(self, iterator: Any) -> None:
@@ -149,10 +149,12 @@ def _watch_next(kind: type[Any]) -> None:
         tag = None
         if isinstance(data, Tagged):
             data, tag = data.batch, data.tag
+        if SETTINGS["dtype"] == "fp64":
+            data = widen(data)
         if not self._lockstep_pass:
             PASSES.begin(self)
         PASSES.hand_out(self, tag, data)
-        return widen(data) if SETTINGS["dtype"] == "fp64" else data
+        return data
 
     take.of_lockstep = True  # type: ignore[attr-defined]
     kind.__next__ = take

@@ -1,0 +1,51 @@
+"""A loop that saves a checkpoint every 4 steps and resumes; `--lost` names what it forgets."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("folder", type=Path)
+parser.add_argument("--resume", action="store_true")
+parser.add_argument("--lost", default="")
+options = parser.parse_args()
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(40, 6), torch.randn(40, 2))
+drop = nn.Dropout(0.3) if options.lost == "random" else nn.Identity()
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), drop, nn.Linear(8, 2))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
+saved = options.folder / "last.pt"
+step = 0
+if options.resume:
+    state = torch.load(saved)
+    if options.lost != "model":
+        model.load_state_dict(state["model"])
+    if options.lost != "optimizer":
+        optimizer.load_state_dict(state["optimizer"])
+    if options.lost != "schedule":
+        schedule.load_state_dict(state["schedule"])
+    else:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01
+    step = 0 if options.lost == "position" else state["step"]
+per_epoch = 5
+for epoch in range(step // per_epoch, 4):
+    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(epoch))
+    for number, (x, y) in enumerate(DataLoader(data, 8, sampler=sampler)):
+        if epoch * per_epoch + number < step:
+            continue
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        step += 1
+        if step % 4 == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save({**state, "schedule": schedule.state_dict(), "step": step}, saved)
+sys.exit(0)
