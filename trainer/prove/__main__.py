@@ -13,7 +13,6 @@ from trainer.cli import run
 from trainer.config.hints import suggest
 from trainer.errors import ConfigError
 from trainer.prove.notes import find_notes
-from trainer.prove.page import write_page
 from trainer.prove.proof import Bench, prove_pair
 from trainer.prove.resume import prove_resume
 from trainer.prove.table import as_dictionary, show
@@ -75,6 +74,8 @@ def main(arguments: Sequence[str]) -> int:
             found = prove_pair(bench, first, second)
         found.notes.extend(find_notes(found))
         if words["out"]:
+            from trainer.prove.page import write_page  # loads torch
+
             tell(f"written: {write_page(found, folder)}")
     finally:
         if not words["out"]:

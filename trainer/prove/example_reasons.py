@@ -133,4 +133,7 @@ def _explain_order(found: PairComparison) -> str:
     names = [", ".join(sorted(each)) or "none" for each in kinds]
     if kinds[0] != kinds[1]:
         return f"the order comes from {names[0]} in A and from {names[1]} in B"
-    return f"the order ({names[0]}) depends on the layout: each rank shuffles or reads its own part"
+    order = f"the order ({names[0]}) depends on the layout"
+    if "RandomSampler" in kinds[0]:
+        return f"{order}: its seed is drawn from the global random state; give it a generator"
+    return f"{order}: each rank shuffles or reads its own part"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -259,6 +260,7 @@ def _read_passes(history: RankHistory, events: Sequence[Event]) -> None:
     after = 0
     found: dict[int, EvalPass] = {}
     ended: set[int] = set()
+    counts: Counter[int] = Counter()
     for each in events:
         if each["event"] == "step":
             after += 1
@@ -268,6 +270,9 @@ def _read_passes(history: RankHistory, events: Sequence[Event]) -> None:
             number = each["number"]
             size = history.passes.get(number, {}).get("size")
             found.setdefault(number, EvalPass(number, after, size)).rows.extend(each["rows"])
+            counts[number] += 1
+            if counts[number] == history.passes.get(number, {}).get("batches"):
+                ended.add(number)  # some loops stop by themselves and ask for no further batch
         elif each["event"] == "end":
             ended.add(each["number"])
         elif each["event"] == "gather for metrics":

@@ -4,7 +4,7 @@ import argparse
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -49,9 +49,14 @@ def main():
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--schedule", action="store_true")
     parser.add_argument("--size", type=int, default=64)
+    parser.add_argument("--global-seed", action="store_true")
     parser.add_argument("--gather", default="gather_for_metrics")
     options = parser.parse_args()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.accumulation)
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=options.accumulation,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=not options.global_seed),
+    )
     set_seed(42)
     train = DataLoader(
         Sentences(options.size, 1), options.batch_size, shuffle=True, collate_fn=collate

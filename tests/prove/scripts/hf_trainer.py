@@ -39,7 +39,7 @@ def main():
     parser.add_argument("--schedule", default="linear")
     options = parser.parse_args()
     set_seed(1)
-    rates = {name: options.dropout for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options.dropout)
     config = GPT2Config(30, 16, 16, 2, 2, **rates, bos_token_id=0, eos_token_id=0)
     arguments = TrainingArguments(
         tempfile.mkdtemp(),

@@ -1,7 +1,7 @@
 """The shape of nanoGPT's train.py: get_batch at random offsets, accumulation, GradScaler, clipping.
 
-With `offsets=rank` each rank draws its own offsets, as nanoGPT does; with `offsets=micro` they depend
-on the number of the micro-batch only.
+With `offsets=rank` each rank draws its own offsets, as nanoGPT does; with `offsets=micro` they
+depend on the number of the micro-batch only.
 """
 
 import math

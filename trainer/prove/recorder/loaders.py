@@ -103,11 +103,15 @@ PASSES = LoaderPasses()
 @quietly
 def describe_loader(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return what a loader is; it may be gone before its iterator is."""
-    sampler = getattr(loader, "sampler", None)
+    batches = getattr(loader, "batch_sampler", None)
+    while hasattr(batches, "batch_sampler"):  # of Accelerate and Lightning, around the script's own
+        batches = batches.batch_sampler
+    sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
     is_iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
     size = None if is_iterable else len(loader.dataset)  # type: ignore[arg-type]
     return {
         "size": size,
+        "batches": None if is_iterable else len(loader),
         "sampler": type(sampler).__name__,
         "epoch": getattr(sampler, "epoch", None),
         "shuffle": bool(getattr(sampler, "shuffle", False)),

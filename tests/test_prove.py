@@ -1,0 +1,361 @@
+"""trainer.prove: equal commands are the same, and each planted mistake is named with its reason."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.errors import ConfigError
+from trainer.prove.__main__ import main
+from trainer.prove.bounds import Bounds, compare_tensors
+from trainer.prove.history import assign_batches, label_batches
+from trainer.prove.merging import Merged
+
+HERE = Path(__file__).parent / "prove"
+RECORDER = Path(__file__).parents[1] / "trainer" / "prove" / "recorder"
+SCRIPTS = HERE / "scripts"
+
+
+def start(words: str, ranks: int = 1) -> str:
+    """Return the command that starts a script of SCRIPTS on a number of ranks."""
+    name, _, arguments = words.partition(" ")
+    starter = f"{HERE / 'start_ranks.py'} {ranks} " if ranks else ""
+    return f"{sys.executable} {starter}{SCRIPTS / name} {arguments}"
+
+
+def prove(capsys, *arguments: str) -> dict:
+    code = main([*arguments, "--json", "limit=300"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == int(not found["is_same"])
+    return found
+
+
+def reasons(found: dict) -> str:
+    return "\n".join(f"{each['what']}; {each['reason']}" for each in found["differences"])
+
+
+# Real scripts -------------------------------------------------------------------------------------
+
+DDP = "ddp_image.py"
+HALF = "--batch-size 6"
+CORRECT = {
+    "DDP on 2 ranks": (start(DDP), start(f"{DDP} {HALF}", 2)),
+    "DDP on 3 ranks": (start(DDP), start(f"{DDP} --batch-size 4", 3)),
+    "DDP with accumulation": (start(DDP), start(f"{DDP} --batch-size 3 --accumulation 2", 2)),
+    "DDP on 2 and 3 ranks": (start(f"{DDP} {HALF}", 2), start(f"{DDP} --batch-size 4", 3)),
+    "FSDP2 on 2 ranks": (start("fsdp_mlp.py 1"), start("fsdp_mlp.py 1", 2)),
+    "FSDP2 on 3 ranks": (start("fsdp_mlp.py 1"), start("fsdp_mlp.py 2", 3)),
+    "nanoGPT": (start("nanogpt_train.py", 0), start("nanogpt_train.py", 2)),
+    "sums by hand": (start("styles.py plain_sum"), start("styles.py plain_sum --ranks 2", 0)),
+    "added losses": (
+        start("styles.py summed_losses"),
+        start("styles.py summed_losses --ranks 3 --port 29619", 0),
+    ),
+    "a class that prefetches": (
+        start("styles.py class"),
+        start("styles.py class --ranks 2 --port 29621", 0),
+    ),
+    "a GAN": (start("styles.py gan"), start("styles.py gan --ranks 3 --port 29623", 0)),
+    "masked tokens": (start("styles.py masked"), start("styles.py masked --ranks 2", 0)),
+    "Accelerate": (
+        start("accelerate_nlp.py", 0),
+        start("accelerate_nlp.py --batch-size 4", 2),
+    ),
+    "Accelerate with accumulation": (
+        start("accelerate_nlp.py --size 60 --batch-size 12", 0),
+        start("accelerate_nlp.py --size 60 --batch-size 4 --accumulation 3", 0),
+    ),
+    "Lightning": (start("lightning_fit.py", 0), start("lightning_fit.py --batch-size 4", 2)),
+    "transformers": (
+        start("hf_trainer.py --schedule constant", 0),
+        start("hf_trainer.py --batch-size 4 --schedule constant", 2),
+    ),
+    "transformers with padding": (
+        start("hf_trainer.py --ragged", 0),
+        start("hf_trainer.py --ragged --batch-size 4", 2),
+    ),
+}
+FAULTS = {
+    "summed": "summed over the ranks instead of averaged",
+    "no wrapper": "nothing wraps the model",
+    "around the wrapper": "the model is called around its wrapper",
+    "no_sync": "within no_sync",
+    "fast schedule": "advances 2 times per step, once for each rank",
+    "scaled rate": "multiplied by 2, the ratio of the numbers of ranks",
+    "padded evaluation": "22 of 21 examples (1 twice)",
+    "batchnorm": "BatchNorm2d normalises over the rows of a micro-batch (12 and 6)",
+    "dropout": "Dropout draws other random numbers",
+    "unseeded": "does not seed torch",
+    "seed by rank": "other random numbers on each rank (seeds 5, 6)",
+    "no sampler": "no sampler divides the dataset",
+    "no set_epoch": "set_epoch is never called",
+    "branch": "the layouts use other parts of the model",
+    "sum loss": "or summed over fewer examples",
+    "divided twice": "divided by the number of ranks",
+    "times ranks": "the loss is multiplied by the number of ranks",
+    "local clip": "clipped before they are averaged",
+    "clip on one": "only A clips its gradients",
+    "weight decay": "weight_decay is 0.01 and 0.005",
+    "augmentation": "the dataset draws random numbers (augmentation)",
+}
+
+
+def is_there(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def skip_without(command: str) -> None:
+    for script, package in {"accelerate_nlp": "accelerate", "lightning_fit": "lightning"}.items():
+        if script in command and not is_there(package):
+            pytest.skip(f"needs {package}: pip install 'lockstep-trainer[bench]'")
+    if "hf_trainer" in command and not (is_there("accelerate") and is_there("transformers")):
+        pytest.skip("needs accelerate and transformers")
+
+
+def test_a_command_is_the_same_as_itself(capsys):
+    one = start("styles.py summed_losses", 0)
+    found = prove(capsys, one, one, "steps=4")
+    assert found["is_same"] and found["steps"] == 4
+    assert found["largest_difference"]["weights"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CORRECT)
+def test_correct_scripts_are_the_same(name, capsys):
+    skip_without(CORRECT[name][0])
+    found = prove(capsys, *CORRECT[name])
+    assert found["is_same"], reasons(found)
+    assert found["steps"] >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_mistakes_in_ddp_are_named(fault, capsys):
+    option = f"--fault '{fault}'"
+    found = prove(capsys, start(f"{DDP} {option}"), start(f"{DDP} {HALF} {option}", 2))
+    assert FAULTS[fault] in reasons(found)
+    assert len(found["differences"]) == 1, reasons(found)
+
+
+MORE = {
+    "the batch is not divided": (
+        (start(DDP), start(DDP, 2)),
+        "the batch size of a rank was not divided",
+    ),
+    "losses of micro-batches are added": (
+        (start(DDP), start(f"{DDP} --batch-size 3 --accumulation 4 --fault undivided")),
+        "the losses of micro-batches are added",
+    ),
+    "a sampler fills up": (
+        (
+            start(f"{DDP} --size 101 --fault padding"),
+            start(f"{DDP} --size 101 --fault padding {HALF}", 2),
+        ),
+        "B repeats 1 example in a pass",
+    ),
+    "FSDP2 sums": (
+        (start("fsdp_mlp.py 1 summed"), start("fsdp_mlp.py 1 summed", 2)),
+        "summed over the ranks",
+    ),
+    "FSDP2 clips shards": (
+        (start("fsdp_mlp.py 1 'local clip'"), start("fsdp_mlp.py 1 'local clip'", 2)),
+        "by a factor of its own",
+    ),
+    "nanoGPT seeds by rank": (
+        (start("nanogpt_train.py --offsets=rank", 0), start("nanogpt_train.py --offsets=rank", 2)),
+        "without a DataLoader, and they depend on the rank",
+    ),
+    "Accelerate's last window": (
+        (
+            start("accelerate_nlp.py --size 56 --batch-size 12", 0),
+            start("accelerate_nlp.py --size 56 --batch-size 4 --accumulation 3", 0),
+        ),
+        "has 2 of 3 micro-batches",
+    ),
+    "Accelerate's schedule": (
+        (
+            start("accelerate_nlp.py --schedule", 0),
+            start("accelerate_nlp.py --batch-size 4 --schedule", 2),
+        ),
+        "advances 2 times per step, once for each rank",
+    ),
+    "Accelerate's gather": (
+        (
+            start("accelerate_nlp.py --gather gather", 0),
+            start("accelerate_nlp.py --batch-size 4 --gather gather", 2),
+        ),
+        "24 of 21 examples (3 twice)",
+    ),
+    "Lightning's evaluation": (
+        (
+            start("lightning_fit.py --validation 21", 0),
+            start("lightning_fit.py --validation 21 --batch-size 4", 2),
+        ),
+        "22 of 21 examples (1 twice)",
+    ),
+    "Lightning's last window": (
+        (
+            start("lightning_fit.py --size 60 --batch-size 8", 0),
+            start("lightning_fit.py --size 60 --batch-size 2 --accumulation 4", 0),
+        ),
+        "has 2 of 4 micro-batches",
+    ),
+    "transformers' dropout": (
+        (
+            start("hf_trainer.py --dropout 0.1", 0),
+            start("hf_trainer.py --dropout 0.1 --batch-size 4", 2),
+        ),
+        "draws other random numbers",
+    ),
+    "transformers' mean of a rank": (
+        (
+            start("hf_trainer.py --ragged", 0),
+            start("hf_trainer.py --ragged --batch-size 4 --per-rank-mean", 2),
+        ),
+        "count equally",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_other_mistakes_are_named(name, capsys):
+    commands, reason = MORE[name]
+    skip_without(commands[0])
+    found = prove(capsys, *commands)
+    assert reason in reasons(found)
+
+
+LOST = {
+    "": "",
+    "model": "no checkpoint was loaded",
+    "optimizer": "the state of Adam is not restored",
+    "schedule": "the schedule starts again",
+    "position": "the examples of 4 steps are used again",
+    "random": "draws random numbers, whose state is not restored",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", LOST)
+def test_lost_state_of_a_resume_is_named(lost, capsys):
+    command = start(f"resume_loop.py {{dir}} --lost '{lost}'", 0)
+    found = prove(capsys, command, "--resume", f"{command} --resume", "kill=7", "steps=14")
+    assert found["is_same"] == (not lost), reasons(found)
+    assert LOST[lost] in reasons(found)
+
+
+@pytest.mark.slow
+def test_native_arithmetic_is_the_same_up_to_measured_rounding(capsys):
+    words = "--dtype=bfloat16"
+    commands = (start(f"nanogpt_train.py {words}", 0), start(f"nanogpt_train.py {words}", 2))
+    found = prove(capsys, *commands, "dtype=native", "steps=12")
+    assert found["is_same"], reasons(found)
+
+
+def test_bad_words_are_refused():
+    with pytest.raises(ConfigError, match="1 commands: give two commands, each in quotes"):
+        main(["python train.py"])
+    with pytest.raises(ConfigError, match="dtype=fp8: must be one of auto, fp64, native"):
+        main(["a", "b", "dtype=fp8"])
+    with pytest.raises(ConfigError, match=r"--jsn is not a flag: .*did you mean --json"):
+        main(["a", "b", "--jsn"])
+    with pytest.raises(ConfigError, match="steps=0: must be an integer of at least 1"):
+        main(["a", "b", "steps=0"])
+
+
+def test_a_command_that_fails_is_named_with_its_last_lines(capsys):
+    with pytest.raises(ConfigError, match=r"^echo oh no; exit 3: failed with code 3; its last"):
+        main(["echo oh no; exit 3", "true"])
+    assert "oh no" in capsys.readouterr().err
+
+
+# Arithmetic ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sketches():
+    """The recorder's module, which is loaded without its package."""
+    spec = importlib.util.spec_from_file_location("sketches", RECORDER / "sketches.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("shape", [(3,), (7, 5), (300, 500), (4, 40_000)])
+def test_sketches_are_linear_and_shards_add_up(sketches, shape):
+    one = torch.randn(shape, dtype=torch.float64)
+    other = torch.randn(shape, dtype=torch.float64)
+    whole = sketches.sketch(one)
+    assert torch.allclose(sketches.sketch((one + other) / 2), (whole + sketches.sketch(other)) / 2)
+    for dim in range(len(shape)):
+        cut = shape[dim] // 3
+        first, second = one.split([cut, shape[dim] - cut], dim)
+        offset = [0] * len(shape)
+        added = sketches.sketch_part(first, shape, offset)
+        offset[dim] = cut
+        added = added + sketches.sketch_part(second, shape, offset)
+        assert torch.allclose(added, whole)
+
+
+def test_the_norm_of_a_sketch_estimates_that_of_the_tensor(sketches):
+    torch.manual_seed(0)
+    for shape in ((64,), (1000,), (200_000,)):
+        tensor = torch.randn(shape)
+        assert 0.5 < sketches.sketch(tensor).norm() / tensor.norm() < 1.6
+
+
+def batch(number: int, *marks: str) -> dict:
+    return {"event": "batch", "number": 1, "rows": [str(number)], "marks": list(marks)}
+
+
+def call(*marks: str) -> dict:
+    return {"event": "forward", "training": True, "marks": list(marks)}
+
+
+BACKWARD = {"event": "backward", "loss": 1.0}
+STEP = {"event": "step"}
+
+
+def assigned(events: list[dict]) -> list[int | None]:
+    label_batches(events)
+    owners = assign_batches(events)
+    return [owners.get(place) for place, each in enumerate(events) if each["event"] == "batch"]
+
+
+def test_batches_taken_ahead_belong_to_the_step_that_uses_them():
+    loop = [call(), BACKWARD, STEP]
+    events = [batch(0), batch(1), *loop, batch(2), *loop, batch(3), *loop]
+    assert assigned([dict(each) for each in events]) == [0, 1, 2, None]
+
+
+def test_skipped_batches_belong_to_no_step():
+    events = [batch(0, "a"), batch(1, "b"), batch(2, "c"), call("c"), BACKWARD, STEP]
+    events += [batch(3, "d"), call("d"), BACKWARD, STEP]
+    assert assigned([dict(each) for each in events]) == [None, None, 0, 1]
+
+
+def test_a_step_with_one_backward_pass_for_two_batches_uses_both():
+    events = []
+    for number in range(0, 12, 2):
+        events += [batch(number), call(), batch(number + 1), call(), BACKWARD, STEP]
+    assert assigned([dict(each) for each in events]) == [n // 2 for n in range(12)]
+
+
+def test_rounding_grows_and_an_error_jumps():
+    bounds = Bounds()
+    assert bounds.of("weights", 0, 0.0) == 1e-10
+    assert bounds.of("weights", 5, 1e-9) > 1e-8
+
+
+def test_a_gradient_that_is_rounding_is_not_compared_by_its_own_size():
+    one = Merged({"weight": np.full(16, 1.0), "bias": np.full(16, 1e-18)}, {}, {})
+    other = Merged({"weight": np.full(16, 1.0), "bias": np.full(16, -1e-18)}, {}, {})
+    assert compare_tensors(one, other, 1e-6)[0] < 1e-10
+    assert compare_tensors(one, Merged({"weight": np.full(16, 2.0)}, {}, {}), 1e-6) == (1, "weight")
