@@ -219,7 +219,8 @@ def _read_steps(history: RankHistory, events: Sequence[Event], owners: Mapping[i
         elif each["event"] == "step":
             calls = [one for one in since if one["event"] == "forward" and one["training"]]
             own = by_step.get(len(history.steps), [])
-            own = own or [_read_batch(one) for one in calls if "rows" in one]
+            if not owners:  # no DataLoader
+                own = [_read_batch(one) for one in calls if "rows" in one]
             backwards = [one for one in since if one["event"] == "backward"]
             history.steps.append(_read_step(each, names[each["optimizer"]], own, backwards, calls))
             history.seconds = each["seconds"]

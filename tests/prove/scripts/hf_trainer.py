@@ -40,7 +40,8 @@ def main():
     options = parser.parse_args()
     set_seed(1)
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options.dropout)
-    config = GPT2Config(30, 16, 16, 2, 2, **rates, bos_token_id=0, eos_token_id=0)
+    sizes = {"vocab_size": 30, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    config = GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0)
     arguments = TrainingArguments(
         tempfile.mkdtemp(),
         per_device_train_batch_size=options.batch_size,

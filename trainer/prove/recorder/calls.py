@@ -84,10 +84,11 @@ def _widen_inputs(
 
 @quietly
 def _before_forward(module: nn.Module, arguments: Any, options: Any) -> Any:
-    if not CALLS.is_perturbed and module.training:
+    if not CALLS.is_perturbed and torch.is_grad_enabled():
         CALLS.is_perturbed = True
         _perturb(module)
-    is_training = module.training and torch.is_grad_enabled()
+    # a wrapper may be in another mode than the module in it, as under Lightning
+    is_training = torch.is_grad_enabled() and any(each.training for each in module.modules())
     inputs = [arguments, options]
     rows: dict[str, Any] = {"marks": marks(inputs)} if is_training else {}
     if is_training and not PASSES.is_fresh:

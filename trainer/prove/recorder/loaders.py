@@ -103,7 +103,7 @@ PASSES = LoaderPasses()
 @quietly
 def describe_loader(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return what a loader is; it may be gone before its iterator is."""
-    batches = getattr(loader, "batch_sampler", None)
+    batches: Any = getattr(loader, "batch_sampler", None)
     while hasattr(batches, "batch_sampler"):  # of Accelerate and Lightning, around the script's own
         batches = batches.batch_sampler
     sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
