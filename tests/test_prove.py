@@ -350,7 +350,7 @@ def test_a_step_with_one_backward_pass_for_two_batches_uses_both():
 
 def test_rounding_grows_and_an_error_jumps():
     bounds = Bounds()
-    assert bounds.of("weights", 0, 0.0) == 1e-10
+    assert bounds.of("weights", 0, 0.0) == 1e-9
     assert bounds.of("weights", 5, 1e-9) > 1e-8
 
 

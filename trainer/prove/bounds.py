@@ -9,8 +9,9 @@ import numpy as np
 from trainer.prove.merging import CommandHistory, Merged, Step
 
 JUMP = 200.0  # an error begins with a jump, rounding grows from step to step
-FP64_BOUND = 1e-10
+FP64_BOUND = 1e-9
 MEASURED = 30.0  # times the effect of a change in the last bit
+PARTLY_FP32 = 1e-6  # losses that differ by less: the script computes some of it in fp32
 KINDS = ("losses", "gradients", "weights")
 
 
@@ -24,7 +25,7 @@ class Bounds:
 
     name: str = "fp64"
     least: float = FP64_BOUND
-    gradient_floor: float = 1e-6
+    gradient_floor: float = 1e-5
     weight_floor: float = 1e-3
     silence: float = 1e-10  # gradients below it, relative to all, are rounding
     noise: dict[str, list[float]] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.prove.bounds import Bounds, compare_tensors, differences, relative
+from trainer.prove.bounds import PARTLY_FP32, Bounds, compare_tensors, differences, relative
 from trainer.prove.history import EvalPass, RankHistory
 from trainer.prove.merging import CommandHistory, Step
 
@@ -29,6 +29,7 @@ SAME_STEP = {
     "weights": EARLIER["weights"],
     "replicas": EARLIER["replicas"],
 }
+NUMBERS = ("initial weights", "gradients", "weights", "replicas", "steps")
 RATE_BOUND = 1e-9
 SPREAD_BOUND = 1e-4  # of replicas on several ranks, where rounding is not measured
 
@@ -53,6 +54,7 @@ class PairComparison:
     num_steps: int
     worst: dict[str, float] = field(default_factory=dict)
     deviations: list[Deviation] = field(default_factory=list)
+    harmless: list[Deviation] = field(default_factory=list)  # examples, though all numbers agree
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -98,6 +100,9 @@ def compare(one: CommandHistory, other: CommandHistory, bounds: Bounds) -> PairC
         _compare_lengths(found),
     ]
     causes = [each for each in firsts if each is not None]
+    if all(each.kind not in NUMBERS for each in causes):
+        found.harmless = [each for each in causes if each.kind == "examples"]
+        causes = [each for each in causes if each.kind != "examples"]
     found.deviations = [each for each in causes if not _is_consequence(each, causes)]
     return found
 
@@ -191,6 +196,8 @@ def _compare_numbers(found: PairComparison) -> Deviation | None:
         here = differences(one, other, found.bounds)
         for kind, (value, _) in here.items():
             found.worst[kind] = _larger(found.worst[kind], value)
+        if here["losses"][0] < PARTLY_FP32:
+            before = max(before, here["losses"][0])
         for kind in ("gradients", "weights"):
             value, name = here[kind]
             bound = found.bounds.of(kind, place, before)

@@ -251,7 +251,7 @@ def _read_step(
         decode(names, event["unclipped"]) if "unclipped" in event else {},
         event.get("clips", []),
         decode(names, event["weights"]),
-        dict(zip(names, rates, strict=False)),
+        {name: rate for name, rate in zip(names, rates, strict=False) if rate is not None},
         event["random"],
     )
 

@@ -27,6 +27,9 @@ def explain(found: PairComparison) -> PairComparison:
         "steps": _explain_lengths,
     }
     deviations = [replace(d, reason=reasons[d.kind](found, d.place)) for d in found.deviations]
+    for each in found.harmless:
+        reason = reasons[each.kind](found, each.place)
+        found.notes.append(f"gradients and weights agree, although examples do not: {reason}")
     return replace(found, deviations=deviations)
 
 

@@ -45,7 +45,10 @@ CALLS = Calls()
 
 def random_state() -> str:
     """Return a digest of the states of the global random number generators."""
-    return digest([torch.get_rng_state(), random.getstate(), list(np.random.get_state())])
+    states = [torch.get_rng_state(), random.getstate(), list(np.random.get_state())]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return digest(states)
 
 
 def watch_forward() -> None:

@@ -93,7 +93,7 @@ def marks(value: Any) -> list[str]:
 def weigh(items: Any, batch: Any) -> dict[str, float]:
     """Return numbers by which a micro-batch could be weighted: its rows, sizes and labels."""
     weights: dict[str, float] = {}
-    if isinstance(items, list):
+    if isinstance(items, (list, tuple)):
         weights["rows"] = len(items)
         weights["elements"] = sum(leaf.numel() for item in items for leaf in _sized(item))
     else:

@@ -31,6 +31,10 @@ def whoami() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def _number(rate: Any) -> float | None:
+    return float(rate) if isinstance(rate, (int, float, torch.Tensor)) else None
+
+
 class Steps:
     """The optimizer steps of this process."""
 
@@ -136,7 +140,7 @@ class Steps:
             for each, gradient in zip(mine, gradients, strict=True)
         ]
         groups = optimizer.param_groups
-        rates = [float(group["lr"]) for group in groups for _ in group["params"] if "lr" in group]
+        rates = [_number(group.get("lr")) for group in groups for _ in group["params"]]
         self._gradients = {"gradients": encode(found), "rates": rates}
         if CALLS.before_clip:
             raw = [CALLS.before_clip.get(id(each)) for each in mine]

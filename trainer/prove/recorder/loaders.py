@@ -46,7 +46,8 @@ class Collate:
 
     @quietly
     def describe(self, data: Any) -> dict[str, Any]:
-        return {"rows": [digest(item) for item in data] if self.is_list else split(data)}
+        is_list = self.is_list and isinstance(data, (list, tuple))
+        return {"rows": [digest(item) for item in data] if is_list else split(data)}
 
 
 def _watch_fetchers() -> None:
