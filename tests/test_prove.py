@@ -235,8 +235,9 @@ def test_other_mistakes_are_named(name, capsys):
 LOST = {
     "": "",
     "model": "no checkpoint was loaded",
-    "optimizer": "the state of Adam is not restored",
-    "schedule": "the schedule starts again",
+    "optimizer": "the rate starts again",
+    "moments": "the state of Adam is not restored",
+    "schedule": "the rate starts again",
     "position": "the examples of 4 steps are used again",
     "random": "draws random numbers, whose state is not restored",
 }

@@ -40,6 +40,38 @@ DTYPES = ("auto", "fp64", "native")
 
 
 def main(arguments: Sequence[str]) -> int:
+    words, commands = _divide(arguments)
+    folder = Path(words["out"] or tempfile.mkdtemp(prefix="lockstep-prove-"))
+    if words["out"] and folder.exists():
+        raise ConfigError(f"out={folder}: exists; name a new folder")
+    limit_s = _read_integer(words, "limit")
+    bench = Bench(folder, _read_integer(words, "steps"), words["dtype"], limit_s, _tell)
+    try:
+        if "--resume" in arguments:
+            found = prove_resume(bench, commands[0], commands[1], _read_integer(words, "kill"))
+        else:
+            found = prove_pair(bench, commands[0], commands[1])
+        found.notes.extend(find_notes(found))
+        if words["out"]:
+            from trainer.prove.page import write_page  # loads torch
+
+            _tell(f"written: {write_page(found, folder)}")
+    finally:
+        if not words["out"]:
+            shutil.rmtree(folder, ignore_errors=True)
+    if "--json" in arguments:
+        print(json.dumps(as_dictionary(found), indent=1))
+    else:
+        show(found)
+    return int(not found.is_same)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _divide(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return (words of this verb by name, the two commands)."""
     words = dict(WORDS)
     commands = []
     for word in arguments:
@@ -56,35 +88,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{len(commands)} commands: {advice} (python -m trainer.prove --help)")
     if words["dtype"] not in DTYPES:
         raise ConfigError(f"dtype={words['dtype']}: must be one of {', '.join(DTYPES)}")
-    steps = _read_integer(words, "steps")
-    limit_s = _read_integer(words, "limit")
-    folder = Path(words["out"] or tempfile.mkdtemp(prefix="lockstep-prove-"))
-    if words["out"] and folder.exists():
-        raise ConfigError(f"out={folder}: exists; name a new folder")
-
-    def tell(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    first, second = commands
-    bench = Bench(folder, steps, words["dtype"], limit_s, tell)
-    try:
-        if "--resume" in arguments:
-            found = prove_resume(bench, first, second, _read_integer(words, "kill"))
-        else:
-            found = prove_pair(bench, first, second)
-        found.notes.extend(find_notes(found))
-        if words["out"]:
-            from trainer.prove.page import write_page  # loads torch
-
-            tell(f"written: {write_page(found, folder)}")
-    finally:
-        if not words["out"]:
-            shutil.rmtree(folder, ignore_errors=True)
-    if "--json" in arguments:
-        print(json.dumps(as_dictionary(found), indent=1))
-    else:
-        show(found)
-    return int(not found.is_same)
+    _read_integer(words, "steps")
+    return words, commands
 
 
 def _read_integer(words: dict[str, str], name: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -251,15 +251,25 @@ def _compare_replicas(found: PairComparison) -> Deviation | None:
 def _compare_evaluations(found: PairComparison) -> Deviation | None:
     ours = evaluations(found.one)
     theirs = evaluations(found.other)
-    for after in sorted(ours.keys() & theirs.keys()):
+    for after, later in pair_evaluations(ours, theirs):
         one = ours[after]
-        other = theirs[after]
+        other = theirs[later]
         if one == other:
             continue
         found.worst["evaluation"] = 1.0
         counts = f"{sum(one.values())} and {sum(other.values())} examples"
         return Deviation("evaluation", after, f"evaluation after step {after} counts {counts}")
     return None
+
+
+def pair_evaluations(
+    ours: Mapping[int, object], theirs: Mapping[int, object]
+) -> list[tuple[int, int]]:
+    """Return pairs of evaluations: after the same step, or else the first of each, and so on."""
+    shared = sorted(ours.keys() & theirs.keys())
+    if shared:
+        return [(after, after) for after in shared]
+    return list(zip(sorted(ours), sorted(theirs), strict=False))
 
 
 def evaluations(history: CommandHistory) -> dict[int, Counter[str]]:

@@ -20,6 +20,7 @@ def explain_examples(found: PairComparison, place: int) -> str:
         _explain_copies(found.other, other)
         or _explain_copies(found.one, one)
         or _explain_content(one, other)
+        or _explain_size(found, found.one.steps[0], found.other.steps[0])
         or _explain_pass(found)
         or _explain_size(found, one, other)
         or _explain_draws(found)

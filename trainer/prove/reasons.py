@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from trainer.errors import counted
 from trainer.prove.bounds import relative
-from trainer.prove.comparison import PairComparison, evaluations
+from trainer.prove.comparison import PairComparison, evaluations, pair_evaluations
 from trainer.prove.example_reasons import explain_examples
 from trainer.prove.gradient_reasons import explain_gradients, explain_unreduced
 from trainer.prove.merging import CommandHistory
@@ -130,8 +130,11 @@ def _explain_replicas(found: PairComparison, place: int) -> str:
 
 
 def _explain_evaluation(found: PairComparison, after: int) -> str:
-    one = evaluations(found.one)[after]
-    other = evaluations(found.other)[after]
+    ours = evaluations(found.one)
+    theirs_all = evaluations(found.other)
+    later = dict(pair_evaluations(ours, theirs_all))[after]
+    one = ours[after]
+    other = theirs_all[later]
     sentences = []
     for history, counts, theirs in ((found.one, one, other), (found.other, other, one)):
         repeats = sum((counts - theirs).values())

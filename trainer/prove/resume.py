@@ -93,7 +93,8 @@ def explain_resume(
         rates = [next(iter(step.rates.values())) for step in one.steps]
         rate = next(iter(found.other.steps[at].rates.values()))
         if place and relative(rate, rates[0]) < 1e-9:
-            return "the schedule starts again: its state is not restored"
+            what = "the state of the optimizer or of the schedule"
+            return f"the rate starts again: {what} is not restored"
         return "the schedule is at another step than the weights"
     if deviation.kind == "gradients":
         calls = [call for rank in found.other.steps[at].ranks for call in rank.forwards]

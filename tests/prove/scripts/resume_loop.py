@@ -25,6 +25,8 @@ if options.resume:
     state = torch.load(saved)
     if options.lost != "model":
         model.load_state_dict(state["model"])
+    if options.lost == "moments":
+        state["optimizer"]["state"] = {}
     if options.lost != "optimizer":
         optimizer.load_state_dict(state["optimizer"])
     if options.lost != "schedule":
