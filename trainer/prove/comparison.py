@@ -21,7 +21,8 @@ EARLIER = {
     "weights": ("initial weights", "examples", "lr", "gradients", "replicas"),
     "replicas": ("initial weights", "gradients"),
     "evaluation": (),
-    "steps": ("examples",),
+    "steps": ("examples", "ranks"),
+    "ranks": (),
 }
 SAME_STEP = {
     **dict.fromkeys(EARLIER, ("initial weights",)),
@@ -29,7 +30,7 @@ SAME_STEP = {
     "weights": EARLIER["weights"],
     "replicas": EARLIER["replicas"],
 }
-NUMBERS = ("initial weights", "gradients", "weights", "replicas", "steps")
+NUMBERS = ("initial weights", "gradients", "weights", "replicas", "steps", "ranks")
 RATE_BOUND = 1e-9
 SPREAD_BOUND = 1e-4  # of replicas on several ranks, where rounding is not measured
 
@@ -66,9 +67,12 @@ class PairComparison:
         """Return the verdict for the table."""
         if self.is_same:
             return "same"
-        places = [each.place for each in self.deviations if each.kind != "evaluation"]
+        places = [
+            each.place for each in self.deviations if each.kind not in ("evaluation", "ranks")
+        ]
         if not places:
-            return "evaluation differs"
+            kinds = [each.kind for each in self.deviations]
+            return "ranks differ" if "ranks" in kinds else "evaluation differs"
         first = self.deviations[0]
         if first.kind == "initial weights":
             return "differs from the start"
@@ -315,7 +319,7 @@ def _compare_lengths(found: PairComparison) -> Deviation | None:
     lengths = {len(rank.steps) for rank in found.other.ranks}
     if len(lengths) > 1:
         where = f"ranks of {found.other.name} made {min(lengths)} and {max(lengths)} steps"
-        return Deviation("steps", found.num_steps, where)
+        return Deviation("ranks", found.num_steps, where)
     if one != other:
         where = f"{one} steps, {other} steps"
         return Deviation("steps", found.num_steps, where)

@@ -117,7 +117,7 @@ def _explain_draws(found: PairComparison) -> str:
     """Name batches that the script draws itself."""
     if found.one.ranks[0].passes or found.other.ranks[0].passes:
         return ""
-    why = "they depend on the rank, for example by a seed of its own"
+    why = "they depend on the rank, by a seed or a part of the data of its own"
     return f"the script draws its batches without a DataLoader, and {why}"
 
 

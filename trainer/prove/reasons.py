@@ -25,6 +25,7 @@ def explain(found: PairComparison) -> PairComparison:
         "replicas": _explain_replicas,
         "evaluation": _explain_evaluation,
         "steps": _explain_lengths,
+        "ranks": _explain_lengths,
     }
     deviations = [replace(d, reason=reasons[d.kind](found, d.place)) for d in found.deviations]
     for each in found.harmless:
@@ -140,7 +141,8 @@ def _explain_evaluation(found: PairComparison, after: int) -> str:
         repeats = sum((counts - theirs).values())
         left_out = len(theirs.keys() - counts.keys())
         if repeats and len(counts) <= len(theirs):
-            numbers = f"{sum(counts.values())} of {len(counts)} examples ({repeats} twice)"
+            total = sum(theirs.values())
+            numbers = f"{sum(counts.values())} of {total} examples ({repeats} twice)"
             why = "the sampler fills up, so that each rank has as many"
             sentences.append(f"{history.name} counts {numbers}: {why}")
         elif left_out and len(counts) < len(theirs):

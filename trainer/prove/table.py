@@ -47,7 +47,7 @@ def sentences(found: PairComparison) -> list[str]:
     """Return a sentence for each difference, and its likely reason."""
     lines = []
     for each in found.deviations:
-        is_before = each.kind in ("evaluation", "initial weights", "steps")
+        is_before = each.kind in ("evaluation", "initial weights", "steps", "ranks")
         number = found.number_of(each.place)
         when = "" if is_before else f"step {number}: "
         reason = f"; {each.reason}" if each.reason else ""
