@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 
@@ -33,7 +34,7 @@ def explain_gradients(found: PairComparison, place: int) -> str:
         or _explain_use(found, one, other)
         or _explain_clipping(found, one, other)
         or _explain_ratio(found, one, other, place)
-        or _explain_weighting(found, one, other)
+        or _explain_weighting(found, one, other, place)
         or _explain_layers(found, one, other)
         or _explain_some(found, one, other)
     )
@@ -137,11 +138,7 @@ def _explain_ratio(found: PairComparison, one: Step, other: Step, place: int) ->
     say = f"all gradients of {names[0]} are {ratio:.4g} times those of {names[1]}"
     windows = [_window(history, place) for history in (found.one, found.other)]
     if _is_near(ratio, windows[1] / windows[0]) and windows[0] != windows[1]:
-        history = found.other if windows[1] < 1 else found.one
-        few = history.steps[place].num_backwards
-        full = max(step.num_backwards for step in history.steps)
-        part = f"this step of {history.name} has {few} of {full} micro-batches"
-        return f"{say}: {part} (the last of a pass), and the loss is divided by {full}"
+        return f"{say}: {_name_window(found, place)}"
     ranks = found.other.size / found.one.size
     backwards = other.num_backwards / one.num_backwards
     loss = other.losses["mean"] / one.losses["mean"] if one.losses["mean"] else 0.0
@@ -177,34 +174,56 @@ def _window(history: CommandHistory, place: int) -> float:
     return history.steps[place].num_backwards / max(s.num_backwards for s in history.steps)
 
 
-def _explain_weighting(found: PairComparison, one: Step, other: Step) -> str:
+def _explain_weighting(found: PairComparison, one: Step, other: Step, place: int) -> str:
     """Name unequal micro-batches that count equally: weighted by their size, losses agree."""
     limit = 1e-4 if found.bounds.noise else 1e-7
     plain = relative(one.losses["mean"], other.losses["mean"])
     keys = [key for rank in other.ranks for each in rank.batches for key in each.weights]
-    for key in dict.fromkeys(keys):
-        ours = _weigh(one, key)
-        theirs = _weigh(other, key)
+    fulls = [max(s.num_backwards for s in h.steps) for h in (found.one, found.other)]
+    for key, is_full in product(dict.fromkeys(keys), (False, True)):
+        ours = _weigh(one, key, fulls[0] if is_full else one.num_backwards)
+        theirs = _weigh(other, key, fulls[1] if is_full else other.num_backwards)
         if ours is None or theirs is None:
             continue
-        sizes = [int(each.weights[key]) for rank in other.ranks for each in rank.batches]
         near = relative(ours, theirs)
-        if len(set(sizes)) > 1 and near < limit and near < 0.1 * plain:
+        sizes = {h.name: _sizes(s, key) for h, s in ((found.other, other), (found.one, one))}
+        uneven = next((name for name, each in sizes.items() if len(set(each)) > 1), "")
+        if uneven and near < limit and near < 0.1 * plain:
             what = WEIGHINGS.get(key.rstrip(" 0123456789"), key)
-            shown = ", ".join(map(str, sizes[:6]))
+            shown = ", ".join(map(str, sizes[uneven][:6]))
             why = f"micro-batches with different numbers of {what} ({shown}) count equally"
+            if is_full and (part := _name_window(found, place)):
+                why = f"{part}; {why}"
             return f"{why}; weighted by these numbers the losses agree"
     return ""
 
 
-def _weigh(step: Step, key: str) -> float | None:
-    """Return the mean loss of a step's micro-batches, weighted; None if they cannot be matched."""
+def _sizes(step: Step, key: str) -> list[int]:
+    return [int(each.weights.get(key, 0)) for rank in step.ranks for each in rank.batches]
+
+
+def _name_window(found: PairComparison, place: int) -> str:
+    """Return a clause about an accumulation window that is not full; "" if it is."""
+    for history in (found.other, found.one):
+        if _window(history, place) < 1:
+            few = history.steps[place].num_backwards
+            full = max(step.num_backwards for step in history.steps)
+            part = f"this step of {history.name} has {few} of {full} micro-batches"
+            return f"{part} (the last of a pass), and the loss is divided by {full}"
+    return ""
+
+
+def _weigh(step: Step, key: str, divisor: int) -> float | None:
+    """Return the mean loss of micro-batches, weighted; None if losses and batches do not match.
+
+    Each loss was divided by `divisor` before its backward pass.
+    """
     values: list[float] = []
     weights: list[float] = []
     for rank in step.ranks:
         if len(rank.batches) != len(rank.losses):
             return None
-        values += [loss * len(rank.losses) for loss in rank.losses]
+        values += [loss * divisor for loss in rank.losses]
         weights += [each.weights.get(key, 0.0) for each in rank.batches]
     return float(np.average(values, weights=weights)) if sum(weights) else None
 
