@@ -217,7 +217,12 @@ def _read_steps(history: RankHistory, events: Sequence[Event], owners: Mapping[i
             history.optimizers.setdefault(each["number"], each)
             names[each["number"]] = each["names"]
         elif each["event"] == "step":
-            calls = [one for one in since if one["event"] == "forward" and one["training"]]
+            is_drawn = any(one["event"] == "drawn" for one in since)
+            calls: list[Event] = [
+                {**one, "drawn": is_drawn}
+                for one in since
+                if one["event"] == "forward" and one["training"]
+            ]
             own = by_step.get(len(history.steps), [])
             if not owners:  # no DataLoader
                 own = [_read_batch(one) for one in calls if "rows" in one]

@@ -68,8 +68,8 @@ def watch_forward() -> None:
             return original(self, *arguments, **options)
         finally:
             CALLS.depth -= 1
-            if state is not None:
-                _after_forward(self, *state)
+            if state:
+                _after_forward(state)
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
 
@@ -86,7 +86,11 @@ def _widen_inputs(
 
 
 @quietly
-def _before_forward(module: nn.Module, arguments: Any, options: Any) -> Any:
+def _before_forward(module: nn.Module, arguments: Any, options: Any) -> str:
+    """Note a call, and return the state of random numbers; "" if it does not train.
+
+    The call may contain backward passes and steps, as under Lightning.
+    """
     if not CALLS.is_perturbed and torch.is_grad_enabled():
         CALLS.is_perturbed = True
         _perturb(module)
@@ -97,18 +101,16 @@ def _before_forward(module: nn.Module, arguments: Any, options: Any) -> Any:
     if is_training and not PASSES.is_fresh:
         rows |= {"rows": split(inputs), "weights": weigh(None, inputs)}
     sizes = [len(leaf) for leaf in leaves(inputs)[:1]]
-    return is_training, rows, sizes, random_state() if is_training else ""
+    is_wrapper = isinstance(module, DistributedDataParallel)
+    about = {"is_wrapper": is_wrapper, "size": sizes[0] if sizes else 0}
+    LOG.add("forward", training=is_training, **about, **rows)
+    return random_state() if is_training else ""
 
 
 @quietly
-def _after_forward(
-    module: nn.Module, is_training: bool, rows: dict[str, Any], sizes: list[int], state: str
-) -> None:
-    is_drawn = is_training and random_state() != state
-    kind = type(module).__name__
-    is_wrapper = isinstance(module, DistributedDataParallel)
-    about = {"kind": kind, "is_wrapper": is_wrapper, "size": sizes[0] if sizes else 0}
-    LOG.add("forward", training=is_training, drawn=is_drawn, **about, **rows)
+def _after_forward(state: str) -> None:
+    if random_state() != state:
+        LOG.add("drawn")
 
 
 def _perturb(module: nn.Module) -> None:
