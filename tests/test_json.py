@@ -1,6 +1,7 @@
 """--json of the verbs: standard output is one JSON document, whatever else is printed."""
 
 import json
+import sys
 
 import pytest
 from harness import CONF, Command
@@ -50,7 +51,17 @@ DOCUMENTS = {  # arguments; exit code, result and the other keys
     "report": ([RUN], 0, "written", {"file"}),
 }
 NO_DOCUMENT = {"completion", "train"}
+LOOP = f"""{sys.executable} -c '
+import torch
+weight = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([weight], 0.1)
+for _ in range(3):
+    (weight * weight).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+'"""
 SLOW = {
+    "prove": ([LOOP, LOOP, "steps=3"], 0, "same", {"is_same", "differences", "notes"}),
     "export": (
         [RUN, "format=safetensors", *DIRS],
         *(0, "written", {"format", "step", "files", "notes"}),

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from trainer.errors import ConfigError
-from trainer.prove.__main__ import main
+from trainer.prove.__main__ import main, prove
 from trainer.prove.bounds import Bounds, compare_tensors
 from trainer.prove.history import assign_batches, label_batches
 from trainer.prove.merging import Merged
+from trainer.prove.table import as_dictionary
 
 HERE = Path(__file__).parent / "prove"
 RECORDER = Path(__file__).parents[1] / "trainer" / "prove" / "recorder"
@@ -29,11 +30,9 @@ def start(words: str, ranks: int = 1) -> str:
     return f"{sys.executable} {starter}{SCRIPTS / name} {arguments}"
 
 
-def prove(capsys, *arguments: str) -> dict:
-    code = main([*arguments, "--json", "limit=300"])
-    found = json.loads(capsys.readouterr().out)
-    assert code == int(not found["is_same"])
-    return found
+def found_of(*arguments: str) -> dict:
+    found = as_dictionary(prove([*arguments, "limit=300"]))
+    return json.loads(json.dumps(found))
 
 
 def reasons(found: dict) -> str:
@@ -118,27 +117,27 @@ def skip_without(command: str) -> None:
         pytest.skip("needs accelerate and transformers")
 
 
-def test_a_command_is_the_same_as_itself(capsys):
+def test_a_command_is_the_same_as_itself():
     one = start("styles.py summed_losses", 0)
-    found = prove(capsys, one, one, "steps=4")
+    found = found_of(one, one, "steps=4")
     assert found["is_same"] and found["steps"] == 4
     assert found["largest_difference"]["weights"] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CORRECT)
-def test_correct_scripts_are_the_same(name, capsys):
+def test_correct_scripts_are_the_same(name):
     skip_without(CORRECT[name][0])
-    found = prove(capsys, *CORRECT[name])
+    found = found_of(*CORRECT[name])
     assert found["is_same"], reasons(found)
     assert found["steps"] >= 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_mistakes_in_ddp_are_named(fault, capsys):
+def test_mistakes_in_ddp_are_named(fault):
     option = f"--fault '{fault}'"
-    found = prove(capsys, start(f"{DDP} {option}"), start(f"{DDP} {HALF} {option}", 2))
+    found = found_of(start(f"{DDP} {option}"), start(f"{DDP} {HALF} {option}", 2))
     assert FAULTS[fault] in reasons(found)
     assert len(found["differences"]) == 1, reasons(found)
 
@@ -225,10 +224,10 @@ MORE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
-def test_other_mistakes_are_named(name, capsys):
+def test_other_mistakes_are_named(name):
     commands, reason = MORE[name]
     skip_without(commands[0])
-    found = prove(capsys, *commands)
+    found = found_of(*commands)
     assert reason in reasons(found)
 
 
@@ -245,18 +244,18 @@ LOST = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", LOST)
-def test_lost_state_of_a_resume_is_named(lost, capsys):
+def test_lost_state_of_a_resume_is_named(lost):
     command = start(f"resume_loop.py {{dir}} --lost '{lost}'", 0)
-    found = prove(capsys, command, "--resume", f"{command} --resume", "kill=7", "steps=14")
+    found = found_of(command, "--resume", f"{command} --resume", "kill=7", "steps=14")
     assert found["is_same"] == (not lost), reasons(found)
     assert LOST[lost] in reasons(found)
 
 
 @pytest.mark.slow
-def test_native_arithmetic_is_the_same_up_to_measured_rounding(capsys):
+def test_native_arithmetic_is_the_same_up_to_measured_rounding():
     words = "--dtype=bfloat16"
     commands = (start(f"nanogpt_train.py {words}", 0), start(f"nanogpt_train.py {words}", 2))
-    found = prove(capsys, *commands, "dtype=native", "steps=12")
+    found = found_of(*commands, "dtype=native", "steps=12")
     assert found["is_same"], reasons(found)
 
 

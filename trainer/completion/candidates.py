@@ -31,13 +31,14 @@ OWN = {
     "export": ("format=", "out=", "split="),
     "plan": ("ranks=", "local_ranks=", "device=", "devices=", "disk_gb_s="),
     "predict": ("split=", "out="),
+    "prove": ("--resume", "steps=", "dtype=", "limit=", "kill=", "out="),
     "replay": ("step=",),
     "report": ("out=",),
     "train": ("-m", "--cfg"),
     "verify": ("--bits", "--resume", "layouts=", "steps=", "kills=", "seed="),
 }
 OF_RUNS = ("audit", "checkpoints", "compare", "evaluate", "export", "predict", "replay", "report")
-WITHOUT_SETTINGS = ("audit", "checkpoints", "compare", "completion", "new", "report")
+WITHOUT_SETTINGS = ("audit", "checkpoints", "compare", "completion", "new", "prove", "report")
 FORMATS = ("onnx", "safetensors", "tensorrt")
 SPLITS = ("eval", "test", "train")
 CONFIG_DIR = ("--config-dir", "-cd")

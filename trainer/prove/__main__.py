@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cli import run
+from trainer.cli import JSON, answer, run
 from trainer.config.hints import suggest
 from trainer.errors import ConfigError
+from trainer.prove.comparison import PairComparison
 from trainer.prove.notes import find_notes
+from trainer.prove.page import write_page
 from trainer.prove.proof import Bench, prove_pair
 from trainer.prove.resume import prove_resume
 from trainer.prove.table import as_dictionary, show
 
 HELP = """usage: python -m trainer.prove 'COMMAND A' 'COMMAND B' [steps=20] [dtype=auto|fp64|native]
-           [limit=900] [out=DIR] [--json]
+           [limit=900] [out=DIR]
        python -m trainer.prove 'COMMAND' --resume 'COMMAND that resumes' [kill=7] ...
 
 Runs two commands that should train the same, such as a script on one and on two ranks, and compares
@@ -40,6 +41,16 @@ DTYPES = ("auto", "fp64", "native")
 
 
 def main(arguments: Sequence[str]) -> int:
+    found = prove(arguments)
+    result = "same" if found.is_same else "not the same"
+    return answer(int(not found.is_same), result, as_dictionary(found), lambda: show(found))
+
+
+def prove(arguments: Sequence[str]) -> PairComparison:
+    """Run the commands of a command line and compare them.
+
+    Raises ConfigError for wrong words and for a command that fails.
+    """
     words, commands = _divide(arguments)
     folder = Path(words["out"] or tempfile.mkdtemp(prefix="lockstep-prove-"))
     if words["out"] and folder.exists():
@@ -53,17 +64,11 @@ def main(arguments: Sequence[str]) -> int:
             found = prove_pair(bench, commands[0], commands[1])
         found.notes.extend(find_notes(found))
         if words["out"]:
-            from trainer.prove.page import write_page  # loads torch
-
             _tell(f"written: {write_page(found, folder)}")
     finally:
         if not words["out"]:
             shutil.rmtree(folder, ignore_errors=True)
-    if "--json" in arguments:
-        print(json.dumps(as_dictionary(found), indent=1))
-    else:
-        show(found)
-    return int(not found.is_same)
+    return found
 
 
 def _tell(line: str) -> None:
@@ -80,9 +85,9 @@ def _divide(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             words[name] = value
         elif not word.startswith("--"):
             commands.append(word)
-        elif word not in ("--json", "--resume"):
-            near = suggest(word.lstrip("-"), ("json", "resume"), "--")
-            raise ConfigError(f"{word} is not a flag: allowed are --json and --resume{near}")
+        elif word != "--resume":
+            near = suggest(word.lstrip("-"), (JSON[2:], "resume"), "--")
+            raise ConfigError(f"{word} is not a flag: allowed are {JSON} and --resume{near}")
     if len(commands) != 2:
         advice = "give two commands, each in quotes"
         raise ConfigError(f"{len(commands)} commands: {advice} (python -m trainer.prove --help)")

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.errors import ConfigError
+from trainer.compare.page import overlay
 from trainer.prove.comparison import COLUMNS, PairComparison
 from trainer.prove.merging import CommandHistory
 from trainer.prove.table import cells, sentences
-from trainer.report.page import Page, Section
+from trainer.report.charts import Chart, Line
+from trainer.report.page import Page, Section, Status
 
 
 def write_page(found: PairComparison, folder: Path) -> Path:
     """Write report.html to the folder. Raises ConfigError without the extra `report`."""
     pair = (found.one, found.other)
-    lead = [f"{each.name}: {each.command}" for each in pair]
-    page = Page("The same" if found.is_same else "Not the same", lead)
+    about = f"{found.num_steps} steps in {found.bounds.name}"
+    state = ("good", "the same") if found.is_same else ("bad", "not the same")
+    lead = " and ".join(each.command for each in pair)
+    page = Page("Two commands", lead, [Status(*state, about)])
+    page.add(Section("Differences", sentences(found)))
     reference = [found.one.name, str(found.one.size), *[""] * len(COLUMNS), "reference"]
     columns = ["command", "ranks", *COLUMNS, "result"]
-    about = f"{found.num_steps} steps in {found.bounds.name}; largest relative difference"
-    page.add(Section("Result", [about], columns=columns, rows=[reference, cells(found)]))
-    page.add(Section("Differences", sentences(found)))
+    rows = [reference, cells(found)]
+    page.add(Section("Largest relative differences", columns=columns, rows=rows))
     page.add(Section("Notes", found.notes))
-    try:
-        chart = page.chart("loss", {each.name: _losses(each) for each in pair})
-        page.add(Section("Losses", charts=[chart]))
-    except ConfigError:
-        pass  # without matplotlib
+    curves = {number: _losses(each) for number, each in enumerate(pair)}
+    widths, note = overlay(curves)
+    lines = [Line(pair[n].name, curve, n, widths[n]) for n, curve in curves.items()]
+    page.add(Section("", charts=[Chart("loss", lines, note=note, is_large=True)], size="large"))
     for output in sorted(folder.glob("*/output.txt")):
         text = output.read_text(encoding="utf-8", errors="replace")
         page.add(Section(f"Output of {output.parent.name}", text=text[-4000:]))

@@ -59,7 +59,6 @@ def as_dictionary(found: PairComparison) -> dict[str, Any]:
     """Return the result for --json."""
     return {
         "is_same": found.is_same,
-        "result": found.result,
         "steps": found.num_steps,
         "arithmetic": found.bounds.name,
         "commands": {each.name: each.command for each in (found.one, found.other)},
