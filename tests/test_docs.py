@@ -41,6 +41,10 @@ ELSEWHERE = {
     "make train PIP_ARGS='--extra-index-url <URL>'": "needs an index of CPU wheels",
     "PIP_EXTRA_INDEX_URL=<URL> make train": "needs an index of CPU wheels",
     "pip install -c constraints.txt --extra-index-url <URL> .": "needs an index of CPU wheels",
+    "python -m trainer.prove 'python train.py --batch-size 64' "
+    "'torchrun --nproc_per_node=2 train.py --batch-size 32' steps=20": "test_prove.py",
+    "python -m trainer.prove 'python train.py {dir}' --resume 'python train.py {dir} --resume' "
+    "kill=7": "test_prove.py",
     "docker build -f scripts/Dockerfile -t lockstep:0.1.0 .": "test_packaging.py",
     "kubectl apply -f scripts/kubernetes.yaml -l lockstep=claim": "needs a cluster",
     "kubectl apply -f scripts/kubernetes.yaml -l lockstep=jobset": "needs a cluster",
