@@ -49,7 +49,7 @@ def test_other_data_of_equal_length_is_refused_at_a_resume_on_all_ranks(tmp_path
     (found,) = on_ranks(1, refusal, tmp_path / "b", OtherItems)
     assert found == f"the eval {other} ({places}): {advice}"
     resumed = fit_on(1, tmp_path / "b", *WORDS, "run.steps=4", "run.resume=auto", task=TinyItems)
-    code, lines = audit.audit(resumed["directory"])
+    code, lines, _ = audit.audit(resumed["directory"])
     compared = "this length, and its content in example 0, example 101, example 202"
     assert code == 0 and lines[2] == f"at each resume the train data had {compared}"
 

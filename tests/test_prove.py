@@ -271,7 +271,9 @@ def test_bad_words_are_refused():
 
 
 def test_a_command_that_fails_is_named_with_its_last_lines(capsys):
-    with pytest.raises(ConfigError, match=r"^echo oh no; exit 3: failed with code 3; its last"):
+    with pytest.raises(
+        ConfigError, match=r"^echo oh no; exit 3: failed with code 3; read its last"
+    ):
         main(["echo oh no; exit 3", "true"])
     assert "oh no" in capsys.readouterr().err
 

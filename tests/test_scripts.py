@@ -17,17 +17,16 @@ class Smoke(NamedTuple):
     module: str = ""
     program: str = ""
     skip: str = ""
-    is_slow: bool = True
 
 
 ONE = "--rounds 1"
 CASES = {
     "bench_cifar.py": Smoke(f"{ONE} --steps 2"),
-    "bench_compile.py": Smoke("--help", is_slow=False),  # each start compiles for half a minute
-    "bench_exact.py": Smoke("--help", is_slow=False),  # each of its runs has 30 steps
+    "bench_compile.py": Smoke("--help"),  # each start compiles for half a minute
+    "bench_exact.py": Smoke("--help"),  # each of its runs has 30 steps
     "bench_gpt.py": Smoke(skip="needs a checkout of nanoGPT and a GPU"),
     "bench_launches.py": Smoke("--steps 3 task=text task.options.files=20"),
-    "bench_memory.py": Smoke("--help", is_slow=False),  # its model has 202 MB
+    "bench_memory.py": Smoke("--help"),  # its model has 202 MB
     "bench_mesh.py": Smoke(f"{ONE} --steps 12 --only fsdp"),
     "bench_proof.py": Smoke(f"{ONE} --only text"),
     "bench_scale.py": Smoke(f"{ONE} --ranks 2 4 --real 2"),
@@ -39,27 +38,24 @@ CASES = {
     "compare_peers.py": Smoke("--only lockstep --checks 1"),
     "faults.py": Smoke("--quick --only power --cases 2"),
     "figure_one_run.py": Smoke("--steps 4 --out ."),
-    "figure_pages.py": Smoke("--help", program="chromium", is_slow=False),  # writes to docs/images
+    "figure_pages.py": Smoke("--help", program="chromium"),  # writes to docs/images
     "figure_same_run.py": Smoke("--steps 4 --out same-run.svg"),
     "make_api.py": Smoke("--check"),
-    "make_schema.py": Smoke("--check", is_slow=False),
-    "make_settings.py": Smoke("--check", is_slow=False),
-    "naive_ddp.py": Smoke("--help", is_slow=False),  # figure_one_run.py starts it
+    "make_schema.py": Smoke("--check"),
+    "make_settings.py": Smoke("--check"),
+    "naive_ddp.py": Smoke("--help"),  # figure_one_run.py starts it
     "run_tests.py": Smoke("--collect-only -q tests/test_late.py"),
 }
 # They are imported by others.
 MODULES = {"contest.py", "figures.py", "site_hooks.py"}
-MARKED = [
-    pytest.param(name, marks=pytest.mark.slow) if case.is_slow else name
-    for name, case in CASES.items()
-]
 
 
 def test_every_script_has_a_case():
     assert {path.name for path in SCRIPTS.glob("*.py")} == {*CASES, *MODULES}
 
 
-@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_script_runs(name, tmp_path):
     case = CASES[name]
     if case.skip:

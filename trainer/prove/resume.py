@@ -49,7 +49,7 @@ def _align(
     first = one.initial[0]
     if compare_tensors(first, begun.initial[0], bounds.weight_floor)[0] > max(bounds.least, 1e-6):
         what = "starts with other weights each time, or found a checkpoint of another run"
-        advice = "seed it, and give it {dir} as the folder of its checkpoints"
+        advice = "set its seed, and give it {dir} as the folder of its checkpoints"
         raise ConfigError(f"{one.command}: {what}; {advice}")
     states = [first, *(step.weights for step in one.steps[: kill + 1])]
     apart = [compare_tensors(each, resumed.initial[0], bounds.weight_floor)[0] for each in states]

@@ -72,9 +72,9 @@ class CommandRun:
         if self.is_late and not self.records:
             what = f"did not end within {self.limit_s:.0f} s; give limit=SECONDS"
         elif self.code != 0 and not self.is_late:
-            what = f"failed with code {self.code}; its last lines are above"
+            what = f"failed with code {self.code}; read its last lines above"
         elif not self.records:
-            what = "made no step of an optimizer of torch.optim; its last lines are above"
+            what = "must step an optimizer of torch.optim; read its last lines above"
         if what:
             print(self.last_lines(), file=sys.stderr)
             raise ConfigError(f"{self.command}: {what}")
@@ -92,9 +92,8 @@ def run_command(
     command_line = command.replace("{dir}", str(work))
     start = time.monotonic()
     with (folder / "output.txt").open("wb") as output:
-        process = subprocess.Popen(  # noqa: S602
-            command_line,
-            shell=True,
+        process = subprocess.Popen(  # noqa: S603  # the user's own command
+            ["/bin/sh", "-c", command_line],
             env=recording.variables(folder.absolute()),
             stdin=subprocess.DEVNULL,
             stdout=output,
