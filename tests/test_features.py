@@ -7,12 +7,14 @@ import math
 import pytest
 import torch
 from harness import CONF, PARITY, check_parity, ended, fit, fit_on, join, launch, on_ranks
+from harness.training import compose
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import Tiny, points
 from torch import nn
 from torch.nn.functional import softplus
 
-from trainer import ConfigError, ResidentDataset, Trainer, load_config
+from trainer import ConfigError, ResidentDataset, Trainer, World, load_config
+from trainer.distributed.launchers import Launcher
 
 TINY = ["task=tiny", "optim.lr=0.3", *PARITY]
 
@@ -321,3 +323,16 @@ def test_operations_of_the_model_are_counted(tmp_path):
     macs = 4 * 16 + 16 * 3
     for found in on_ranks(2, body):
         assert math.isclose(found, 2 * (3 * macs - 4 * 16))
+
+
+def test_launch_is_refused_under_a_launcher_and_without_ranks(tmp_path):
+    config = compose(tmp_path, "task=tiny")
+    world = World(world_size=2, local_world_size=2, launcher=Launcher("torchrun", {}))
+    line = "launch: the ranks were already started by torchrun; call fit"
+    with pytest.raises(ConfigError, match=f"^{line}$"):
+        Tiny(config, world).launch(2)
+    for ranks in (0, "2"):
+        with pytest.raises(
+            ConfigError, match=r"^launch\(ranks=.*: must be an integer of at least 1"
+        ):
+            Tiny(config).launch(ranks)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from trainer.errors import ConfigError
-from trainer.prove.__main__ import main, prove
+from trainer.prove.__main__ import divide, main, prove
 from trainer.prove.bounds import Bounds, compare_tensors
 from trainer.prove.history import assign_batches, label_batches
 from trainer.prove.merging import Merged
@@ -268,6 +270,16 @@ def test_bad_words_are_refused():
         main(["a", "b", "--jsn"])
     with pytest.raises(ConfigError, match="steps=0: must be an integer of at least 1"):
         main(["a", "b", "steps=0"])
+
+
+def test_the_workflow_of_the_docs_has_words_that_are_taken():
+    text = (HERE.parents[1] / "scripts/prove-workflow.yaml").read_text(encoding="utf-8")
+    steps = yaml.safe_load(text)["jobs"]["prove"]["steps"]
+    (line,) = [step["run"] for step in steps if step.get("name") == "prove"]
+    program, flag, module, *words = shlex.split(line)
+    assert (program, flag, module) == ("python", "-m", "trainer.prove")
+    settings, commands = divide(words)
+    assert len(commands) == 2 and settings["steps"] == "20" and settings["out"] == "proof"
 
 
 def test_a_command_that_fails_is_named_with_its_last_lines(capsys):

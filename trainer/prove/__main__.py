@@ -51,7 +51,7 @@ def prove(arguments: Sequence[str]) -> PairComparison:
 
     Raises ConfigError for wrong words and for a command that fails.
     """
-    words, commands = _divide(arguments)
+    words, commands = divide(arguments)
     folder = Path(words["out"] or tempfile.mkdtemp(prefix="lockstep-prove-"))
     if words["out"] and folder.exists():
         raise ConfigError(f"out={folder}: exists; name a new folder")
@@ -75,7 +75,7 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _divide(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def divide(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Return (words of this verb by name, the two commands)."""
     words = dict(WORDS)
     commands = []

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.distributed import entry
+from trainer.distributed.launchers import MARK
 from trainer.errors import ConfigError, RunError
 from trainer.record.startup import STOPPED, Summary
 from trainer.task import Task
@@ -29,6 +30,11 @@ def train_on_ranks(task: Task, ranks: int) -> Summary:
     A class of a cell is in no file, so cloudpickle brings it to the processes. A fork of the kernel
     would be faster, but hangs or fails once the kernel has used autograd or an accelerator.
     """
+    if not isinstance(ranks, int) or ranks < 1:
+        raise ConfigError(f"launch(ranks={ranks!r}): must be an integer of at least 1")
+    if task.world.world_size > 1 or MARK in os.environ:
+        started = f"the ranks were already started by {task.world.launcher.name}"
+        raise ConfigError(f"launch: {started}; call fit")
     launch = replace(task.config.launch, name="elastic", nproc_per_node=str(ranks))
     with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch:
         path = Path(scratch, "task")
