@@ -70,9 +70,12 @@ def commands_of(text):
     return [found[1] for line in lines if (found := COMMAND.fullmatch(line))]
 
 
+OF_A_FOLDER = "tutorial.md"  # whose commands tests/test_tutorial.py runs in their order
 HERE = [
     line
-    for line in dict.fromkeys(line for text in TEXTS.values() for line in commands_of(text))
+    for line in dict.fromkeys(
+        line for name, text in TEXTS.items() if name != OF_A_FOLDER for line in commands_of(text)
+    )
     if line not in ELSEWHERE and not line.endswith(OF_README)  # run by test_new_task.py
 ]
 OF_ONE_RUN = [line for line in HERE if re.search(r"runs/text/first|run\.name=first", line)]

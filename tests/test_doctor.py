@@ -300,9 +300,9 @@ def test_fault_of_one_rank_is_reported(faults, result, tmp_path):
     for name, (_, found) in faults.items():
         row = first[1][name]
         assert row["result"] == result and found in row["found"] and row["advice"], row
-    assert (
-        second[1] == {} and [*tmp_path.iterdir()] == []
-    )  # printed by rank 0 only, no file left behind
+    if faults is not UNMET:  # then each rank that was started by hand says what it knows
+        assert second[1] == {}
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_settings_that_differ_are_named(tmp_path):
