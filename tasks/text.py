@@ -51,9 +51,9 @@ class Text(Trainer):
             text for i, text in enumerate(texts) if (i % EVAL_EVERY == 0) == (split == "eval")
         ]
         sequences = [part for text in chosen for part in cut(text, self.options.context)]
-        tokens = torch.zeros(len(sequences), self.options.context, dtype=torch.uint8)
-        for row, part in zip(tokens, sequences, strict=True):
-            row[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+        padded = b"".join(part.ljust(self.options.context, b"\0") for part in sequences)
+        tokens = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
+        tokens = tokens.view(-1, self.options.context)
         lengths = torch.tensor([len(part) for part in sequences])
         source = (
             f"{sum(map(len, chosen)):,} bytes in {len(chosen)} files of Python's standard library"
