@@ -13,7 +13,6 @@ from trainer.config.hints import suggest
 from trainer.errors import ConfigError
 from trainer.prove.comparison import PairComparison
 from trainer.prove.notes import find_notes
-from trainer.prove.page import write_page
 from trainer.prove.proof import Bench, prove_pair
 from trainer.prove.resume import prove_resume
 from trainer.prove.table import as_dictionary, show
@@ -64,6 +63,8 @@ def prove(arguments: Sequence[str]) -> PairComparison:
             found = prove_pair(bench, commands[0], commands[1])
         found.notes.extend(find_notes(found))
         if words["out"]:
+            from trainer.prove.page import write_page  # loads torch, which takes a second or two
+
             _tell(f"written: {write_page(found, folder)}")
     finally:
         if not words["out"]:

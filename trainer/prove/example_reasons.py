@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import combinations
 
 from trainer.errors import counted
 from trainer.prove.comparison import PairComparison
 from trainer.prove.merging import CommandHistory, Step
 
-UNSEEDED = 1 << 32
+UNSEEDED = 1 << 32  # torch draws a first seed of 64 bits if the script sets none
+FILLS = "the sampler fills up, so that each rank has as many"
 
 
 def explain_examples(found: PairComparison, place: int) -> str:
@@ -93,8 +95,7 @@ def _explain_pass(found: PairComparison) -> str:
         for name, more, less in (("B", b, a), ("A", a, b)):
             if not less - more and set(more) == set(less):
                 number = sum((more - less).values())
-                why = "its sampler fills up, so that each rank has as many"
-                return f"{name} repeats {counted(number, 'example')} in a pass: {why}"
+                return f"{name} repeats {counted(number, 'example')} in a pass: {FILLS}"
             if not less - more:
                 number = sum((more - less).values())
                 other_name = "A" if name == "B" else "B"
@@ -103,8 +104,20 @@ def _explain_pass(found: PairComparison) -> str:
     pair = (repeats_order(found.one), repeats_order(found.other))
     if pair[0] != pair[1] and passes_agree(ours, theirs):
         name = "A" if pair[0] else "B"
-        return f"each pass of {name} has the order of the first: set_epoch is never called"
+        return name_repeated([name])
     return ""
+
+
+def name_repeated(names: Sequence[str]) -> str:
+    """Return the sentence on commands whose passes repeat their order."""
+    who = " and ".join(names)
+    return f"each pass of {who} has the order of the first: set_epoch is never called"
+
+
+def are_unseeded(found: PairComparison) -> bool:
+    """Return True if the commands have other seeds, and one of them is torch's own."""
+    one, other = found.one.seeds[0], found.other.seeds[0]
+    return one != other and max(one, other) > UNSEEDED
 
 
 def passes_agree(ours: list[list[list[str]]], theirs: list[list[list[str]]]) -> bool:
@@ -123,8 +136,7 @@ def _explain_draws(found: PairComparison) -> str:
 
 def _explain_order(found: PairComparison) -> str:
     """Name samplers and seeds."""
-    seeds = [next(iter(h.ranks[0].optimizers.values()))["seed"] for h in (found.one, found.other)]
-    if seeds[0] != seeds[1] and max(seeds) > UNSEEDED:
+    if are_unseeded(found):
         return "the order is drawn from random numbers that the script does not seed"
     kinds = []
     for history in (found.one, found.other):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.prove.history import RankHistory, RankStep, Sketch
+from trainer.prove.history import RankHistory, RankStep, Sketch, decode
 
 Sketches = dict[str, Sketch]
 NUM = 16  # sums of a sketch, as in recorder/sketches.py
@@ -89,10 +89,9 @@ class CommandHistory:
         parts = _find_parts(ranks)
         steps = [_merge_step([rank.steps[i] for rank in ranks], parts) for i in range(num_steps)]
         initial = {}
-        for number, about in ranks[0].optimizers.items():
+        for number in ranks[0].optimizers:
             tensors = [_first_weights(rank, number) for rank in ranks]
             initial[number] = _merge(tensors, parts.get(number, {}))
-            del about
         return cls(name, command, ranks, steps, initial, ranks[0].world_size)
 
     @property
@@ -104,6 +103,11 @@ class CommandHistory:
         names = {tuple(each["names"]) for each in describes if each["number"] == 0}
         return (has_parts and not is_sharded_data) or len(names) > 1
 
+    @property
+    def seeds(self) -> list[int]:
+        """Return the seed of torch's generator on each rank, at the first step."""
+        return [next(iter(rank.optimizers.values()))["seed"] for rank in self.ranks]
+
     def about(self, key: str) -> list[str]:
         """Return what the ranks noted of their models: norms, dropout, wrappers."""
         values = [v for rank in self.ranks for each in rank.optimizers.values() for v in each[key]]
@@ -111,8 +115,6 @@ class CommandHistory:
 
 
 def _first_weights(rank: RankHistory, number: int) -> dict[str, Sketch | None]:
-    from trainer.prove.history import decode
-
     about = rank.optimizers.get(number)
     return decode(about["names"], about["weights"]) if about else {}
 
@@ -123,13 +125,12 @@ Parts = dict[int, dict[str, list[Any]]]  # by optimizer and name: of each rank
 def _find_parts(ranks: Sequence[RankHistory]) -> Parts:
     """Return where each rank's part of a tensor is, by optimizer and name."""
     found: Parts = {}
-    for rank in ranks:
+    for place, rank in enumerate(ranks):
         for number, about in rank.optimizers.items():
-            by_name = dict(zip(about["names"], about["parts"], strict=True))
-            for name, part in by_name.items():
+            for name, part in zip(about["names"], about["parts"], strict=True):
                 places = found.setdefault(number, {}).setdefault(name, [None] * len(ranks))
                 key = part and (tuple(part[0]), tuple(part[1]))
-                places[ranks.index(rank)] = (rank.rank,) if part and part[2] else key
+                places[place] = (rank.rank,) if part and part[2] else key
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.prove.comparison import PairComparison
-from trainer.prove.example_reasons import repeats_order
+from trainer.prove.example_reasons import name_repeated, repeats_order
 from trainer.prove.merging import CommandHistory
 
 
@@ -13,8 +13,7 @@ def find_notes(found: PairComparison) -> list[str]:
     notes = []
     repeating = [each.name for each in both if repeats_order(each)]
     if repeating:
-        who = " and ".join(repeating)
-        notes.append(f"each pass of {who} has the order of the first: set_epoch is never called")
+        notes.append(name_repeated(repeating))
     for each in both:
         notes += _name_shared_files(each)
     ratios = [_slowdown(each) for each in both]

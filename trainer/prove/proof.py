@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.prove.bounds import Bounds, measure
@@ -41,7 +41,7 @@ class Bench:
         return run_command(command, place, recording, self.limit_s, work)
 
     def read(self, name: str, done: CommandRun) -> CommandHistory:
-        """Return the history of a run. Raises RunError if it failed."""
+        """Return the history of a run. Raises ConfigError if it failed."""
         done.check()
         return CommandHistory.of(name, done.command, open_histories(done.records))
 
@@ -51,22 +51,20 @@ def prove_pair(bench: Bench, first: str, second: str) -> PairComparison:
     dtype = "native" if bench.dtype == "native" else "fp64"
     done = bench.run("A", first, dtype)
     if bench.dtype == "auto" and (done.code or not done.records):
-        bench.tell("A fails in fp64, so the script's own precision is used")
-        dtype = "native"
-        done = bench.run("A", first, dtype)
+        return prove_pair(_native(bench, "A"), first, second)
     one = bench.read("A", done)
     other_run = bench.run("B", second, dtype)
     has_failed = not other_run.is_late and (other_run.code or not other_run.records)
     if has_failed and dtype == "fp64" and bench.dtype == "auto":
-        return prove_pair(_native(bench), first, second)
+        return prove_pair(_native(bench, "B"), first, second)
     other = bench.read("B", other_run)
     bounds = find_bounds(bench, one, dtype)
     return explain(compare(one, other, bounds))
 
 
-def _native(bench: Bench) -> Bench:
-    bench.tell("B fails in fp64, so the script's own precision is used")
-    return Bench(bench.folder, bench.steps, "native", bench.limit_s, bench.tell)
+def _native(bench: Bench, name: str) -> Bench:
+    bench.tell(f"{name} fails in fp64, so the script's own precision is used")
+    return replace(bench, dtype="native")
 
 
 def find_bounds(bench: Bench, one: CommandHistory, dtype: str) -> Bounds:

@@ -7,11 +7,9 @@ from dataclasses import replace
 from trainer.errors import counted
 from trainer.prove.bounds import relative
 from trainer.prove.comparison import PairComparison, evaluations, pair_evaluations
-from trainer.prove.example_reasons import explain_examples
+from trainer.prove.example_reasons import FILLS, are_unseeded, explain_examples
 from trainer.prove.gradient_reasons import explain_gradients, explain_unreduced
 from trainer.prove.merging import CommandHistory
-
-UNSEEDED = 1 << 32  # torch draws a first seed of 64 bits if the script sets none
 
 
 def explain(found: PairComparison) -> PairComparison:
@@ -34,23 +32,16 @@ def explain(found: PairComparison) -> PairComparison:
     return replace(found, deviations=deviations)
 
 
-def seeds(history: CommandHistory) -> list[int]:
-    """Return the seed of torch's generator on each rank, at the first step."""
-    return [next(iter(rank.optimizers.values()))["seed"] for rank in history.ranks]
-
-
 def _explain_initial(found: PairComparison, place: int) -> str:
     for history in (found.one, found.other):
-        known = seeds(history)
         if any(value > max(found.bounds.least, 1e-4) for value in _spreads(history)):
             why = "the model is built from other random numbers on each rank"
-            if len(set(known)) > 1:
-                why += f" (seeds {', '.join(map(str, known))})"
+            if len(set(history.seeds)) > 1:
+                why += f" (seeds {', '.join(map(str, history.seeds))})"
             return f"{why}, and no wrapper sends rank 0's weights to the others"
-    one = seeds(found.one)[0]
-    other = seeds(found.other)[0]
-    if one != other and max(one, other) > UNSEEDED:
+    if are_unseeded(found):
         return "the script does not seed torch before it builds the model"
+    one, other = found.one.seeds[0], found.other.seeds[0]
     if one != other:
         return f"the seed depends on the layout: {one} and {other}"
     return "the model is built after a number of random draws that depends on the layout"
@@ -143,8 +134,7 @@ def _explain_evaluation(found: PairComparison, after: int) -> str:
         if repeats and len(counts) <= len(theirs):
             total = sum(theirs.values())
             numbers = f"{sum(counts.values())} of {total} examples ({repeats} twice)"
-            why = "the sampler fills up, so that each rank has as many"
-            sentences.append(f"{history.name} counts {numbers}: {why}")
+            sentences.append(f"{history.name} counts {numbers}: {FILLS}")
         elif left_out and len(counts) < len(theirs):
             sentences.append(f"{history.name} leaves out {counted(left_out, 'example')}")
     if not sentences and sum(one.values()) == sum(other.values()):

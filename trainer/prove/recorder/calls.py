@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .digests import digest, leaves, marks, split, weigh
-from .loaders import PASSES
+from .loaders import PASSES, widen
 from .log import LOG, SETTINGS, quietly
 from .parameters import sketch_of
 
@@ -78,8 +78,6 @@ def _widen_inputs(
     module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the inputs in fp64 for a module that computes in fp64."""
-    from .loaders import widen
-
     if any(each.dtype == torch.float32 for each in module.parameters()):
         return arguments, options
     return tuple(map(widen, arguments)), {key: widen(value) for key, value in options.items()}

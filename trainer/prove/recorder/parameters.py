@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ def name_parameters(parameters: Sequence[torch.Tensor]) -> list[str]:
     names: dict[int, str] = {}
     raw: dict[int, str] = {}
     for root in roots():
-        for name, tensor in _walk(root):
+        for name, tensor in root.named_parameters(remove_duplicate=False):
             key = id(tensor)
             if key not in wanted:
                 continue
@@ -66,10 +66,6 @@ def name_parameters(parameters: Sequence[torch.Tensor]) -> list[str]:
         name = name or f"parameter {place}"
         found.append(f"{name} ({place})" if name in found else name)
     return found
-
-
-def _walk(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from root.named_parameters(remove_duplicate=False)
 
 
 def find_part(tensor: torch.Tensor) -> Part | None:
