@@ -6,7 +6,6 @@ Sequences consist of whole lines, so their lengths differ: a loss weight per byt
 import hashlib
 import math
 import sysconfig
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -102,11 +101,14 @@ class Text(Trainer):
     def fit(self):
         """Train, and print a text that the model writes, unless it is divided over the ranks."""
         summary = super().fit()
+        try:
+            model = self.model
+        except RuntimeError:  # it was divided
+            return summary
         if self.world.rank == 0:
-            with suppress(RuntimeError):  # of a model that was divided
-                text = write(self.model, self.options.context, b"def ").decode(errors="replace")
-                lines = [line for line in text.splitlines() if line.strip()]
-                print("a text that it writes:", *lines, sep="\n    ")
+            text = write(model, self.options.context, b"def ").decode(errors="replace")
+            lines = [line for line in text.splitlines() if line.strip()]
+            print("a text that it writes:", *lines, sep="\n    ")
         return summary
 
 

@@ -79,13 +79,18 @@ class Difference:
 def list_changes(runs: list[RunFiles], kind: str) -> list[Change]:
     """Return the settings or the facts that are not the same in all runs."""
     tables: list[Mapping[str, Any]]
-    tables = [r.settings if kind == "settings" else {**r.facts(), **r.logged} for r in runs]
+    tables = [r.settings if kind == "settings" else {**r.facts(), **_logged(r)} for r in runs]
     found = []
     for name in dict.fromkeys(name for table in tables for name in table):
         values = tuple(str(table[name]) if name in table else "-" for table in tables)
         if name not in PLACE and len(set(values)) > 1:
             found.append(Change(name, values))
     return found
+
+
+def _logged(run: RunFiles) -> dict[str, str]:
+    """Return the names of the curves, as facts."""
+    return {f"the curve {name}": "logged" for name in run.curves}
 
 
 def find_first(one: RunFiles, other: RunFiles) -> list[Difference]:

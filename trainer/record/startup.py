@@ -129,6 +129,7 @@ def slow_reasons(config: Config, world: World, threads: int, is_streamed: bool) 
     """Return the known reasons why this rank is slower than necessary, one a line."""
     name = config.strategy.precision
     cores = world.count_cores()
+    busy = _explain_busy()
     reasons = [explain_unseen_gpu()]
     if is_bf16_emulated(name, world.device):
         reasons.append(f"this CPU emulates bf16 (strategy.precision={name}), so fp32 is faster")
@@ -136,11 +137,11 @@ def slow_reasons(config: Config, world: World, threads: int, is_streamed: bool) 
         reasons.append("fp32 leaves bf16 arithmetic unused (strategy.precision=default takes it)")
     if world.device.type == "cpu" and not cores:
         reasons.append(f"{world.local_world_size} ranks share {counted(usable_cores(), 'core')}")
-    elif world.device.type == "cpu" and threads < cores and not _explain_busy():
+    elif world.device.type == "cpu" and threads < cores and not busy:
         part = f"a rank uses {threads} of its {cores} cores"
         reasons.append(f"{part} (limited by OMP_NUM_THREADS or strategy=exact)")
     elif world.device.type == "cpu" and threads > 1:
-        reasons.append(_explain_busy())
+        reasons.append(busy)
     used = world.local_world_size * len(world.devices)
     if accelerator.is_used(world.device) and used < (seen := accelerator.count()):
         all_ = f"torchrun --nproc_per_node={seen} uses all"

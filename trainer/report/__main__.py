@@ -119,7 +119,8 @@ def _charts(found: RunFiles) -> tuple[list[Chart], list[Chart]]:
     others.sort(key=lambda name: (name.startswith(SPEED), not name.startswith("optim/")))
     groups |= {name: [Line(name, found.curves[name])] for name in others}
     across = Axis(found.begin, max(found.step, found.begin + 1))
-    marks = found.resumes
+    sessions = found.manifest.sessions if found.manifest else []
+    marks = {step: f"resumed, {counted(ranks, 'rank')}" for step, ranks in sessions[1:]}
     charts: dict[bool, list[Chart]] = {True: [], False: []}
     for name, lines in groups.items():
         is_large = name in large

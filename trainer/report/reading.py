@@ -15,7 +15,7 @@ from trainer.config.schema import MeshSizes, flatten
 from trainer.config.typed import build, convert
 from trainer.data import content
 from trainer.distributed.world import World
-from trainer.errors import CheckpointError, ConfigError, counted, one_line
+from trainer.errors import CheckpointError, ConfigError, one_line
 from trainer.record import files as rundir
 from trainer.strategy.mesh import AXES, Mesh
 
@@ -97,12 +97,6 @@ class RunFiles:
         return [*dict.fromkeys(["loss", *own])]
 
     @property
-    def resumes(self) -> dict[int, str]:
-        """Words about each resume by the step after which it began."""
-        sessions = self.manifest.sessions if self.manifest else []
-        return {step: f"resumed, {counted(ranks, 'rank')}" for step, ranks in sessions[1:]}
-
-    @property
     def begin(self) -> int:
         """The step after which its record begins: above 0 if it continues another run."""
         sessions = self.manifest.sessions if self.manifest else []
@@ -149,11 +143,6 @@ class RunFiles:
             total += (step - last) * self.settings["data.global_batch"] / max(speed, 1e-9)
             last = step
         return total
-
-    @property
-    def logged(self) -> dict[str, str]:
-        """The names of the curves, as facts."""
-        return {f"the curve {name}": "logged" for name in self.curves}
 
     def facts(self) -> dict[str, str]:
         """Return versions, device, data and code, by name."""
