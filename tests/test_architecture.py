@@ -82,7 +82,16 @@ HEAVY = (
         "torch.distributed.algorithms",
         "torch.distributed.device_mesh",
     ),
-    *("torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.tensorboard", "yaml"),
+    *(
+        "fsspec",
+        "PIL",
+        "pyarrow",
+        "zstandard",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "torch.utils.tensorboard",
+        "yaml",
+    ),
 )
 
 
@@ -345,7 +354,8 @@ FACE = {
     *("record", "stop", "gather_rows"),
 }
 HOOKS = {
-    *("build_model", "build_dataset", "loss", "metrics", "summarize", "build_metrics", "blocks"),
+    *("blocks", "sampling"),
+    *("build_model", "build_dataset", "loss", "metrics", "summarize", "build_metrics"),
     *("tensor_plan", "augment", "split_batch", "build_optimizer", "build_schedule", "train_step"),
     *("collate", "prepare", "predict"),
 }

@@ -72,10 +72,12 @@ def place_of_the_bad(ranks):
     """Return the (1-based step, rank) that takes the bad example."""
     from trainer.data.batch_plan import BatchPlan
     from trainer.data.order import EpochSampler
+    from trainer.data.sampling.base import Shuffle
 
     plan = BatchPlan(203, 22, 22, ranks)
     for rank in range(ranks):
-        for step, indices in enumerate(EpochSampler(plan, 0, rank, torch.device("cpu")), 1):
+        sampler = EpochSampler(plan, Shuffle(203), 0, rank, torch.device("cpu"))
+        for step, indices in enumerate(sampler, 1):
             if BAD in indices.tolist():
                 return step, rank
     raise AssertionError("not in the first epoch")

@@ -15,6 +15,7 @@ from trainer.audit import main as audit
 from trainer.data.batch_plan import BatchPlan
 from trainer.data.ledger import CLOSE_EVERY, Ledger, digests
 from trainer.data.order import EpochSampler, Order
+from trainer.data.sampling.base import Shuffle
 from trainer.errors import ConfigError
 
 RECIPE = ["task=tiny", "run.steps=30"]
@@ -101,7 +102,7 @@ def test_audit_finds_a_run_that_took_other_examples(planted, tmp_path, capfd, mo
 
     def wrong(self):
         if planted == "repeats an epoch's order":
-            self._order = Order(self.seed, 0, self.plan.num_examples)
+            self.order = Order(self.seed, 0, self.plan.num_examples)
         batches = right(self)
         if planted == "skips a batch" and self.epoch == 1:
             next(batches)
@@ -121,7 +122,7 @@ def test_audit_finds_a_run_that_took_other_examples(planted, tmp_path, capfd, mo
 
 def test_every_epoch_of_the_expected_run_takes_each_example_at_most_once():
     epochs = {}
-    for step, _, indices in expected(3, 203, 22, 27):
+    for step, _, indices in expected(Shuffle(203), 3, 22, 27):
         epochs.setdefault((step - 1) // 9, []).append(indices)
     assert (
         all(len(torch.cat(parts).unique()) == 9 * 22 for parts in epochs.values())
@@ -135,8 +136,9 @@ def test_repeats_of_examples_are_counted_without_a_counter_for_each(block, monke
     nothing."""
     monkeypatch.setattr(audit_module, "BLOCK", block)
     replaced = {f"{epoch}/5": 6 for epoch in range(4)}
-    for run in ((3, 203, 22, 27), (0, 203, 22, 30), (1, 100, 10, 7)):
-        times = torch.zeros(run[1], dtype=torch.int64)
+    for size, *rest in ((203, 3, 22, 27), (203, 0, 22, 30), (100, 1, 10, 7)):
+        run = (Shuffle(size), *rest)
+        times = torch.zeros(size, dtype=torch.int64)
         for _, _, indices in expected(*run, replaced):
             assert 5 not in indices
             times.index_add_(0, indices, torch.ones_like(indices))
@@ -144,9 +146,9 @@ def test_repeats_of_examples_are_counted_without_a_counter_for_each(block, monke
 
 
 def test_chain_does_not_depend_on_the_block(monkeypatch):
-    whole = [chain for _, chain, _ in expected(3, 203, 22, 27)]
+    whole = [chain for _, chain, _ in expected(Shuffle(203), 3, 22, 27)]
     monkeypatch.setattr(audit_module, "BLOCK", 50)
-    assert [chain for _, chain, _ in expected(3, 203, 22, 27)] == whole
+    assert [chain for _, chain, _ in expected(Shuffle(203), 3, 22, 27)] == whole
 
 
 def test_chain_is_in_metrics_jsonl_at_every_save(tmp_path):
@@ -156,7 +158,9 @@ def test_chain_is_in_metrics_jsonl_at_every_save(tmp_path):
     ]
     kept = {line["step"]: line["ledger"] for line in lines if "ledger" in line}
     assert kept == {
-        step: chain for step, chain, _ in expected(0, 203, 22, 30) if step in (9, 18, 27, 30)
+        step: chain
+        for step, chain, _ in expected(Shuffle(203), 0, 22, 30)
+        if step in (9, 18, 27, 30)
     }
 
 

@@ -11,6 +11,7 @@ from trainer.data import order
 from trainer.data.batch_plan import BatchPlan, Cut, check_batch
 from trainer.data.eval_batches import ShardSampler
 from trainer.data.order import EpochSampler, Order
+from trainer.data.sampling.base import Shuffle
 from trainer.errors import ConfigError
 
 SIZES = [1, 2, 3, 5, 203, 5000, 65537]
@@ -41,7 +42,7 @@ def steps_of(plan: BatchPlan, epoch: int, start: int) -> list[list[int]]:
     """Return the examples of each global batch, from the samplers of all ranks."""
     parts = []
     for rank in range(plan.ranks):
-        sampler = EpochSampler(plan, 7, rank, CPU)
+        sampler = EpochSampler(plan, Shuffle(plan.num_examples), 7, rank, CPU)
         sampler.set_epoch(epoch, start)
         batches = list(sampler)
         assert len(batches) == len(sampler) == (plan.steps_per_epoch - start) * plan.accumulation
@@ -216,7 +217,7 @@ def test_order_does_not_depend_on_the_block_computed_ahead(block, monkeypatch):
 
 def test_epoch_border_is_crossed_by_set_epoch_alone():
     plan = BatchPlan(44, 22, 22, 1)
-    sampler = EpochSampler(plan, 7, 0, CPU)
+    sampler = EpochSampler(plan, Shuffle(plan.num_examples), 7, 0, CPU)
     seen = []
     for epoch in range(3):
         sampler.set_epoch(epoch)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from trainer.config.schema import Config
     from trainer.config.typed import limit
     from trainer.data.loaders import ResidentDataset
+    from trainer.data.sampling.mixture import ClassBalanced, Mixture
+    from trainer.data.sampling.weighted import Weighted
+    from trainer.data.shards.dataset import ShardedDataset
     from trainer.distributed.world import World
     from trainer.record.trackers.observer import Observer
     from trainer.rng.philox import Random
@@ -26,13 +29,17 @@ if TYPE_CHECKING:
     from trainer.trainer import Summary, Trainer
 
 _HOMES = {
+    "ClassBalanced": "trainer.data.sampling.mixture",
     "Config": "trainer.config.schema",
+    "Mixture": "trainer.data.sampling.mixture",
     "Observer": "trainer.record.trackers.observer",
     "Random": "trainer.rng.philox",
     "ResidentDataset": "trainer.data.loaders",
+    "ShardedDataset": "trainer.data.shards.dataset",
     "Split": "trainer.task",
     "Summary": "trainer.trainer",
     "Trainer": "trainer.trainer",
+    "Weighted": "trainer.data.sampling.weighted",
     "World": "trainer.distributed.world",
     "limit": "trainer.config.typed",
     "load_config": "trainer.config.compose",
@@ -40,15 +47,19 @@ _HOMES = {
 
 __all__ = [
     "CheckpointError",
+    "ClassBalanced",
     "Config",
     "ConfigError",
+    "Mixture",
     "Observer",
     "Random",
     "ResidentDataset",
     "RunError",
+    "ShardedDataset",
     "Split",
     "Summary",
     "Trainer",
+    "Weighted",
     "World",
     "limit",
     "load_config",

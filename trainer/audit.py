@@ -13,9 +13,11 @@ import torch
 from trainer.checkpoints import transaction as checkpoint
 from trainer.checkpoints.manifest import Manifest
 from trainer.cli import answer, run, single
+from trainer.config.plain_files import read_file
 from trainer.data.ledger import digests, extend
-from trainer.data.order import Order
-from trainer.errors import ConfigError, counted, visible
+from trainer.data.sampling import saved
+from trainer.data.sampling.base import Sampling, Shuffle
+from trainer.errors import CheckpointError, ConfigError, counted, visible
 from trainer.record import files as rundir
 
 HELP = """usage: python -m trainer.audit DIR [--long]
@@ -66,10 +68,11 @@ def audit(directory: Path, is_long: bool = False) -> Audit:
     if manifest is None:
         raise ConfigError(f"{directory}: has no checkpoint to audit; give a run directory")
     Manifest.of_run(manifest, directory)
+    sampling = _read_sampling(manifest, directory)
     if not is_long:
         _check_length(manifest, directory)
     chains = {**_read_chains(directory), manifest["step"]: manifest["ledger"]}
-    comparison = _compare(manifest, chains)
+    comparison = _compare(manifest, sampling, chains)
     facts: dict[str, Any] = {"run": manifest["run"], "step": manifest["step"]}
     facts["saves_that_agree"] = comparison.num_equal
     if steps := comparison.different:
@@ -78,14 +81,15 @@ def audit(directory: Path, is_long: bool = False) -> Audit:
     num_later = len(chains) - comparison.num_equal
     sessions = [{"from_step": first, "ranks": ranks} for first, ranks in manifest["sessions"]]
     facts |= {"sessions": sessions, "replaced": manifest["replaced"], "not_compared": num_later}
-    lines = [*_name_sessions(manifest), *_name_examples(manifest, comparison, num_later)]
+    examples = _name_examples(manifest, sampling, comparison, num_later)
+    lines = [*_name_sessions(manifest, sampling), *examples]
     return Audit(0, lines, facts)
 
 
 def _check_length(manifest: Mapping[str, Any], directory: Path) -> None:
     """Raise ConfigError if a manifest claims more steps than can be computed soon."""
     batch = manifest["config"]["data.global_batch"]
-    length = manifest["data"]["train"]["length"]
+    length = manifest["data"]["train"]["size"]
     step = manifest["step"]
     epochs = -(-step // (length // batch))
     if step * (batch + PER_STEP) + length * (1 + epochs) > MOST_EXAMPLES:
@@ -93,9 +97,22 @@ def _check_length(manifest: Mapping[str, Any], directory: Path) -> None:
         raise ConfigError(f"{directory}: {run}; give {LONG}: python -m trainer.audit DIR {LONG}")
 
 
+def _read_sampling(manifest: Mapping[str, Any], directory: Path) -> Sampling:
+    facts = manifest["data"]["train"]
+    if not facts.get("sampling"):
+        return Shuffle(facts["length"])
+    place = directory / saved.NAME
+    try:
+        data = read_file(place, saved.MOST_BYTES)
+    except OSError as error:
+        why = f"{error.strerror}: it has the order of the examples"
+        raise CheckpointError(f"{place}: {why}; restore it") from None
+    return saved.from_bytes(data, facts["sampling"], str(place))
+
+
 def expected(
+    sampling: Sampling,
     seed: int,
-    num_examples: int,
     global_batch: int,
     num_steps: int,
     replaced: Mapping[str, int] | None = None,
@@ -107,9 +124,9 @@ def expected(
     chain = ""
     others = _by_epoch(replaced or {})
     per_block = max(1, BLOCK // global_batch)
-    for epoch, num_taken in _epochs(num_examples, global_batch, num_steps):
-        order = Order(seed, epoch, num_examples)
-        begin = epoch * (num_examples // global_batch)
+    for epoch, num_taken in _epochs(sampling.size, global_batch, num_steps):
+        order = sampling.order(seed, epoch, global_batch)
+        begin = epoch * (sampling.size // global_batch)
         last = num_taken // global_batch
         for first in range(0, last, per_block):
             end = min(first + per_block, last)
@@ -125,9 +142,9 @@ def expected(
                 yield step + 1, chain, rows[number]
 
 
-def _epochs(num_examples: int, global_batch: int, num_steps: int) -> Iterator[tuple[int, int]]:
+def _epochs(size: int, global_batch: int, num_steps: int) -> Iterator[tuple[int, int]]:
     """Yield (epoch, number of examples used in it) for each epoch that was started."""
-    per_epoch = num_examples // global_batch
+    per_epoch = size // global_batch
     for epoch in range(math.ceil(num_steps / per_epoch)):
         yield epoch, min(per_epoch, num_steps - epoch * per_epoch) * global_batch
 
@@ -145,26 +162,35 @@ def _by_epoch(replaced: Mapping[str, int]) -> dict[int, tuple[torch.Tensor, torc
 
 
 def count_taken(
-    seed: int, num_examples: int, global_batch: int, num_steps: int, replaced: Mapping[str, int]
+    sampling: Sampling, seed: int, global_batch: int, num_steps: int, replaced: Mapping[str, int]
 ) -> tuple[int, int]:
-    """Return the smallest and the largest number of times that an example was used.
+    """Return the smallest and the largest number of times that an example was used."""
+    if sampling.is_each_once:
+        return _count_by_epoch(sampling, seed, global_batch, num_steps, replaced)
+    times = torch.zeros(sampling.num_examples, dtype=torch.int64)
+    for _, _, indices in expected(sampling, seed, global_batch, num_steps, replaced):
+        times += torch.bincount(indices, minlength=len(times))
+    return int(times.min()), int(times.max())
 
-    Works by blocks of examples and their positions in each epoch's order, so no counter per
-    example is stored.
-    """
+
+def _count_by_epoch(
+    sampling: Any, seed: int, global_batch: int, num_steps: int, replaced: Mapping[str, int]
+) -> tuple[int, int]:
+    """Count by blocks of examples and their positions in each epoch's order, so no counter per
+    example is stored."""
     orders = []  # with the number of examples used in each epoch
     moved: list[tuple[torch.Tensor, int]] = []  # examples used once less, or once more
     others = _by_epoch(replaced)
-    for epoch, num_taken in _epochs(num_examples, global_batch, num_steps):
-        order = Order(seed, epoch, num_examples)
+    for epoch, num_taken in _epochs(sampling.size, global_batch, num_steps):
+        order = sampling.order(seed, epoch, global_batch)
         orders.append((order, num_taken))
         if epoch in others:
             unread, taken = others[epoch]
             is_met = order.invert(unread) < num_taken
             moved += [(unread[is_met], -1), (taken[is_met], 1)]
     fewest, most = num_steps * global_batch, 0
-    for first in range(0, num_examples, BLOCK):
-        indices = torch.arange(first, min(first + BLOCK, num_examples))
+    for first in range(0, sampling.num_examples, BLOCK):
+        indices = torch.arange(first, min(first + BLOCK, sampling.num_examples))
         times = torch.zeros_like(indices)
         for order, num_taken in orders:
             times += order.invert(indices) < num_taken
@@ -185,11 +211,10 @@ def _read_chains(directory: Path) -> dict[int, str]:
     }
 
 
-def _compare(manifest: dict[str, Any], chains: dict[int, str]) -> Agreement:
+def _compare(manifest: dict[str, Any], sampling: Sampling, chains: dict[int, str]) -> Agreement:
     """Compare the chain of each save with the order recomputed up to the newest checkpoint."""
     config = manifest["config"]
-    length = manifest["data"]["train"]["length"]
-    run = (config["run.seed"], length, config["data.global_batch"])
+    run = (sampling, config["run.seed"], config["data.global_batch"])
     last_equal = 0
     num_equal = 0
     for step, chain, _ in expected(*run, manifest["step"], manifest["replaced"]):
@@ -202,10 +227,10 @@ def _compare(manifest: dict[str, Any], chains: dict[int, str]) -> Agreement:
     return Agreement(num_equal)
 
 
-def _name_sessions(manifest: dict[str, Any]) -> list[str]:
+def _name_sessions(manifest: dict[str, Any], sampling: Sampling) -> list[str]:
     batch = manifest["config"]["data.global_batch"]
     step = manifest["step"]
-    epochs, rest = divmod(step, manifest["data"]["train"]["length"] // batch)
+    epochs, rest = divmod(step, sampling.size // batch)
     length = f"{step:,} steps of {batch:,} examples, so {counted(epochs, 'epoch')}"
     length += f" and {counted(rest, 'step')}" * bool(rest)
     sessions = [
@@ -230,14 +255,19 @@ def _name_data(data: dict[str, Any]) -> list[str]:
     return [f"at each resume the train data had this length, {compared}"]
 
 
-def _name_examples(manifest: dict[str, Any], comparison: Agreement, num_later: int) -> list[str]:
+def _name_examples(
+    manifest: dict[str, Any], sampling: Sampling, comparison: Agreement, num_later: int
+) -> list[str]:
     config = manifest["config"]
-    length = manifest["data"]["train"]["length"]
     replaced = manifest["replaced"]
-    run = (config["run.seed"], length, config["data.global_batch"])
+    run = (sampling, config["run.seed"], config["data.global_batch"])
     fewest, most = count_taken(*run, manifest["step"], replaced)
     times = counted(most, "time") if fewest == most else f"{fewest} to {most} times"
-    lines = [f"each of the {length:,} examples was used {times}"]
+    lines = [f"each of the {sampling.num_examples:,} examples was used {times}"]
+    if not sampling.is_each_once:
+        epochs = manifest["step"] * config["data.global_batch"] / sampling.size
+        rarest, commonest = sampling.expect(epochs)
+        lines[0] += f"; expected of the sampling: {rarest:.3g} to {commonest:.3g} times"
     for key, other in replaced.items():
         epoch, index = key.split("/")
         why = f"could not be read in epoch {epoch}"

@@ -60,11 +60,11 @@ class Run:
         first = self.batches.of_step(0)
         self.engine = Engine(setup.parts, schedule, first, self.requests.wants_any)
         self.evaluator = setup.open_evaluator(self.engine.ema, self.requests.wants_stop)
-        data = fingerprint.of_data(setup.datasets, group.world.rank == 0)
+        data = fingerprint.of_data(setup.datasets, setup.sampling, group.world.rank == 0)
         own = (setup, self.engine, self.batches)
         self.state, manifest, skipped = restore(*own, data, origin, self.num_steps)
         self._check_metrics()
-        opened = open_directory(setup.parts, origin, self.step)
+        opened = open_directory(setup.parts, setup.sampling, origin, self.step)
         self.record = opened.record
         self.requests.watch(opened.saver, opened.record)
         self.state.recall(opened.evaluation, *self._judged_by())
@@ -155,7 +155,7 @@ class Run:
         """
         config, setup = self.config, self._setup
         lines = [*setup.notes, *startup.arithmetic(config, self.batches.plan, self.num_steps)]
-        lines += startup.describe_data(config, setup.datasets)
+        lines += startup.describe_data(config, setup.datasets, setup.sampling)
         lines += startup.describe_model(config, self.engine.tensors.structure, setup.is_cut_fixed)
         self._log.announce(self.engine.strategy.mesh, setup.threads, lines)
         if self.config.log.images and not self.is_over:

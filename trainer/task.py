@@ -26,6 +26,7 @@ from trainer.config.schema import Config
 from trainer.config.targets import Spec, call_target
 from trainer.config.typed import build, defaults_of, unknown
 from trainer.data.batches import LocalBatch
+from trainer.data.sampling.base import Sampling
 from trainer.distributed.world import World
 from trainer.engine.means import Values
 from trainer.engine.optimizers import split_for_muon
@@ -93,6 +94,15 @@ class Task:
         seeded per example, so random transforms are reproducible.
         """
         raise _unwritten(self, "build_dataset(split)")
+
+    def sampling(self, split: str) -> Sampling | None:
+        """Return which examples an epoch takes: `Weighted`, `Mixture`, `ClassBalanced` or None.
+
+        Called for "train", after `build_dataset`. With None, the default, each example is taken
+        once an epoch. A sampling is a function of seed, epoch and position, so the batches are the
+        same in any layout and after a resume.
+        """
+        return None
 
     def loss(self, outputs: Any, targets: Any) -> Values:
         """Return the loss of each example, never a mean over the batch.

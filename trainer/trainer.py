@@ -290,7 +290,7 @@ def loop(task: Trainer, run: Run) -> Summary:
         run.note(task.evaluate())
     while not run.is_over:
         epoch, first = divmod(state.step, batches.steps_per_epoch)
-        for batch in batches.epoch(epoch, first):
+        for batch in batches.epoch(epoch, first, run.num_steps):
             engine.set_rate(state.step, run.is_due(config.log, 1))
             outcome = task.train_step(batch)
             state.advance()

@@ -38,11 +38,12 @@ def write_file(path: Path, data: Buffer, mode: int = 0o600) -> None:
         write(data)
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, content: str | bytes) -> None:
     """Replace a file as a whole, or not at all. Links with its name are not followed."""
     staged = path.with_name(f".{path.name}.new")
     staged.unlink(missing_ok=True)
-    write_file(staged, text.encode(), 0o666)
+    data = content.encode() if isinstance(content, str) else content
+    write_file(staged, data, 0o666)
     os.replace(staged, path)
 
 

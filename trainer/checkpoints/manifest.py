@@ -55,22 +55,25 @@ class Manifest:
             if facts["ledger"] == "":  # no step yet
                 facts["ledger"] = None
             manifest = build(cls, facts)
-            lengths = {split: _length(entry) for split, entry in manifest.data.items()}
-            is_sound = manifest._is_sound(lengths["train"])
+            lengths = {split: _length(entry, "length") for split, entry in manifest.data.items()}
+            size = _length(manifest.data["train"], "size")
+            is_sound = manifest._is_sound(lengths["train"], size)
         except (ConfigError, KeyError, TypeError):
             is_sound = False
         if not is_sound:
             raise CheckpointError(f"{path}: its manifest does not describe a run")
         return manifest
 
-    def _is_sound(self, num_examples: int) -> bool:
+    def _is_sound(self, num_examples: int, size: int) -> bool:
         batch = convert(_COUNT, self.config["data.global_batch"], "")
         convert(Annotated[int, limit(min=0, max=2**63 - 1)], self.config["run.seed"], "")
         are_pairs = bool(self.sessions) and all(len(each) == 2 for each in self.sessions)
         places = self.replaced.items()
-        return (
-            batch <= num_examples and are_pairs and all(_is_place(*p, num_examples) for p in places)
-        )
+        return batch <= size and are_pairs and all(_is_place(*p, num_examples) for p in places)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return int(self.data["train"]["size"]) // int(self.config["data.global_batch"])
 
     @property
     def size(self) -> int:
@@ -78,8 +81,8 @@ class Manifest:
         return sum(entry["bytes"] for entry in self.files.values())
 
 
-def _length(facts: Any) -> int:
-    return convert(_COUNT, facts["length"], "")
+def _length(facts: Any, name: str) -> int:
+    return convert(_COUNT, facts[name], "")
 
 
 def _is_place(place: str, index: Any, num_examples: int) -> bool:

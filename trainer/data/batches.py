@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -15,8 +17,10 @@ from trainer.data.batch_plan import BatchPlan, Cut, check_batch
 from trainer.data.examples import length_of
 from trainer.data.ledger import Ledger
 from trainer.data.loaders import ExampleSource, Piece
-from trainer.data.order import EpochSampler, Order
+from trainer.data.order import EpochSampler
 from trainer.data.preparation import MicroBatch, Preparation
+from trainer.data.sampling.base import Sampling
+from trainer.data.shards.fetcher import NoFetcher, open_fetcher
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.watch.heartbeat import Heartbeat, Phase
 from trainer.errors import ConfigError, RunError, counted
@@ -67,6 +71,7 @@ class Batches:
     def __init__(
         self,
         dataset: Any,
+        sampling: Sampling,
         config: Config,
         cut: Cut,
         rank: int,
@@ -83,40 +88,55 @@ class Batches:
         would be empty.
         """
         data = config.data
-        num_examples = len(dataset)
-        if data.global_batch > num_examples:
-            most = f"must be at most the {num_examples} training examples"
+        if data.global_batch > sampling.size:
+            most = f"must be at most the {sampling.size} training examples"
             raise ConfigError(f"data.global_batch={data.global_batch}: {most}")
         micro_batch = check_batch(data.global_batch, cut, size)
         source = ExampleSource(
             dataset, "train", data, prepare.seed, prepare.device, prepare.collate
         )
-        self.plan = BatchPlan(num_examples, data.global_batch, micro_batch, size, cut.unit)
-        self.steps_per_epoch = self.plan.steps_per_epoch
+        self.plan = BatchPlan(sampling.size, data.global_batch, micro_batch, size, cut.unit)
         self.ledger = Ledger(self.plan, rank, is_counted)
         self.replaced: dict[str, int] = {}
         self.dataset = dataset
+        self.waited_s = 0.0
         self.is_streamed = not source.is_resident
         self._first = self.plan.first(rank)
         self._may_replace = data.on_error == "skip"
         self._prepare = prepare
         self._ranks = ranks
-        self._sampler = EpochSampler(self.plan, prepare.seed, rank, source.index_device)
+        self._sampler = EpochSampler(self.plan, sampling, prepare.seed, rank, source.index_device)
         self._loaders = [source.open(self._sampler)]
 
-    def epoch(self, epoch: int, first: int = 0) -> Iterator[LocalBatch]:
-        """Iterate over the batches of an epoch, from its 0-based step `first`."""
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.plan.steps_per_epoch
+
+    def epoch(self, epoch: int, first: int = 0, until: int = 0) -> Iterator[LocalBatch]:
+        """Iterate over the batches of an epoch, from its 0-based step `first`.
+
+        Shards are fetched ahead for the steps before the run's step `until`.
+        """
         self.check_length()
         self._sampler.set_epoch(epoch, first)
+        begin = epoch * self.steps_per_epoch
+        fetcher = self._fetcher
+        fetcher.begin(begin + first, until)
         pieces = iter(self._loaders[0])
         heartbeat = self._ranks.heartbeat
-        begin = epoch * self.steps_per_epoch
         for step in range(begin + first, begin + self.steps_per_epoch):
             heartbeat.begin_step(step)
+            fetcher.advance(step)
+            began = time.perf_counter()
             batch = self._local(list(islice(pieces, len(self._sampler.pieces))), step, epoch)
+            self.waited_s += time.perf_counter() - began
             self.ledger.note(batch.indices, self._ranks.group)
             heartbeat.enter(Phase.COMPUTE)
             yield batch
+
+    @cached_property
+    def _fetcher(self) -> NoFetcher:
+        return open_fetcher(self.dataset, self._sampler, self._ranks.group.world)
 
     def of_step(self, step: int) -> LocalBatch:
         """Return the batch of any 0-based step, read in this process and kept out of the ledger."""
@@ -134,13 +154,14 @@ class Batches:
 
     def first_examples(self, first: int, count: int) -> torch.Tensor:
         """Return the indices of `count` examples of epoch 0, from the `first` one in its order."""
-        total = self.plan.num_examples
-        order = Order(self._prepare.seed, 0, total)
-        return order((first + torch.arange(count)) % total).to(self._sampler.device)
+        positions = (first + torch.arange(count)) % self.plan.num_examples
+        order = self._sampler.sampling.order(self._prepare.seed, 0, self.plan.global_batch)
+        return order(positions).to(self._sampler.device)
 
     def check_length(self) -> None:
         """Raise RunError if the number of training examples has changed since the start."""
-        length, original = length_of(self.dataset, "the train data"), self.plan.num_examples
+        length = length_of(self.dataset, "the train data")
+        original = self._sampler.sampling.num_examples
         if length != original:
             why = "must not change, because the sample order depends on it"
             advice = "fix the length of the dataset, or start a new run"
@@ -163,7 +184,7 @@ class Batches:
         for replaced in self._ranks.group.gather(self._loaders[0].take_replaced()):
             self.replaced |= replaced
         unreadable = _examples(self.replaced)
-        most = max(MOST_UNREADABLE, self.plan.num_examples // 100)
+        most = max(MOST_UNREADABLE, self._sampler.sampling.num_examples // 100)
         if len(unreadable) > most:
             read = f"{counted(len(unreadable), 'train example')} cannot be read"
             raise RunError(f"data.on_error=skip: {read}; must be at most {most}; repair the data")
@@ -177,6 +198,7 @@ class Batches:
     def close(self) -> None:
         """Stop the data workers immediately: garbage collection would wait 5 s for each."""
         self._loaders.clear()
+        self._fetcher.close()
 
 
 def _examples(replaced: dict[str, int]) -> set[int]:

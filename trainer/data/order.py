@@ -2,77 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.data import Sampler
 
 from trainer.data.batch_plan import BatchPlan
 from trainer.distributed import accelerator
-from trainer.rng.philox import key_of
+from trainer.rng.permutation import Permutation
 
-_MASK = 0xFFFFFFFF
-_ROUNDS = 8
+if TYPE_CHECKING:
+    from trainer.data.sampling.base import Sampling
+
 BLOCK = 8192  # positions computed at once, in 1.7 ms; 65,536 take 8 ms, in which a GPU would idle
 
 
-class Order:
-    """A keyed permutation of range(size): a Feistel network over Z_a x Z_b with cycle walking.
-
-    After Black and Rogaway, "Ciphers with arbitrary finite domains" (CT-RSA 2002).
-    a = ceil(sqrt(size)) and b = ceil(size / a), so a * b exceeds the size by less than a, and
-    few positions need a second encryption (a step of the cycle walk).
-    """
+class Order(Permutation):
+    """The order of a plain epoch: a keyed permutation of range(size)."""
 
     def __init__(self, seed: int, epoch: int, size: int):
-        self.size = size
-        self.a = math.isqrt(size - 1) + 1
-        self.b = -(-size // self.a)
-        self.keys = [key_of(seed, "order", epoch, r) & 0x7FFFFFFF for r in range(_ROUNDS)]
-
-    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the example indices at `positions`: int64 of any shape, in range(size)."""
-        return self._walk(self._encrypt, positions)
-
-    def invert(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return the positions of example indices."""
-        return self._walk(self._decrypt, indices)
-
-    def _walk(self, step: Callable[..., torch.Tensor], values: torch.Tensor) -> torch.Tensor:
-        values = step(values)
-        while (outside := values >= self.size).any():
-            values[outside] = step(values[outside])
-        return values
-
-    def _encrypt(self, values: torch.Tensor) -> torch.Tensor:
-        left, right = values // self.b, values % self.b
-        for number, key in enumerate(self.keys):
-            if number % 2:
-                right = (right + _scramble(left, key)) % self.b
-            else:
-                left = (left + _scramble(right, key)) % self.a
-        return left * self.b + right
-
-    def _decrypt(self, values: torch.Tensor) -> torch.Tensor:
-        left, right = values // self.b, values % self.b
-        for number, key in reversed([*enumerate(self.keys)]):
-            if number % 2:
-                right = (right - _scramble(left, key)) % self.b
-            else:
-                left = (left - _scramble(right, key)) % self.a
-        return left * self.b + right
-
-
-def _scramble(values: torch.Tensor, key: int) -> torch.Tensor:
-    """Return 31 bits for each value, by a finalizer of MurmurHash3's form.
-
-    Factors below 2**31 keep the products in int64.
-    """
-    mixed = (values ^ key) & _MASK
-    mixed = ((mixed ^ (mixed >> 16)) * 0x45D9F3B5) & _MASK
-    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & _MASK
-    return (mixed ^ (mixed >> 16)) >> 1
+        super().__init__(size, seed, "order", epoch)
 
 
 class IndexSampler(Sampler[torch.Tensor]):
@@ -84,8 +34,11 @@ class IndexSampler(Sampler[torch.Tensor]):
 class EpochSampler(IndexSampler):
     """One rank's micro-batches of an epoch, in order, as index tensors on `device`."""
 
-    def __init__(self, plan: BatchPlan, seed: int, rank: int, device: torch.device):
+    def __init__(
+        self, plan: BatchPlan, sampling: Sampling, seed: int, rank: int, device: torch.device
+    ):
         self.plan = plan
+        self.sampling = sampling
         self.seed = seed
         self.device = device
         self.pieces = plan.micro_batches(rank)
@@ -95,7 +48,7 @@ class EpochSampler(IndexSampler):
         """Select the epoch, and its 0-based step `start` to begin with."""
         self.epoch = epoch
         self.start = start
-        self._order = Order(self.seed, epoch, self.plan.num_examples)
+        self.order = self.sampling.order(self.seed, epoch, self.plan.global_batch)
 
     def __len__(self) -> int:
         return (self.plan.steps_per_epoch - self.start) * len(self.pieces)
@@ -108,5 +61,5 @@ class EpochSampler(IndexSampler):
         for begin in range(self.start, self.plan.steps_per_epoch, steps):
             batches = torch.arange(begin, min(begin + steps, self.plan.steps_per_epoch))
             positions = batches.unsqueeze(1) * self.plan.global_batch + torch.arange(first, last)
-            for row in accelerator.send(self._order(positions), self.device):
+            for row in accelerator.send(self.order(positions), self.device):
                 yield from row.split(sizes) if len(sizes) > 1 else (row,)

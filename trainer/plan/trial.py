@@ -33,7 +33,13 @@ from trainer.errors import ConfigError
 from trainer.hook_errors import call
 from trainer.plan.counting import Traffic
 from trainer.plan.fake_model import FakeModel
-from trainer.setup.build import build_dataset, build_preparation, make_blueprint, make_model
+from trainer.setup.build import (
+    build_dataset,
+    build_preparation,
+    find_sampling,
+    make_blueprint,
+    make_model,
+)
 from trainer.setup.checks import check_layout, try_optimizer
 from trainer.strategy.base import Strategy, find_strategy
 from trainer.strategy.mesh import Mesh
@@ -85,7 +91,9 @@ class Trial:
         dataset = kept.open_dataset(self.task)
         cut = self.kind.cut(config)
         ranks: Any = SimpleNamespace(heartbeat=None)  # nothing watches this process
-        self.batches = Batches(dataset, config, cut, 0, self.mesh.data_size, prepare, ranks)
+        sampling = find_sampling(self.task, dataset)
+        numbers = (0, self.mesh.data_size)
+        self.batches = Batches(dataset, sampling, config, cut, *numbers, prepare, ranks)
         if config.data.micro_batch == "auto":
             self.notes.append(f"data.micro_batch=auto: planned with {self.rows}, as if all fit")
         model = self._build_model()

@@ -18,6 +18,8 @@ import trainer
 from trainer.config import PACKAGE
 from trainer.config.schema import Config
 from trainer.data import content
+from trainer.data.sampling.base import Sampling
+from trainer.data.sampling.saved import digest_of
 from trainer.distributed import accelerator
 from trainer.distributed.world import World
 from trainer.errors import CheckpointError, counted
@@ -58,19 +60,26 @@ def of_machine(world: World) -> dict[str, str]:
     }
 
 
-def of_data(datasets: Mapping[str, Any], reads: bool = False) -> dict[str, dict[str, Any]]:
-    """Return length, digest and, if it `reads` them, content of the data, by split."""
+def of_data(
+    datasets: Mapping[str, Any], sampling: Sampling, reads: bool = False
+) -> dict[str, dict[str, Any]]:
+    """Return length, digest and, if it `reads` them, content of the data, by split.
+
+    Of the training data also the number of positions of an epoch, and the digest of its sampling.
+    """
     facts: dict[str, dict[str, Any]] = {}
     for split, data in datasets.items():
         facts[split] = {"length": len(data), "digest": getattr(data, "digest", "")}
         if reads:
             facts[split]["content"] = content.describe(data)
+        if split == "train":
+            facts[split] |= {"size": sampling.size, "sampling": digest_of(sampling)}
     return facts
 
 
-def of_built(datasets: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+def of_built(datasets: Mapping[str, Any], sampling: Sampling, model: nn.Module) -> dict[str, Any]:
     facts: dict[str, Any] = {}
-    for split, values in of_data(datasets).items():
+    for split, values in of_data(datasets, sampling).items():
         facts |= {f"the {split} data's {name}": value for name, value in values.items()}
     for name, parameter in model.named_parameters():
         if not is_lazy(parameter):
@@ -84,7 +93,7 @@ def check_data(
     """Raise CheckpointError if the data differs from that of the run to resume."""
     advice = "resume with the same data, or start a new run"
     for split in [split for split in saved if split in current]:
-        for name in ("length", "digest"):
+        for name in ("length", "digest", "size", "sampling"):
             own = current[split].get(name)
             if name in saved[split] and own != (value := saved[split][name]):
                 had = f"the {split} data has {name} {own}, the run to resume had {value}"

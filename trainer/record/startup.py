@@ -19,6 +19,7 @@ from trainer.checkpoints.manifest import Manifest
 from trainer.config.packages import naming_words
 from trainer.config.schema import Config
 from trainer.data.batch_plan import BatchPlan
+from trainer.data.sampling.base import Sampling
 from trainer.distributed import accelerator, entry
 from trainer.distributed.backend import choose_backend
 from trainer.distributed.world import World, explain_unseen_gpu, usable_cores
@@ -202,7 +203,7 @@ def _listed(numbers: set[int]) -> str:
     return " or ".join(map(str, sorted(numbers)))
 
 
-def describe_data(config: Config, datasets: Mapping[str, Any]) -> list[str]:
+def describe_data(config: Config, datasets: Mapping[str, Any], sampling: Sampling) -> list[str]:
     """Return a line for each split: its size and source, and its digest with `log.start=full`."""
     lines = []
     for split, dataset in datasets.items():
@@ -210,6 +211,8 @@ def describe_data(config: Config, datasets: Mapping[str, Any]) -> list[str]:
         digest = getattr(dataset, "digest", "") if config.log.start == "full" else ""
         sha256 = f", SHA-256 {digest}" if digest else ""
         lines.append(fact(split, f"{counted(len(dataset), 'example')}, {source}{sha256}"))
+    if order := sampling.describe():
+        lines.append(fact("sampling", order))
     return lines
 
 

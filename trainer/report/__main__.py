@@ -86,7 +86,7 @@ def _cards(found: RunFiles) -> list[Card]:
         step, value = found.best
         name = found.metric_name
         cards.append(Card(f"best {spoken(name)}", Cell.number(value, name), f"at step {step:,}"))
-    length = manifest.data["train"]["length"] // batch if manifest else 0
+    length = manifest.steps_per_epoch if manifest else 0
     epochs = rounded("", found.step / length, 3) if length else ""
     note = f"{epochs} epoch{'s' * (epochs != '1')} of {counted(length, 'step')}" if epochs else ""
     cards.append(Card("steps", f"{found.step:,}", note))

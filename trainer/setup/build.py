@@ -20,6 +20,7 @@ from trainer.data.batches import Batches
 from trainer.data.eval_batches import EvalBatches
 from trainer.data.loaders import check_dataset
 from trainer.data.preparation import Preparation
+from trainer.data.sampling.base import Sampling, Shuffle
 from trainer.distributed.group import Group
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.watch.heartbeat import Phase
@@ -65,6 +66,7 @@ class Setup:
         self.threads = kind.set_threads(world)
         self._cut = kind.cut(config)
         self.datasets: dict[str, Any] = {}
+        self.sampling: Sampling = Shuffle(0)
         self._metrics: dict[str, dict[str, Any]] = {}  # torchmetrics by split and name
         self._mesh = Mesh.of(config.strategy.mesh, world)
         self._prepare = build_preparation(task, precision)
@@ -84,7 +86,9 @@ class Setup:
             parts = (model, precision, draws, self._read_inputs, ranks.heartbeat.reduce_begun)
             strategy = kind.build(make_blueprint(task, *parts))
         self.parts = Parts(config, task, strategy, precision, draws, ranks)
-        ranks.group.check_equal(fingerprint.of_built(self.datasets, strategy.tensors.structure))
+        ranks.group.check_equal(
+            fingerprint.of_built(self.datasets, self.sampling, strategy.tensors.structure)
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -106,6 +110,8 @@ class Setup:
         if data is None:
             return
         self.datasets[split] = data
+        if split == "train":
+            self.sampling = find_sampling(task, data)
         if split in self.config.eval.splits:
             metrics = check_torchmetrics(task.build_metrics(split))
             device = self.world.device
@@ -120,9 +126,8 @@ class Setup:
         data = self.datasets["train"]
         mesh = self._mesh
         numbers = (mesh.data_rank, mesh.data_size)
-        return Batches(
-            data, self.config, self._cut, *numbers, self._prepare, self._ranks, mesh.is_first
-        )
+        parts: tuple[Any, ...] = (self._prepare, self._ranks, mesh.is_first)
+        return Batches(data, self.sampling, self.config, self._cut, *numbers, *parts)
 
     def open_evaluator(self, ema: Ema | None, wants_stop: Callable[[], bool]) -> Evaluator:
         """Return the evaluator of `eval.splits`."""
@@ -155,6 +160,25 @@ def build_dataset(task: Task, split: str) -> Any:
     if data is not None or split == "train":
         check_dataset(data, split, task.config.data.path)
     return data
+
+
+def find_sampling(task: Task, dataset: Any) -> Sampling:
+    """Return the sampling of the training data: the task's, that of shards, or a plain shuffle.
+
+    Raises ConfigError if the task's is for other data.
+    """
+    chosen = task.sampling("train")
+    if chosen is None:
+        own = getattr(dataset, "sampling", None)
+        return own if isinstance(own, Sampling) else Shuffle(len(dataset))
+    if not isinstance(chosen, Sampling):
+        must = "must return Weighted, Mixture, ClassBalanced or None"
+        raise ConfigError(f"sampling {must}, and returned a {type(chosen).__name__}")
+    if chosen.num_examples != len(dataset):
+        why = f"the train data has {len(dataset):,}: must be equal"
+        given = f"{type(chosen).__name__} for {chosen.num_examples:,} examples"
+        raise ConfigError(f"sampling returned {given}, and {why}")
+    return chosen
 
 
 def build_preparation(task: Task, precision: Precision) -> Preparation:

@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.checkpoints.disk import Disk
+from trainer.checkpoints.files import replace_file
 from trainer.checkpoints.saver import DiskSaver, Mail, PartSaver, Saver
 from trainer.config.compose import to_yaml
 from trainer.config.schema import Config
+from trainer.data.sampling import saved
+from trainer.data.sampling.base import Sampling
 from trainer.distributed.group import Group
 from trainer.engine.parts import Parts
 from trainer.errors import ConfigError
@@ -43,7 +46,7 @@ class RunDirectory:
     is_shared: bool = True
 
 
-def open_directory(parts: Parts, origin: Origin, step: int) -> RunDirectory:
+def open_directory(parts: Parts, sampling: Sampling, origin: Origin, step: int) -> RunDirectory:
     """Create the run directory, or take over the resumed one. A collective.
 
     Raises ConfigError on every rank if the directory is in use or cannot be created, or is not
@@ -68,6 +71,8 @@ def open_directory(parts: Parts, origin: Origin, step: int) -> RunDirectory:
     with group.agreed("opening the record"):
         if lease is not None:
             try:
+                if saved.digest_of(sampling):
+                    replace_file(directory / saved.NAME, saved.to_bytes(sampling))
                 opened = _open(config, directory, lease, origin, step, tensors, mail)
             except OSError as error:
                 what = f"{error.filename or directory}: {error.strerror}"

@@ -1,0 +1,1 @@
+"""Which examples an epoch takes, and in which order."""

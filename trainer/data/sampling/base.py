@@ -1,0 +1,95 @@
+"""Sampling: which examples an epoch takes, and in which order, as a function of (seed, epoch)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from trainer.data.order import Order
+from trainer.errors import ConfigError
+
+State = tuple[dict[str, Any], dict[str, torch.Tensor]]  # settings for JSON, and tensors
+
+
+class IndexOrder(Protocol):
+    """The order of one epoch."""
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the example indices at int64 `positions` of the epoch, of the same shape."""
+        ...
+
+
+class Sampling:
+    """The examples that the epochs of a run take: `size` positions an epoch, over `num_examples`.
+
+    `is_each_once`: an epoch takes each example once, but for the dropped tail, and the order has
+    `invert(indices)`, their positions.
+    """
+
+    kind: ClassVar[str]
+    is_each_once: ClassVar[bool] = False
+    num_examples: int
+    size: int
+
+    def order(self, seed: int, epoch: int, global_batch: int) -> IndexOrder:
+        raise NotImplementedError
+
+    def state(self) -> State:
+        """Return what `restore` needs to make this object again."""
+        raise NotImplementedError
+
+    @classmethod
+    def restore(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Sampling:
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """Return words for the start of a run; empty for the plain shuffle."""
+        return ""
+
+    def expect(self, epochs: float) -> tuple[float, float]:
+        """Return how often `epochs` take an example: expected for the rarest and for the most
+        frequent one."""
+        return epochs, epochs
+
+
+class Shuffle(Sampling):
+    """Each example once an epoch, in the order of a keyed permutation of all of them."""
+
+    kind = "shuffle"
+    is_each_once = True
+
+    def __init__(self, num_examples: int):
+        self.num_examples = num_examples
+        self.size = num_examples
+
+    def order(self, seed: int, epoch: int, global_batch: int) -> Order:
+        return Order(seed, epoch, self.size)
+
+    def state(self) -> State:
+        return {"num_examples": self.num_examples}, {}
+
+    @classmethod
+    def restore(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Shuffle:
+        return cls(settings["num_examples"])
+
+
+def as_vector(values: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return a list, array or tensor of numbers on the CPU.
+
+    Raises ConfigError unless it has one axis and at least one number.
+    """
+    try:
+        vector = torch.as_tensor(values).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(f"{name}: must be numbers, and is a {type(values).__name__}") from None
+    if vector.dim() != 1 or not len(vector):
+        shape = tuple(vector.shape)
+        raise ConfigError(f"{name}: must have one axis and at least one number, not shape {shape}")
+    return vector.to(dtype)
+
+
+def check_size(name: str, size: Any) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigError(f"{name}={size!r}: must be an integer of at least 1")

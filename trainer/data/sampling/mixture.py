@@ -1,0 +1,175 @@
+"""Mixtures: groups of examples by proportion, each with epochs of its own."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from math import gcd, lcm
+from typing import Any
+
+import torch
+
+from trainer.data.sampling.base import Sampling, State, as_vector, check_size
+from trainer.errors import ConfigError
+from trainer.rng.permutation import Permutation
+
+LONGEST = 100_000  # places of the repeated pattern; other proportions are rounded to it
+
+
+class Mixture(Sampling):
+    """Examples of several groups in fixed proportions, within one example after any step.
+
+    A group that is used up begins its next epoch, in another order, while others still are in an
+    earlier one. For a `ConcatDataset`, or any data set whose groups follow each other:
+
+        def sampling(self, split):
+            return Mixture([len(code), len(prose)], [0.7, 0.3])
+    """
+
+    kind = "mixture"
+
+    def __init__(
+        self,
+        sizes: Sequence[int] | torch.Tensor,
+        proportions: Sequence[float] | None = None,
+        size: int | None = None,
+        members: torch.Tensor | None = None,
+    ):
+        """`sizes`: number of examples of each group; `size`: positions of an epoch of the run.
+
+        `proportions` are in any unit, and by default equal; `size` is by default the number of
+        examples. `members` (examples,): indices of all examples, group by group; by default the
+        groups follow each other. Raises ConfigError for other arguments.
+        """
+        self.sizes = as_vector(sizes, "sizes", torch.int64)
+        if int(self.sizes.min()) < 1:
+            raise ConfigError("sizes: each group must have at least one example")
+        self.num_examples = int(self.sizes.sum())
+        self.size = self.num_examples if size is None else size
+        check_size("size", self.size)
+        shares = _shares([1] * len(self.sizes) if proportions is None else proportions)
+        if len(shares) != len(self.sizes):
+            given = f"{len(shares)} proportions for {len(self.sizes)} groups"
+            raise ConfigError(f"proportions: must be one for each group, and there are {given}")
+        self.shares = shares
+        self.members = members
+        groups = torch.tensor(_pattern(shares))
+        self._pattern = groups
+        hot = torch.nn.functional.one_hot(groups, len(shares))
+        self._taken = (hot.cumsum(0) - hot).gather(1, groups[:, None]).squeeze(1)
+        self._each = torch.tensor(shares)
+        self._first = self.sizes.cumsum(0) - self.sizes
+
+    def order(self, seed: int, epoch: int, global_batch: int) -> MixtureOrder:
+        return MixtureOrder(self, seed, epoch, global_batch)
+
+    def take(self, places: torch.Tensor, seed: int) -> torch.Tensor:
+        """Return the examples at int64 `places` of the endless sequence over all epochs."""
+        round_, slot = places // len(self._pattern), places % len(self._pattern)
+        group = self._pattern[slot]
+        number = round_ * self._each[group] + self._taken[slot]  # among those of its group
+        size = self.sizes[group]
+        turn = number // size
+        numbers = turn * len(self.sizes) + group
+        permutation = Permutation(size, seed, self.kind, numbers=numbers)
+        found = self._first[group] + permutation(number % size)
+        return found if self.members is None else self.members[found]
+
+    def state(self) -> State:
+        tensors = {"sizes": self.sizes, "shares": self._each}
+        if self.members is not None:
+            tensors["members"] = self.members
+        return {"size": self.size}, tensors
+
+    @classmethod
+    def restore(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Mixture:
+        shares = tensors["shares"].tolist()
+        made = Mixture(tensors["sizes"], shares, settings["size"], tensors.get("members"))
+        return made
+
+    def describe(self) -> str:
+        total = sum(self.shares)
+        shares = [f"{share / total:.3g}" for share in self.shares[:6]]
+        more = ", ..." * (len(self.shares) > 6)
+        return f"{len(self.shares)} groups by {', '.join(shares)}{more}, {self.size:,} an epoch"
+
+    def expect(self, epochs: float) -> tuple[float, float]:
+        expected = self._each / self._each.sum() * self.size * epochs / self.sizes
+        return float(expected.min()), float(expected.max())
+
+
+class ClassBalanced(Mixture):
+    """As many examples of each class in every batch, up to one.
+
+    def sampling(self, split):
+        return ClassBalanced(self.labels)
+    """
+
+    def __init__(self, labels: Any, size: int | None = None):
+        """`labels` (examples,): the class of each example, any integers."""
+        labels = as_vector(labels, "labels", torch.int64)
+        _, counts = labels.unique(return_counts=True)
+        super().__init__(counts.tolist(), None, size, labels.argsort(stable=True))
+
+
+class MixtureOrder:
+    """The order of one epoch of the run; rows are permuted within each global batch."""
+
+    def __init__(self, mixture: Mixture, seed: int, epoch: int, global_batch: int):
+        self._mixture = mixture
+        self._seed = seed
+        self._begin = epoch * (mixture.size // global_batch)
+        self._batch = global_batch
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the example indices at int64 `positions` of the epoch, of the same shape."""
+        step, row = positions // self._batch, positions % self._batch
+        step = self._begin + step
+        rows = Permutation(torch.full_like(row, self._batch), self._seed, "rows", numbers=step)
+        return self._mixture.take(step * self._batch + rows(row), self._seed)
+
+
+def _shares(proportions: Sequence[float]) -> list[int]:
+    """Return integers in these proportions, whose sum is at most 100,000.
+
+    Decimal numbers are taken as written, so 0.7 and 0.3 are 7 and 3.
+    """
+    try:
+        exact = [Fraction(str(float(value))) for value in proportions]
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"proportions={proportions!r}: must be finite numbers") from None
+    if not exact or min(exact) <= 0:
+        raise ConfigError(f"proportions={list(proportions)!r}: must be above 0")
+    scale = lcm(*(value.denominator for value in exact))
+    whole = [int(value * scale) for value in exact]
+    divisor = gcd(*whole)
+    whole = [value // divisor for value in whole]
+    if sum(whole) <= LONGEST:
+        return whole
+    total = sum(exact)
+    return [max(1, round(value / total * (LONGEST - len(exact)))) for value in exact]
+
+
+def _pattern(shares: Sequence[int]) -> list[int]:
+    """Return a sequence of groups, each as often as its share, spread as evenly as can be.
+
+    After any number of places a group was taken less than one time more or less than its
+    proportion: its n-th place lies in a window of the proportion, and the earliest end is served
+    first (Baruah et al., "Proportionate progress", 1996).
+    """
+    total = sum(shares)
+    waiting = [(0, group, 0) for group in range(len(shares))]  # by the place where a window opens
+    heapq.heapify(waiting)
+    ready: list[tuple[int, int, int]] = []
+    pattern = []
+    for place in range(total):
+        while waiting and waiting[0][0] <= place:
+            _, group, taken = heapq.heappop(waiting)
+            end = -(-(taken + 1) * total // shares[group])
+            heapq.heappush(ready, (end, group, taken))
+        _, group, taken = heapq.heappop(ready)
+        pattern.append(group)
+        if taken + 1 < shares[group]:
+            heapq.heappush(waiting, ((taken + 1) * total // shares[group], group, taken + 1))
+    return pattern

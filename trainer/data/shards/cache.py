@@ -1,0 +1,249 @@
+"""A node's copies of shards: one download for all its processes, within a number of bytes."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gzip
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from trainer.data.shards.download import download
+from trainer.data.shards.index import ShardIndex
+from trainer.data.shards.sources import CHUNK, LocalSource, Source
+from trainer.errors import ConfigError, RunError
+
+PART = ".part"  # an unfinished download, locked by the process that writes it
+FREE = "free"  # the lock of whoever makes room
+NextUse = Callable[[int], float]  # the step at which a shard is next needed; inf: not known
+
+
+class ShardCache:
+    """The shards as files of this machine. A local folder is read in place.
+
+    Processes on a node agree by locks of files, which the kernel releases if one is killed, so
+    any number of runs may share a folder. A finished file bears its digest in its time of
+    modification: one that somebody wrote to is verified again before it is used.
+    """
+
+    def __init__(self, source: Source, index: ShardIndex, folder: Path, most_bytes: int):
+        """Raise ConfigError if `folder` cannot be written, or the largest shard does not fit."""
+        self._source = source
+        self._index = index
+        self._most_bytes = most_bytes
+        self._compression = str(index.settings.get("compression") or "").partition(":")[0]
+        if self._compression not in ("", "gz", "zstd"):
+            raise ConfigError(f"{source.url}: compression {self._compression}: must be gz or zstd")
+        self._is_in_place = False
+        self.folder = folder / index.digest
+        if isinstance(source, LocalSource) and not self._compression:
+            self._is_in_place = True
+            self.folder = source.folder
+            return
+        largest = int(index.sizes.max())
+        if largest > most_bytes:
+            need = f"must hold the largest shard, {largest:,} bytes"
+            raise ConfigError(f"cache_bytes={most_bytes}: {need}")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / FREE).touch()
+        except OSError as error:
+            advice = "give another folder, such as cache=/tmp/shards"
+            raise ConfigError(f"cache={folder}: {error.strerror}; {advice}") from None
+
+    @property
+    def is_in_place(self) -> bool:
+        """Return True if the shards are read where they lie."""
+        return self._is_in_place
+
+    def size(self, shard: int) -> int:
+        """Return the bytes of a shard as it is stored, 0 if they are unknown."""
+        return self._index.size(shard) or 0
+
+    def path(self, shard: int) -> Path:
+        """Return where a shard lies, or would lie once it is fetched."""
+        name = self._index.name(shard)
+        if self._is_in_place:
+            return self.folder / name
+        return self.folder / f"{shard:08d}-{name.replace('/', '_')}"
+
+    def fetch(self, shard: int, next_use: NextUse | None = None) -> Path:
+        """Return the file of a shard, downloaded if this node does not have it.
+
+        `next_use` decides which others go if there is no room. Raises RunError if the shard cannot
+        be read or differs from the index, or if the disk is full.
+        """
+        path = self.path(shard)
+        if self._is_in_place:
+            return self._check_in_place(shard, path)
+        if self._is_sound(shard, path):
+            return path
+        with _locked_part(path) as part:
+            if self._is_sound(shard, path):  # another process was faster
+                Path(part.name).unlink()
+                return path
+            self._evict(shard, self.size(shard), next_use)
+            try:
+                self._write(shard, part, path)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise self._no_room(shard, error) from None
+                self._evict(shard, float("inf"), next_use)
+                self._write_at_last(shard, part, path)
+        return path
+
+    def _write_at_last(self, shard: int, part: BinaryIO, path: Path) -> None:
+        try:
+            self._write(shard, part, path)
+        except OSError as error:
+            raise self._no_room(shard, error) from None
+
+    def _check_in_place(self, shard: int, path: Path) -> Path:
+        size = self._index.size(shard)
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            raise RunError(f"shard {path}: {error.strerror}; restore it") from None
+        if size is not None and found != size:
+            why = f"has {found:,} bytes, and {size:,} in its index"
+            advice = f"restore it: python -m trainer.shards check {self._source.url}"
+            raise RunError(f"shard {path}: {why}; {advice}")
+        return path
+
+    def _is_sound(self, shard: int, path: Path) -> bool:
+        """Return True if a finished file is there that nobody has written to since."""
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return False
+        sha256 = self._index.sha256(shard)
+        if self._compression or not sha256 or status.st_mtime_ns == _stamp(sha256):
+            return True
+        with suppress(FileNotFoundError):
+            if _digest(path) == sha256:
+                os.utime(path, ns=(_stamp(sha256), _stamp(sha256)))
+                return True
+            path.unlink()
+        return False
+
+    def _write(self, shard: int, part: BinaryIO, path: Path) -> None:
+        name, sha256 = self._index.name(shard), self._index.sha256(shard)
+        download(self._source, name, part, self._index.size(shard), sha256)
+        if self._compression:
+            self._decompress(part, path)
+            Path(part.name).unlink()
+            return
+        if sha256:
+            os.utime(part.name, ns=(_stamp(sha256), _stamp(sha256)))
+        os.replace(part.name, path)
+
+    def _decompress(self, part: BinaryIO, path: Path) -> None:
+        raw = path.with_name(f"{path.name}.{os.getpid()}.raw")
+        part.seek(0)
+        try:
+            with open(raw, "wb") as file, _decompressed(part, self._compression) as stream:
+                shutil.copyfileobj(stream, file, CHUNK)
+            raw.replace(path)
+        finally:
+            raw.unlink(missing_ok=True)
+
+    def _no_room(self, shard: int, error: OSError) -> RunError:
+        need = f"shard {self._index.name(shard)} cannot be written: {error.strerror}"
+        return RunError(f"{self.folder}: {need}; make room, or give another cache= folder")
+
+    def _evict(self, shard: int, need: float, next_use: NextUse | None) -> None:
+        """Delete other shards until `need` bytes fit for this one.
+
+        Its unfinished download already counts for other processes.
+        """
+        with open(self.folder / FREE, "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            sizes, used = self._survey(shard)
+            room = self._most_bytes - used - need
+            if room >= 0:
+                return
+            when = next_use or (lambda _: float("inf"))
+            # the farthest use first; of equals the one that was fetched first
+            order = sorted(sizes, key=lambda each: (-when(each), each))
+            for other in order:
+                with suppress(FileNotFoundError):
+                    self.path(other).unlink()
+                room += sizes[other]
+                if room >= 0:
+                    break
+
+    def _survey(self, but: int) -> tuple[dict[int, int], int]:
+        """Return the bytes of each finished shard, and of all files; parts count as finished."""
+        sizes: dict[int, int] = {}
+        used = 0
+        for entry in os.scandir(self.folder):
+            number = entry.name.partition("-")[0]
+            if not number.isdigit() or int(number) == but or int(number) >= len(self._index):
+                continue
+            if entry.name.endswith(PART):
+                used += self.size(int(number))
+                continue
+            with suppress(FileNotFoundError):
+                sizes[int(number)] = entry.stat().st_size
+                used += sizes[int(number)]
+        return sizes, used
+
+
+def default_folder() -> Path:
+    """Return the folder of all caches: LOCKSTEP_CACHE, or lockstep in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("LOCKSTEP_CACHE") or Path(base) / "lockstep")
+
+
+@contextmanager
+def _locked_part(path: Path) -> Iterator[BinaryIO]:
+    """Open the unfinished download of a file, when no other process writes it any more.
+
+    A process that is killed leaves its part, which the next one continues.
+    """
+    name = f"{path}{PART}"
+    while True:
+        with open(name, "a+b") as part:
+            fcntl.flock(part, fcntl.LOCK_EX)
+            try:
+                is_current = Path(name).stat().st_ino == os.fstat(part.fileno()).st_ino
+            except FileNotFoundError:
+                is_current = False
+            if is_current:  # the process before has not finished it
+                yield part
+                return
+        time.sleep(0)
+
+
+def _stamp(sha256: str) -> int:
+    """Return a time in ns, of some moment before 2006, that stands for a digest."""
+    return int(sha256[:15], 16)
+
+
+def _digest(path: Path) -> str:
+    total = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(CHUNK):
+            total.update(block)
+    return total.hexdigest()
+
+
+@contextmanager
+def _decompressed(file: BinaryIO, compression: str) -> Iterator[BinaryIO]:
+    if compression == "gz":
+        with gzip.open(file) as stream:
+            yield stream  # type: ignore[misc]
+        return
+    try:
+        import zstandard
+    except ImportError:
+        advice = "pip install zstandard"
+        raise RunError(f"compression zstd: zstandard is not installed; {advice}") from None
+    with zstandard.ZstdDecompressor().stream_reader(file) as stream:
+        yield stream

@@ -1,0 +1,132 @@
+"""`ShardedDataset`: data larger than a disk, read from shards, in the order of any other data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from trainer.data.sampling.shards import LANES, WINDOW, ShardShuffle
+from trainer.data.shards.cache import ShardCache, default_folder
+from trainer.data.shards.formats import FORMATS, OpenShard
+from trainer.data.shards.index import load_index
+from trainer.data.shards.sources import open_source
+from trainer.errors import ConfigError, RunError
+
+CACHE_BYTES = 2**36  # 64 GiB
+DOWNLOADS = 8  # at once, of one process
+MOST_OPEN = 256  # files of one process
+
+
+class ShardedDataset(Dataset):
+    """The examples of files that lie in a folder, on an HTTP server or in a store such as S3.
+
+    It is map-style: `len(dataset)`, `dataset[index]`. In training its shards are read a few at a
+    time (`ShardShuffle`), fetched before they are needed, and kept in a cache that all processes
+    of a node share. The order, and so what is learned, depends on none of this.
+
+        def build_dataset(self, split):
+            return ShardedDataset(f"s3://bucket/pets/{split}", decode=to_tensors)
+
+    `url`: a folder, https://, or s3://, gs://, hf:// through fsspec (extra `shards`). Formats: MDS
+    (mosaicml-streaming), tar (WebDataset), Parquet, safetensors, and flat tokens (.bin); beside
+    the files lies an index, which `python -m trainer.shards index` writes; that of MDS is read too.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        decode: Callable[[Any], Any] | None = None,
+        shards: slice | None = None,
+        lanes: int = LANES,
+        window: int = WINDOW,
+        cache: str | os.PathLike[str] | None = None,
+        cache_bytes: int = CACHE_BYTES,
+        ahead_bytes: int = 2**31,
+    ):
+        """Read the index. Raises ConfigError without a valid one, and for invalid arguments.
+
+        `decode(example)` makes the example that the task wants of what a format gives. `shards`: a
+        part of them, such as slice(0, -4), to split a data set. `lanes`, `window`: see
+        `ShardShuffle`. `cache`: a folder on the node's disk, by default LOCKSTEP_CACHE or
+        ~/.cache/lockstep. `cache_bytes`: most bytes of this data on it. `ahead_bytes`: fetched
+        before they are needed, at most half of the cache.
+        """
+        self._source = open_source(os.fspath(url))
+        self.index = load_index(self._source)
+        if shards is not None:
+            self.index = self.index.select(shards)
+        if not len(self.index) or not int(self.index.rows.sum()):
+            raise ConfigError(f"{url}: has no examples; must have at least 1")
+        self._decode = decode
+        self.sampling = ShardShuffle(self.index.rows, lanes, window)
+        self._first = self.sampling.first.numpy()
+        self.cache = ShardCache(
+            self._source, self.index, Path(cache or default_folder()), cache_bytes
+        )
+        self.ahead_bytes = min(ahead_bytes, cache_bytes // 2)
+        self._format = FORMATS[self.index.format]
+        self._open: dict[int, OpenShard] = {}
+
+    @property
+    def source(self) -> str:
+        """Words for the start of a run."""
+        size = int(self.index.sizes.clamp(min=0).sum())
+        return f"{self._source.url}, {len(self.index):,} {self.index.format} shards, {size:,} bytes"
+
+    @property
+    def digest(self) -> str:
+        """The digest of the index: a resume refuses other data."""
+        return self.index.digest
+
+    def __len__(self) -> int:
+        return self.sampling.num_examples
+
+    def __getitem__(self, index: int) -> Any:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        index %= len(self)
+        shard = int(self._first.searchsorted(index, side="right")) - 1
+        example = self._shard(shard)[index - int(self._first[shard])]
+        return example if self._decode is None else self._decode(example)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return several examples; the shards they are in are fetched at the same time."""
+        places = self._first.searchsorted(indices, side="right") - 1
+        self.fetch(shard for shard in dict.fromkeys(places.tolist()) if shard not in self._open)
+        return [self[index] for index in indices]
+
+    def fetch(self, shards: Iterable[int]) -> None:
+        """Have these shards on this machine."""
+        wanted = [shard for shard in shards if not self.cache.path(shard).exists()]
+        if len(wanted) > 1:
+            with ThreadPoolExecutor(DOWNLOADS) as pool:
+                [*pool.map(self.cache.fetch, wanted)]
+
+    def _shard(self, shard: int) -> OpenShard:
+        """Return an open shard; the oldest of too many is closed, as are deleted ones."""
+        if shard not in self._open:
+            path = self.cache.fetch(shard)
+            for number in [n for n in self._open if not self.cache.path(n).exists()]:
+                del self._open[number]
+            while len(self._open) >= MOST_OPEN:
+                self._open.pop(next(iter(self._open)))
+            rows = int(self.index.rows[shard])
+            try:
+                self._open[shard] = self._format.open(path, self.index.settings, rows)
+            except FileNotFoundError:  # deleted since, by a process that needed room
+                return self._shard(shard)
+            except (ConfigError, RunError):
+                raise
+            except Exception as error:
+                why = f"cannot be read as {self.index.format}: {error}"
+                advice = f"python -m trainer.shards check {self._source.url}"
+                raise RunError(f"shard {path}: {why}; {advice}") from None
+        return self._open[shard]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": {}}

@@ -1,0 +1,108 @@
+"""Downloads that survive a bad network: they are retried, resumed and verified."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from trainer.data.shards.sources import CHUNK, ResumeError, Source, TemporaryError
+from trainer.errors import RunError, one_line
+
+TRIES = 8  # in a row without a new byte: about a minute
+FIRST_DELAY_S = 0.25
+MOST_DELAY_S = 20.0
+_CHANCE = random.Random()  # the run's own generators are not touched  # noqa: S311
+
+
+def read_whole(source: Source, name: str) -> bytes:
+    """Return a small file. Raises OSError if it does not exist, RunError after eight tries."""
+
+    def read() -> bytes:
+        return b"".join(source.stream(name))
+
+    return _retried(read, f"{source.url}/{name}")
+
+
+def _retried(action: Callable[[], Any], place: str) -> Any:
+    for attempt in range(TRIES):
+        try:
+            return action()
+        except TemporaryError as error:
+            if attempt == TRIES - 1:
+                raise _gave_up(place, error) from None
+        _wait(attempt)
+
+
+def _wait(attempt: int) -> None:
+    delay = min(MOST_DELAY_S, FIRST_DELAY_S * 2**attempt)
+    time.sleep(delay * (0.5 + _CHANCE.random()))  # not all ranks at once
+
+
+def _gave_up(place: str, error: Exception) -> RunError:
+    advice = "check the server and the network, and start again: the run continues where it was"
+    return RunError(f"{place}: cannot be read after {TRIES} tries: {one_line(error)}; {advice}")
+
+
+def download(source: Source, name: str, file: BinaryIO, size: int | None, sha256: str) -> None:
+    """Write `name` to an empty or partly written file, which may be the rest of an earlier try.
+
+    A file of another digest or size is read once more from its start: it may have been damaged on
+    its way. Raises RunError if it cannot be read, or still differs, and OSError for a full disk.
+    """
+    place = f"{source.url}/{name}"
+    attempt = 0
+    differing = 0
+    while True:
+        before = file.seek(0, os.SEEK_END)
+        try:
+            why = _continue(source, name, file, size, sha256)
+            if not why:
+                return
+            differing += 1
+            if differing == 2:
+                advice = "the file was changed or is damaged: python -m trainer.shards check URL"
+                raise RunError(f"{place}: {why}; {advice}")
+            file.truncate(0)
+        except ResumeError:
+            file.truncate(0)
+        except TemporaryError as error:
+            attempt = 0 if file.seek(0, os.SEEK_END) > before else attempt + 1
+            if attempt == TRIES:
+                raise _gave_up(place, error) from None
+            _wait(attempt)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise RunError(f"{place}: cannot be read: {error}; check the address") from None
+
+
+def _continue(source: Source, name: str, file: BinaryIO, size: int | None, sha256: str) -> str:
+    """Write the rest of a file; return how the whole differs from its index, empty if it does not.
+
+    Raises TemporaryError if it ends early.
+    """
+    hasher = hashlib.sha256()
+    file.seek(0)
+    while block := file.read(CHUNK):
+        hasher.update(block)
+    done = file.tell()
+    if done == 0 or size is None or done < size:
+        for block in source.stream(name, done):
+            file.write(block)
+            hasher.update(block)
+            done += len(block)
+            if size is not None and done > size:
+                break
+    file.flush()
+    if size is not None and done < size:
+        raise TemporaryError(f"it ended after {done:,} of {size:,} bytes")
+    if size is not None and done > size:
+        return f"has more than the {size:,} bytes of its index"
+    if sha256 and hasher.hexdigest() != sha256:
+        return f"has SHA-256 {hasher.hexdigest()[:12]}, and its index {sha256[:12]}"
+    return ""

@@ -1,0 +1,71 @@
+"""Files of tensors: safetensors with a row for each example, and flat tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.errors import ConfigError
+
+TOKEN_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+
+
+class SafetensorsShard:
+    """Rows of a safetensors file: a dict of its tensors, or a tuple if they are named 0, 1, ..."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], rows: int):
+        from safetensors import safe_open
+
+        file = safe_open(path, "pt")
+        names = sorted(file.keys())
+        self._tensors = {name: file.get_tensor(name) for name in names}  # pages are read when used
+        if any(len(tensor) != rows for tensor in self._tensors.values()):
+            raise ValueError(f"{path} has tensors with other than {rows} rows")
+        self._is_tuple = names == sorted(map(str, range(len(names))))
+
+    def __getitem__(self, row: int) -> Any:
+        values = {name: tensor[row].clone() for name, tensor in self._tensors.items()}
+        return tuple(values[str(n)] for n in range(len(values))) if self._is_tuple else values
+
+
+def count_safetensors(path: Path, settings: Mapping[str, Any]) -> int:
+    """Return the rows of the tensors. Raises ValueError if they differ."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    rows = {shape[0] if shape else -1 for shape in shapes.values()}
+    if len(rows) != 1 or -1 in rows:
+        raise ValueError(f"{path}: its tensors must have as many rows, and have {shapes}")
+    return int(rows.pop())
+
+
+class TokenShard:
+    """Flat tokens, in sequences of `tokens`: (inputs, targets), int64, the targets one further.
+
+    A file of n tokens has (n - 1) // tokens sequences. `header` bytes at its start are left out.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], rows: int):
+        kind, header = settings["dtype"], settings["header"]
+        self._tokens = np.memmap(path, kind, "r", header)
+        self._length = settings["tokens"]
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        begin = row * self._length
+        taken = torch.from_numpy(self._tokens[begin : begin + self._length + 1].astype(np.int64))
+        return taken[:-1], taken[1:]
+
+
+def count_sequences(path: Path, settings: Mapping[str, Any]) -> int:
+    """Return the sequences of a file. Raises ConfigError if `settings` do not say their length."""
+    kind, length = settings.get("dtype"), settings.get("tokens")
+    if kind not in TOKEN_TYPES or not isinstance(length, int) or length < 1:
+        advice = "give --tokens=1024 --dtype=uint16"
+        raise ConfigError(f"{path.name}: tokens of unknown length or type; {advice}")
+    size = np.dtype(kind).itemsize
+    return max(0, ((path.stat().st_size - settings["header"]) // size - 1) // length)

@@ -1,0 +1,169 @@
+"""The index of a data set in shards: names, rows, bytes and SHA-256 of its files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainer.data.shards.download import read_whole
+from trainer.data.shards.sources import Source
+from trainer.errors import ConfigError
+
+NAME = "lockstep.index"  # beside the shards, in the form of a safetensors file
+OF_MDS = "index.json"
+FORMAT = 1
+MOST_OF_AN_INDEX = 2**33  # bytes: 10**8 shards
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """The shards of a data set, in the order of their examples' indices.
+
+    `format`: that of the files, such as "mds"; `settings`: what its reader needs. `rows`, `sizes`
+    (bytes of the files, -1: unknown) and `digests` (shards, 32; SHA-256, zeros: unknown) have a
+    row for each shard. `names` is a blob of UTF-8, in which a name ends at `ends[shard]`.
+    """
+
+    format: str
+    settings: Mapping[str, Any]
+    names: torch.Tensor
+    ends: torch.Tensor
+    rows: torch.Tensor
+    sizes: torch.Tensor
+    digests: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        format: str,
+        settings: Mapping[str, Any],
+        names: Sequence[str],
+        rows: Sequence[int],
+        sizes: Sequence[int],
+        digests: Sequence[bytes],
+    ) -> ShardIndex:
+        blobs = [name.encode() for name in names]
+        blob = torch.frombuffer(bytearray(b"".join(blobs)), dtype=torch.uint8)
+        ends = torch.tensor([len(each) for each in blobs]).cumsum(0)
+        hashes = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(-1, 32)
+        numbers = (torch.tensor(rows, dtype=torch.int64), torch.tensor(sizes, dtype=torch.int64))
+        return cls(format, settings, blob, ends, *numbers, hashes)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def name(self, shard: int) -> str:
+        start = int(self.ends[shard - 1]) if shard else 0
+        return bytes(self.names[start : int(self.ends[shard])].tolist()).decode()
+
+    def size(self, shard: int) -> int | None:
+        """Return the bytes of a file as it is stored; None if they are unknown."""
+        size = int(self.sizes[shard])
+        return None if size < 0 else size
+
+    def sha256(self, shard: int) -> str:
+        """Return the SHA-256 of a file as it is stored; empty if it is unknown."""
+        digest = self.digests[shard]
+        return bytes(digest.tolist()).hex() if bool(digest.any()) else ""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of names, rows and digests: of the content, not of the place."""
+        total = hashlib.sha256(
+            f"{self.format} {json.dumps(self.settings, sort_keys=True)}".encode()
+        )
+        for tensor in (self.names, self.ends, self.rows, self.sizes, self.digests):
+            total.update(tensor.numpy().tobytes())
+        return total.hexdigest()[:16]
+
+    def select(self, chosen: slice) -> ShardIndex:
+        """Return the index of some of the shards."""
+        numbers = range(len(self))[chosen]
+        names = [self.name(shard) for shard in numbers]
+        digests = [bytes(each) for each in self.digests[chosen].tolist()]
+        parts = (self.rows[chosen].tolist(), self.sizes[chosen].tolist(), digests)
+        return ShardIndex.of(self.format, self.settings, names, *parts)
+
+    def to_bytes(self) -> bytes:
+        from safetensors.torch import save
+
+        facts = {"format": FORMAT, "shards": self.format, "settings": dict(self.settings)}
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        return save(tensors, {"lockstep": json.dumps(facts)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, place: str) -> ShardIndex:
+        """Raise ConfigError for anything but an index of this version."""
+        from safetensors.torch import load
+
+        try:
+            length = int.from_bytes(data[:8], "little")
+            facts = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["lockstep"])
+            tensors = load(data)
+            index = cls(facts["shards"], facts["settings"], *(tensors[n] for n in _TENSORS))
+            is_sound = facts["format"] == FORMAT and index._is_sound()
+        except Exception:  # safetensors has its own kind of error
+            is_sound = False
+        if not is_sound:
+            advice = "write it again: python -m trainer.shards index URL"
+            raise ConfigError(f"{place}: is no index of this version; {advice}")
+        return index
+
+    def _is_sound(self) -> bool:
+        count = len(self.rows)
+        lengths = {len(self.ends), len(self.sizes), len(self.digests)}
+        has_names = count == 0 or int(self.ends[-1]) == len(self.names)
+        return lengths == {count} and has_names and bool((self.rows >= 0).all())
+
+
+_TENSORS = ("names", "ends", "rows", "sizes", "digests")
+
+
+def load_index(source: Source, place: str | None = None) -> ShardIndex:
+    """Read the index beside the shards: Lockstep's, or else that of MDS.
+
+    Raises ConfigError if there is none, or if it cannot be read.
+    """
+    try:
+        return ShardIndex.from_bytes(read_whole(source, NAME), f"{source.url}/{NAME}")
+    except OSError:
+        pass
+    try:
+        data = read_whole(source, OF_MDS)
+    except OSError as error:
+        why = f"has no {NAME}, nor {OF_MDS} of MDS ({error})"
+        advice = f"write one: python -m trainer.shards index {source.url}"
+        raise ConfigError(f"{source.url}: {why}; {advice}") from None
+    return of_mds(data, f"{source.url}/{OF_MDS}")
+
+
+def of_mds(data: bytes, place: str) -> ShardIndex:
+    """Convert MDS's index.json. Raises ConfigError for one of another form."""
+    try:
+        shards = json.loads(data)["shards"]
+        kinds = {(each["format"], each["version"], each["compression"]) for each in shards}
+        columns = {json.dumps([each[name] for name in _COLUMNS]) for each in shards}
+        if len(kinds) != 1 or len(columns) != 1:
+            raise ValueError("its shards have several forms")
+        ((kind, version, compression),) = kinds
+        if (kind, version) != ("mds", 2):
+            raise ValueError(f"its format is {kind} {version}, and mds 2 is read")
+        files = [each["zip_data"] if compression else each["raw_data"] for each in shards]
+        names = [each["basename"] for each in files]
+        hashes = [each["hashes"].get("sha256") or "0" * 64 for each in files]
+        settings = dict(zip(_COLUMNS, json.loads(columns.pop()), strict=True))
+        settings["compression"] = compression
+        rows = [each["samples"] for each in shards]
+        sizes = [each["bytes"] for each in files]
+        digests = [bytes.fromhex(each) for each in hashes]
+        return ShardIndex.of("mds", settings, names, rows, sizes, digests)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{place}: cannot be read as an index of MDS: {error}") from None
+
+
+_COLUMNS = ("column_names", "column_encodings", "column_sizes")

@@ -1,0 +1,179 @@
+"""Where shards are: a local folder, an HTTP server, or a store that fsspec knows."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainer.errors import ConfigError, one_line
+
+CHUNK = 2**20  # bytes
+TIMEOUT_S = 30.0  # without a byte
+TEMPORARY = (408, 425, 429, 500, 502, 503, 504)  # HTTP: a later request may succeed
+NOT_SATISFIABLE = 416
+HEADERS = {"User-Agent": "lockstep", "Accept-Encoding": "identity"}
+# Errors that come again: a missing file, no permission, a link where a file should be
+LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+class TemporaryError(Exception):
+    """A failure of a server or a network, after which a later try may succeed."""
+
+
+class Source(Protocol):
+    """The files under one address. Errors of a file are an OSError or a TemporaryError."""
+
+    url: str
+
+    def stream(self, name: str, begin: int = 0) -> Iterator[bytes]:
+        """Yield the bytes of a file from `begin` on.
+
+        Raises ResumeError before the first byte if it can only be read from its start.
+        """
+        ...
+
+    def list(self) -> list[str]:
+        """Return the names of all files, sorted; those in folders as `folder/name`."""
+        ...
+
+    def write(self, name: str, data: bytes) -> None: ...
+
+
+class ResumeError(Exception):
+    """A server that sends a file only as a whole."""
+
+
+class LocalSource:
+    """A folder of this machine, or on a shared file system."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.url = str(folder)
+
+    def stream(self, name: str, begin: int = 0) -> Iterator[bytes]:
+        with open(self.folder / name, "rb") as file:
+            file.seek(begin)
+            while block := file.read(CHUNK):
+                yield block
+
+    def list(self) -> list[str]:
+        files = (path for path in self.folder.rglob("*") if path.is_file())
+        return sorted(path.relative_to(self.folder).as_posix() for path in files)
+
+    def write(self, name: str, data: bytes) -> None:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part.write_bytes(data)
+        part.replace(path)
+
+
+class HttpSource:
+    """Files of an HTTP server, which cannot list them."""
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+
+    def stream(self, name: str, begin: int = 0) -> Iterator[bytes]:
+        path, mark, query = self.url.partition("?")
+        address = f"{path}/{urllib.parse.quote(name)}{mark}{query}"
+        headers = HEADERS | ({"Range": f"bytes={begin}-"} if begin else {})
+        request = urllib.request.Request(address, headers=headers)  # noqa: S310
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
+                if begin and answer.status != http.HTTPStatus.PARTIAL_CONTENT:
+                    raise ResumeError
+                rest = int(answer.headers.get("Content-Length") or -1)
+                while block := answer.read(CHUNK):
+                    rest -= len(block)
+                    yield block
+                if rest > 0:
+                    raise TemporaryError(f"the answer ended {rest:,} bytes too early")
+        except urllib.error.HTTPError as error:
+            with closing(error):
+                if error.code == NOT_SATISFIABLE:
+                    raise ResumeError from None
+                if error.code in TEMPORARY:
+                    raise TemporaryError(f"HTTP {error.code} {error.reason}") from None
+                raise FileNotFoundError(f"HTTP {error.code} {error.reason}") from None
+        except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
+            raise TemporaryError(one_line(getattr(error, "reason", error))) from None
+
+    def list(self) -> list[str]:
+        advice = "write the index where the files are, and copy it beside them"
+        raise ConfigError(f"{self.url}: an HTTP server cannot list its files; {advice}")
+
+    def write(self, name: str, data: bytes) -> None:
+        raise ConfigError(f"{self.url}: cannot be written; give a folder or a bucket")
+
+
+class FsspecSource:
+    """Files of a store that fsspec knows, such as s3://, gs:// or hf://."""
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+
+    def _open(self) -> tuple[Any, str]:
+        """Return fsspec's file system and the path in it; each process opens its own."""
+        import fsspec
+
+        return fsspec.core.url_to_fs(self.url)
+
+    def stream(self, name: str, begin: int = 0) -> Iterator[bytes]:
+        try:
+            system, root = self._open()
+            path = f"{root}/{name}"
+            with system.open(path, "rb", cache_type="readahead", block_size=4 * CHUNK) as file:
+                if begin and begin >= file.size:
+                    raise ResumeError
+                file.seek(begin)
+                while block := file.read(CHUNK):
+                    yield block
+        except (ResumeError, *LASTING):
+            raise
+        except Exception as error:  # each store has its own kinds
+            raise TemporaryError(one_line(error)) from None
+
+    def list(self) -> list[str]:
+        system, root = self._open()
+        found = system.find(root)
+        return sorted(path.removeprefix(root).lstrip("/") for path in found)
+
+    def write(self, name: str, data: bytes) -> None:
+        system, root = self._open()
+        with suppress(Exception):  # a bucket has no folders
+            system.makedirs(root, exist_ok=True)
+        with system.open(f"{root}/{name}", "wb") as file:
+            file.write(data)
+
+
+def open_source(url: str) -> Source:
+    """Return the source of an address or a folder.
+
+    Raises ConfigError for one that does not exist, or whose packages are missing.
+    """
+    scheme, mark, rest = str(url).partition("://")
+    if not mark or scheme == "file":
+        folder = Path(rest if mark else url).expanduser().absolute()
+        if not folder.is_dir():
+            raise ConfigError(f"{url}: must be a folder with shards, and is none")
+        return LocalSource(folder)
+    if scheme in ("http", "https"):
+        return HttpSource(url)
+    try:
+        import fsspec
+
+        fsspec.get_filesystem_class(scheme)
+    except ImportError as error:
+        advice = 'pip install "lockstep-trainer[shards]", and s3fs for s3://, gcsfs for gs://'
+        raise ConfigError(f"{url}: {one_line(error)}; {advice}") from None
+    except ValueError as error:
+        raise ConfigError(f"{url}: {one_line(error)}; give a folder, https:// or s3://") from None
+    return FsspecSource(url)
