@@ -156,7 +156,7 @@ def _by_epoch(replaced: Mapping[str, int]) -> dict[int, tuple[torch.Tensor, torc
         epoch, index = map(int, key.split("/"))
         by_epoch.setdefault(epoch, {})[index] = other
     return {
-        epoch: tuple(torch.tensor(sorted(pairs.items())).unbind(1))  # type: ignore[misc]
+        epoch: tuple(torch.tensor(sorted(pairs.items())).t().contiguous())
         for epoch, pairs in by_epoch.items()
     }
 

@@ -34,6 +34,7 @@ OWN = {
     "prove": ("--resume", "steps=", "dtype=", "limit=", "kill=", "out="),
     "replay": ("step=",),
     "report": ("out=",),
+    "shards": ("write", "index", "check", "to=", "split=", "shard_mb=", "tokens=", "dtype="),
     "train": ("-m", "--cfg"),
     "verify": ("--bits", "--resume", "layouts=", "steps=", "kills=", "seed="),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,7 +98,6 @@ class Batches:
         self.ledger = Ledger(self.plan, rank, is_counted)
         self.replaced: dict[str, int] = {}
         self.dataset = dataset
-        self.waited_s = 0.0
         self.is_streamed = not source.is_resident
         self._first = self.plan.first(rank)
         self._may_replace = data.on_error == "skip"
@@ -127,9 +125,7 @@ class Batches:
         for step in range(begin + first, begin + self.steps_per_epoch):
             heartbeat.begin_step(step)
             fetcher.advance(step)
-            began = time.perf_counter()
             batch = self._local(list(islice(pieces, len(self._sampler.pieces))), step, epoch)
-            self.waited_s += time.perf_counter() - began
             self.ledger.note(batch.indices, self._ranks.group)
             heartbeat.enter(Phase.COMPUTE)
             yield batch

@@ -26,6 +26,7 @@ from torch.utils.data import (
 from trainer.config.schema import DataSettings
 from trainer.data.examples import find_flaw, find_odd, form_of, is_complex, length_of
 from trainer.data.order import IndexSampler
+from trainer.data.shards.errors import ShardError
 from trainer.data.workers import (
     POLL_S,
     SHARED,
@@ -166,7 +167,8 @@ class ExampleSource(Dataset):
 
     def _read(self, seed: int, epoch: int, wanted: int) -> tuple[int, Any]:
         """Return (index, example): the wanted one or, where allowed, the next readable one."""
-        for index in range(wanted, wanted + MOST_IN_A_ROW):
+        index = wanted
+        for _ in range(MOST_IN_A_ROW):
             taken = index % len(self.dataset)
             self._note(taken)
             seed_example(seed, epoch, taken)
@@ -174,8 +176,10 @@ class ExampleSource(Dataset):
                 return taken, self.dataset[taken]
             except KeyboardInterrupt:
                 raise
+            except ShardError as error:  # so are the examples after it, in the same shard
+                reason, index = str(error), error.next_index
             except BaseException as error:  # such as SystemExit
-                reason = describe_with_place(error)
+                reason, index = describe_with_place(error), index + 1
             # Evaluation counts each example exactly once, so it replaces none.
             if self.config.on_error != "skip" or self.split != "train":
                 advice = "repair it, or set data.on_error=skip for training data"

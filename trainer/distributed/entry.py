@@ -32,6 +32,7 @@ VERBS = (
     "prove",
     "replay",
     "report",
+    "shards",
     "train",
     "verify",
 )

@@ -15,7 +15,7 @@ from trainer.checkpoints.state import TrainState
 from trainer.config.schema import Config
 from trainer.distributed import accelerator
 from trainer.distributed.devices import find_known
-from trainer.distributed.group import most
+from trainer.distributed.group import Group, most
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.watch.heartbeat import Phase
 from trainer.distributed.world import World
@@ -27,6 +27,9 @@ from trainer.record import startup
 from trainer.record.startup import STOPPED, Summary
 from trainer.record.trackers.base import Record
 from trainer.strategy.mesh import Mesh
+
+# The largest of all ranks, in this order
+SLOWEST = ("speed/data_wait", "speed/memory_gb", "speed/reserved_gb")
 
 
 def peak_of(world: World, precision: str) -> float | None:
@@ -58,7 +61,7 @@ class RunLog:
         self.first_step = first_step
         self.directory = directory
         self._config = config
-        self._group = ranks.group
+        self._ranks = ranks
         self._later = Later(partial(ranks.heartbeat.enter, Phase.DEVICE))
         self._record = record
         self._clock = Clock()
@@ -67,6 +70,10 @@ class RunLog:
         self._list_changes = list_changes
         self._is_new = is_new
         self._peak = peak_of(ranks.group.world, config.strategy.precision)
+
+    @property
+    def _group(self) -> Group:
+        return self._ranks.group
 
     @property
     def _shown(self) -> Path:
@@ -118,7 +125,8 @@ class RunLog:
         norms = engine.norms.take()
         speeds = self._speeds(engine, step)
         change = engine.tensors.find_change()
-        own = [float(bool(change)), *(size / 1e9 for size in world.peak_bytes())]
+        waited = speeds.pop("speed/data_wait")
+        own = [float(bool(change)), waited, *(size / 1e9 for size in world.peak_bytes())]
         means = yield from engine.recorder.means.reading(self._group)
         values = {f"train/{name}": mean for name, mean in means.items()} | rates
         host = accelerator.send(torch.tensor(own, dtype=torch.float64), world.device)
@@ -127,7 +135,7 @@ class RunLog:
         for name, norm in zip(norms, found[len(own) - 1 :], strict=True):
             values["optim/grad_norm" + f"/{name}" * (name != "loss")] = norm
         values |= speeds
-        values |= zip(("speed/memory_gb", "speed/reserved_gb"), found[: len(own) - 1], strict=False)
+        values |= zip(SLOWEST, found[: len(own) - 1], strict=False)
         if is_changed:
             with self._group.agreed("checking the model"):
                 if change:
@@ -135,7 +143,7 @@ class RunLog:
         return values
 
     def _speeds(self, engine: Engine, step: int) -> dict[str, float]:
-        """Return the speed since the last call.
+        """Return the speed since the last call, and the share of its time spent waiting for data.
 
         On devices whose peak is known also the model's operations as a fraction of it (MFU;
         Chowdhery et al., arXiv:2204.02311): forward and backward, without recomputation.
@@ -143,8 +151,10 @@ class RunLog:
         then, before = self._logged
         self._logged = (step, self._clock.read())
         examples = (step - then) * self._config.data.global_batch
-        rate = examples / max(self._logged[1] - before, 1e-9)
-        speeds = {"speed/examples_per_s": rate}
+        seconds = max(self._logged[1] - before, 1e-9)
+        rate = examples / seconds
+        waited = min(1.0, self._ranks.heartbeat.take_wait() / seconds)
+        speeds = {"speed/examples_per_s": rate, "speed/data_wait": waited}
         if self._peak:
             speeds["speed/mfu"] = rate * engine.strategy.flops / self._peak
         return speeds

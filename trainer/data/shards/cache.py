@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import gzip
-import hashlib
 import os
 import shutil
 import time
@@ -14,12 +13,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from trainer.data.shards.download import download
+import numpy as np
+
+from trainer.data.shards.download import digest_file, download
 from trainer.data.shards.index import ShardIndex
 from trainer.data.shards.sources import CHUNK, LocalSource, Source
 from trainer.errors import ConfigError, RunError
 
 PART = ".part"  # an unfinished download, locked by the process that writes it
+VERIFIED = "verified"  # stamps of files that are read in place, by shard
 FREE = "free"  # the lock of whoever makes room
 NextUse = Callable[[int], float]  # the step at which a shard is next needed; inf: not known
 
@@ -41,9 +43,11 @@ class ShardCache:
         if self._compression not in ("", "gz", "zstd"):
             raise ConfigError(f"{source.url}: compression {self._compression}: must be gz or zstd")
         self._is_in_place = False
+        self._verified = np.zeros(0, np.int64)
         self.folder = folder / index.digest
         if isinstance(source, LocalSource) and not self._compression:
             self._is_in_place = True
+            self._verified = _open_table(self.folder / VERIFIED, len(index))
             self.folder = source.folder
             return
         largest = int(index.sizes.max())
@@ -84,34 +88,45 @@ class ShardCache:
             return self._check_in_place(shard, path)
         if self._is_sound(shard, path):
             return path
+        try:
+            self._download(shard, path, next_use)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise self._no_room(shard, error) from None
+            try:
+                self._evict(shard, float("inf"), next_use)
+                self._download(shard, path, next_use)
+            except OSError as again:
+                raise self._no_room(shard, again) from None
+        return path
+
+    def _download(self, shard: int, path: Path, next_use: NextUse | None) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         with _locked_part(path) as part:
             if self._is_sound(shard, path):  # another process was faster
                 Path(part.name).unlink()
-                return path
-            self._evict(shard, self.size(shard), next_use)
-            try:
+            else:
+                self._evict(shard, self.size(shard), next_use)
                 self._write(shard, part, path)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise self._no_room(shard, error) from None
-                self._evict(shard, float("inf"), next_use)
-                self._write_at_last(shard, part, path)
-        return path
-
-    def _write_at_last(self, shard: int, part: BinaryIO, path: Path) -> None:
-        try:
-            self._write(shard, part, path)
-        except OSError as error:
-            raise self._no_room(shard, error) from None
 
     def _check_in_place(self, shard: int, path: Path) -> Path:
+        """Verify a file that was not verified since it was last written."""
         size = self._index.size(shard)
         try:
-            found = path.stat().st_size
+            status = path.stat()
         except OSError as error:
             raise RunError(f"shard {path}: {error.strerror}; restore it") from None
-        if size is not None and found != size:
-            why = f"has {found:,} bytes, and {size:,} in its index"
+        why = ""
+        if size is not None and status.st_size != size:
+            why = f"has {status.st_size:,} bytes, and {size:,} in its index"
+        stamp = hash((status.st_mtime_ns, status.st_size, status.st_ino))
+        sha256 = self._index.sha256(shard)
+        if not why and sha256 and self._verified[shard] != stamp:
+            if digest_file(path) == sha256:
+                self._verified[shard] = stamp
+            else:
+                why = "has another SHA-256 than in its index"
+        if why:
             advice = f"restore it: python -m trainer.shards check {self._source.url}"
             raise RunError(f"shard {path}: {why}; {advice}")
         return path
@@ -126,7 +141,7 @@ class ShardCache:
         if self._compression or not sha256 or status.st_mtime_ns == _stamp(sha256):
             return True
         with suppress(FileNotFoundError):
-            if _digest(path) == sha256:
+            if digest_file(path) == sha256:
                 os.utime(path, ns=(_stamp(sha256), _stamp(sha256)))
                 return True
             path.unlink()
@@ -201,6 +216,17 @@ def default_folder() -> Path:
     return Path(os.environ.get("LOCKSTEP_CACHE") or Path(base) / "lockstep")
 
 
+def _open_table(path: Path, length: int) -> np.ndarray:
+    """Return int64 (length,), shared by the processes of this node, or own if it cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab") as file:
+            file.truncate(8 * length)
+        return np.memmap(path, np.int64, "r+", shape=(length,))
+    except OSError:
+        return np.zeros(length, np.int64)
+
+
 @contextmanager
 def _locked_part(path: Path) -> Iterator[BinaryIO]:
     """Open the unfinished download of a file, when no other process writes it any more.
@@ -209,7 +235,7 @@ def _locked_part(path: Path) -> Iterator[BinaryIO]:
     """
     name = f"{path}{PART}"
     while True:
-        with open(name, "a+b") as part:
+        with open(name, "a+b", buffering=0) as part:  # a full disk is met at each write
             fcntl.flock(part, fcntl.LOCK_EX)
             try:
                 is_current = Path(name).stat().st_ino == os.fstat(part.fileno()).st_ino
@@ -224,14 +250,6 @@ def _locked_part(path: Path) -> Iterator[BinaryIO]:
 def _stamp(sha256: str) -> int:
     """Return a time in ns, of some moment before 2006, that stands for a digest."""
     return int(sha256[:15], 16)
-
-
-def _digest(path: Path) -> str:
-    total = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(CHUNK):
-            total.update(block)
-    return total.hexdigest()
 
 
 @contextmanager

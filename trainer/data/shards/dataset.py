@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from trainer.data.sampling.shards import LANES, WINDOW, ShardShuffle
 from trainer.data.shards.cache import ShardCache, default_folder
+from trainer.data.shards.errors import ShardError
 from trainer.data.shards.formats import FORMATS, OpenShard
 from trainer.data.shards.index import load_index
 from trainer.data.shards.sources import open_source
@@ -91,7 +92,11 @@ class ShardedDataset(Dataset):
             raise IndexError(f"example {index} of {len(self)}")
         index %= len(self)
         shard = int(self._first.searchsorted(index, side="right")) - 1
-        example = self._shard(shard)[index - int(self._first[shard])]
+        try:
+            example = self._shard(shard)[index - int(self._first[shard])]
+        except RunError as error:
+            place = index - int(self._first[shard])
+            raise ShardError(str(error), int(self._first[shard + 1]) + place) from None
         return example if self._decode is None else self._decode(example)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:

@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainer.data.shards.sources import CHUNK, ResumeError, Source, TemporaryError
@@ -65,7 +66,9 @@ def download(source: Source, name: str, file: BinaryIO, size: int | None, sha256
                 return
             differing += 1
             if differing == 2:
-                advice = "the file was changed or is damaged: python -m trainer.shards check URL"
+                advice = (
+                    f"it was changed or is damaged: python -m trainer.shards check {source.url}"
+                )
                 raise RunError(f"{place}: {why}; {advice}")
             file.truncate(0)
         except ResumeError:
@@ -93,7 +96,9 @@ def _continue(source: Source, name: str, file: BinaryIO, size: int | None, sha25
     done = file.tell()
     if done == 0 or size is None or done < size:
         for block in source.stream(name, done):
-            file.write(block)
+            rest = memoryview(block)
+            while rest:  # a raw file writes as much as fits
+                rest = rest[file.write(rest) :]
             hasher.update(block)
             done += len(block)
             if size is not None and done > size:
@@ -106,3 +111,12 @@ def _continue(source: Source, name: str, file: BinaryIO, size: int | None, sha25
     if sha256 and hasher.hexdigest() != sha256:
         return f"has SHA-256 {hasher.hexdigest()[:12]}, and its index {sha256[:12]}"
     return ""
+
+
+def digest_file(path: Path) -> str:
+    """Return the SHA-256 of a file of any size."""
+    total = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(CHUNK):
+            total.update(block)
+    return total.hexdigest()

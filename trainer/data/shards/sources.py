@@ -154,12 +154,25 @@ class FsspecSource:
             file.write(data)
 
 
+def create_source(url: str) -> Source:
+    """Return the source of an address or a folder to write to. Raises ConfigError as
+    `open_source` does."""
+    scheme, mark, rest = url.partition("://")
+    if not mark or scheme == "file":
+        folder = Path(rest if mark else url).expanduser()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{url}: {error.strerror}; give another folder") from None
+    return open_source(url)
+
+
 def open_source(url: str) -> Source:
     """Return the source of an address or a folder.
 
     Raises ConfigError for one that does not exist, or whose packages are missing.
     """
-    scheme, mark, rest = str(url).partition("://")
+    scheme, mark, rest = url.partition("://")
     if not mark or scheme == "file":
         folder = Path(rest if mark else url).expanduser().absolute()
         if not folder.is_dir():

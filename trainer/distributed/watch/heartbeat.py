@@ -41,12 +41,22 @@ class Heartbeat:
         self._path = memory[watcher.FIELDS * 8 :][: watcher.MAX_PATH]
         self._place = memory[watcher.FIELDS * 8 + watcher.MAX_PATH : mmap.PAGESIZE]
         self._began = 0.0
+        self._waited_s = 0.0
 
     def enter(self, phase: Phase) -> None:
         """Record the start of a phase."""
         page = self._page
+        now = time.monotonic()
+        if page[watcher.PHASE] == Phase.DATA:
+            self._waited_s += now - page[watcher.SINCE]
         page[watcher.PHASE] = phase
-        page[watcher.SINCE] = time.monotonic()
+        page[watcher.SINCE] = now
+
+    def take_wait(self) -> float:
+        """Return the seconds of waiting for data since the last call."""
+        waited_s = self._waited_s
+        self._waited_s = 0.0
+        return waited_s
 
     def begin_step(self, step: int) -> None:
         """Record the start of a step; its first phase is loading the data."""

@@ -74,7 +74,7 @@ def decoder(encoding: str) -> Callable[[bytes], Any]:
     if kind == "int":
         return lambda data: struct.unpack("<q", data)[0]
     if kind in _SCALARS:
-        return lambda data: np.frombuffer(data, kind)[0].item()
+        return lambda data: np.frombuffer(data, kind)[0]
     if kind == "ndarray":
         return _Array(form).decode
     if kind in plain:
@@ -140,7 +140,7 @@ class MdsWriter:
         self.settings = dict(zip(names, (self.names, self.encodings, self.sizes), strict=True))
         self._config = json.dumps(self.settings, sort_keys=True).encode()
         self._rows: list[bytes] = []
-        self.num_bytes = 0
+        self._num_bytes = 0
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Raise ValueError for a value that its column cannot hold."""
@@ -155,10 +155,16 @@ class MdsWriter:
                 raise ValueError(f"column {name} has {len(part)} bytes, and {size} in other rows")
         row = struct.pack(f"<{len(lengths)}I", *lengths) + b"".join(parts)
         self._rows.append(row)
-        self.num_bytes += len(row)
+        self._num_bytes += len(row) + 4
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def is_full(self, most_bytes: int) -> bool:
+        """Return True if a row like those before would exceed `most_bytes`."""
+        count = len(self._rows)
+        size = 8 + len(self._config) + self._num_bytes
+        return bool(count) and size + self._num_bytes // count > most_bytes
 
     def take(self) -> bytes:
         """Return the bytes of a file with the rows added since the last call."""
@@ -168,23 +174,22 @@ class MdsWriter:
             [struct.pack("<I", len(self._rows)), ends.tobytes(), self._config, *self._rows]
         )
         self._rows = []
-        self.num_bytes = 0
+        self._num_bytes = 0
         return data
 
 
 def encoding_of(value: Any) -> str:
     """Return the encoding for values like this one. Raises ValueError if there is none."""
-    if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim and value.size:
-        dtype = str(value.dtype).removeprefix("torch.")
-        if dtype in _DTYPES.values():
-            return f"ndarray:{dtype}"
-    kinds = {bool: None, int: "int", float: "float64", str: "str", bytes: "bytes"}
-    found = kinds.get(type(value))
-    if found is None and isinstance(value, np.generic) and str(value.dtype) in _SCALARS:
-        found = str(value.dtype)
-    if found is None:
-        raise ValueError(f"a {type(value).__name__} has no column type")
-    return found
+    plain: dict[type, str] = {int: "int", float: "float64", str: "str", bytes: "bytes"}
+    if type(value) in plain:
+        return plain[type(value)]
+    dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
+    if dtype in _SCALARS and value.ndim == 0:
+        return dtype
+    if dtype in _DTYPES.values() and 0 not in value.shape:
+        return f"ndarray:{dtype}"
+    form = f" of {dtype} and shape {tuple(value.shape)}" if dtype else ""
+    raise ValueError(f"a {type(value).__name__}{form} has no column type")
 
 
 def _fixed_size(encoding: str) -> int | None:

@@ -39,9 +39,6 @@ class ParquetShard:
             self._groups[group] = self._file.read_row_group(group, self._columns)
         return self._groups[group]
 
-    def close(self) -> None:
-        self._file.close()
-
 
 def count_rows(path: Path, settings: Mapping[str, Any]) -> int:
     return int(_parquet().read_metadata(path).num_rows)

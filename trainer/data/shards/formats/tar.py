@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
 import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +25,8 @@ class TarShard:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], rows: int):
-        self._file = open(path, "rb")  # noqa: SIM115
+        with open(path, "rb") as file:
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._members = _members(path)
         if len(self._members) != rows:
             raise ValueError(f"{path} has {len(self._members)} examples, and {rows} in its index")
@@ -33,12 +35,8 @@ class TarShard:
         key, files = self._members[row]
         example: dict[str, Any] = {KEY: key}
         for ending, (begin, size) in files.items():
-            self._file.seek(begin)
-            example[ending] = _decode(ending, self._file.read(size))
+            example[ending] = _decode(ending, self._data[begin : begin + size])
         return example
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _members(path: Path) -> list[tuple[str, dict[str, tuple[int, int]]]]:

@@ -1,0 +1,73 @@
+"""An HTTP server of files that fails as servers and networks do, by chance with a seed."""
+
+import random
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+FAULTS = ("drop", "delay", "truncate", "503")
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """Sends files, or parts of them from an offset on; counts them in `server.sent`."""
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        server = self.server
+        with server.lock:
+            fault = server.draw.choice(FAULTS) if server.draw.random() < server.rate else ""
+        if fault == "delay":
+            time.sleep(0.2)
+        if fault == "503":
+            self.send_error(503)
+            return
+        path = self.translate_path(self.path)
+        try:
+            with open(path, "rb") as file:
+                data = file.read()
+        except OSError:
+            self.send_error(404)
+            return
+        begin = 0
+        if (given := self.headers.get("Range")) and server.has_ranges:
+            begin = int(given.removeprefix("bytes=").rstrip("-"))
+        if begin and begin >= len(data):
+            self.send_error(416)
+            return
+        self.send_response(206 if begin else 200)
+        self.send_header("Content-Length", str(len(data) - begin))
+        self.end_headers()
+        rest = data[begin:]
+        if fault in ("drop", "truncate"):
+            rest = rest[: len(rest) // 2]
+        self.wfile.write(rest)
+        with server.lock:
+            name = self.path.rpartition("/")[2]
+            server.sent[name] = server.sent.get(name, 0) + len(rest)
+        if fault in ("drop", "truncate"):
+            self.close_connection = True
+
+
+@contextmanager
+def serving(folder, rate=0.0, seed=0, has_ranges=True, port=0):
+    """Serve a folder. A request fails with probability `rate`; `server.url` is the address."""
+    server = ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, directory=str(folder)))
+    server.daemon_threads = True
+    server.draw = random.Random(seed)
+    server.rate = rate
+    server.has_ranges = has_ranges
+    server.lock = threading.Lock()
+    server.sent = {}
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,180 @@
+"""Weights, mixtures and balanced classes: functions of seed, epoch and position, as any order."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import fit_on
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from trainer import ClassBalanced, ConfigError, Mixture, ShardedDataset, Trainer, Weighted
+from trainer.audit import main as audit
+from trainer.data.sampling.mixture import _pattern, _shares
+from trainer.shards.writing import write_shards
+
+WORDS = [
+    *("task=tiny", "run.steps=25", "strategy=exact", "data.global_batch=20", "data.micro_batch=5"),
+    *("log.every_steps=1", "eval.every_epochs=null"),
+]
+LABELS = torch.tensor([0] * 100 + [1] * 60 + [2] * 31 + [3] * 12)
+SAMPLINGS = {
+    "weights": lambda: Weighted(torch.arange(203) % 7),
+    "mixture": lambda: Mixture([150, 53], [0.3, 0.7]),
+    "classes": lambda: ClassBalanced(LABELS),
+}
+
+
+def rows():
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(203, 12, generator=generator), LABELS)
+
+
+class Sampled(Trainer):
+    """203 examples of 4 classes, taken as `make` says."""
+
+    make = staticmethod(SAMPLINGS["weights"])
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(12, 8), nn.Dropout(0.1), nn.Linear(8, 5))
+
+    def build_dataset(self, split):
+        return rows() if split == "train" else None
+
+    def sampling(self, split):
+        return self.make()
+
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def task_with(make, dataset=None):
+    members = {"make": staticmethod(make)}
+    if dataset is not None:
+        members["build_dataset"] = lambda self, split: dataset() if split == "train" else None
+    return type("Sampled", (Sampled,), members)
+
+
+def epochs(sampling, count, batch=10):
+    positions = torch.arange(sampling.size // batch * batch)
+    return [sampling.order(3, epoch, batch)(positions) for epoch in range(count)]
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_run_is_the_same_to_the_bit_on_any_ranks_and_after_a_resume(name, tmp_path, capfd):
+    task = task_with(SAMPLINGS[name])
+    one = fit_on(1, tmp_path / "one", *WORDS, task=task)
+    two = fit_on(3, tmp_path / "two", *WORDS, "data.path=streamed", "data.workers=1", task=task)
+    assert one["seen"] == two["seen"] and one["losses"] == two["losses"]
+    fit_on(2, tmp_path / "three", *WORDS, "run.steps=13", task=task)
+    three = fit_on(1, tmp_path / "three", *WORDS, "run.resume=auto", task=task)
+    assert three["losses"].items() <= one["losses"].items()
+    capfd.readouterr()
+    assert audit([str(three["directory"])]) == 0
+    said = capfd.readouterr().out
+    assert "agree with the recomputed order" in said and "expected of the sampling" in said
+    with pytest.raises(AssertionError, match="the train data has sampling"):
+        other = task_with(lambda: Weighted(torch.ones(203)))
+        fit_on(1, tmp_path / "three", *WORDS, "run.steps=40", "run.resume=auto", task=other)
+
+
+def test_an_example_is_taken_as_often_as_its_weight_says_up_to_one():
+    weights = torch.rand(1000, generator=torch.Generator().manual_seed(1)) ** 3
+    sampling = Weighted(weights, size=5000)
+    expected = sampling.weights / sampling.weights.sum() * 5000
+    taken = [torch.bincount(epoch, minlength=1000) for epoch in epochs(sampling, 40)]
+    assert all(((times - expected).abs() < 1 + 1e-9).all() for times in taken)
+    # over the epochs the starts are random, so the sums go to what is expected
+    total = sum(taken)
+    chi_square = ((total - 40 * expected) ** 2 / (40 * expected).clamp(min=1e-9)).sum()
+    assert chi_square < 1000
+    assert (total - 40 * expected).abs().max() < 15
+    assert not epochs(sampling, 2)[0].equal(epochs(sampling, 2)[1])
+
+
+def test_equal_weights_take_each_example_once():
+    (taken,) = epochs(Weighted(torch.full((770,), 3.0)), 1)
+    assert taken.sort().values.equal(torch.arange(770))
+
+
+def test_an_example_of_weight_0_is_never_taken():
+    sampling = Weighted([0, 1, 0, 2, 0], size=1000)
+    assert {*torch.cat(epochs(sampling, 5)).tolist()} == {1, 3}
+
+
+@pytest.mark.parametrize(
+    "proportions", [[0.7, 0.3], [1, 1, 1], [0.5, 0.2, 0.2, 0.1], [1 / 3, 2 / 3], [0.123456, 5, 3]]
+)
+def test_a_pattern_is_within_one_example_of_its_proportions_at_any_place(proportions):
+    shares = _shares(proportions)
+    pattern = torch.tensor(_pattern(shares))
+    taken = F.one_hot(pattern, len(shares)).cumsum(0).double()
+    places = torch.arange(1, len(pattern) + 1, dtype=torch.float64)[:, None]
+    assert (taken - places * torch.tensor(shares) / sum(shares)).abs().max() < 1
+    assert taken[-1].tolist() == shares
+    wanted = torch.tensor(proportions) / sum(proportions)
+    assert torch.tensor(shares).div(sum(shares)).allclose(wanted, atol=1e-4)
+
+
+def test_a_mixture_keeps_its_proportions_after_every_step_over_epochs():
+    mixture = Mixture([100, 7, 1000], [0.5, 0.2, 0.3])
+    taken = torch.cat(epochs(mixture, 5, batch=13))
+    group = torch.bucketize(taken, torch.tensor([100, 107]), right=True)
+    after = F.one_hot(group, 3).view(-1, 13, 3).sum(1).cumsum(0).double()
+    steps = torch.arange(1, len(after) + 1, dtype=torch.float64)[:, None] * 13
+    assert (after - steps * torch.tensor([0.5, 0.2, 0.3])).abs().max() < 1
+
+
+def test_a_group_of_a_mixture_has_epochs_of_its_own():
+    mixture = Mixture([40, 7], [0.5, 0.5])
+    order = torch.cat(epochs(mixture, 20, batch=2))
+    few = order[order >= 40]
+    whole = few[: len(few) // 7 * 7].view(-1, 7)
+    # rows are permuted within a batch, which has one of this group: so its order is kept
+    assert all(turn.sort().values.tolist() == [*range(40, 47)] for turn in whole)
+    assert len({tuple(turn.tolist()) for turn in whole}) > 1
+
+
+def test_batches_have_as_many_examples_of_each_class_up_to_one():
+    for epoch in epochs(ClassBalanced(LABELS), 3):
+        counts = F.one_hot(LABELS[epoch], 4).view(-1, 10, 4).sum(1)
+        assert counts.min() >= 2 and counts.max() <= 3
+
+
+def test_weights_and_shards_go_together(tmp_path):
+    write_shards(rows(), str(tmp_path / "data"), 600, 0)
+    task = task_with(SAMPLINGS["classes"], lambda: ShardedDataset(tmp_path / "data"))
+    found = fit_on(2, tmp_path / "shards", *WORDS, task=task)
+    plain = fit_on(1, tmp_path / "plain", *WORDS, task=task_with(SAMPLINGS["classes"]))
+    assert found["seen"] == plain["seen"] and found["losses"] == plain["losses"]
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: Weighted([1.0, -1.0]), "weights: must be finite, not negative"),
+        (lambda: Weighted([0.0, 0.0]), "one at least above 0"),
+        (lambda: Weighted(torch.ones(2, 2)), "weights: must have one axis"),
+        (lambda: Weighted("abc"), "weights: must be numbers, and is a str"),
+        (lambda: Weighted([1.0], size=0), "size=0: must be an integer of at least 1"),
+        (lambda: Mixture([3, 4], [1.0]), "must be one for each group"),
+        (lambda: Mixture([3, 0]), "each group must have at least one"),
+        (lambda: Mixture([3, 4], [0.5, -0.5]), "must be above 0"),
+        (lambda: Mixture([3, 4], [0.5, float("nan")]), "must be finite numbers"),
+    ],
+)
+def test_mistakes_are_named(make, why):
+    with pytest.raises(ConfigError, match=why):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: Weighted(torch.ones(202)), "the train data has 203: must be equal"),
+        (lambda: [1, 2], "must return Weighted, Mixture, ClassBalanced or None"),
+        (lambda: Weighted(torch.ones(203), size=10), "must be at most the 10 training examples"),
+    ],
+)
+def test_a_sampling_for_other_data_is_refused(make, why, tmp_path):
+    with pytest.raises(AssertionError, match=why):
+        fit_on(1, tmp_path, *WORDS, task=task_with(make))

@@ -1,0 +1,16 @@
+"""The error of a shard, as an example meets it."""
+
+from __future__ import annotations
+
+from trainer.errors import RunError
+
+
+class ShardError(RunError):
+    """A shard that cannot be read; `next_index` is an example of the shard after it."""
+
+    def __init__(self, message: str, next_index: int):
+        super().__init__(message)
+        self.next_index = next_index
+
+    def __reduce__(self) -> tuple[type, tuple[str, int]]:
+        return ShardError, (str(self), self.next_index)

@@ -1,0 +1,1 @@
+"""`python -m trainer.shards`: write, index and check data in shards."""

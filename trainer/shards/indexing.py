@@ -1,0 +1,112 @@
+"""Indexing and checking shards that exist."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trainer.data.shards.download import digest_file, download
+from trainer.data.shards.formats import FORMATS
+from trainer.data.shards.index import NAME, OF_MDS, ShardIndex, load_index, of_mds
+from trainer.data.shards.sources import LocalSource, Source, create_source, open_source
+from trainer.errors import ConfigError, RunError
+
+
+def write_index(url: str, to: str, settings: Mapping[str, Any]) -> tuple[ShardIndex, str]:
+    """Read all shards at `url`; write their index and return it with its place.
+
+    Raises ConfigError if there are none, or of several formats, or one cannot be read.
+    """
+    source = open_source(url)
+    listed = source.list()
+    format, names = _find_shards(source.url, listed)
+    settings = dict(settings)
+    if format == "mds" and OF_MDS in listed:
+        made = of_mds(b"".join(source.stream(OF_MDS)), f"{source.url}/{OF_MDS}")
+        names = [made.name(shard) for shard in range(len(made))]
+        settings = dict(made.settings)
+    elif format == "mds":
+        raise ConfigError(f"{source.url}: has no {OF_MDS}, which names the columns; restore it")
+    if format == "bin":
+        settings = {"header": 0, "dtype": "uint16", **settings}
+    rows = []
+    sizes = []
+    digests = []
+    for number, name in enumerate(names):
+        with _local(source, name) as path:
+            count = made.rows[number] if format == "mds" else _count(format, path, settings)
+            rows.append(int(count))
+            sizes.append(path.stat().st_size)
+            digests.append(bytes.fromhex(digest_file(path)))
+    index = ShardIndex.of(format, settings, names, rows, sizes, digests)
+    target = create_source(to)
+    target.write(NAME, index.to_bytes())
+    return index, f"{target.url}/{NAME}"
+
+
+def _find_shards(url: str, listed: list[str]) -> tuple[str, list[str]]:
+    """Return the format and the names of the shards."""
+    found = {
+        format: names
+        for format, kind in FORMATS.items()
+        if (names := [n for n in listed if n.removesuffix(".zstd").endswith(kind.suffixes)])
+    }
+    if len(found) != 1:
+        kinds = ", ".join(suffix for kind in FORMATS.values() for suffix in kind.suffixes)
+        has = f"files of several formats ({', '.join(found)})" if found else "no shards"
+        raise ConfigError(f"{url}: has {has}; must have files of one of {kinds}")
+    return found.popitem()
+
+
+def _count(format: str, path: Path, settings: Mapping[str, Any]) -> int:
+    try:
+        return FORMATS[format].count_rows(path, settings)
+    except (ConfigError, RunError):
+        raise
+    except Exception as error:  # each reader has its own kinds
+        raise ConfigError(f"{path.name}: cannot be read as {format}: {error}") from None
+
+
+def check_shards(url: str) -> tuple[ShardIndex, dict[str, str]]:
+    """Read every shard; return the index, and why by the name of each file that differs."""
+    source = open_source(url)
+    index = load_index(source)
+    wrong = {}
+    for shard in range(len(index)):
+        name = index.name(shard)
+        try:
+            with _local(source, name, index.size(shard), index.sha256(shard)) as path:
+                if index.settings.get("compression"):
+                    continue
+                rows = FORMATS[index.format].count_rows(path, index.settings)
+                if rows != int(index.rows[shard]):
+                    wrong[name] = f"has {rows} rows, and {int(index.rows[shard])} in the index"
+        except (OSError, RunError, ConfigError) as error:
+            wrong[name] = str(error)
+        except Exception as error:  # each reader has its own kinds
+            wrong[name] = f"cannot be read as {index.format}: {error}"
+    return index, wrong
+
+
+@contextmanager
+def _local(source: Source, name: str, size: int | None = None, sha256: str = "") -> Iterator[Path]:
+    """Yield a file's place on this machine; compare its bytes and SHA-256, where they are given.
+
+    Raises RunError if they differ, or if it cannot be read.
+    """
+    if isinstance(source, LocalSource):
+        path = source.folder / name
+        found = path.stat().st_size
+        if size is not None and found != size:
+            raise RunError(f"has {found:,} bytes, and {size:,} in the index")
+        if sha256 and (digest := digest_file(path)) != sha256:
+            raise RunError(f"has SHA-256 {digest[:12]}, and {sha256[:12]} in the index")
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(suffix=Path(name).suffix) as file:
+        stream: BinaryIO = file.file  # type: ignore[assignment]
+        download(source, name, stream, size, sha256)
+        yield Path(file.name)
