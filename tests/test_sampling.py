@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from harness import fit_on
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import ConcatDataset, TensorDataset
 
 from trainer import ClassBalanced, ConfigError, Mixture, ShardedDataset, Trainer, Weighted
 from trainer.audit import main as audit
@@ -148,6 +148,24 @@ def test_weights_and_shards_go_together(tmp_path):
     assert found["seen"] == plain["seen"] and found["losses"] == plain["losses"]
 
 
+def test_a_mixture_of_shards_reads_few_of_them_at_a_time(tmp_path):
+    for name in ("one", "two"):
+        write_shards(rows(), str(tmp_path / name), 600, 0)
+    parts = [ShardedDataset(tmp_path / name, lanes=2, window=1) for name in ("one", "two")]
+    mixture = Mixture(parts, [0.75, 0.25])
+    taken = torch.cat(epochs(mixture, 2, batch=20))
+    many = taken[taken < 203][:188]  # rows of a batch are permuted: its last batches mix epochs
+    assert len(many.unique()) == 188
+    shards = torch.searchsorted(parts[0].sampling.first, many, right=True) - 1
+    assert all(len(some.unique()) <= 8 for some in shards.split(20))
+    assert len(shards.unique()) > 25
+    task = task_with(lambda: mixture, lambda: ConcatDataset(parts))
+    one = fit_on(1, tmp_path / "run", *WORDS, task=task)
+    two = fit_on(2, tmp_path / "runs", *WORDS, "data.workers=1", task=task)
+    assert one["seen"] == two["seen"] and one["losses"] == two["losses"]
+    assert audit([str(two["directory"])]) == 0
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -157,7 +175,7 @@ def test_weights_and_shards_go_together(tmp_path):
         (lambda: Weighted("abc"), "weights: must be numbers, and is a str"),
         (lambda: Weighted([1.0], size=0), "size=0: must be an integer of at least 1"),
         (lambda: Mixture([3, 4], [1.0]), "must be one for each group"),
-        (lambda: Mixture([3, 0]), "each group must have at least one"),
+        (lambda: Mixture([3, 0]), "groups: each must have at least one"),
         (lambda: Mixture([3, 4], [0.5, -0.5]), "must be above 0"),
         (lambda: Mixture([3, 4], [0.5, float("nan")]), "must be finite numbers"),
     ],

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trainer.config.schema import Config
     from trainer.config.typed import limit
     from trainer.data.loaders import ResidentDataset
+    from trainer.data.packing import PackedDataset
     from trainer.data.sampling.mixture import ClassBalanced, Mixture
     from trainer.data.sampling.weighted import Weighted
     from trainer.data.shards.dataset import ShardedDataset
@@ -33,6 +34,7 @@ _HOMES = {
     "Config": "trainer.config.schema",
     "Mixture": "trainer.data.sampling.mixture",
     "Observer": "trainer.record.trackers.observer",
+    "PackedDataset": "trainer.data.packing",
     "Random": "trainer.rng.philox",
     "ResidentDataset": "trainer.data.loaders",
     "ShardedDataset": "trainer.data.shards.dataset",
@@ -52,6 +54,7 @@ __all__ = [
     "ConfigError",
     "Mixture",
     "Observer",
+    "PackedDataset",
     "Random",
     "ResidentDataset",
     "RunError",

@@ -5,14 +5,17 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from math import gcd, lcm
 from typing import Any
 
 import torch
 
-from trainer.data.sampling.base import Sampling, State, as_vector, check_size
+from trainer.data.sampling.base import IndexOrder, Sampling, State, as_vector, check_size
+from trainer.data.sampling.shards import ShardShuffle
 from trainer.errors import ConfigError
 from trainer.rng.permutation import Permutation
+from trainer.rng.philox import key_of
 
 LONGEST = 100_000  # places of the repeated pattern; other proportions are rounded to it
 
@@ -24,42 +27,49 @@ class Mixture(Sampling):
     earlier one. For a `ConcatDataset`, or any data set whose groups follow each other:
 
         def sampling(self, split):
-            return Mixture([len(code), len(prose)], [0.7, 0.3])
+            return Mixture([self.code, self.prose], [0.7, 0.3])
     """
 
     kind = "mixture"
 
     def __init__(
         self,
-        sizes: Sequence[int] | torch.Tensor,
+        groups: Sequence[Any],
         proportions: Sequence[float] | None = None,
         size: int | None = None,
         members: torch.Tensor | None = None,
     ):
-        """`sizes`: number of examples of each group; `size`: positions of an epoch of the run.
+        """`groups`: the data set of each group, or its number of examples.
 
-        `proportions` are in any unit, and by default equal; `size` is by default the number of
-        examples. `members` (examples,): indices of all examples, group by group; by default the
+        The shards of a `ShardedDataset` are read a few at a time here too. `proportions` are in any
+        unit, and by default equal. `size`: positions of an epoch of the run, by default the number
+        of examples. `members` (examples,): indices of all examples, group by group; by default the
         groups follow each other. Raises ConfigError for other arguments.
         """
-        self.sizes = as_vector(sizes, "sizes", torch.int64)
+        sizes = [each if isinstance(each, int) else len(each) for each in groups]
+        self.sizes = as_vector(sizes, "groups", torch.int64)
         if int(self.sizes.min()) < 1:
-            raise ConfigError("sizes: each group must have at least one example")
+            raise ConfigError("groups: each must have at least one example")
+        samplings = [getattr(each, "sampling", None) for each in groups]
+        self._shards = {n: s for n, s in enumerate(samplings) if isinstance(s, ShardShuffle)}
         self.num_examples = int(self.sizes.sum())
         self.size = self.num_examples if size is None else size
         check_size("size", self.size)
         shares = _shares([1] * len(self.sizes) if proportions is None else proportions)
         if len(shares) != len(self.sizes):
             given = f"{len(shares)} proportions for {len(self.sizes)} groups"
-            raise ConfigError(f"proportions: must be one for each group, and there are {given}")
+            raise ConfigError(f"proportions: must be one for each group, not {given}")
         self.shares = shares
         self.members = members
-        groups = torch.tensor(_pattern(shares))
-        self._pattern = groups
-        hot = torch.nn.functional.one_hot(groups, len(shares))
-        self._taken = (hot.cumsum(0) - hot).gather(1, groups[:, None]).squeeze(1)
+        self._pattern = torch.tensor(_pattern(shares))
+        # how often the group of a place was taken before it
+        by_group = self._pattern.argsort(stable=True)
+        firsts = torch.tensor(shares).cumsum(0) - torch.tensor(shares)
+        self._taken = torch.empty_like(by_group)
+        self._taken[by_group] = torch.arange(len(by_group)) - firsts[self._pattern[by_group]]
         self._each = torch.tensor(shares)
         self._first = self.sizes.cumsum(0) - self.sizes
+        self._order_of = lru_cache(4 * len(self.sizes))(self._make_order)
 
     def order(self, seed: int, epoch: int, global_batch: int) -> MixtureOrder:
         return MixtureOrder(self, seed, epoch, global_batch)
@@ -73,19 +83,38 @@ class Mixture(Sampling):
         turn = number // size
         numbers = turn * len(self.sizes) + group
         permutation = Permutation(size, seed, self.kind, numbers=numbers)
-        found = self._first[group] + permutation(number % size)
+        within = permutation(number % size)
+        for one in self._shards:
+            for epoch in turn[group == one].unique().tolist():
+                chosen = (group == one) & (turn == epoch)
+                order = self._order_of(seed, one, epoch)
+                within[chosen] = order(number[chosen] % int(self.sizes[one]))
+        found = self._first[group] + within
         return found if self.members is None else self.members[found]
+
+    def _make_order(self, seed: int, group: int, epoch: int) -> IndexOrder:
+        """Return an epoch of a group in shards, whose batch is a row of each lane."""
+        shards = self._shards[group]
+        return shards.order(key_of(seed, self.kind, group), epoch, shards.lanes)
 
     def state(self) -> State:
         tensors = {"sizes": self.sizes, "shares": self._each}
         if self.members is not None:
             tensors["members"] = self.members
-        return {"size": self.size}, tensors
+        of_groups = {}
+        for group, shards in self._shards.items():
+            of_groups[str(group)], own = shards.state()
+            tensors |= {f"{group}.{name}": tensor for name, tensor in own.items()}
+        return {"size": self.size, "shards": of_groups}, tensors
 
     @classmethod
     def restore(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Mixture:
+        groups = tensors["sizes"].tolist()
         shares = tensors["shares"].tolist()
-        made = Mixture(tensors["sizes"], shares, settings["size"], tensors.get("members"))
+        made = Mixture(groups, shares, settings["size"], tensors.get("members"))
+        for group, own in settings["shards"].items():
+            parts = {name: tensors[f"{group}.{name}"] for name in ("rows", "repeats")}
+            made._shards[int(group)] = ShardShuffle.restore(own, parts)
         return made
 
     def describe(self) -> str:

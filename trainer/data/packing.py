@@ -1,0 +1,156 @@
+"""Sequences of unequal length, packed into rows of equal length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from trainer.data.sampling.base import as_vector, check_size
+from trainer.data.sampling.shards import ShardShuffle
+from trainer.errors import ConfigError
+
+SEGMENTS = "segments"
+POSITIONS = "positions"
+
+
+class PackedDataset(Dataset):
+    """Rows of `budget` tokens, each of several sequences: hardly any padding.
+
+    What is packed together depends on the lengths alone, so a row is the same in any layout and
+    epoch, and a global batch has a fixed number of tokens; the epochs permute the rows. A sequence
+    longer than `budget` is cut.
+
+        PackedDataset(sentences, lengths, budget=1024, padding={"labels": -100})
+
+    An example of `dataset` is a 1-D tensor, then named "tokens", or a dict of 1-D tensors of one
+    length. A row is a dict of them, (budget,), with "segments", the number of a token's sequence
+    in the row from 1 on, and 0 for padding, and "positions", from 0 on in each sequence. Attention
+    must not cross segments: `segments[:, :, None] == segments[:, None, :]` is the mask, and
+    `segments > 0` the weight of the loss.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        lengths: Any,
+        budget: int,
+        padding: Mapping[str, int] | None = None,
+    ):
+        """`lengths` (examples,): tokens of each; `padding`: value by name, by default 0.
+
+        Of a `ShardedDataset` only sequences of the same shard are packed together. Raises
+        ConfigError if there are other numbers of lengths, or a length below 1.
+        """
+        check_size("budget", budget)
+        self._dataset = dataset
+        self._budget = budget
+        self._padding = dict(padding or {})
+        counts = as_vector(lengths, "lengths", torch.int64)
+        if len(counts) != len(dataset):
+            have = f"the data has {len(dataset):,} examples"
+            raise ConfigError(f"lengths: must be one for each example; {have}, not {len(counts):,}")
+        if int(counts.min()) < 1:
+            raise ConfigError(f"lengths: must be at least 1, and one is {int(counts.min())}")
+        self._lengths = counts
+        own = getattr(dataset, "sampling", None)
+        shards = own if isinstance(own, ShardShuffle) else None
+        bounds = [0, len(counts)] if shards is None else shards.first.tolist()
+        packs: list[list[Piece]] = []
+        rows = []
+        for start, end in pairwise(bounds):
+            made = pack(counts[start:end].tolist(), budget, start)
+            packs += made
+            rows.append(len(made))
+        self._ends = torch.tensor([len(each) for each in packs]).cumsum(0)
+        self._pieces = torch.tensor([piece for each in packs for piece in each])
+        if shards is not None:  # as an order and a fetcher know it
+            self.sampling = ShardShuffle(rows, shards.lanes, shards.window)
+            self.cache = dataset.cache
+            self.ahead_bytes = dataset.ahead_bytes
+
+    @property
+    def padding_share(self) -> float:
+        """The share of padding among all tokens of the rows."""
+        return 1 - int(self._lengths.sum()) / (len(self) * self._budget)
+
+    @property
+    def source(self) -> str:
+        """Words for the start of a run."""
+        share = f"{self.padding_share:.1%} padding"
+        return f"{len(self._lengths):,} sequences in rows of {self._budget} tokens, {share}"
+
+    @property
+    def digest(self) -> str:
+        return str(getattr(self._dataset, "digest", ""))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        index %= len(self)
+        start = int(self._ends[index - 1]) if index else 0
+        pieces = self._pieces[start : int(self._ends[index])].tolist()
+        parts = [self._take(*piece) for piece in pieces]
+        sizes = torch.tensor([end - begin for _, begin, end in pieces])
+        numbers = torch.arange(1, len(pieces) + 1).repeat_interleave(sizes)
+        places = torch.cat([torch.arange(int(size)) for size in sizes])
+        row = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        row |= {SEGMENTS: numbers, POSITIONS: places}
+        return {name: self._filled(name, values) for name, values in row.items()}
+
+    def _take(self, index: int, begin: int, end: int) -> dict[str, torch.Tensor]:
+        example = self._dataset[index]
+        if not isinstance(example, Mapping):
+            example = {"tokens": example}
+        found = {name: torch.as_tensor(values) for name, values in example.items()}
+        for name, values in found.items():
+            if values.shape != (int(self._lengths[index]),):
+                given = f"has shape {tuple(values.shape)}, and its length is {self._lengths[index]}"
+                raise ValueError(f"{name!r} of sequence {index} {given}: lengths must be theirs")
+        return {name: values[begin:end] for name, values in found.items()}
+
+    def _filled(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        rest = values.new_full((self._budget - len(values),), self._padding.get(name, 0))
+        return torch.cat([values, rest])
+
+
+Piece = tuple[int, int, int]  # index of a sequence, its first token and the one after its last
+
+
+def pack(lengths: Sequence[int], budget: int, first: int = 0) -> list[list[Piece]]:
+    """Return the pieces of each row: best fit, the longest first, in a time of O(n log n).
+
+    `first` is the index of the first sequence. Rows are in the order of their first sequence.
+    """
+    pieces = sorted(_cut(lengths, budget, first), key=lambda piece: (piece[1] - piece[2], piece))
+    rows: list[list[Piece]] = []
+    by_room: list[list[int]] = [[] for _ in range(budget + 1)]  # rows, by the tokens that fit
+    has_room = 0  # a bit for each room that some row has
+    for piece in pieces:
+        size = piece[2] - piece[1]
+        fitting = has_room >> size << size
+        if fitting:
+            room = (fitting & -fitting).bit_length() - 1
+            row = by_room[room].pop()
+            has_room &= ~(not by_room[room] and 1 << room)
+            rows[row].append(piece)
+        else:
+            room = budget
+            row = len(rows)
+            rows.append([piece])
+        if room > size:
+            by_room[room - size].append(row)
+            has_room |= 1 << room - size
+    return sorted((sorted(row) for row in rows), key=lambda row: row[0])
+
+
+def _cut(lengths: Sequence[int], budget: int, first: int) -> Iterator[Piece]:
+    for index, length in enumerate(lengths, first):
+        for begin in range(0, length, budget):
+            yield index, begin, min(begin + budget, length)
