@@ -35,6 +35,8 @@ with](../README.md#a-task-of-your-own), and [tasks.md](tasks.md) shows what a ta
 # In the order of the page. Members of Task are shown with Trainer, which is its only subclass.
 CLASSES = (
     *(trainer.Trainer, LocalBatch, trainer.Random, trainer.ResidentDataset, trainer.World),
+    *(trainer.ShardedDataset, trainer.PackedDataset),
+    *(trainer.Weighted, trainer.Mixture, trainer.ClassBalanced),
     *(RankGroup, trainer.Observer, trainer.Summary, trainer.Config),
 )
 FUNCTIONS = (trainer.load_config, trainer.limit)
@@ -45,6 +47,8 @@ SHOWN = {
     "RankGroup": ("group", "size", "all_reduce", "all_gather"),
     "Config": ("flat", "run_hash"),
     "LocalBatch": ("indices",),
+    **{"ShardedDataset": (), "PackedDataset": ("padding_share",), "Weighted": (), "Mixture": ()},
+    "ClassBalanced": (),
 }
 REQUIRED = ("build_model", "build_dataset", "loss")
 

@@ -101,6 +101,9 @@ def test_settings_of_the_folder_that_are_wrong_do_not_stop_it(project, monkeypat
     assert complete(["lockstep", "task=c"]) == ["task=cifar"]
 
 
+ACTIONS = ("write", "index", "check")  # of shards
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_words_and_flags_are_those_of_the_help(verb):
     package = Path(trainer.__file__).parent
@@ -117,7 +120,11 @@ def test_words_and_flags_are_those_of_the_help(verb):
         assert "|".join(sorted(own)) in usage
     else:
         shared = {"key=", "task=", "group=", "--config-dir", "--nproc_per_node"}
-        assert (words | flags) - shared - {"nproc_per_node="} == set(own) - {"-m", "--cfg"}
+        assert (words | flags) - shared - {"nproc_per_node="} == set(own) - {
+            "-m",
+            "--cfg",
+            *ACTIONS,
+        }
     assert (verb in OF_RUNS) == bool(re.search(r"(?<!config-dir) (DIR|A B)\b", usage))
     assert verb != "export" or f"format={'|'.join(FORMATS)}" in usage
 

@@ -274,8 +274,29 @@ def test_an_iterable_dataset_is_refused_with_the_way_out(tmp_path):
     (told,) = on_ranks(1, failure, tmp_path, Streamed)
     assert told == (
         "build_dataset('train') returned Stream: must be map-style, with __len__ and __getitem__; "
-        "docs/tasks.md shows an index over shards, and a memmap of tokens"
+        "write it once: python -m trainer.shards write task=<name> to=URL, "
+        "and return ShardedDataset(URL)"
     )
+
+
+class Slow(Sentences):
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_the_share_of_time_that_waits_for_data_is_logged(is_slow, tmp_path):
+    class Waiting(Padded):
+        def build_dataset(self, split):
+            return Slow() if is_slow else Sentences()
+
+    found = fit_on(1, tmp_path, *WORDS, "run.steps=4", task=Waiting)
+    lines = (found["directory"] / "metrics.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    waited = [entry["speed/data_wait"] for entry in entries if "speed/data_wait" in entry]
+    assert len(waited) == 4
+    assert (sum(waited) / 4 > 0.5) == is_slow
 
 
 # Recipes ------------------------------------------------------------------------------------------
@@ -288,27 +309,10 @@ def recipes():
     """Return the classes of the page by name."""
     found = {"torch": torch, "json": json, "numpy": numpy, "Path": Path, "Image": Image}
     blocks = re.findall(r"```python\n(class .*?)```", PAGE, re.S)
-    assert len(blocks) == 4
+    assert len(blocks) == 2
     for block in blocks:
         exec(block, found)
     return found
-
-
-def test_recipe_for_lines_of_files(recipes, tmp_path):
-    for name in ("b", "a"):
-        lines = [json.dumps({"text": f"{name}{number} ä"}) for number in range(4)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    data = recipes["Lines"](tmp_path.glob("*.jsonl"))
-    texts = [data[index]["text"] for index in range(len(data))]
-    assert texts == [f"{name}{number} ä" for name in "ab" for number in range(4)]
-
-
-def test_recipe_for_windows_of_tokens(recipes, tmp_path):
-    numpy.arange(23, dtype=numpy.uint16).tofile(tmp_path / "tokens.bin")
-    data = recipes["Windows"](tmp_path / "tokens.bin", 7)
-    assert len(data) == 3
-    inputs, targets = data[2]
-    assert inputs.tolist() == list(range(14, 21)) and targets.tolist() == list(range(15, 22))
 
 
 @pytest.mark.slow

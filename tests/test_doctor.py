@@ -51,8 +51,8 @@ def examined(
         made = []
 
         class Timed(examination.Examination):
-            def __init__(self, task):
-                super().__init__(task)
+            def __init__(self, *parts):
+                super().__init__(*parts)
                 made.append(self)
 
             def _begin(self, stage: str) -> None:

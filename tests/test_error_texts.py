@@ -23,7 +23,7 @@ STEP = rf"(always )?({'|'.join(VERBS.split())})\b"
 ADVICE = re.compile(rf"[:;] (.*\bmust\b|did you mean|{STEP})|\A{STEP}.*: python -m")
 # The last clause is written elsewhere: by a caller, in a table, or in a library.
 UNKNOWN = re.compile(r"(.*[:;] )?[^a-z]*\{\}[^a-z]*")
-MOST_UNKNOWN = 34
+MOST_UNKNOWN = 37
 
 
 class Place(NamedTuple):

@@ -49,6 +49,10 @@ DOCUMENTS = {  # arguments; exit code, result and the other keys
         *(0, "finite", {"step", "from_step", "mean_loss", "not_finite", "largest"}),
     ),
     "report": ([RUN], 0, "written", {"file"}),
+    "shards": (
+        ["write", "task=tiny", *DIRS, "to=shards"],
+        *(0, "written", {"url", "examples", "shards"}),
+    ),
 }
 NO_DOCUMENT = {"completion", "train"}
 LOOP = f"""{sys.executable} -c '

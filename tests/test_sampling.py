@@ -189,7 +189,7 @@ def test_mistakes_are_named(make, why):
     ("make", "why"),
     [
         (lambda: Weighted(torch.ones(202)), "the train data has 203: must be equal"),
-        (lambda: [1, 2], "must return Weighted, Mixture, ClassBalanced or None"),
+        (lambda: [1, 2], "must be Weighted, Mixture, ClassBalanced or None"),
         (lambda: Weighted(torch.ones(203), size=10), "must be at most the 10 training examples"),
     ],
 )

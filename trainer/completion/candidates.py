@@ -34,7 +34,17 @@ OWN = {
     "prove": ("--resume", "steps=", "dtype=", "limit=", "kill=", "out="),
     "replay": ("step=",),
     "report": ("out=",),
-    "shards": ("write", "index", "check", "to=", "split=", "shard_mb=", "tokens=", "dtype="),
+    "shards": (
+        "write",
+        "index",
+        "check",
+        "to=",
+        "split=",
+        "shard_mb=",
+        "tokens=",
+        "dtype=",
+        "header=",
+    ),
     "train": ("-m", "--cfg"),
     "verify": ("--bits", "--resume", "layouts=", "steps=", "kills=", "seed="),
 }

@@ -42,6 +42,7 @@ from trainer.errors import ConfigError, RunError, describe_with_place, one_line
 from trainer.rng.philox import key_of, random_state, seed_example
 
 AHEAD_BYTES = 2**18  # most bytes gathered at once, unless one micro-batch is larger
+WRITE = "python -m trainer.shards write task=<name> to=URL"
 MOST_IN_A_ROW = 10  # examples tried for one row: the wanted one and those after it
 Collate = Callable[[list[Any]], Any]
 Piece = tuple[Any, torch.Tensor]  # a micro-batch of the dataset, and its example indices
@@ -85,7 +86,7 @@ def check_dataset(dataset: Any, split: str, path: str) -> None:
     has_methods = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not has_methods:
         must = "must be map-style, with __len__ and __getitem__"
-        advice = "docs/tasks.md shows an index over shards, and a memmap of tokens"
+        advice = f"write it once: {WRITE}, and return ShardedDataset(URL)"
         raise ConfigError(f"{returned} {kind}: {must}; {advice}")
     if path == "resident" and not isinstance(dataset, TensorDataset):
         why = f"the {split} data is a {kind}, not a TensorDataset"

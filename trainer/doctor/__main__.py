@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cli import load_task, run, split_arguments
+from trainer.cli import load_task, run, split_arguments, take_words
 from trainer.config.compose import load_config
 from trainer.distributed import mpi
 from trainer.distributed.backend import choose_backend
@@ -16,26 +16,30 @@ from trainer.errors import ConfigError
 from trainer.setup.checks import check_layout
 from trainer.task import Task
 
-HELP = """usage: python -m trainer.doctor [key=value ...] [--config-dir DIR]
+HELP = """usage: python -m trainer.doctor [data.url=URL] [key=value ...] [--config-dir DIR]
        torchrun --nproc_per_node=<ranks> -m trainer.doctor ...       (or srun, mpirun, by hand)
 
 Start it exactly as the run will be started: it reports problems that would otherwise show up as a
 hang. It checks the ranks and their rendezvous, all-reduce (results and speed), clocks, disk,
 threads, shared memory, versions, code and settings. No task is needed. Settings apply as in a run,
-but dist.timeout_s is 30 unless given. Nothing is left on disk.
+but dist.timeout_s is 30 unless given. Nothing is left on disk. data.url, data in shards, is read on
+each rank: its index and its first shard, timed.
 
 Exit codes: 0 no check fails (warnings do not count), 1 a check fails, 2 bad configuration."""
+URL = "data.url"
 _DEFAULTS = {"task": "task=text", "dist.timeout_s": "dist.timeout_s=30"}
 
 
 def main(arguments: Sequence[str]) -> int:
-    task = load(*split_arguments(arguments))
+    words, config_dirs = split_arguments(arguments)
+    own, overrides = take_words(words, (URL,), config_dirs)
+    task = load(overrides, config_dirs)
     block = task.config.dist
     path = Path(block.path or "").absolute()
     is_ours = block.init == "file" and not any(
         place.name.startswith(path.name) for place in path.parent.iterdir()
     )
-    examination = Examination(task)
+    examination = Examination(task, own.get(URL, ""))
     signal.signal(signal.SIGTERM, examination.end)
     examination.start()
     try:

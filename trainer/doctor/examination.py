@@ -39,9 +39,11 @@ LAST_S = 1.5
 class Examination(threading.Thread):
     """All checks, stage by stage. If a call hangs, the results so far are still shown."""
 
-    def __init__(self, task: Task):
+    def __init__(self, task: Task, url: str = ""):
+        """`url`: that of data in shards, to be examined too."""
         super().__init__(daemon=True)
         self.task = task
+        self.url = url
         self.world = task.world
         self.config = task.config
         self.code = 1
@@ -64,7 +66,7 @@ class Examination(threading.Thread):
 
     def run(self) -> None:
         try:
-            facts = gather_facts(self.task)
+            facts = gather_facts(self.task, self.url)
             self.checks = list_checks([facts])
             group = self._meet(facts)
             self._begin("backends")

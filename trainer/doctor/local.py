@@ -21,11 +21,13 @@ import torch.distributed as dist
 
 import trainer
 from trainer.config.schema import Config
+from trainer.data.shards.index import load_index
+from trainer.data.shards.sources import TemporaryError, open_source
 from trainer.distributed import accelerator
 from trainer.distributed.backend import choose_backend
 from trainer.distributed.world import NVIDIA_DRIVER, World, explain_unseen_gpu
 from trainer.doctor.table import Check, judge
-from trainer.errors import counted
+from trainer.errors import ConfigError, RunError, counted, one_line
 from trainer.record import fingerprint
 from trainer.record import startup as report
 from trainer.task import Task
@@ -37,8 +39,11 @@ OPEN_FILES = 4096
 _CODE = "the code of "  # prefix of the facts about code in a fingerprint
 
 
-def gather_facts(task: Task) -> dict[str, Any]:
-    """Return the facts and checks of this rank, as plain values for JSON."""
+def gather_facts(task: Task, url: str = "") -> dict[str, Any]:
+    """Return the facts and checks of this rank, as plain values for JSON.
+
+    `url` is that of data in shards.
+    """
     world = task.world
     config = task.config
     backend = choose_backend(config.dist, world)
@@ -47,6 +52,8 @@ def gather_facts(task: Task) -> dict[str, Any]:
     checks.append(check_open_files())
     if world.rank == 0:
         checks.append(check_disk(config))
+    if url:
+        checks.append(check_shards(url))
     return {
         "who": report.describe_rank(world),
         "launcher": world.launcher.name,
@@ -154,6 +161,25 @@ def check_disk(config: Config) -> Check:
     found += f"{free / 1e9:,.1f} GB free on {place}"
     found += f", a write with fsync takes {seconds * 1e3:,.1f} ms"
     return judge("disk", free >= FREE_BYTES and seconds <= FSYNC_S, found, advice)
+
+
+def check_shards(url: str) -> Check:
+    """Read the index of data in shards, and the first shard, into no cache."""
+    advice = "check the address, the network and the credentials, or write an index there"
+    try:
+        began = time.monotonic()
+        source = open_source(url)
+        index = load_index(source)
+        opened = time.monotonic()
+        size = sum(len(block) for block in source.stream(index.name(0)))
+    except (ConfigError, RunError, TemporaryError, OSError) as error:
+        return Check("data", "fail", f"data.url={url}: {one_line(error)}", advice)
+    seconds = time.monotonic() - opened
+    found = f"data.url={url}: {counted(int(index.rows.sum()), 'example')} in "
+    found += f"{counted(len(index), 'shard')}; the index took {opened - began:.2f} s, "
+    found += f"the first shard {seconds:.2f} s, {size / 1e6 / max(seconds, 1e-6):,.0f} MB/s"
+    is_right = index.size(0) in (None, size)
+    return judge("data", is_right, found, f"it has {size:,} bytes, not as many as in its index")
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:

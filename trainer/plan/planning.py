@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainer.checkpoints import packing
 from trainer.config.schema import Config
 from trainer.distributed.devices import Device
+from trainer.plan.fetching import Fetching, measure_fetching
 from trainer.plan.held import StageTensors, hold
 from trainer.plan.memory import ACTIVATIONS, States, list_memory, measure_states
 from trainer.plan.passes import Passes, run_passes
@@ -28,6 +29,10 @@ class PlannedLayout:
     ranks: int
     local_ranks: int
     device: Device | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        return self.ranks // self.local_ranks
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Plan:
     checkpoint: CheckpointSize
     flops: float  # per example
     speed: Speed | None
+    fetching: Fetching | None  # of a node, for data in shards
     has_blocks: bool
     is_cut_fixed: bool
 
@@ -103,12 +109,11 @@ def make_plan(config: Config, layout: PlannedLayout, kept: SharedParts) -> Plan:
     messages = cost.messages(ranks[fullest]) if trial.mesh.size > 1 else []
     plan = trial.batches.plan
     num_steps = trial.config.run.steps or trial.config.run.epochs * plan.steps_per_epoch
-    sizes = trial.mesh.sizes
     device = layout.device
     return Plan(
         config=trial.config,
         layout=layout,
-        axes={axis: size for axis, size in sizes.items() if size > 1 or axis in DATA},
+        axes={axis: size for axis, size in trial.mesh.sizes.items() if size > 1 or axis in DATA},
         stage=fullest,
         batches={
             "global_batch": plan.global_batch,
@@ -125,6 +130,7 @@ def make_plan(config: Config, layout: PlannedLayout, kept: SharedParts) -> Plan:
         checkpoint=_measure_checkpoint(trial, stages, states),
         flops=trial.model.partition.flops or passes.flops / trial.rows,
         speed=estimate(trial, device, memory, messages, every) if device else None,
+        fetching=measure_fetching(trial.batches.dataset, plan.global_batch, layout.num_nodes),
         has_blocks=bool(trial.model.blocks),
         is_cut_fixed=trial.kind.cut(trial.config).is_fixed,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 from rich.console import Console
@@ -35,7 +36,8 @@ def show(plan: Plan, disk_gb_s: float, advice: Advice | None) -> None:
     console.print(_memory(plan))
     if plan.messages:
         console.print(_messages(plan))
-    for line in (*_checkpoint(plan, disk_gb_s), *_speed(plan), *_fit(plan, advice)):
+    own = (_checkpoint(plan, disk_gb_s), _fetching(plan), _speed(plan), _fit(plan, advice))
+    for line in chain(*own):
         console.print(visible(line), soft_wrap=True)
     sys.stdout.flush()
 
@@ -89,6 +91,22 @@ def _checkpoint(plan: Plan, disk_gb_s: float) -> list[str]:
     each = f"{show_bytes(size.most_of_a_rank)} written by a rank"
     time = f"{_seconds(size.num_bytes / disk_gb_s / 1e9)} at {disk_gb_s:g} GB/s"
     return [f"checkpoint: {show_bytes(size.num_bytes)} ({size.source}), at most {each}; {time}"]
+
+
+def _fetching(plan: Plan) -> list[str]:
+    found = plan.fetching
+    if found is None:
+        return []
+    parts = [
+        f"data: {show_bytes(found.total_bytes)} in shards",
+        f"a node reads {show_bytes(found.epoch_bytes)} an epoch",
+        f"and holds {show_bytes(found.held_bytes)} of it at once",
+        f"in a cache of {show_bytes(found.cache_bytes)}",
+    ]
+    if plan.speed:
+        rate = found.step_bytes / plan.speed.least_s / 1e6
+        parts.append(f"which takes up to {_rounded(rate)} MB/s")
+    return [", ".join(parts)]
 
 
 def _speed(plan: Plan) -> list[str]:
@@ -162,6 +180,7 @@ def as_json(plan: Plan, disk_gb_s: float, advice: Advice | None) -> dict[str, An
         "flops_per_example": plan.flops,
         "device": device and {"name": device.name, "room_bytes": device.room},
         "time": speed and {**asdict(speed), "least_s": speed.least_s, "most_s": speed.most_s},
+        "fetching": plan.fetching and asdict(plan.fetching),
         "efficiency": speed and speed.efficiency,
         "fits": plan.fits,
         "notes": plan.notes,

@@ -172,8 +172,8 @@ def find_sampling(task: Task, dataset: Any) -> Sampling:
         own = getattr(dataset, "sampling", None)
         return own if isinstance(own, Sampling) else Shuffle(len(dataset))
     if not isinstance(chosen, Sampling):
-        must = "must return Weighted, Mixture, ClassBalanced or None"
-        raise ConfigError(f"sampling {must}, and returned a {type(chosen).__name__}")
+        must = "must be Weighted, Mixture, ClassBalanced or None"
+        raise ConfigError(f"sampling returned a {type(chosen).__name__}: {must}")
     if chosen.num_examples != len(dataset):
         why = f"the train data has {len(dataset):,}: must be equal"
         given = f"{type(chosen).__name__} for {chosen.num_examples:,} examples"

@@ -21,8 +21,9 @@ HELP = """usage: python -m trainer.shards write task=<name> to=URL [split=train]
        python -m trainer.shards index URL [tokens=1024] [dtype=uint16] [header=0] [to=URL]
        python -m trainer.shards check URL
 
-write: the examples of a task's data set as shards in the format MDS, with their index. Examples are
-       tensors, arrays, numbers, texts or bytes, or tuples or dicts of them.
+write: the examples of a task's data set, which may be iterable, as shards in the format MDS, with
+       their index. Examples are tensors, arrays, numbers, texts or bytes, or tuples or dicts of
+       them.
 index: an index of shards that exist: .mds, .tar (WebDataset), .parquet, .safetensors or .bin, flat
        tokens in sequences of `tokens`. It has the rows, the bytes and the SHA-256 of each file.
 check: reads every file, and names those that differ from the index.
@@ -51,12 +52,11 @@ def _write(arguments: Sequence[str]) -> int:
     most_bytes = _number(own, "shard_mb", 64) * 2**20
     config = load_config(overrides, config_dirs)
     task = load_task(config)(config)
-    from trainer.setup.build import build_dataset
     from trainer.shards.writing import write_shards
 
     split = own.get("split", "train")
     task.prepare()
-    dataset = build_dataset(task, split)
+    dataset = task.build_dataset(split)
     if dataset is None:
         raise ConfigError(f"split={split}: build_dataset returned no data; name another split")
     index = write_shards(dataset, own["to"], most_bytes, config.run.seed)

@@ -29,7 +29,7 @@ def write_index(url: str, to: str, settings: Mapping[str, Any]) -> tuple[ShardIn
         names = [made.name(shard) for shard in range(len(made))]
         settings = dict(made.settings)
     elif format == "mds":
-        raise ConfigError(f"{source.url}: has no {OF_MDS}, which names the columns; restore it")
+        raise ConfigError(f"{source.url}: has no {OF_MDS}, which names the columns; copy it there")
     if format == "bin":
         settings = {"header": 0, "dtype": "uint16", **settings}
     rows = []

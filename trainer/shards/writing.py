@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from trainer.data.shards.formats.mds import MdsWriter, encoding_of
 from trainer.data.shards.index import NAME, OF_MDS, ShardIndex
 from trainer.data.shards.sources import Source, create_source
@@ -17,6 +19,8 @@ from trainer.rng.philox import key_of, seed_example
 def write_shards(dataset: Any, url: str, most_bytes: int, seed: int) -> ShardIndex:
     """Write all examples in MDS, in their order, and their index; return the index.
 
+    `dataset` is map-style or iterable.
+
     A shard has at most `most_bytes`, or one example. Random transforms are drawn once, and then
     belong to the data. Raises ConfigError for a place that has files, or for examples that are no
     tensors, arrays, numbers, texts or bytes, or tuples or dicts of them.
@@ -25,9 +29,8 @@ def write_shards(dataset: Any, url: str, most_bytes: int, seed: int) -> ShardInd
     _check_empty(source)
     writer: MdsWriter | None = None
     written: list[tuple[str, int, int, bytes]] = []
-    for index in range(len(dataset)):
-        seed_example(key_of(seed, "shards"), 0, index)
-        columns = dict(_columns(dataset[index]))
+    for index, example in enumerate(_examples(dataset, key_of(seed, "shards"))):
+        columns = dict(_columns(example))
         try:
             if writer is None:
                 writer = MdsWriter({name: encoding_of(value) for name, value in columns.items()})
@@ -37,9 +40,21 @@ def write_shards(dataset: Any, url: str, most_bytes: int, seed: int) -> ShardInd
         except (ValueError, KeyError, TypeError) as error:
             advice = "return tensors, arrays, numbers, texts or bytes, alike in all examples"
             raise ConfigError(f"example {index} cannot be written: {error}; {advice}") from None
-    assert writer is not None
+    if writer is None:
+        raise ConfigError("the data has no examples: must have at least 1")
     written.append(_put(source, writer, len(written)))
     return _put_index(source, writer, written)
+
+
+def _examples(dataset: Any, seed: int) -> Iterator[Any]:
+    """Yield the examples of a data set, map-style or iterable, with seeded generators."""
+    if not hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset):
+        seed_example(seed, 0, 0)
+        yield from dataset
+        return
+    for index in range(len(dataset)):
+        seed_example(seed, 0, index)
+        yield dataset[index]
 
 
 def _check_empty(source: Source) -> None:

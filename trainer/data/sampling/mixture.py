@@ -131,8 +131,10 @@ class Mixture(Sampling):
 class ClassBalanced(Mixture):
     """As many examples of each class in every batch, up to one.
 
-    def sampling(self, split):
-        return ClassBalanced(self.labels)
+    A mixture whose groups are the classes:
+
+        def sampling(self, split):
+            return ClassBalanced(self.labels)
     """
 
     def __init__(self, labels: Any, size: int | None = None):

@@ -14,7 +14,7 @@ from trainer.data.sampling.base import Sampling, State, as_vector, check_size
 from trainer.errors import ConfigError
 from trainer.rng.permutation import Permutation
 
-LANES = 16
+LANES = 32
 WINDOW = 4
 
 

@@ -69,6 +69,7 @@ class ShardedDataset(Dataset):
         self.cache = ShardCache(
             self._source, self.index, Path(cache or default_folder()), cache_bytes
         )
+        self.cache_bytes = cache_bytes
         self.ahead_bytes = min(ahead_bytes, cache_bytes // 2)
         self._format = FORMATS[self.index.format]
         self._open: dict[int, OpenShard] = {}
@@ -76,8 +77,14 @@ class ShardedDataset(Dataset):
     @property
     def source(self) -> str:
         """Words for the start of a run."""
-        size = int(self.index.sizes.clamp(min=0).sum())
-        return f"{self._source.url}, {len(self.index):,} {self.index.format} shards, {size:,} bytes"
+        size = int(self.index.sizes.clamp(min=0).sum()) / 1e9
+        shards = (
+            f"{self._source.url}, {len(self.index):,} {self.index.format} shards, {size:,.3g} GB"
+        )
+        if self.cache.is_in_place:
+            return shards
+        ahead = f"up to {self.ahead_bytes / 1e9:,.3g} GB fetched ahead"
+        return f"{shards}, {ahead} into {self.cache.folder} ({self.cache_bytes / 1e9:,.3g} GB)"
 
     @property
     def digest(self) -> str:

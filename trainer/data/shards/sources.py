@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -15,6 +16,8 @@ from typing import Any, Protocol
 from trainer.errors import ConfigError, one_line
 
 CHUNK = 2**20  # bytes
+RANGE = 2**24  # bytes of a request to a store
+PAST_THE_END = re.compile("InvalidRange|range.* not satisfiable", re.IGNORECASE)
 TIMEOUT_S = 30.0  # without a byte
 TEMPORARY = (408, 425, 429, 500, 502, 503, 504)  # HTTP: a later request may succeed
 NOT_SATISFIABLE = 416
@@ -129,17 +132,21 @@ class FsspecSource:
     def stream(self, name: str, begin: int = 0) -> Iterator[bytes]:
         try:
             system, root = self._open()
-            path = f"{root}/{name}"
-            with system.open(path, "rb", cache_type="readahead", block_size=4 * CHUNK) as file:
-                if begin and begin >= file.size:
-                    raise ResumeError
-                file.seek(begin)
-                while block := file.read(CHUNK):
-                    yield block
-        except (ResumeError, *LASTING):
+            while True:  # one request for each part, and none for the size
+                block = system.cat_file(f"{root}/{name}", start=begin, end=begin + RANGE)
+                yield block
+                begin += len(block)
+                if len(block) < RANGE:
+                    return
+        except LASTING:
             raise
         except Exception as error:  # each store has its own kinds
-            raise TemporaryError(one_line(error)) from None
+            why = one_line(error)
+            if PAST_THE_END.search(why):
+                if begin % RANGE:
+                    raise ResumeError from None
+                return
+            raise TemporaryError(why) from None
 
     def list(self) -> list[str]:
         system, root = self._open()
