@@ -2,6 +2,7 @@
 
     python scripts/bench_data.py [--images 2000] [--rounds 3] [--workers 2] [--only lockstep ...]
     python scripts/bench_data.py --shuffle
+    python scripts/bench_data.py --packing
 
 Makes JPEGs, writes them as MDS shards of 4 MB (litData needs its own format) into an S3 server on
 this machine (moto), and reads an epoch with each loader in a process of its own, in turns:
@@ -12,6 +13,9 @@ DataLoader over the files of a folder.
 --shuffle: how well the shards' order mixes, beside a full shuffle and py1e of mosaicml-streaming:
 how many different shards a batch of 256 has, how far apart in the epoch the rows of a shard are,
 and the loss of a small model on data that is sorted by class.
+
+--packing: padding and tokens/s of a small transformer on the paragraphs of Python's standard
+library, padded to the longest of a batch and packed by PackedDataset.
 
 Needs mosaicml-streaming, litdata, moto[server] and s3fs; what is missing is left out.
 """
@@ -388,6 +392,100 @@ def fit(
     return statistics.mean(losses[-len(losses) // 10 :]), float(test)
 
 
+# Packed rows -----------------------------------------------------------------------------------
+
+
+class Paragraphs(torch.utils.data.Dataset):
+    """Paragraphs of Python's standard library as bytes, of at most `most`."""
+
+    def __init__(self, most: int, files: int = 60):
+        paths = sorted(Path(os.__file__).parent.glob("*.py"))[:files]
+        texts = [
+            part for path in paths for part in path.read_bytes().split(b"\n\n") if part.strip()
+        ]
+        self.texts = [text[:most] for text in texts]
+        self.lengths = [len(text) for text in self.texts]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.frombuffer(bytearray(self.texts[index]), dtype=torch.uint8).long()
+
+
+class Encoder(torch.nn.Module):
+    """Two layers of width 128 on bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(256, 128)
+        layer = torch.nn.TransformerEncoderLayer(128, 4, 512, 0.0, batch_first=True)
+        self.layers = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = torch.nn.Linear(128, 256)
+
+    def forward(self, tokens: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
+        size = tokens.shape[1]
+        causal = torch.ones(size, size, dtype=torch.bool).tril()
+        mask = (segments[:, :, None] == segments[:, None, :]) & causal
+        blocked = ~mask.repeat_interleave(4, 0)
+        return self.head(self.layers(self.embed(tokens), mask=blocked))
+
+
+def padded_batches(data: Paragraphs, budget: int, rows: int) -> list[tuple[torch.Tensor, ...]]:
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).tolist()
+    batches = []
+    for first in range(0, len(order) - rows, rows):
+        some = [data[index] for index in order[first : first + rows]]
+        tokens = torch.nn.utils.rnn.pad_sequence(some, batch_first=True)
+        sizes = torch.tensor([len(each) for each in some])
+        batches.append((tokens, (torch.arange(tokens.shape[1]) < sizes[:, None]).long()))
+    return batches
+
+
+def packed_batches(data: Paragraphs, budget: int, rows: int) -> list[tuple[torch.Tensor, ...]]:
+    from trainer import PackedDataset
+
+    packed = PackedDataset(data, data.lengths, budget)
+    order = torch.randperm(len(packed), generator=torch.Generator().manual_seed(0)).tolist()
+    batches = []
+    for first in range(0, len(order) - rows, rows):
+        some = [packed[index] for index in order[first : first + rows]]
+        batches.append(tuple(torch.stack([row[n] for row in some]) for n in ("tokens", "segments")))
+    return batches
+
+
+def compare_packing(rounds: int) -> None:
+    """Print the share of padding, and the tokens/s of 12 steps, medians of rounds in turns."""
+    budget = 512
+    data = Paragraphs(budget)
+    print(
+        f"{len(data):,} sequences, {statistics.mean(data.lengths):.0f} bytes each, at most {budget}"
+    )
+    made = {
+        "padded": padded_batches(data, budget, 32),
+        "packed": packed_batches(data, budget, 8),
+    }
+    model = Encoder()
+    rates: dict[str, list[float]] = {name: [] for name in made}
+    for _ in range(rounds):
+        for name, batches in made.items():
+            began = time.perf_counter()
+            real = 0
+            for tokens, segments in batches[:12]:
+                logits = model(tokens, segments)
+                values = torch.nn.functional.cross_entropy(
+                    logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+                )
+                weights = (segments[:, 1:] > 0).flatten()
+                (values * weights).sum().div(weights.sum()).backward()
+                real += int((segments > 0).sum())
+            rates[name].append(real / (time.perf_counter() - began))
+    for name, batches in made.items():
+        real = sum(int((segments > 0).sum()) for _, segments in batches)
+        padding = 1 - real / sum(tokens.numel() for tokens, _ in batches)
+        print(f"{name:8} {padding:6.1%} padding, {statistics.median(rates[name]):,.0f} tokens/s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--images", type=int, default=2000)
@@ -395,6 +493,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=list(LOADERS), choices=list(LOADERS))
     parser.add_argument("--shuffle", action="store_true")
+    parser.add_argument("--packing", action="store_true")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
@@ -402,6 +501,8 @@ def main() -> None:
         be_one(name, Path(folder), int(workers), int(middle))
     elif given.shuffle:
         compare_shuffles()
+    elif given.packing:
+        compare_packing(given.rounds)
     else:
         names = [name for name in given.only if importlib.util.find_spec(LOADERS[name])]
         compare(given.images, given.rounds, given.workers, names)

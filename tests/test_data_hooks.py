@@ -279,7 +279,7 @@ def test_an_iterable_dataset_is_refused_with_the_way_out(tmp_path):
     )
 
 
-class Slow(Sentences):
+class Sleeping(Sentences):
     def __getitem__(self, index):
         time.sleep(0.01)
         return super().__getitem__(index)
@@ -289,7 +289,7 @@ class Slow(Sentences):
 def test_the_share_of_time_that_waits_for_data_is_logged(is_slow, tmp_path):
     class Waiting(Padded):
         def build_dataset(self, split):
-            return Slow() if is_slow else Sentences()
+            return Sleeping() if is_slow else Sentences()
 
     found = fit_on(1, tmp_path, *WORDS, "run.steps=4", task=Waiting)
     lines = (found["directory"] / "metrics.jsonl").read_text().splitlines()

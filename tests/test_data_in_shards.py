@@ -1,6 +1,7 @@
 """Data in shards: the same run from a folder or a server, with any cache, ranks and workers."""
 
 import os
+import re
 import shutil
 import threading
 
@@ -17,6 +18,8 @@ from trainer import ConfigError, RunError, ShardedDataset, Trainer
 from trainer.audit import main as audit
 from trainer.data.sampling.shards import ShardShuffle
 from trainer.data.shards import download
+from trainer.doctor.local import check_shards
+from trainer.plan.fetching import measure_fetching
 from trainer.shards.__main__ import main as shards
 from trainer.shards.writing import write_shards
 
@@ -434,3 +437,35 @@ def test_shards_of_others_are_indexed_and_read(tmp_path, capsys):
 def test_mistakes_are_named(words, why, tmp_path):
     with pytest.raises(ConfigError, match=why):
         shards([word.format(tmp=tmp_path) for word in words])
+
+
+# Before a run -------------------------------------------------------------------------------------
+
+
+def test_plan_says_what_a_node_reads_and_holds(folder):
+    dataset = ShardedDataset(folder, lanes=4, window=2)
+    total = sum(path.stat().st_size for path in folder.glob("*.mds"))
+    alone = measure_fetching(dataset, 20, 1)
+    assert alone.total_bytes == alone.epoch_bytes == total
+    two = measure_fetching(dataset, 20, 2)
+    assert total / 2 < two.epoch_bytes < total * 0.65
+    assert two.held_bytes < alone.held_bytes < total
+    assert measure_fetching(rows(), 20, 2) is None
+
+
+def test_doctor_times_the_index_and_the_first_shard(folder, tmp_path):
+    with serving(folder) as server:
+        check = check_shards(server.url)
+    assert check.status == "ok"
+    assert re.search(
+        r"203 examples in 29 shards; the index took .* s, the first shard", check.found
+    )
+    check = check_shards(str(tmp_path / "none"))
+    assert check.status == "fail" and "must be a folder with shards" in check.found
+
+
+def test_the_start_says_where_shards_come_from_and_how_far_ahead(folder):
+    assert ShardedDataset(folder).source.startswith(f"{folder}, 29 mds shards, ")
+    with serving(folder) as server:
+        source = ShardedDataset(server.url, cache_bytes=10**9).source
+    assert re.search(r"up to 0.5 GB fetched ahead into .* \(1 GB\)", source)

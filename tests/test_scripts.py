@@ -22,6 +22,7 @@ class Smoke(NamedTuple):
 ONE = "--rounds 1"
 CASES = {
     "bench_cifar.py": Smoke(f"{ONE} --steps 2"),
+    "bench_data.py": Smoke("--packing --rounds 1"),
     "bench_compile.py": Smoke("--help"),  # each start compiles for half a minute
     "bench_exact.py": Smoke("--help"),  # each of its runs has 30 steps
     "bench_gpt.py": Smoke(skip="needs a checkout of nanoGPT and a GPU"),

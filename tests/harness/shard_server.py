@@ -44,10 +44,10 @@ class Handler(SimpleHTTPRequestHandler):
         rest = data[begin:]
         if fault in ("drop", "truncate"):
             rest = rest[: len(rest) // 2]
-        self.wfile.write(rest)
         with server.lock:
             name = self.path.rpartition("/")[2]
             server.sent[name] = server.sent.get(name, 0) + len(rest)
+        self.wfile.write(rest)
         if fault in ("drop", "truncate"):
             self.close_connection = True
 

@@ -212,7 +212,7 @@ def describe_data(config: Config, datasets: Mapping[str, Any], sampling: Samplin
         sha256 = f", SHA-256 {digest}" if digest else ""
         lines.append(fact(split, f"{counted(len(dataset), 'example')}, {source}{sha256}"))
     if order := sampling.describe():
-        lines.append(fact("sampling", order))
+        lines.append(fact("order", order))
     return lines
 
 

@@ -179,23 +179,21 @@ class ShardCache:
         """
         with open(self.folder / FREE, "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            sizes, used = self._survey(shard)
+            found, used = self._survey(shard)
             room = self._most_bytes - used - need
-            if room >= 0:
-                return
-            when = next_use or (lambda _: float("inf"))
+            when = next_use or (lambda _: 0.0)
             # the farthest use first; of equals the one that was fetched first
-            order = sorted(sizes, key=lambda each: (-when(each), each))
+            order = sorted(found, key=lambda each: (-when(each), found[each].st_ctime))
             for other in order:
+                if room >= 0:
+                    return
                 with suppress(FileNotFoundError):
                     self.path(other).unlink()
-                room += sizes[other]
-                if room >= 0:
-                    break
+                room += found[other].st_size
 
-    def _survey(self, but: int) -> tuple[dict[int, int], int]:
-        """Return the bytes of each finished shard, and of all files; parts count as finished."""
-        sizes: dict[int, int] = {}
+    def _survey(self, but: int) -> tuple[dict[int, os.stat_result], int]:
+        """Return the status of each finished shard, and the bytes of all; parts count as whole."""
+        found: dict[int, os.stat_result] = {}
         used = 0
         for entry in os.scandir(self.folder):
             number = entry.name.partition("-")[0]
@@ -205,9 +203,9 @@ class ShardCache:
                 used += self.size(int(number))
                 continue
             with suppress(FileNotFoundError):
-                sizes[int(number)] = entry.stat().st_size
-                used += sizes[int(number)]
-        return sizes, used
+                found[int(number)] = entry.stat()
+                used += found[int(number)].st_size
+        return found, used
 
 
 def default_folder() -> Path:

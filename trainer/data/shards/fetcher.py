@@ -16,7 +16,6 @@ from trainer.data.sampling.shards import Need, ShardOrder, ShardShuffle
 from trainer.data.shards.cache import ShardCache
 from trainer.data.workers import context_of_workers, prepare_worker
 from trainer.distributed.world import World
-from trainer.errors import RunError
 
 DOWNLOADS = 8  # at once
 
@@ -186,7 +185,7 @@ class Ahead:
 
     def work(self) -> None:
         while True:
-            with suppress(RunError):  # the rank that needs the shard says so
+            with suppress(Exception):  # the rank that needs the shard says so
                 self.cache.fetch(self.take(), self.next_use)
 
     def next_use(self, shard: int) -> float:
