@@ -456,16 +456,16 @@ def test_plan_says_what_a_node_reads_and_holds(folder):
 def test_doctor_times_the_index_and_the_first_shard(folder, tmp_path):
     with serving(folder) as server:
         check = check_shards(server.url)
-    assert check.status == "ok"
+    assert check.result == "ok"
     assert re.search(
         r"203 examples in 29 shards; the index took .* s, the first shard", check.found
     )
     check = check_shards(str(tmp_path / "none"))
-    assert check.status == "fail" and "must be a folder with shards" in check.found
+    assert check.result == "fail" and "must be a folder with shards" in check.found
 
 
 def test_the_start_says_where_shards_come_from_and_how_far_ahead(folder):
     assert ShardedDataset(folder).source.startswith(f"{folder}, 29 mds shards, ")
     with serving(folder) as server:
         source = ShardedDataset(server.url, cache_bytes=10**9).source
-    assert re.search(r"up to 0.5 GB fetched ahead into .* \(1 GB\)", source)
+    assert re.search(r"up to 500.0 MB fetched ahead into .* \(1.0 GB\)", source)

@@ -77,14 +77,12 @@ class ShardedDataset(Dataset):
     @property
     def source(self) -> str:
         """Words for the start of a run."""
-        size = int(self.index.sizes.clamp(min=0).sum()) / 1e9
-        shards = (
-            f"{self._source.url}, {len(self.index):,} {self.index.format} shards, {size:,.3g} GB"
-        )
+        size = _shown(int(self.index.sizes.clamp(min=0).sum()))
+        shards = f"{self._source.url}, {len(self.index):,} {self.index.format} shards, {size}"
         if self.cache.is_in_place:
             return shards
-        ahead = f"up to {self.ahead_bytes / 1e9:,.3g} GB fetched ahead"
-        return f"{shards}, {ahead} into {self.cache.folder} ({self.cache_bytes / 1e9:,.3g} GB)"
+        ahead = f"up to {_shown(self.ahead_bytes)} fetched ahead"
+        return f"{shards}, {ahead} into {self.cache.folder} ({_shown(self.cache_bytes)})"
 
     @property
     def digest(self) -> str:
@@ -142,3 +140,8 @@ class ShardedDataset(Dataset):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": {}}
+
+
+def _shown(num_bytes: int) -> str:
+    power = min(4, (len(str(num_bytes)) - 1) // 3)
+    return f"{num_bytes / 1000**power:.1f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -57,6 +58,7 @@ class Fetcher(NoFetcher):
     def _start(self) -> None:
         context = context_of_workers()
         reader, self._writer = context.Pipe(duplex=False)
+        os.set_blocking(self._writer.fileno(), False)  # if it is stopped, the run is not
         parts = (*self._parts, reader, self._writer)
         self._process = context.Process(target=_main, args=parts, daemon=True)
         self._process.start()
@@ -122,9 +124,7 @@ class Ahead:
     part: NodePart
     step: int = 0  # counted from the first of the run, as all steps here
     wanted: Iterator[Need] = field(default_factory=lambda: iter(()))
-    next: list[tuple[int, int, int]] = field(
-        default_factory=list
-    )  # of one need: (step, end, shard)
+    next: list[tuple[int, int, int]] = field(default_factory=list)  # (step, end, shard)
     held: list[tuple[int, int]] = field(default_factory=list)  # heap of (end, bytes)
     held_bytes: int = 0
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -185,8 +185,9 @@ class Ahead:
 
     def work(self) -> None:
         while True:
+            shard = self.take()
             with suppress(Exception):  # the rank that needs the shard says so
-                self.cache.fetch(self.take(), self.next_use)
+                self.cache.fetch(shard, self.next_use)
 
     def next_use(self, shard: int) -> float:
         """Return the step at which this node next needs a shard, or the present one."""
