@@ -39,7 +39,6 @@ ELSEWHERE = {
     "python -m trainer.export runs/text/first format=onnx": "test_export.py",
     "pip install -c constraints.txt .": "test_packaging.py",
     "make train PIP_ARGS='--extra-index-url <URL>'": "needs an index of CPU wheels",
-    "PIP_EXTRA_INDEX_URL=<URL> make train": "needs an index of CPU wheels",
     "pip install -c constraints.txt --extra-index-url <URL> .": "needs an index of CPU wheels",
     "python -m trainer.prove 'python train.py --batch-size 64' "
     "'torchrun --nproc_per_node=2 train.py --batch-size 32' steps=20": "test_prove.py",
