@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import fit_on
+from harness import fit_on, slow_but
 from torch import nn
 from torch.utils.data import ConcatDataset, TensorDataset
 
@@ -59,7 +59,7 @@ def epochs(sampling, count, batch=10):
     return [sampling.order(3, epoch, batch)(positions) for epoch in range(count)]
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("name", slow_but(SAMPLINGS, "mixture"))
 def test_run_is_the_same_to_the_bit_on_any_ranks_and_after_a_resume(name, tmp_path, capfd):
     task = task_with(SAMPLINGS[name])
     one = fit_on(1, tmp_path / "one", *WORDS, task=task)
@@ -140,6 +140,7 @@ def test_batches_have_as_many_examples_of_each_class_up_to_one():
         assert counts.min() >= 2 and counts.max() <= 3
 
 
+@pytest.mark.slow
 def test_weights_and_shards_go_together(tmp_path):
     write_shards(rows(), str(tmp_path / "data"), 600, 0)
     task = task_with(SAMPLINGS["classes"], lambda: ShardedDataset(tmp_path / "data"))
