@@ -416,15 +416,18 @@ def test_shards_of_others_are_indexed_and_read(tmp_path, capsys):
         assert shards(["check", url]) == 0
         found[name] = ShardedDataset(url)
     assert [len(each) for each in found.values()] == [10, 10, 10, 8]
+    (tmp_path / "tar" / "lockstep.index").unlink()
+    assert shards(["index", str(tmp_path / "tar"), f"to={tmp_path}/elsewhere"]) == 0
+    found["tar"] = ShardedDataset(tmp_path / "tar", index=tmp_path / "elsewhere")
     assert found["tar"][7] == {"__key__": "a/007", "cls": int(data[7][1]), "txt": "t7"}
     assert found["parquet"][7] == {"n": 7, "text": "t7"}
     assert found["safetensors"][7][0].equal(data[7][0])
     inputs, targets = found["bin"][5]
     assert inputs.tolist() == [*range(8, 16)] and targets.tolist() == [*range(9, 17)]
-    flip(tmp_path / "tar" / "1.tar", 600)
+    flip(tmp_path / "parquet" / "1.parquet", 20)
     capsys.readouterr()
-    assert shards(["check", str(tmp_path / "tar")]) == 1
-    assert "1.tar: has SHA-256" in capsys.readouterr().out
+    assert shards(["check", str(tmp_path / "parquet")]) == 1
+    assert "1.parquet: has SHA-256" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

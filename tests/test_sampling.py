@@ -1,15 +1,20 @@
 """Weights, mixtures and balanced classes: functions of seed, epoch and position, as any order."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import fit_on, slow_but
+from safetensors.torch import save
 from torch import nn
 from torch.utils.data import ConcatDataset, TensorDataset
 
 from trainer import ClassBalanced, ConfigError, Mixture, ShardedDataset, Trainer, Weighted
 from trainer.audit import main as audit
+from trainer.data.sampling import saved
 from trainer.data.sampling.mixture import _pattern, _shares
+from trainer.data.sampling.shards import ShardShuffle
 from trainer.shards.writing import write_shards
 
 WORDS = [
@@ -197,3 +202,20 @@ def test_mistakes_are_named(make, why):
 def test_a_sampling_for_other_data_is_refused(make, why, tmp_path):
     with pytest.raises(AssertionError, match=why):
         fit_on(1, tmp_path, *WORDS, task=task_with(make))
+
+
+@pytest.mark.parametrize("harm", ["damage", "bomb", "other", "missing"])
+def test_a_saved_sampling_that_was_changed_is_refused(harm, tmp_path):
+    found = fit_on(1, tmp_path, *WORDS, "run.steps=2", task=task_with(SAMPLINGS["weights"]))
+    path = found["directory"] / saved.NAME
+    data = path.read_bytes()
+    sampling = ShardShuffle([7])
+    settings, tensors = sampling.state()
+    tensors["repeats"] = torch.tensor([2**60])
+    bomb = save(tensors, {"kind": "shards", "settings": json.dumps(settings)})
+    other = saved.to_bytes(Weighted(torch.ones(203)))
+    path.write_bytes({"damage": data[:-1], "bomb": bomb, "other": other, "missing": b""}[harm])
+    if harm == "missing":
+        path.unlink()
+    with pytest.raises(ConfigError, match=r"sampling\.safetensors: (is damaged|No such file)"):
+        audit([str(found["directory"])])

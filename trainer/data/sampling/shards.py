@@ -16,6 +16,7 @@ from trainer.rng.permutation import Permutation
 
 LANES = 32
 WINDOW = 4
+MOST_SHARDS = 2**27  # of a saved sampling: a small file must not fill the memory
 
 
 class ShardShuffle(Sampling):
@@ -60,7 +61,10 @@ class ShardShuffle(Sampling):
     def restore(
         cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> ShardShuffle:
-        rows = tensors["rows"].repeat_interleave(tensors["repeats"])
+        repeats = tensors["repeats"]
+        if int(repeats.min()) < 0 or int(repeats.sum()) > MOST_SHARDS:
+            raise ValueError("more shards than a run can have")
+        rows = tensors["rows"].repeat_interleave(repeats)
         return cls(rows, settings["lanes"], settings["window"])
 
     def describe(self) -> str:

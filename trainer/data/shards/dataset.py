@@ -43,6 +43,7 @@ class ShardedDataset(Dataset):
         url: str | os.PathLike[str],
         decode: Callable[[Any], Any] | None = None,
         shards: slice | None = None,
+        index: str | os.PathLike[str] | None = None,
         lanes: int = LANES,
         window: int = WINDOW,
         cache: str | os.PathLike[str] | None = None,
@@ -52,13 +53,13 @@ class ShardedDataset(Dataset):
         """Read the index. Raises ConfigError without a valid one, and for invalid arguments.
 
         `decode(example)` makes the example that the task wants of what a format gives. `shards`: a
-        part of them, such as slice(0, -4), to split a data set. `lanes`, `window`: see
-        `ShardShuffle`. `cache`: a folder on the node's disk, by default LOCKSTEP_CACHE or
+        part of them, such as slice(0, -4), to split a data set. `index`: the address that has the
+        index, if it does not lie beside the files. `lanes`, `window`: see `ShardShuffle`. `cache`: a folder on the node's disk, by default LOCKSTEP_CACHE or
         ~/.cache/lockstep. `cache_bytes`: most bytes of this data on it. `ahead_bytes`: fetched
         before they are needed, at most half of the cache.
         """
         self._source = open_source(os.fspath(url))
-        self.index = load_index(self._source)
+        self.index = load_index(self._source if index is None else open_source(os.fspath(index)))
         if shards is not None:
             self.index = self.index.select(shards)
         if not len(self.index) or not int(self.index.rows.sum()):

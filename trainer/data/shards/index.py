@@ -124,8 +124,8 @@ class ShardIndex:
 _TENSORS = ("names", "ends", "rows", "sizes", "digests")
 
 
-def load_index(source: Source, place: str | None = None) -> ShardIndex:
-    """Read the index beside the shards: Lockstep's, or else that of MDS.
+def load_index(source: Source) -> ShardIndex:
+    """Read the index at a source: Lockstep's, or else that of MDS.
 
     Raises ConfigError if there is none, or if it cannot be read.
     """
