@@ -54,9 +54,10 @@ class ShardedDataset(Dataset):
 
         `decode(example)` makes the example that the task wants of what a format gives. `shards`: a
         part of them, such as slice(0, -4), to split a data set. `index`: the address that has the
-        index, if it does not lie beside the files. `lanes`, `window`: see `ShardShuffle`. `cache`: a folder on the node's disk, by default LOCKSTEP_CACHE or
-        ~/.cache/lockstep. `cache_bytes`: most bytes of this data on it. `ahead_bytes`: fetched
-        before they are needed, at most half of the cache.
+        index, if it does not lie beside the files. `lanes`, `window`: see `ShardShuffle`. `cache`:
+        a folder on the node's disk, by default LOCKSTEP_CACHE or ~/.cache/lockstep. `cache_bytes`:
+        most bytes of this data on it. `ahead_bytes`: fetched before they are needed, at most half
+        of the cache.
         """
         self._source = open_source(os.fspath(url))
         self.index = load_index(self._source if index is None else open_source(os.fspath(index)))
