@@ -5,6 +5,7 @@ Sequences consist of whole lines, so their lengths differ: a loss weight per byt
 
 import hashlib
 import math
+import os
 import sysconfig
 from dataclasses import dataclass
 from functools import cache
@@ -116,13 +117,11 @@ class Text(Trainer):
 def read_library(count: int) -> tuple[list[bytes], str]:
     """Return the first `count` files of the standard library by path, and their joint SHA-256."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = (
-        path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts)
-    )
-    texts = [
-        path.read_bytes()
-        for path in sorted(paths, key=lambda p: p.relative_to(root).as_posix())[:count]
-    ]
+    paths = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = {*folders} - LEFT_OUT
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    texts = [path.read_bytes() for path in sorted(paths, key=Path.as_posix)[:count]]
     return texts, hashlib.sha256(b"".join(texts)).hexdigest()
 
 
