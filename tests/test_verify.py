@@ -21,7 +21,7 @@ from trainer.verify.stage import last_words
 def prove(monkeypatch, capfd):
     """Run the verb with forked ranks instead of launched ones; return exit code and output."""
 
-    def launch(self, spec, ranks):
+    def launch(self, spec, ranks, is_apart=False):
         on_ranks(ranks, recording.main, [str(spec)])
         return 0, ""
 

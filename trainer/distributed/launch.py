@@ -119,8 +119,8 @@ def fork_ranks(
     a signal; the other ranks are then ended.
     """
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)
+    start_server(enter.__module__, more)
     with _store_of(size, more):
-        _start_server(enter.__module__)
         own = {**os.environ}
         try:
             ranks = mp.start_processes(
@@ -135,16 +135,18 @@ def fork_ranks(
     return 0
 
 
-def _start_server(module: str) -> None:
+def start_server(module: str, more: Mapping[str, str]) -> None:
     """Start the process that imports `module` and forks the ranks, unless it is running.
 
-    It would look for packages in the working directory first, which may hold a `trainer.py`.
+    Returns before it has imported. No library may start threads in it. It would look for packages
+    in the working directory first, which may hold a `trainer.py`.
     """
     forkserver.set_forkserver_preload([module])
     here = Path.cwd()
     os.chdir(Path(trainer.__file__).parents[1])
     try:
-        forkserver.ensure_running()
+        with _environment({**more, "OMP_NUM_THREADS": "1"}):
+            forkserver.ensure_running()
     finally:
         os.chdir(here)
 

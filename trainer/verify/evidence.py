@@ -47,6 +47,7 @@ class Notes:
     finding: str = ""  # the first line of the run's own proofs
     has_rows: bool = True  # on one of the ranks that train on the same rows
     boxes: dict[str, Any] = field(default_factory=dict)  # shape of the whole, and (offset, size)s
+    seconds: float = 0.0  # that the run took
 
     def save(self, path: Path) -> None:
         probe = None if self.probe is None else vars(self.probe)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -168,16 +167,14 @@ def _train_reference(
     """
     *exact, own = list(stage.precisions)[-1:] if is_bits else list(stage.precisions)
     print("training on one rank, the reference ...", file=sys.stderr, flush=True)
-    begun = time.monotonic()
     try:
-        reference = stage.train("one-rank", 1, ONCE, [*exact, own])
+        reference = stage.train("one-rank", 1, ONCE, [*exact, own], is_apart=True)
     except (ConfigError, RunError) as error:
         if not exact:
             raise
-        begun = time.monotonic()
-        reference = stage.train("one-rank", 1, ONCE, [own])
+        reference = stage.train("one-rank", 1, ONCE, [own], is_apart=True)
         print(f"does not run in fp64, so {own} alone is judged: {error}")
-    seconds = time.monotonic() - begun
+    seconds = sum(evidence.ranks[0].seconds for evidence in reference.values())
     more = _estimate(seconds, layouts)
     ahead = f"it took {seconds:.0f} s; {counted(len(layouts), 'layout')} to try"
     print(f"{ahead}, about {more:.0f} s", file=sys.stderr, flush=True)

@@ -49,8 +49,9 @@ def prove_resume(stage: TrialRuns, kills: int, seed: int) -> list[Finding]:
             if not stage.train_and_kill(name, RANKS, SAVES, precision, step, killed):
                 raise RunError(f"{layout}: the run ended before it was killed")
             overrides = [*SAVES, "run.resume=auto"]
-            resumed = stage.train(name, ranks, overrides, [precision])[precision]
-            findings.append(_compare(layout, precision, whole, resumed, ranks == RANKS))
+            resumed = stage.train(name, ranks, overrides, [precision], is_apart=ranks == 1)
+            same = ranks == RANKS
+            findings.append(_compare(layout, precision, whole, resumed[precision], same))
     return findings
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import trainer
 from trainer.config.schema import Config
 from trainer.distributed import entry
-from trainer.distributed.launch import fork_ranks
+from trainer.distributed.launch import fork_ranks, start_server
 from trainer.distributed.launchers import CODES
 from trainer.distributed.world import usable_cores
 from trainer.errors import ConfigError, RunError
@@ -65,14 +65,16 @@ class TrialRuns:
         overrides: Sequence[str],
         precisions: Collection[str],
         is_reversed: bool = False,
+        is_apart: bool = False,
     ) -> dict[str, Evidence]:
         """Train on `ranks` real processes and return the evidence by precision.
 
-        If it `is_reversed`, the rows of each micro-batch are taken in reverse order. Raises
+        If it `is_reversed`, the rows of each micro-batch are taken in reverse order. If it
+        `is_apart`, one rank has another seed for hashes of strings than all other runs. Raises
         ConfigError or RunError with the error line of the ranks if they fail.
         """
         plan = self._write_plan(name, overrides, precisions, None, is_reversed)
-        self._check(name, *self.launch(plan, ranks))
+        self._check(name, *self.launch(plan, ranks, is_apart))
         evidence = {}
         for precision in precisions:
             run = _run_name(name, precision)
@@ -100,17 +102,20 @@ class TrialRuns:
         self._check(name, code, stderr)
         return False
 
-    def launch(self, plan: Path, ranks: int) -> tuple[int, str]:
+    def launch(self, plan: Path, ranks: int, is_apart: bool = False) -> tuple[int, str]:
         """Run a plan on `ranks` processes; return the exit code and what they wrote to stderr.
 
-        One rank is a process of its own, with its own seed for hashes of strings. Several are
-        forked, which takes half the time; they share another seed.
+        They are forked, which takes half the time, and share a seed for hashes of strings. A rank
+        `is_apart` in a process of its own, with its own seed.
         """
         more = {
             "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
+            # Threads that spin took six times as long on two cores that another process used too.
+            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
             CODES: str(self._folder / "codes"),
         }
-        if ranks == 1:
+        if is_apart:
+            start_server(enter.__module__, more)  # it imports torch meanwhile
             words = [sys.executable, *entry.words("verify.recording"), str(plan)]
             own = {**os.environ, **more}
             done = subprocess.run(words, capture_output=True, text=True, env=own)  # noqa: S603
