@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LARGE = [f"tests/test_{name}.py" for name in ("export", "features", "finetune", "report")]
+LARGE = ("api_page", "architecture", "error_texts", "export", "features", "finetune", "report")
+LARGE = [f"tests/test_{name}.py" for name in (*LARGE, "transformers")]
 NO_TESTS = 5  # pytest's exit code if it found none, such as with -m
 
 
