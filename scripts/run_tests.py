@@ -1,12 +1,12 @@
-"""Run tests in two processes, as most tests wait for one core of the two, and a third one.
+"""Run tests in three processes: two keep a core of two idle for a quarter of the time.
 
     python scripts/run_tests.py [--third] [pytest's arguments]
 
-Each of the two takes the next file that the other has not taken, the file that was committed last
-first, so that what a change breaks shows early. The third one runs the few files that import large
-libraries, which else each fork of a test would copy: 41 ms a fork, not 28. The output of the first
-process comes at once, that of the others at the end. With --third only a third of the slow tests
-run, chosen by the commit's hash.
+Each takes the next file that no other has taken, the file that was committed last first, so that
+what a change breaks shows early. One of them is started when another process has run the few files
+that import large libraries or parse the whole package, which else each fork of a test would copy:
+27 ms of CPU time a fork, not 19. The output of the first process comes at once, that of the others
+at the end. With --third only a third of the slow tests run, chosen by the commit's hash.
 """
 
 import contextlib
@@ -14,12 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 LARGE = ("api_page", "architecture", "error_texts", "export", "features", "finetune", "report")
 LARGE = [f"tests/test_{name}.py" for name in (*LARGE, "transformers")]
-NO_TESTS = 5  # pytest's exit code if it found none, such as with -m
+INTERRUPTED = 2  # pytest's exit codes
+NO_TESTS = 5  # such as with -m
 
 
 def find_third() -> int:
@@ -57,28 +60,37 @@ def main(arguments: list[str]) -> int:
     files = [word for word in arguments if word.startswith("tests/")]
     with tempfile.TemporaryDirectory() as folder:
         shared = [*words, *([] if files else newest_first()), f"--share={folder}"]
-        later = [shared] if files else [shared, [*words, *LARGE]]
-        return run(shared, later)
+        return run(shared, [[shared]] if files else [[shared], [[*words, *LARGE], shared]])
 
 
-def run(first: list[str], others: list[list[str]]) -> int:
-    """Run the commands side by side; print the output of the others after that of the first."""
-    with contextlib.ExitStack() as stack:
+def run(first: list[str], others: list[list[list[str]]]) -> int:
+    """Run a command beside lists of commands, and print the output of the lists after its own.
+
+    Those of a list run one after another, until one is interrupted.
+    """
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
         kept = [stack.enter_context(tempfile.TemporaryFile()) for _ in others]
-        started = [
-            subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
-            for words, file in zip(others, kept, strict=True)
-        ]
+        started = [pool.submit(call_each, *each) for each in zip(others, kept, strict=True)]
         codes = []
         try:
             codes.append(subprocess.call(first, cwd=ROOT))
         except KeyboardInterrupt:  # the terminal sent it to all
-            codes.append(1)
-        codes += [process.wait() for process in started]
+            codes.append(INTERRUPTED)
+        for each in started:
+            codes += each.result()
         for file in kept:
             file.seek(0)
             sys.stdout.buffer.write(file.read())
     return int(any(code not in (0, NO_TESTS) for code in codes) or 0 not in codes)
+
+
+def call_each(commands: list[list[str]], output: IO[bytes]) -> list[int]:
+    """Run commands one after another, until one is interrupted; return their exit codes."""
+    codes: list[int] = []
+    for words in commands:
+        if INTERRUPTED not in codes:
+            codes.append(subprocess.call(words, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT))
+    return codes
 
 
 if __name__ == "__main__":
