@@ -3,6 +3,7 @@ processes and working directory, and must be quick."""
 
 import ctypes
 import functools
+import gc
 import os
 
 os.environ.setdefault(
@@ -57,9 +58,10 @@ def command(tmp_path):
 def wheel(tmp_path_factory):
     """Return the path of the project's wheel, built from the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    words = ["wheel", "--no-deps", "--no-build-isolation", "-w", folder, Path(__file__).parents[1]]
-    subprocess.run([*pip, *words], check=True)
+    words = ["-m", "hatchling", "build", "-t", "wheel", "-d", folder]
+    subprocess.run(
+        [sys.executable, *words], cwd=Path(__file__).parents[1], check=True, capture_output=True
+    )
     (path,) = folder.glob("*.whl")
     return path
 
@@ -123,6 +125,11 @@ def living(pids: set[int]) -> dict[int, str]:
 def pytest_addoption(parser):
     parser.addoption("--share", metavar="DIR", help="run the files that are not in DIR, each once")
     parser.addoption("--third", type=int, help="0, 1 or 2: a third of the slow tests")
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # a collection while a fork lives would copy the memory that it shares
 
 
 def pytest_collection_modifyitems(config, items):

@@ -3,9 +3,9 @@
 Values on the command line are set after the composition. Forks know what their parent has composed.
 """
 
-import copy
 import functools
 import importlib
+import pickle
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 from trainer.cli import split_arguments
 from trainer.errors import ConfigError
 
-_known: dict[str, Any] = {}
+_known: dict[str, bytes] = {}
 
 
 def remember_compositions() -> None:
@@ -37,8 +37,8 @@ def remember_compositions() -> None:
         stamps = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in files]
         key = repr((name, words, list(config_dirs), list(added), folders, stamps))
         if key not in _known:
-            _known[key] = compose_groups(name, parsed, config_dirs, added)
-        return copy.deepcopy(_known[key])
+            _known[key] = pickle.dumps(compose_groups(name, parsed, config_dirs, added))
+        return pickle.loads(_known[key])  # a fourth of deepcopy's time
 
     module._compose = remember
 
