@@ -47,6 +47,7 @@ def test_bad_setting_on_two_ranks_is_reported_once(words, line, is_real, command
     assert code != 0 and "Traceback (most recent call last):\n  File" not in err.split("torch/")[0]
 
 
+@pytest.mark.slow  # test_bad_setting_on_two_ranks_is_reported_once has forked ranks
 def test_bad_setting_under_torchrun_is_said_once(tmp_path):
     code, _, err = ended(launch(tmp_path, *TINY, "optim.lrr=1", launcher=TORCHRUN))
     line = "error: optim.lrr is not a setting; did you mean optim.lr?"

@@ -65,7 +65,7 @@ def single():
     return run
 
 
-QUICK = [("pp 2", "clipping"), ("tp 2", "plain")]
+QUICK = [("pp 2", "clipping"), ("tp 2", "clipping")]
 EVERY = [(mesh, case) for mesh in MESHES for case in CASES if (mesh, case) not in QUICK]
 
 

@@ -106,7 +106,7 @@ def test_its_own_test_passes(project):
 
 
 def test_its_config_group(project, command):
-    words = ["task=my-spiral", "run.epochs=1", "eval.every_epochs=null"]
+    words = ["task=my-spiral", "run.steps=2", "eval.every_epochs=null"]
     sizes = {"small": 1251, "large": 50307}
     for model, size in {"": sizes["small"], **sizes}.items():
         more = [f"model={model}"] if model else []
@@ -115,7 +115,7 @@ def test_its_config_group(project, command):
         assert f"model   Sequential, {size:,} parameters" in done.stdout
     saved = (project / "runs/my-spiral/m-large/config.yaml").read_text()
     assert "width: 128" in saved and "layers: 4" in saved
-    resumed = command("run.resume=runs/my-spiral/m-large", "run.epochs=2", folder=project)
+    resumed = command("run.resume=runs/my-spiral/m-large", "run.steps=3", folder=project)
     assert resumed.returncode == 0 and "model   Sequential, 50,307 parameters" in resumed.stdout
 
 
