@@ -1,6 +1,8 @@
 """The start of a run names what would depend on its layout, and says nothing of what does not."""
 
+import contextlib
 import inspect
+import io
 
 import pytest
 import right
@@ -105,22 +107,40 @@ def tasks_of(module):
 def said_at_start(task, folder, capfd, *words, ranks=1):
     """Return the lines of the proof of a run that makes 11 steps, or its error."""
 
-    def body():
-        try:
-            task(compose(folder, "task=tiny", "run.steps=11", *words)).fit()
-        except ConfigError as error:
-            return str(error)
-        return ""
+    error = on_ranks(ranks, error_of, task, folder, *words)[0]
+    return [error] if error else lines_of_the_proof(capfd.readouterr().out)
 
-    error = on_ranks(ranks, body)[0]
-    lines = capfd.readouterr().out.splitlines()
-    return [error] if error else [x for x in lines if NOTE in x or x.startswith("proof")]
+
+def error_of(task, folder, *words):
+    try:
+        task(compose(folder, "task=tiny", "run.steps=11", *words)).fit()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def lines_of_the_proof(said):
+    return [line for line in said.splitlines() if NOTE in line or line.startswith("proof")]
+
+
+@pytest.fixture(scope="module")
+def said_of_wrong_tasks(tmp_path_factory):
+    """Return the lines of each wrong task's proof. Their runs follow each other in one process."""
+
+    def body(folder):
+        found = {}
+        for name in NAMED:
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                assert error_of(getattr(wrong, name), folder / name) == "", name
+            found[name] = lines_of_the_proof(said.getvalue())
+        return found
+
+    return on_ranks(1, body, tmp_path_factory.mktemp("wrong"))[0]
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_what_would_differ_in_another_layout_is_named_with_its_reason(name, tmp_path, capfd):
-    lines = said_at_start(getattr(wrong, name), tmp_path, capfd)
-    (line,) = [line for line in lines if NOTE in line]
+def test_what_would_differ_in_another_layout_is_named_with_its_reason(name, said_of_wrong_tasks):
+    (line,) = [line for line in said_of_wrong_tasks[name] if NOTE in line]
     assert NAMED[name] in line and line.count(";") >= 1
 
 
