@@ -1,12 +1,12 @@
-"""Run tests in three processes: two keep a core of two idle for a quarter of the time.
+"""Run tests in three processes, as most tests wait for one core of the two or for neither.
 
     python scripts/run_tests.py [--third] [pytest's arguments]
 
 Each takes the next file that no other has taken, the file that was committed last first, so that
 what a change breaks shows early. One of them is started when another process has run the few files
 that import large libraries or parse the whole package, which else each fork of a test would copy:
-27 ms of CPU time a fork, not 19. The output of the first process comes at once, that of the others
-at the end. With --third only a third of the slow tests run, chosen by the commit's hash.
+420 MB, not 290. The output of the first process comes at once, that of the others at the end. With
+--third only a third of the slow tests run, chosen by the commit's hash.
 """
 
 import contextlib

@@ -29,6 +29,7 @@ import pytest
 import torch
 import torch._dynamo  # once before any fork: it would take a second in each child
 import torch.distributed as dist
+from harness.huge_pages import use_huge_pages
 from harness.launch import SCRIPTS, children_of, kill_with_descendants
 from harness.waiting import QUIET_S, seconds_of_importing_torch, wait_for
 
@@ -130,6 +131,7 @@ def pytest_addoption(parser):
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # a collection while a fork lives would copy the memory that it shares
+    use_huge_pages()
 
 
 def pytest_collection_modifyitems(config, items):
