@@ -8,7 +8,7 @@ ARGS ?=
 PIP_ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL = $(PIP) install --quiet -c constraints.txt $(PIP_ARGS)
-EXTRAS := export,hf,metrics,mpi,mlflow,notebook,parquet,report,slurm,optuna,wandb
+EXTRAS := export,hf,metrics,mpi,mlflow,notebook,parquet,report,shards,slurm,optuna,wandb
 
 define ABOUT_TORCH
 installing into $(VENV) ...

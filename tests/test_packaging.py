@@ -104,7 +104,7 @@ def make(request, tmp_path):
 PACKAGE_ALONE = "-c constraints.txt -e ."
 DEVELOPMENT = (
     "-c constraints.txt --group dev"
-    " -e .[export,hf,metrics,mpi,mlflow,notebook,parquet,report,slurm,optuna,wandb]"
+    " -e .[export,hf,metrics,mpi,mlflow,notebook,parquet,report,shards,slurm,optuna,wandb]"
 )
 
 

@@ -26,7 +26,7 @@ from torch.utils.data import (
 from trainer.config.schema import DataSettings
 from trainer.data.examples import find_flaw, find_odd, form_of, is_complex, length_of
 from trainer.data.order import IndexSampler
-from trainer.data.shards.errors import ShardError
+from trainer.data.shards.errors import ServerError, ShardError
 from trainer.data.workers import (
     POLL_S,
     SHARED,
@@ -159,6 +159,8 @@ class ExampleSource(Dataset):
         before = random_state()
         try:
             examples = list(self.dataset.__getitems__(wanted))
+        except ServerError:
+            raise
         except Exception:  # of the task's code
             return None
         if len(examples) != len(wanted) or random_state() != before:
@@ -175,7 +177,7 @@ class ExampleSource(Dataset):
             seed_example(seed, epoch, taken)
             try:
                 return taken, self.dataset[taken]
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, ServerError):  # which no other example would mend
                 raise
             except ShardError as error:  # so are the examples after it, in the same shard
                 reason, index = str(error), error.next_index

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainer.data.shards.download import digest_file, download
+from trainer.data.shards.download import digest_file, download, read_whole
+from trainer.data.shards.errors import ServerError
 from trainer.data.shards.formats import FORMATS
-from trainer.data.shards.index import NAME, OF_MDS, ShardIndex, load_index, of_mds
+from trainer.data.shards.index import MOST_BYTES, NAME, OF_MDS, ShardIndex, load_index, of_mds
 from trainer.data.shards.sources import LocalSource, Source, create_source, open_source
 from trainer.errors import ConfigError, RunError
 
@@ -25,7 +26,7 @@ def write_index(url: str, to: str, settings: Mapping[str, Any]) -> tuple[ShardIn
     format, names = _find_shards(source.url, listed)
     settings = dict(settings)
     if format == "mds" and OF_MDS in listed:
-        made = of_mds(b"".join(source.stream(OF_MDS)), f"{source.url}/{OF_MDS}")
+        made = of_mds(read_whole(source, OF_MDS, MOST_BYTES), f"{source.url}/{OF_MDS}")
         names = [made.name(shard) for shard in range(len(made))]
         settings = dict(made.settings)
     elif format == "mds":
@@ -52,13 +53,17 @@ def _find_shards(url: str, listed: list[str]) -> tuple[str, list[str]]:
     found = {
         format: names
         for format, kind in FORMATS.items()
-        if (names := [n for n in listed if n.removesuffix(".zstd").endswith(kind.suffixes)])
+        if (names := [n for n in listed if _without_compression(n).endswith(kind.suffixes)])
     }
     if len(found) != 1:
         kinds = ", ".join(suffix for kind in FORMATS.values() for suffix in kind.suffixes)
         has = f"files of several formats ({', '.join(found)})" if found else "no shards"
         raise ConfigError(f"{url}: has {has}; must have files of one of {kinds}")
     return found.popitem()
+
+
+def _without_compression(name: str) -> str:
+    return name.removesuffix(".zstd").removesuffix(".gz")
 
 
 def _count(format: str, path: Path, settings: Mapping[str, Any]) -> int:
@@ -71,7 +76,10 @@ def _count(format: str, path: Path, settings: Mapping[str, Any]) -> int:
 
 
 def check_shards(url: str) -> tuple[ShardIndex, dict[str, str]]:
-    """Read every shard; return the index, and why by the name of each file that differs."""
+    """Read every shard; return the index, and why by the name of each file that differs.
+
+    Raises RunError if the server does not answer.
+    """
     source = open_source(url)
     index = load_index(source)
     wrong = {}
@@ -84,6 +92,8 @@ def check_shards(url: str) -> tuple[ShardIndex, dict[str, str]]:
                 rows = FORMATS[index.format].count_rows(path, index.settings)
                 if rows != int(index.rows[shard]):
                     wrong[name] = f"has {rows} rows, and {int(index.rows[shard])} in the index"
+        except ServerError:
+            raise
         except (OSError, RunError, ConfigError) as error:
             wrong[name] = str(error)
         except Exception as error:  # each reader has its own kinds

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,11 +19,14 @@ import numpy as np
 from trainer.data.shards.download import digest_file, download
 from trainer.data.shards.index import ShardIndex
 from trainer.data.shards.sources import CHUNK, LocalSource, Source
-from trainer.errors import ConfigError, RunError
+from trainer.errors import ConfigError, RunError, one_line
 
 PART = ".part"  # an unfinished download, locked by the process that writes it
+RAW = ".raw"  # what has been decompressed of it
+TRIES = 10  # while others delete the folder or its files
 VERIFIED = "verified"  # stamps of files that are read in place, by shard
 FREE = "free"  # the lock of whoever makes room
+MOST_OF_A_NAME = 60  # characters: a file's name has at most 255 bytes
 NextUse = Callable[[int], float]  # the step at which a shard is next needed; inf: not known
 
 
@@ -31,7 +35,7 @@ class ShardCache:
 
     Processes on a node agree by locks of files, which the kernel releases if one is killed, so
     any number of runs may share a folder. A finished file bears its digest in its time of
-    modification: one that somebody wrote to is verified again before it is used.
+    modification: one that somebody wrote to is verified or fetched again before it is used.
     """
 
     def __init__(self, source: Source, index: ShardIndex, folder: Path, most_bytes: int):
@@ -75,7 +79,7 @@ class ShardCache:
         name = self._index.name(shard)
         if self._is_in_place:
             return self.folder / name
-        return self.folder / f"{shard:08d}-{name.replace('/', '_')}"
+        return self.folder / f"{shard:08d}-{name.replace('/', '_')[-MOST_OF_A_NAME:]}"
 
     def fetch(self, shard: int, next_use: NextUse | None = None) -> Path:
         """Return the file of a shard, downloaded if this node does not have it.
@@ -86,28 +90,34 @@ class ShardCache:
         path = self.path(shard)
         if self._is_in_place:
             return self._check_in_place(shard, path)
-        if self._is_sound(shard, path):
-            return path
         try:
-            self._download(shard, path, next_use)
+            if not self._is_sound(shard, path):
+                self._download_with_room(shard, path, next_use)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise self._no_room(shard, error) from None
-            try:
-                self._evict(shard, float("inf"), next_use)
-                self._download(shard, path, next_use)
-            except OSError as again:
-                raise self._no_room(shard, again) from None
+            raise self._no_room(shard, error) from None
         return path
 
+    def _download_with_room(self, shard: int, path: Path, next_use: NextUse | None) -> None:
+        """Download a shard; delete all others if the disk is full."""
+        for attempt in range(TRIES):
+            try:
+                return self._download(shard, path, next_use)
+            except FileNotFoundError:  # somebody deletes the folder
+                if attempt == TRIES - 1:
+                    raise
+            except OSError as error:
+                if attempt or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                self._evict(shard, float("inf"), next_use)
+
     def _download(self, shard: int, path: Path, next_use: NextUse | None) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
+        self.folder.mkdir(parents=True, exist_ok=True)
         with _locked_part(path) as part:
             if self._is_sound(shard, path):  # another process was faster
                 Path(part.name).unlink()
             else:
                 self._evict(shard, self.size(shard), next_use)
-                self._write(shard, part, path)
+                self._write(shard, part, path, next_use)
 
     def _check_in_place(self, shard: int, path: Path) -> Path:
         """Verify a file that was not verified since it was last written."""
@@ -119,7 +129,7 @@ class ShardCache:
         why = ""
         if size is not None and status.st_size != size:
             why = f"has {status.st_size:,} bytes, and {size:,} in its index"
-        stamp = hash((status.st_mtime_ns, status.st_size, status.st_ino))
+        stamp = hash((status.st_mtime_ns, status.st_size, status.st_ino, status.st_dev))
         sha256 = self._index.sha256(shard)
         if not why and sha256 and self._verified[shard] != stamp:
             if digest_file(path) == sha256:
@@ -134,39 +144,62 @@ class ShardCache:
     def _is_sound(self, shard: int, path: Path) -> bool:
         """Return True if a finished file is there that nobody has written to since."""
         try:
-            status = path.stat()
+            written_ns = path.stat().st_mtime_ns
         except FileNotFoundError:
             return False
-        sha256 = self._index.sha256(shard)
-        if self._compression or not sha256 or status.st_mtime_ns == _stamp(sha256):
+        if written_ns == self._stamp(shard):
             return True
+        sha256 = self._index.sha256(shard)
         with suppress(FileNotFoundError):
-            if digest_file(path) == sha256:
-                os.utime(path, ns=(_stamp(sha256), _stamp(sha256)))
+            if sha256 and not self._compression and digest_file(path) == sha256:
+                self._seal(shard, path)
                 return True
             path.unlink()
         return False
 
-    def _write(self, shard: int, part: BinaryIO, path: Path) -> None:
+    def _write(self, shard: int, part: BinaryIO, path: Path, next_use: NextUse | None) -> None:
         name, sha256 = self._index.name(shard), self._index.sha256(shard)
         download(self._source, name, part, self._index.size(shard), sha256)
         if self._compression:
-            self._decompress(part, path)
+            self._decompress(shard, part, path, next_use)
             Path(part.name).unlink()
             return
-        if sha256:
-            os.utime(part.name, ns=(_stamp(sha256), _stamp(sha256)))
+        self._seal(shard, Path(part.name))
         os.replace(part.name, path)
 
-    def _decompress(self, part: BinaryIO, path: Path) -> None:
-        raw = path.with_name(f"{path.name}.{os.getpid()}.raw")
+    def _decompress(self, shard: int, part: BinaryIO, path: Path, next_use: NextUse | None) -> None:
+        raw = path.with_name(path.name + RAW)
         part.seek(0)
         try:
             with open(raw, "wb") as file, _decompressed(part, self._compression) as stream:
                 shutil.copyfileobj(stream, file, CHUNK)
-            raw.replace(path)
-        finally:
-            raw.unlink(missing_ok=True)
+        except Exception as error:  # each format has its own kinds
+            if isinstance(error, RunError) or getattr(error, "errno", None):
+                raise
+            place = f"{self._source.url}/{self._index.name(shard)}"
+            why = f"cannot be decompressed as {self._compression}: {one_line(error)}"
+            raise RunError(f"{place}: {why}; restore it") from None
+        size = raw.stat().st_size
+        if size > self._most_bytes:
+            need = f"must hold shard {self._index.name(shard)}, {size:,} bytes"
+            raw.unlink()
+            raise RunError(f"cache_bytes={self._most_bytes}: {need}")
+        self._evict(shard, size, next_use)
+        self._seal(shard, raw)
+        raw.replace(path)
+
+    def _seal(self, shard: int, path: Path) -> None:
+        """Mark a finished file; one of another user is verified at each start instead."""
+        with suppress(PermissionError):
+            os.utime(path, ns=(self._stamp(shard), self._stamp(shard)))
+
+    def _stamp(self, shard: int) -> int:
+        """Return a time in ns, before 1988, for the digest of a shard, or else of the index.
+
+        It is a whole number of seconds, and even: some file systems keep no other times.
+        """
+        digest = self._index.sha256(shard) or self.folder.name
+        return int(digest[:7], 16) * 2 * 10**9
 
     def _no_room(self, shard: int, error: OSError) -> RunError:
         need = f"shard {self._index.name(shard)} cannot be written: {error.strerror}"
@@ -179,33 +212,55 @@ class ShardCache:
         """
         with open(self.folder / FREE, "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            found, used = self._survey(shard)
-            room = self._most_bytes - used - need
-            when = next_use or (lambda _: 0.0)
-            # the farthest use first; of equals the one that was fetched first
-            order = sorted(found, key=lambda each: (-when(each), found[each].st_ctime))
-            for other in order:
+            files = self._survey(shard)
+            room = self._most_bytes - need - sum(each.num_bytes for each in files)
+            when = next_use or (lambda _: float("inf"))
+            # downloads that nobody finishes; then the farthest use first, of equals the oldest
+            order = sorted(files, key=lambda e: (e.ending != PART, -when(e.shard), e.time_ns))
+            for each in order:
                 if room >= 0:
-                    return
-                with suppress(FileNotFoundError):
-                    self.path(other).unlink()
-                room += found[other].st_size
+                    break
+                if each.ending == PART:
+                    room += each.num_bytes if self._drop_part(each.shard) else 0
+                elif not each.ending:
+                    self.path(each.shard).unlink(missing_ok=True)
+                    room += each.num_bytes
 
-    def _survey(self, but: int) -> tuple[dict[int, os.stat_result], int]:
-        """Return the status of each finished shard, and the bytes of all; parts count as whole."""
-        found: dict[int, os.stat_result] = {}
-        used = 0
+    def _drop_part(self, shard: int) -> bool:
+        """Delete an unfinished download that a killed process has left; return True if it was."""
+        path = self.path(shard)
+        part = path.with_name(path.name + PART)
+        with suppress(OSError), open(part, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.with_name(path.name + RAW).unlink(missing_ok=True)
+            part.unlink()
+            return True
+        return False
+
+    def _survey(self, but: int) -> list[_CachedFile]:
+        """Return the files of other shards; unfinished downloads count as if they were finished."""
+        found = []
         for entry in os.scandir(self.folder):
-            number = entry.name.partition("-")[0]
-            if not number.isdigit() or int(number) == but or int(number) >= len(self._index):
+            word = entry.name.partition("-")[0]
+            shard = int(word) if word.isdecimal() else but
+            if shard == but or shard >= len(self._index):
                 continue
-            if entry.name.endswith(PART):
-                used += self.size(int(number))
-                continue
+            ending = Path(entry.name).suffix if entry.name.endswith((PART, RAW)) else ""
             with suppress(FileNotFoundError):
-                found[int(number)] = entry.stat()
-                used += found[int(number)].st_size
-        return found, used
+                status = entry.stat()
+                size = self.size(shard) if ending == PART else status.st_size
+                found.append(_CachedFile(shard, ending, size, status.st_ctime_ns))
+        return found
+
+
+@dataclass(frozen=True)
+class _CachedFile:
+    """A file of the cache: a finished shard, an unfinished one (PART), or one of RAW."""
+
+    shard: int
+    ending: str
+    num_bytes: int
+    time_ns: int
 
 
 def default_folder() -> Path:
@@ -220,8 +275,9 @@ def _open_table(path: Path, length: int) -> np.ndarray:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:
             file.truncate(8 * length)
+            os.posix_fallocate(file.fileno(), 0, max(1, 8 * length))  # else a full disk is SIGBUS
         return np.memmap(path, np.int64, "r+", shape=(length,))
-    except OSError:
+    except (OSError, AttributeError):  # macOS does not have posix_fallocate
         return np.zeros(length, np.int64)
 
 
@@ -243,11 +299,6 @@ def _locked_part(path: Path) -> Iterator[BinaryIO]:
                 yield part
                 return
         time.sleep(0)
-
-
-def _stamp(sha256: str) -> int:
-    """Return a time in ns, of some moment before 2006, that stands for a digest."""
-    return int(sha256[:15], 16)
 
 
 @contextmanager

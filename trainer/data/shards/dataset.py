@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,16 @@ from torch.utils.data import Dataset
 
 from trainer.data.sampling.shards import LANES, WINDOW, ShardShuffle
 from trainer.data.shards.cache import ShardCache, default_folder
-from trainer.data.shards.errors import ShardError
+from trainer.data.shards.errors import ServerError, ShardError
 from trainer.data.shards.formats import FORMATS, OpenShard
 from trainer.data.shards.index import load_index
 from trainer.data.shards.sources import open_source
-from trainer.errors import ConfigError, RunError
+from trainer.errors import ConfigError, RunError, one_line
 
 CACHE_BYTES = 2**36  # 64 GiB
 DOWNLOADS = 8  # at once, of one process
 MOST_OPEN = 256  # files of one process
+Stamp = tuple[int, int, int]  # time of modification, bytes and inode of an open file
 
 
 class ShardedDataset(Dataset):
@@ -74,7 +76,7 @@ class ShardedDataset(Dataset):
         self.cache_bytes = cache_bytes
         self.ahead_bytes = min(ahead_bytes, cache_bytes // 2)
         self._format = FORMATS[self.index.format]
-        self._open: dict[int, OpenShard] = {}
+        self._open: dict[int, tuple[Path, Stamp, OpenShard]] = {}
 
     @property
     def source(self) -> str:
@@ -97,10 +99,15 @@ class ShardedDataset(Dataset):
     def __getitem__(self, index: int) -> Any:
         if not -len(self) <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
-        index %= len(self)
+        self._close_changed([int(self._first.searchsorted(index % len(self), side="right")) - 1])
+        return self._read(index % len(self))
+
+    def _read(self, index: int) -> Any:
         shard = int(self._first.searchsorted(index, side="right")) - 1
         try:
             example = self._shard(shard)[index - int(self._first[shard])]
+        except ServerError:
+            raise
         except RunError as error:
             place = index - int(self._first[shard])
             raise ShardError(str(error), int(self._first[shard + 1]) + place) from None
@@ -109,8 +116,10 @@ class ShardedDataset(Dataset):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return several examples; the shards they are in are fetched at the same time."""
         places = self._first.searchsorted(indices, side="right") - 1
-        self.fetch(shard for shard in dict.fromkeys(places.tolist()) if shard not in self._open)
-        return [self[index] for index in indices]
+        shards = dict.fromkeys(places.tolist())
+        self._close_changed(shards)
+        self.fetch(shard for shard in shards if shard not in self._open)
+        return [self._read(index) for index in indices]
 
     def fetch(self, shards: Iterable[int]) -> None:
         """Have these shards on this machine."""
@@ -119,26 +128,36 @@ class ShardedDataset(Dataset):
             with ThreadPoolExecutor(DOWNLOADS) as pool:
                 [*pool.map(self.cache.fetch, wanted)]
 
+    def _close_changed(self, shards: Iterable[int]) -> None:
+        """Close files that were written to since they were opened: opening verifies them."""
+        for shard in shards:
+            if shard in self._open:
+                path, stamp, _ = self._open[shard]
+                with suppress(OSError):  # deleted to make room: what is open can be read
+                    if _stamp(path) != stamp:
+                        del self._open[shard]
+
     def _shard(self, shard: int) -> OpenShard:
         """Return an open shard; the oldest of too many is closed, as are deleted ones."""
-        if shard not in self._open:
+        while shard not in self._open:
             path = self.cache.fetch(shard)
-            for number in [n for n in self._open if not self.cache.path(n).exists()]:
+            for number in [n for n, (name, *_) in self._open.items() if not name.exists()]:
                 del self._open[number]
             while len(self._open) >= MOST_OPEN:
                 self._open.pop(next(iter(self._open)))
-            rows = int(self.index.rows[shard])
-            try:
-                self._open[shard] = self._format.open(path, self.index.settings, rows)
-            except FileNotFoundError:  # deleted since, by a process that needed room
-                return self._shard(shard)
-            except (ConfigError, RunError):
-                raise
-            except Exception as error:
-                why = f"cannot be read as {self.index.format}: {error}"
-                advice = f"python -m trainer.shards check {self._source.url}"
-                raise RunError(f"shard {path}: {why}; {advice}") from None
-        return self._open[shard]
+            with suppress(FileNotFoundError):  # deleted since, by a process that needed room
+                self._open[shard] = (path, _stamp(path), self._open_file(shard, path))
+        return self._open[shard][2]
+
+    def _open_file(self, shard: int, path: Path) -> OpenShard:
+        try:
+            return self._format.open(path, self.index.settings, int(self.index.rows[shard]))
+        except (ConfigError, RunError, FileNotFoundError):
+            raise
+        except Exception as error:  # each reader has its own kinds
+            why = f"cannot be read as {self.index.format}: {one_line(error)}"
+            advice = f"python -m trainer.shards check {self._source.url}"
+            raise RunError(f"shard {path}: {why}; {advice}") from None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": {}}
@@ -147,3 +166,8 @@ class ShardedDataset(Dataset):
 def _shown(num_bytes: int) -> str:
     power = min(4, (len(str(num_bytes)) - 1) // 3)
     return f"{num_bytes / 1000**power:.1f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def _stamp(path: Path) -> Stamp:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size, status.st_ino

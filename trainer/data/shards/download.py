@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trainer.data.shards.errors import ServerError
 from trainer.data.shards.sources import CHUNK, ResumeError, Source, TemporaryError
 from trainer.errors import RunError, one_line
 
@@ -20,11 +21,16 @@ MOST_DELAY_S = 20.0
 _CHANCE = random.Random()  # the run's own generators are not touched  # noqa: S311
 
 
-def read_whole(source: Source, name: str) -> bytes:
+def read_whole(source: Source, name: str, most_bytes: int) -> bytes:
     """Return a small file. Raises OSError if it does not exist, RunError after eight tries."""
 
     def read() -> bytes:
-        return b"".join(source.stream(name))
+        found = bytearray()
+        for block in source.stream(name):
+            found += block
+            if len(found) > most_bytes:
+                raise RunError(f"{source.url}/{name}: must have at most {most_bytes:,} bytes")
+        return bytes(found)
 
     return _retried(read, f"{source.url}/{name}")
 
@@ -44,22 +50,26 @@ def _wait(attempt: int) -> None:
     time.sleep(delay * (0.5 + _CHANCE.random()))  # not all ranks at once
 
 
-def _gave_up(place: str, error: Exception) -> RunError:
+def _gave_up(place: str, error: Exception) -> ServerError:
     advice = "check the server and the network, and start again: the run continues where it was"
-    return RunError(f"{place}: cannot be read after {TRIES} tries: {one_line(error)}; {advice}")
+    return ServerError(f"{place}: cannot be read after {TRIES} tries: {one_line(error)}; {advice}")
 
 
 def download(source: Source, name: str, file: BinaryIO, size: int | None, sha256: str) -> None:
     """Write `name` to an empty or partly written file, which may be the rest of an earlier try.
 
-    A file of another digest or size is read once more from its start: it may have been damaged on
-    its way. Raises RunError if it cannot be read, or still differs, and OSError for a full disk.
+    Without a digest each try begins at the start, since the file may have changed in between. A
+    file of another digest or size is read once more: it may have been damaged on its way. Raises
+    RunError if it cannot be read, or still differs, and OSError for a full disk.
     """
     place = f"{source.url}/{name}"
     attempt = 0
     differing = 0
+    farthest = 0
     while True:
-        before = file.seek(0, os.SEEK_END)
+        if not sha256:
+            file.truncate(0)
+        farthest = max(farthest, file.seek(0, os.SEEK_END))
         try:
             why = _continue(source, name, file, size, sha256)
             if not why:
@@ -74,14 +84,16 @@ def download(source: Source, name: str, file: BinaryIO, size: int | None, sha256
         except ResumeError:
             file.truncate(0)
         except TemporaryError as error:
-            attempt = 0 if file.seek(0, os.SEEK_END) > before else attempt + 1
+            attempt = 0 if file.seek(0, os.SEEK_END) > farthest else attempt + 1
             if attempt == TRIES:
                 raise _gave_up(place, error) from None
             _wait(attempt)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise RunError(f"{place}: cannot be read: {error}; check the address") from None
+            is_login = isinstance(error, PermissionError)
+            advice = f"check the {'credentials' if is_login else 'address'}"
+            raise RunError(f"{place}: cannot be read: {one_line(error)}; {advice}") from None
 
 
 def _continue(source: Source, name: str, file: BinaryIO, size: int | None, sha256: str) -> str:

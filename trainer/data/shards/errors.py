@@ -1,8 +1,12 @@
-"""The error of a shard, as an example meets it."""
+"""Errors of shards: of a server, and of one shard as an example meets it."""
 
 from __future__ import annotations
 
 from trainer.errors import RunError
+
+
+class ServerError(RunError):
+    """A server that does not answer: other files cannot be read either."""
 
 
 class ShardError(RunError):

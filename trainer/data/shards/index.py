@@ -12,12 +12,12 @@ import torch
 
 from trainer.data.shards.download import read_whole
 from trainer.data.shards.sources import Source
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, describe, one_line
 
 NAME = "lockstep.index"  # beside the shards, in the form of a safetensors file
 OF_MDS = "index.json"
 FORMAT = 1
-MOST_OF_AN_INDEX = 2**33  # bytes: 10**8 shards
+MOST_BYTES = 2**33  # 10**8 shards
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ class ShardIndex:
         from safetensors.torch import save
 
         facts = {"format": FORMAT, "shards": self.format, "settings": dict(self.settings)}
+        facts["digest"] = self.digest
         tensors = {name: getattr(self, name) for name in _TENSORS}
         return save(tensors, {"lockstep": json.dumps(facts)})
 
@@ -106,19 +107,59 @@ class ShardIndex:
             facts = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["lockstep"])
             tensors = load(data)
             index = cls(facts["shards"], facts["settings"], *(tensors[n] for n in _TENSORS))
-            is_sound = facts["format"] == FORMAT and index._is_sound()
+            version = facts["format"]
+            flaw = "is damaged" if facts["digest"] != index.digest else index.find_flaw()
         except Exception:  # safetensors has its own kind of error
-            is_sound = False
-        if not is_sound:
-            advice = "write it again: python -m trainer.shards index URL"
-            raise ConfigError(f"{place}: is no index of this version; {advice}")
+            version = FORMAT
+            flaw = "cannot be read"
+        if version != FORMAT:
+            flaw = f"is an index of version {version}, and {FORMAT} is read"
+        if flaw:
+            advice = f"write it again: python -m trainer.shards index {place.removesuffix(NAME)}"
+            raise ConfigError(f"{place}: {flaw}; {advice}")
         return index
 
-    def _is_sound(self) -> bool:
+    def find_flaw(self) -> str:
+        """Return why this cannot be an index, empty if it can; the one who wrote it may mean harm.
+
+        Names must stay in their folder.
+        """
+        numbers = (self.ends, self.rows, self.sizes)
         count = len(self.rows)
-        lengths = {len(self.ends), len(self.sizes), len(self.digests)}
-        has_names = count == 0 or int(self.ends[-1]) == len(self.names)
-        return lengths == {count} and has_names and bool((self.rows >= 0).all())
+        forms = {(each.dtype, *each.shape) for each in numbers}
+        is_formed = forms == {(torch.int64, count)} and self.names.dtype == torch.uint8
+        has_digests = self.digests.dtype == torch.uint8 and self.digests.shape == (count, 32)
+        if not (is_formed and has_digests and self.names.dim() == 1):
+            return "has tables of other forms"
+        if not count:
+            return ""
+        starts = torch.cat([self.ends.new_zeros(1), self.ends[:-1]])
+        if int(self.ends[-1]) != len(self.names) or not bool((starts < self.ends).all()):
+            return "has names of other lengths"
+        if int(self.rows.min()) < 0 or float(self.rows.double().sum()) > 2.0**53:
+            return "has numbers of rows that cannot be"
+        continues = self.names[starts] & 0xC0 == 0x80  # in the middle of a character of UTF-8
+        if bool(continues.any()) or not _is_text(self.names.numpy().tobytes()):
+            return "has names that are no UTF-8"
+        dots = (self.names[1:] == ord(".")) & (self.names[:-1] == ord("."))
+        is_absolute = bool((self.names[starts] == ord("/")).any())
+        if is_absolute or not bool(self.names.all()) or bool(dots.any()):
+            return self._find_odd_name()
+        return ""
+
+    def _find_odd_name(self) -> str:
+        for shard in range(len(self)):
+            name = self.name(shard)
+            if name.startswith("/") or "\0" in name or ".." in name.split("/"):
+                return f"names {name!r}, which is outside of the folder"
+        return ""
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        return bool(data.decode())
+    except UnicodeDecodeError:
+        return False
 
 
 _TENSORS = ("names", "ends", "rows", "sizes", "digests")
@@ -130,14 +171,17 @@ def load_index(source: Source) -> ShardIndex:
     Raises ConfigError if there is none, or if it cannot be read.
     """
     try:
-        return ShardIndex.from_bytes(read_whole(source, NAME), f"{source.url}/{NAME}")
+        return ShardIndex.from_bytes(read_whole(source, NAME, MOST_BYTES), f"{source.url}/{NAME}")
     except OSError:
         pass
     try:
-        data = read_whole(source, OF_MDS)
+        data = read_whole(source, OF_MDS, MOST_BYTES)
+    except PermissionError as error:
+        advice = "check the credentials and the address"
+        raise ConfigError(f"{source.url}: cannot be read: {one_line(error)}; {advice}") from None
     except OSError as error:
-        why = f"has no {NAME}, nor {OF_MDS} of MDS ({error})"
-        advice = f"write one: python -m trainer.shards index {source.url}"
+        why = f"has no {NAME}, nor {OF_MDS} of MDS ({one_line(error)})"
+        advice = f"check the address, or write one: python -m trainer.shards index {source.url}"
         raise ConfigError(f"{source.url}: {why}; {advice}") from None
     return of_mds(data, f"{source.url}/{OF_MDS}")
 
@@ -161,9 +205,13 @@ def of_mds(data: bytes, place: str) -> ShardIndex:
         rows = [each["samples"] for each in shards]
         sizes = [each["bytes"] for each in files]
         digests = [bytes.fromhex(each) for each in hashes]
-        return ShardIndex.of("mds", settings, names, rows, sizes, digests)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{place}: cannot be read as an index of MDS: {error}") from None
+        index = ShardIndex.of("mds", settings, names, rows, sizes, digests)
+        if flaw := index.find_flaw():
+            raise ValueError(f"it {flaw}")
+        return index
+    except Exception as error:  # it may hold anything
+        why = f"cannot be read as an index of MDS: {describe(error)}"
+        raise ConfigError(f"{place}: {why}; restore it") from None
 
 
 _COLUMNS = ("column_names", "column_encodings", "column_sizes")

@@ -9,11 +9,11 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.errors import ConfigError, one_line
+from trainer.errors import ConfigError, RunError, one_line
 
 CHUNK = 2**20  # bytes
 RANGE = 2**24  # bytes of a request to a store
@@ -24,6 +24,8 @@ NOT_SATISFIABLE = 416
 HEADERS = {"User-Agent": "lockstep", "Accept-Encoding": "identity"}
 # Errors that come again: a missing file, no permission, a link where a file should be
 LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+OF_LOGINS = ("Credential", "Profile", "Token", "Auth")  # in names of classes: botocore's, azure's
+BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf")  # have no folders to make
 
 
 class TemporaryError(Exception):
@@ -74,8 +76,13 @@ class LocalSource:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        part.write_bytes(data)
-        part.replace(path)
+        try:
+            part.write_bytes(data)
+            part.replace(path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            advice = "make room, or give another folder"
+            raise RunError(f"{path}: cannot be written: {error.strerror}; {advice}") from None
 
 
 class HttpSource:
@@ -105,7 +112,9 @@ class HttpSource:
                     raise ResumeError from None
                 if error.code in TEMPORARY:
                     raise TemporaryError(f"HTTP {error.code} {error.reason}") from None
-                raise FileNotFoundError(f"HTTP {error.code} {error.reason}") from None
+                is_login = error.code in (401, 403)
+                kind = PermissionError if is_login else FileNotFoundError
+                raise kind(f"HTTP {error.code} {error.reason}") from None
         except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
             raise TemporaryError(one_line(getattr(error, "reason", error))) from None
 
@@ -130,35 +139,52 @@ class FsspecSource:
         return fsspec.core.url_to_fs(self.url)
 
     def stream(self, name: str, begin: int = 0) -> Iterator[bytes]:
+        place = begin
         try:
             system, root = self._open()
             while True:  # one request for each part, and none for the size
-                block = system.cat_file(f"{root}/{name}", start=begin, end=begin + RANGE)
+                block = system.cat_file(f"{root}/{name}", start=place, end=place + RANGE)
                 yield block
-                begin += len(block)
+                place += len(block)
                 if len(block) < RANGE:
                     return
-        except LASTING:
-            raise
-        except Exception as error:  # each store has its own kinds
-            why = one_line(error)
-            if PAST_THE_END.search(why):
-                if begin % RANGE:
-                    raise ResumeError from None
-                return
-            raise TemporaryError(why) from None
+        except Exception as error:
+            if not PAST_THE_END.search(one_line(error)):
+                raise _translated(error) from None
+            if place == begin:
+                raise ResumeError from None
 
     def list(self) -> list[str]:
-        system, root = self._open()
-        found = system.find(root)
+        try:
+            system, root = self._open()
+            found = system.find(root)
+        except Exception as error:
+            raise self._failure("listed", _translated(error)) from None
         return sorted(path.removeprefix(root).lstrip("/") for path in found)
 
     def write(self, name: str, data: bytes) -> None:
-        system, root = self._open()
-        with suppress(Exception):  # a bucket has no folders
-            system.makedirs(root, exist_ok=True)
-        with system.open(f"{root}/{name}", "wb") as file:
-            file.write(data)
+        try:
+            system, root = self._open()
+            if self.url.partition("://")[0] not in BUCKETS:
+                system.makedirs(root, exist_ok=True)
+            with system.open(f"{root}/{name}", "wb") as file:
+                file.write(data)
+        except Exception as error:
+            raise self._failure("written", _translated(error)) from None
+
+    def _failure(self, what: str, error: Exception) -> Exception:
+        kind = RunError if isinstance(error, TemporaryError) else ConfigError
+        advice = "check the address, the credentials and the network"
+        return kind(f"{self.url}: cannot be {what}: {one_line(error)}; {advice}")
+
+
+def _translated(error: Exception) -> Exception:
+    """Return an error of a store, each of which has its own kinds, as one of a `Source`."""
+    if isinstance(error, LASTING):
+        return error
+    if any(word in type(error).__name__ for word in OF_LOGINS):
+        return PermissionError(one_line(error))
+    return TemporaryError(one_line(error) or type(error).__name__)
 
 
 def create_source(url: str) -> Source:

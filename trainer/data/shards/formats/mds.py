@@ -41,6 +41,10 @@ class MdsShard:
         if count != rows:
             raise ValueError(f"{path} has {count} rows, and {rows} in its index")
         self._ends = np.frombuffer(self._data, "<u4", count + 1, 4)
+        if int(self._ends[-1]) != len(self._data):
+            raise ValueError(
+                f"{path} has {len(self._data)} bytes, and {self._ends[-1]} in its head"
+            )
         names = settings["column_names"]
         codes = [decoder(each) for each in settings["column_encodings"]]
         self._columns = [*zip(names, codes, settings["column_sizes"], strict=True)]
