@@ -164,8 +164,7 @@ class ShardCache:
             self._decompress(shard, part, path, next_use)
             Path(part.name).unlink()
             return
-        self._seal(shard, Path(part.name))
-        os.replace(part.name, path)
+        self._publish(shard, Path(part.name), path, next_use)
 
     def _decompress(self, shard: int, part: BinaryIO, path: Path, next_use: NextUse | None) -> None:
         raw = path.with_name(path.name + RAW)
@@ -184,9 +183,7 @@ class ShardCache:
             need = f"must hold shard {self._index.name(shard)}, {size:,} bytes"
             raw.unlink()
             raise RunError(f"cache_bytes={self._most_bytes}: {need}")
-        self._evict(shard, size, next_use)
-        self._seal(shard, raw)
-        raw.replace(path)
+        self._publish(shard, raw, path, next_use)
 
     def _seal(self, shard: int, path: Path) -> None:
         """Mark a finished file; one of another user is verified at each start instead."""
@@ -210,21 +207,36 @@ class ShardCache:
 
         Its unfinished download already counts for other processes.
         """
+        with self._locked():
+            self._make_room(self._survey(shard), need, next_use)
+
+    def _publish(self, shard: int, file: Path, path: Path, next_use: NextUse | None) -> None:
+        """Give a finished file its name; all finished ones have at most the bytes of the cache."""
+        self._seal(shard, file)
+        with self._locked():
+            finished = [each for each in self._survey(shard) if not each.ending]
+            self._make_room(finished, file.stat().st_size, next_use)
+            os.replace(file, path)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
         with open(self.folder / FREE, "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            files = self._survey(shard)
-            room = self._most_bytes - need - sum(each.num_bytes for each in files)
-            when = next_use or (lambda _: float("inf"))
-            # downloads that nobody finishes; then the farthest use first, of equals the oldest
-            order = sorted(files, key=lambda e: (e.ending != PART, -when(e.shard), e.time_ns))
-            for each in order:
-                if room >= 0:
-                    break
-                if each.ending == PART:
-                    room += each.num_bytes if self._drop_part(each.shard) else 0
-                elif not each.ending:
-                    self.path(each.shard).unlink(missing_ok=True)
-                    room += each.num_bytes
+            yield
+
+    def _make_room(self, files: list[_CachedFile], need: float, next_use: NextUse | None) -> None:
+        room = self._most_bytes - need - sum(each.num_bytes for each in files)
+        when = next_use or (lambda _: float("inf"))
+        # downloads that nobody finishes; then the farthest use first, of equals the oldest
+        order = sorted(files, key=lambda e: (e.ending != PART, -when(e.shard), e.time_ns))
+        for each in order:
+            if room >= 0:
+                break
+            if each.ending == PART:
+                room += each.num_bytes if self._drop_part(each.shard) else 0
+            elif not each.ending:
+                self.path(each.shard).unlink(missing_ok=True)
+                room += each.num_bytes
 
     def _drop_part(self, shard: int) -> bool:
         """Delete an unfinished download that a killed process has left; return True if it was."""

@@ -76,6 +76,7 @@ class ShardedDataset(Dataset):
         self.cache_bytes = cache_bytes
         self.ahead_bytes = min(ahead_bytes, cache_bytes // 2)
         self._format = FORMATS[self.index.format]
+        self._format.check(self.index.settings)
         self._open: dict[int, tuple[Path, Stamp, OpenShard]] = {}
 
     @property

@@ -19,15 +19,16 @@ class OpenShard(Protocol):
 @dataclass(frozen=True)
 class Format:
     """`open(path, settings, rows)` returns the examples of a file; `count_rows(path, settings)`
-    their number."""
+    their number; `check(settings)` raises ConfigError for what is not read."""
 
     suffixes: tuple[str, ...]
     open: Callable[[Path, Mapping[str, Any], int], OpenShard]
     count_rows: Callable[[Path, Mapping[str, Any]], int]
+    check: Callable[[Mapping[str, Any]], None] = lambda settings: None
 
 
 FORMATS = {
-    "mds": Format(mds.SUFFIXES, mds.MdsShard, mds.count_rows),
+    "mds": Format(mds.SUFFIXES, mds.MdsShard, mds.count_rows, mds.check_columns),
     "tar": Format(tar.SUFFIXES, tar.TarShard, tar.count_rows),
     "parquet": Format(parquet.SUFFIXES, parquet.ParquetShard, parquet.count_rows),
     "safetensors": Format((".safetensors",), tensors.SafetensorsShard, tensors.count_safetensors),

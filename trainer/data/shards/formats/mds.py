@@ -88,6 +88,11 @@ def decoder(encoding: str) -> Callable[[bytes], Any]:
     raise ConfigError(f"MDS column of encoding {encoding!r}: {why}; {advice}")
 
 
+def check_columns(settings: Mapping[str, Any]) -> None:
+    for encoding in settings["column_encodings"]:
+        decoder(encoding)
+
+
 class _Array:
     """An array whose dtype and shape are those of the column, or of each value."""
 
