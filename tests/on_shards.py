@@ -10,6 +10,10 @@ from torch import nn
 from trainer import ShardedDataset, Trainer
 
 
+def without_pad(example):
+    return (example["inputs"], example["targets"]) if isinstance(example, dict) else example
+
+
 class OnShards(Trainer):
     """Trains on the shards at `url`; without it, on the rows that they are written from."""
 
@@ -27,8 +31,8 @@ class OnShards(Trainer):
             return None
         if not self.options.url:
             return rows()
-        most = self.options.cache_bytes
-        return ShardedDataset(self.options.url, lanes=4, window=2, cache_bytes=most)
+        options = {"lanes": 4, "window": 2, "cache_bytes": self.options.cache_bytes}
+        return ShardedDataset(self.options.url, without_pad, **options)
 
     def loss(self, outputs, targets):
         return F.cross_entropy(outputs, targets, reduction="none")

@@ -3,11 +3,12 @@
 import random
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
-FAULTS = ("drop", "delay", "truncate", "503")
+FAULTS = ("drop", "delay", "truncate", "503")  # and "slow"
+PIECES = 10  # of a slow answer
 
 
 class Handler(SimpleHTTPRequestHandler):
@@ -19,7 +20,8 @@ class Handler(SimpleHTTPRequestHandler):
     def do_GET(self):
         server = self.server
         with server.lock:
-            fault = server.draw.choice(FAULTS) if server.draw.random() < server.rate else ""
+            is_hit = server.draw.random() < server.rate
+            fault = server.draw.choice(server.faults) if is_hit else ""
         if fault == "delay":
             time.sleep(0.2)
         if fault == "503":
@@ -44,19 +46,32 @@ class Handler(SimpleHTTPRequestHandler):
         rest = data[begin:]
         if fault in ("drop", "truncate"):
             rest = rest[: len(rest) // 2]
-        with server.lock:
-            name = self.path.rpartition("/")[2]
-            server.sent[name] = server.sent.get(name, 0) + len(rest)
-        self.wfile.write(rest)
+        size = -(-len(rest) // PIECES) if fault == "slow" else len(rest)
+        for begin in range(0, len(rest), size or 1):
+            self._send(rest[begin : begin + size])
+            if fault == "slow":
+                time.sleep(server.slow_s / PIECES)
         if fault in ("drop", "truncate"):
             self.close_connection = True
 
+    def _send(self, data):
+        name = self.path.rpartition("/")[2]
+        with self.server.lock:  # first: who has it may look at once
+            self.server.sent[name] = self.server.sent.get(name, 0) + len(data)
+        with suppress(ConnectionError):  # the client was killed
+            self.wfile.write(data)
+
 
 @contextmanager
-def serving(folder, rate=0.0, seed=0, has_ranges=True, port=0):
-    """Serve a folder. A request fails with probability `rate`; `server.url` is the address."""
+def serving(folder, rate=0.0, seed=0, has_ranges=True, port=0, faults=FAULTS, slow_s=0.5):
+    """Serve a folder. A request fails with probability `rate`; `server.url` is the address.
+
+    `server.rate` and `server.faults` may be changed; a slow answer takes `slow_s`.
+    """
     server = ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, directory=str(folder)))
     server.daemon_threads = True
+    server.faults = faults
+    server.slow_s = slow_s
     server.draw = random.Random(seed)
     server.rate = rate
     server.has_ranges = has_ranges
