@@ -36,6 +36,7 @@ from faults import (  # noqa: E402
     power,
     record,
     runs,
+    shards,
 )
 from faults.common import Row  # noqa: E402
 from run_tests import find_third  # noqa: E402
@@ -70,6 +71,7 @@ ROWS = {
     "console": (record.console, 16, 2),
     "writer": (record.writer, 10, 2),
     "metrics": (record.metrics, 12, 2),
+    **shards.ROWS,
 }
 
 
@@ -82,7 +84,8 @@ def measure(name: str, is_quick: bool, amount: int | None, seed: int) -> Row | N
     amount = amount or (quick if is_quick else full)
     if not amount:
         return None
-    print(f"{name}: {' '.join((function.__doc__ or '').split())}", file=sys.stderr, flush=True)
+    what = getattr(function, "func", function).__doc__ or ""
+    print(f"{name}: {' '.join(what.split())}", file=sys.stderr, flush=True)
     begun = time.monotonic()
     row = function(amount, seed)
     row.seed, row.seconds = seed, time.monotonic() - begun
