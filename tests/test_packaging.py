@@ -39,6 +39,7 @@ EXTRAS = {
         "optuna",
         "parquet",
         "report",
+        "shards",
     ),
     *("slurm", "wandb"),
 }
