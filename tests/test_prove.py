@@ -64,6 +64,9 @@ CORRECT = {
     ),
     "a GAN": (start("styles.py gan"), start("styles.py gan --ranks 3 --port 29623", 0)),
     "masked tokens": (start("styles.py masked"), start("styles.py masked --ranks 2", 0)),
+    "a contrastive loss": (start("contrastive.py"), start(f"contrastive.py {HALF}", 2)),
+    "a teacher": (start("mean_teacher.py"), start("mean_teacher.py --batch-size 3 --acc 2", 2)),
+    "a stream": (start("by_hand.py"), start(f"by_hand.py {HALF}", 2)),
     "Accelerate": (
         start("accelerate_nlp.py", 0),
         start("accelerate_nlp.py --batch-size 4", 2),
@@ -84,7 +87,7 @@ CORRECT = {
 }
 FAULTS = {
     "summed": "summed over the ranks instead of averaged",
-    "no wrapper": "nothing wraps the model",
+    "no wrapper": "DistributedDataParallel does not wrap the model",
     "around the wrapper": "the model is called around its wrapper",
     "no_sync": "within no_sync",
     "fast schedule": "advances 2 times per step, once for each rank",
@@ -104,6 +107,24 @@ FAULTS = {
     "clip on one": "only A clips its gradients",
     "weight decay": "weight_decay is 0.01 and 0.005",
     "augmentation": "the dataset draws random numbers (augmentation)",
+}
+
+
+OTHERS = {
+    "contrastive.py": {
+        "local negatives": "the loss is not a mean over examples",
+        "gather without gradient": "gradients are cut off (detach, a gather without gradient)",
+    },
+    "mean_teacher.py": {
+        "split": "the dataset is split or ordered by random numbers that depend on rank or run",
+        "mixup": "the loop draws random numbers beside the examples",
+        "leaves early": "ranks of B began 3 and 4 steps",
+    },
+    "by_hand.py": {
+        "whole on each rank": "the iterable dataset does not divide its examples among the ranks",
+        "clipped first": "clipped before they are averaged",
+        "one is not averaged": "not averaged over its ranks for 2.bias",
+    },
 }
 
 
@@ -144,7 +165,46 @@ def test_mistakes_in_ddp_are_named(fault):
     assert len(found["differences"]) == 1, reasons(found)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "fault"), [(script, fault) for script in OTHERS for fault in OTHERS[script]]
+)
+def test_mistakes_in_other_loops_are_named(script, fault):
+    option = f"--fault '{fault}'"
+    found = found_of(start(f"{script} {option}"), start(f"{script} {HALF} {option}", 2))
+    assert OTHERS[script][fault] in reasons(found)
+
+
+SHARED = {
+    "no set_epoch": ("mean_teacher.py", "set_epoch is never called"),
+    "own loss": ("mean_teacher.py", "rank 0 of B reads the loss of its own examples"),
+    "whole in each worker": ("by_hand.py --workers 2", "each example comes 2 times in a pass of B"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["", *SHARED])
+def test_mistakes_that_change_no_comparison_are_notes(fault):
+    script, note = SHARED.get(fault, ("mean_teacher.py", ""))
+    words = f"{script} --fault '{fault}'"
+    found = found_of(start(words), start(f"{words} {HALF}", 2))
+    assert found["is_same"], reasons(found)
+    assert note in "\n".join(found["notes"])
+    assert fault or len(found["notes"]) == 1, found["notes"]
+
+
 MORE = {
+    "a teacher that follows micro-batches": (
+        (
+            start("mean_teacher.py --fault 'each micro-batch'"),
+            start("mean_teacher.py --fault 'each micro-batch' --batch-size 3 --acc 2", 2),
+        ),
+        "so do tensors that no optimizer has",
+    ),
+    "a rank with fewer batches": (
+        (start("by_hand.py --size 133"), start(f"by_hand.py --size 133 {HALF}", 2)),
+        "rank 1 of B has fewer batches",
+    ),
     "the batch is not divided": (
         (start(DDP), start(DDP, 2)),
         "the batch size of a rank was not divided",

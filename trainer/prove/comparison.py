@@ -16,7 +16,7 @@ COLUMNS = ("examples", "losses", "gradients", "weights", "lr", "evaluation")
 EARLIER = {
     "initial weights": (),
     "examples": (),
-    "lr": (),
+    "lr": ("examples",),  # a schedule by passes, which have other numbers of steps
     "gradients": ("initial weights", "examples", "lr", "weights", "replicas"),
     "weights": ("initial weights", "examples", "lr", "gradients", "replicas"),
     "replicas": ("initial weights", "gradients"),
@@ -171,9 +171,10 @@ def _compare_examples(found: PairComparison) -> Deviation | None:
     for place, (one, other) in enumerate(_pairs(found)):
         if one.rows != other.rows and not is_divided_model(found, one, other):
             found.worst["examples"] = 1.0
-            counts = f"{sum(one.rows.values())} and {sum(other.rows.values())}"
+            numbers = (sum(one.rows.values()), sum(other.rows.values()))
+            counts = f"{numbers[0]} in {found.one.name}, {numbers[1]} in {found.other.name}"
             shared = sum((one.rows & other.rows).values())
-            return Deviation("examples", place, f"{counts} examples, {shared} of them the same")
+            return Deviation("examples", place, f"the examples differ: {counts}, {shared} in both")
     return None
 
 
@@ -209,8 +210,8 @@ def _compare_numbers(found: PairComparison) -> Deviation | None:
             if kind == "gradients" and is_over and _is_reduced_later(one, other, here, bound):
                 is_over = False
             if first is None and is_over:
-                apart = f"{kind[:-1]} of {name} {value:.0e} apart"
-                first = Deviation(kind, place, f"{apart} (rounding would be below {bound:.0e})")
+                apart = f"the {kind[:-1]} of {name} differs by {value:.0e}"
+                first = Deviation(kind, place, f"{apart} (rounding: at most {bound:.0e})")
         before = max([before, *(value for value, _ in here.values())])
     return first
 
@@ -235,7 +236,7 @@ def _compare_rates(found: PairComparison) -> Deviation | None:
             found.worst["lr"] = max(found.worst["lr"], value)
             if value > RATE_BOUND and first is None:
                 rates = f"{one.rates[name]:.6g} and {other.rates[name]:.6g}"
-                first = Deviation("lr", place, f"learning rate {rates}")
+                first = Deviation("lr", place, f"the learning rates are {rates}")
     return first
 
 
@@ -316,11 +317,12 @@ def _compare_lengths(found: PairComparison) -> Deviation | None:
     """Return a finding if a command, or one of its ranks, made fewer steps."""
     one = len(found.one.steps)
     other = len(found.other.steps)
-    lengths = {len(rank.steps) for rank in found.other.ranks}
-    if len(lengths) > 1:
-        where = f"ranks of {found.other.name} made {min(lengths)} and {max(lengths)} steps"
-        return Deviation("ranks", found.num_steps, where)
+    for history in (found.other, found.one):
+        lengths = {rank.num_begun for rank in history.ranks}
+        if len(lengths) > 1:
+            where = f"ranks of {history.name} began {min(lengths)} and {max(lengths)} steps"
+            return Deviation("ranks", found.num_steps, where)
     if one != other:
-        where = f"{one} steps, {other} steps"
+        where = f"{found.one.name} made {one} steps, {found.other.name} {other}"
         return Deviation("steps", found.num_steps, where)
     return None

@@ -21,7 +21,9 @@ def explain_examples(found: PairComparison, place: int) -> str:
     return (
         _explain_copies(found.other, other)
         or _explain_copies(found.one, one)
-        or _explain_content(one, other)
+        or _explain_content(found, one, other)
+        or _explain_short_pass(found.other, other)
+        or _explain_short_pass(found.one, one)
         or _explain_size(found, found.one.steps[0], found.other.steps[0])
         or _explain_pass(found)
         or _explain_size(found, one, other)
@@ -35,19 +37,49 @@ def _explain_copies(history: CommandHistory, step: Step) -> str:
     for one, other in combinations(step.ranks, 2):
         rows = Counter(one.rows)
         if rows and rows == Counter(other.rows):
+            about = history.ranks[0].passes.values()
             why = "no sampler divides the dataset among the ranks"
+            if not about:
+                why = "the script draws them in the same way on each rank"
+            elif any(each["size"] is None for each in about):
+                why = "the iterable dataset does not divide its examples among the ranks"
             return f"ranks of {history.name} use the same examples: {why}"
     return ""
 
 
-def _explain_content(one: Step, other: Step) -> str:
-    """Name random content: the dataset's indices agree."""
+def _explain_content(found: PairComparison, one: Step, other: Step) -> str:
+    """Name random content, or another split: the dataset's indices agree."""
     ours = sorted(str(place) for rank in one.ranks for place in rank.index)
     theirs = sorted(str(place) for rank in other.ranks for place in rank.index)
     if ours and ours == theirs:
+        pairs = (_places(found.one), _places(found.other))
+        shared = pairs[0].keys() & pairs[1].keys()
+        moved = sum(pairs[0][row] != pairs[1][row] for row in shared)
+        if 10 * moved > len(shared):
+            why = "the dataset is split or ordered by random numbers that depend on rank or run"
+            return f"an index of the dataset is another example: {why} (random_split)"
         why = "the dataset draws random numbers (augmentation) that depend on rank or worker"
         return f"the indices agree, but not what the dataset returns for them: {why}"
     return ""
+
+
+def _places(history: CommandHistory) -> dict[str, str]:
+    """Return the dataset's index of each example."""
+    batches = [each for step in history.steps for rank in step.ranks for each in rank.batches]
+    pairs = [zip(each.rows, each.index or [], strict=False) for each in batches]
+    return {row: str(place) for pair in pairs for row, place in pair}
+
+
+def _explain_short_pass(history: CommandHistory, step: Step) -> str:
+    """Name ranks that are in other passes at the same step."""
+    turns = []
+    for rank, its_step in zip(history.ranks, step.ranks, strict=True):
+        order = {number: turn for turn, number in enumerate(rank.orders)}
+        turns.append(max((order.get(each.number, 0) for each in its_step.batches), default=0))
+    if len(set(turns)) < 2:
+        return ""
+    ahead = ", ".join(str(n) for n, turn in enumerate(turns) if turn == max(turns))
+    return f"rank {ahead} of {history.name} has fewer batches, and is in the next pass already"
 
 
 def _explain_size(found: PairComparison, one: Step, other: Step) -> str:
@@ -57,9 +89,10 @@ def _explain_size(found: PairComparison, one: Step, other: Step) -> str:
     ratio = found.other.size / found.one.size
     if not before or before == after:
         return ""
-    sizes = f"the global batch is {before} examples in A and {after} in B"
+    sizes = f"the global batch is {counted(before, 'example')} in A and {after} in B"
     if after == before * ratio:
-        return f"{sizes}: the batch size of a rank was not divided by the number of ranks"
+        micro = "or its number of micro-batches " if other.num_backwards > 1 else ""
+        return f"{sizes}: the batch size of a rank {micro}was not divided by the number of ranks"
     if other.num_backwards != one.num_backwards and after * one.num_backwards == (
         before * other.num_backwards
     ):
@@ -79,8 +112,9 @@ def repeats_order(history: CommandHistory) -> bool:
     every = passes(history)
     about = list(history.ranks[0].passes.values())
     is_shuffled = any(each["epoch"] is not None and each.get("shuffle") for each in about)
-    whole = [each for each in every if len(each[0]) == len(every[0][0])]
-    return is_shuffled and len(whole) > 1 and len(every[0][0]) > 1 and whole[0] == whole[1]
+    longest = max((len(each[0]) for each in every), default=0)
+    whole = [each for each in every if len(each[0]) == longest]  # not a look at the first batch
+    return is_shuffled and len(whole) > 1 and longest > 1 and whole[0] == whole[1]
 
 
 def _explain_pass(found: PairComparison) -> str:
@@ -147,6 +181,10 @@ def _explain_order(found: PairComparison) -> str:
     if kinds[0] != kinds[1]:
         return f"the order comes from {names[0]} in A and from {names[1]} in B"
     order = f"the order ({names[0]}) depends on the layout"
+    for history in (found.other, found.one):
+        if len(set(history.seeds)) > 1:
+            seeds = ", ".join(map(str, history.seeds))
+            return f"{order}: the ranks of {history.name} have other seeds ({seeds})"
     if "RandomSampler" in kinds[0]:
         return f"{order}: its seed is drawn from the global random state; give it a generator"
     return f"{order}: each rank shuffles or reads its own part"

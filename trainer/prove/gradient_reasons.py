@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -31,34 +31,36 @@ def explain_gradients(found: PairComparison, place: int) -> str:
         or explain_unreduced(found.one, place, found)
         or _explain_missing(found.other, other)
         or _explain_missing(found.one, one)
-        or _explain_use(found, one, other)
         or _explain_clipping(found, one, other)
+        or _explain_use(found, one, other)
         or _explain_ratio(found, one, other, place)
         or _explain_weighting(found, one, other, place)
         or _explain_layers(found, one, other)
-        or _explain_some(found, one, other)
+        or _explain_some(found, one, other, place)
     )
 
 
 def explain_unreduced(history: CommandHistory, place: int, found: PairComparison) -> str:
     """Return why the ranks of a command have different gradients; "" if they have the same."""
     step = history.steps[place]
-    apart = [name for name, value in step.gradients.spread.items() if value > APART]
-    if not apart:
+    if not any(value > APART for value in step.gradients.spread.values()):
         return ""
-    start = f"the gradients of {history.name} are not averaged over its ranks"
-    wrappers = history.about("wrappers")
-    forwards = [each for rank in step.ranks for each in rank.forwards]
-    if step.unclipped.whole and not any(v > APART for v in step.unclipped.spread.values()):
+    merged = step.unclipped if step.unclipped.whole else step.gradients
+    apart = [name for name, value in merged.spread.items() if value > APART]
+    if not apart:
         norms = ", ".join(f"{rank.clips[0]['norm']:.4g}" for rank in step.ranks if rank.clips)
         return f"each rank of {history.name} clips by a norm of its own ({norms})"
+    averaged = [name for name, each in merged.whole.items() if name not in apart and np.any(each)]
+    start = f"the gradients of {history.name} are not averaged over its ranks"
+    wrappers = history.about("wrappers", step.optimizer)
+    forwards = [each for rank in step.ranks for each in rank.forwards]
     if "FSDP" in wrappers:
         return start
-    if not wrappers:
-        return f"{start}: nothing wraps the model (DistributedDataParallel) and nothing else does"
-    if len(apart) < len(step.gradients.whole):
+    if averaged:
         some = ", ".join(apart[:3])
-        return f"{start} for {some}: the wrapper does not know them"
+        return f"{start} for {some}, but for other parameters they are"
+    if not wrappers:
+        return f"{start}: DistributedDataParallel does not wrap the model, and nothing else does it"
     if forwards and not any(each["is_wrapper"] for each in forwards):
         return f"{start}: the model is called around its wrapper (as with model.module)"
     last = [rank.backwards[-1]["reduces"] for rank in step.ranks if rank.backwards]
@@ -97,17 +99,19 @@ def _explain_clipping(found: PairComparison, one: Step, other: Step) -> str:
         return f"only {name} clips its gradients, which agree before" if is_same else ""
     if not clips[0]:
         return ""
+    is_raw_apart = compare_tensors(one.unclipped, other.unclipped, floor)[0] > APART
     for history, step in ((found.other, other), (found.one, one)):
+        counts = {len(rank.clips) for rank in step.ranks}
+        if is_raw_apart and step.num_backwards > 1 and counts == {step.num_backwards}:
+            return f"{history.name} clips its gradients after each micro-batch, not once in a step"
         is_local = any(value > APART for value in step.unclipped.spread.values())
         is_reduced = not any(value > APART for value in step.gradients.spread.values())
         if is_local and is_reduced:
             return f"the gradients of {history.name} are clipped before they are averaged"
-    if any(clip["is_scaled"] for clip in clips[0] + clips[1]):
-        return (
-            "gradients are clipped before GradScaler.unscale_, so the limit is not reached as meant"
-        )
-    if compare_tensors(one.unclipped, other.unclipped, floor)[0] > APART:
+    if is_raw_apart:
         return ""
+    if any(clip["is_scaled"] for clip in clips[0] + clips[1]):
+        return "gradients are clipped before GradScaler.unscale_, so by another limit than meant"
     limits = [{clip["max_norm"] for clip in each} for each in clips]
     if limits[0] != limits[1]:
         return f"the gradients agree before clipping, to {limits[0]} and {limits[1]}"
@@ -241,14 +245,23 @@ def _explain_layers(found: PairComparison, one: Step, other: Step) -> str:
         kinds = found.other.about("dropout")
         what = ", ".join(kinds) if kinds else "the model's forward pass"
         reasons.append(f"{what} draws other random numbers on another layout")
+    elif any(map(draws_random, (found.one, found.other))):
+        what = "the loop draws random numbers beside the examples (noise, mixup)"
+        reasons.append(f"{what}, and others on another layout")
     return "; ".join(reasons)
+
+
+def draws_random(history: CommandHistory) -> bool:
+    """Return True if many steps draw random numbers; the order of a pass is drawn once."""
+    states = [step.random for step in history.ranks[0].steps]
+    return sum(one != other for one, other in pairwise(states)) > len(states) / 3
 
 
 def _count(sizes: Sequence[int]) -> str:
     return " or ".join(map(str, sizes)) or "?"
 
 
-def _explain_some(found: PairComparison, one: Step, other: Step) -> str:
+def _explain_some(found: PairComparison, one: Step, other: Step, place: int) -> str:
     """Say which parameters differ, and whether the losses agree."""
     apart = []
     for name, each in one.gradients.whole.items():
@@ -260,13 +273,24 @@ def _explain_some(found: PairComparison, one: Step, other: Step) -> str:
     number = other.ranks[0].optimizer
     loss = min(relative(one.losses["mean"], each) for each in other.losses.values())
     if loss < APART:
-        micro = f"{one.num_backwards} and {other.num_backwards} backward passes"
-        why = f"the losses agree, so gradients are lost or changed after a backward pass ({micro})"
+        why = "the losses agree: gradients are cut off (detach, a gather without gradient), or lost"
+        why += " or changed after a backward pass"
+        if one.num_backwards != other.num_backwards:
+            why += f" ({one.num_backwards} and {other.num_backwards} backward passes)"
         if any(any(rank.optimizers[number]["parts"]) for rank in found.other.ranks):
             why = "the losses agree, and a rank holds parts of the gradients: it changes its parts"
             why += " by a factor of its own (clipping by the norm of the parts, for example)"
         return f"{why}; they differ for {which}"
-    return f"examples and weights agree, and the losses differ by {loss:.0e}; cause unknown"
+    start = f"examples and weights agree, and the losses differ by {loss:.0e}"
+    for history in (found.other, found.one):
+        ranks = history.steps[place].ranks
+        if any(relative_norm(ranks[0].rest, rank.rest) > APART for rank in ranks):
+            what = "tensors that no optimizer has (a frozen model, an EMA, buffers)"
+            return f"{start}: {what} differ on the ranks of {history.name}"
+    if relative_norm(one.ranks[0].rest, other.ranks[0].rest) > APART:
+        return f"{start}: so do tensors that no optimizer has (a frozen model, an EMA, buffers)"
+    why = "the loss is not a mean over examples (class weights, or negatives from the micro-batch)"
+    return f"{start}: probably {why}"
 
 
 def relative_norm(one: np.ndarray, other: np.ndarray) -> float:

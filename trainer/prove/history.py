@@ -27,6 +27,7 @@ class MicroBatch:
     rows: list[str]
     index: list[Any] | None
     weights: dict[str, float]
+    number: int  # of its pass; 0 without a DataLoader
 
 
 @dataclass
@@ -45,6 +46,8 @@ class RankStep:
     weights: dict[str, Sketch | None]
     rates: dict[str, float]
     random: str
+    rest: Sketch  # sum of the tensors that no optimizer has
+    reads: list[float]  # numbers that the script took from tensors since the step before
 
     @property
     def loss(self) -> float:
@@ -84,6 +87,8 @@ class RankHistory:
     gathers: set[int] = field(default_factory=set)  # evaluations without repeated examples
     errors: list[str] = field(default_factory=list)
     saves: list[str] = field(default_factory=list)
+    num_begun: int = 0  # steps, with one that has a backward pass and no end
+    is_averaging: bool = False  # the script has a collective of small tensors or objects
     time: float = 0.0
     seconds: float = 0.0
     recording: float = 0.0
@@ -111,6 +116,7 @@ def read_rank(path: Path) -> RankHistory:
     history.passes = {each["number"]: each for each in events if each["event"] == "pass"}
     history.errors = [each["text"] for each in events if each["event"] == "error"]
     history.saves = [each["path"] for each in events if each["event"] == "save"]
+    history.is_averaging = any(each["event"] == "averaged" for each in events)
     label_batches(events)
     owners = assign_batches(events)
     _read_steps(history, events, owners)
@@ -119,19 +125,23 @@ def read_rank(path: Path) -> RankHistory:
 
 
 def label_batches(events: Sequence[dict[str, Any]]) -> None:
-    """Label each batch with is_training: does the model train at its next call?
+    """Label each batch with is_training: does a model train before the next batch is taken?
 
-    A loop may take a batch ahead, but then the calls before and after are of one kind.
+    A loop may take a batch ahead, but then the calls before and after are of one kind. A call that
+    does not train may come first, as of a teacher.
     """
     waiting: list[dict[str, Any]] = []
-    for each in events:
-        if each["event"] == "batch":
+    calls: list[bool] = []  # since the last batch
+    for each in [*events, {"event": "batch"}]:
+        if each["event"] in ("forward", "backward"):
+            calls.append(each["event"] == "backward" or each["training"])
+        elif each["event"] == "batch":
+            if calls:
+                for batch in waiting:
+                    batch["is_training"] = any(calls)
+                waiting.clear()
+                calls.clear()
             waiting.append(each)
-        elif each["event"] in ("forward", "backward"):
-            is_training = each["event"] == "backward" or each["training"]
-            for batch in waiting:
-                batch["is_training"] = is_training
-            waiting.clear()
     for batch in waiting:
         batch["is_training"] = False
     votes: dict[int, list[bool]] = {}
@@ -154,16 +164,33 @@ def assign_batches(events: Sequence[dict[str, Any]]) -> dict[int, int]:
     batches = [place for place, each in enumerate(events) if each.get("is_training")]
     backwards = [place for place, each in enumerate(events) if each["event"] == "backward"]
     steps = [place for place, each in enumerate(events) if each["event"] == "step"]
-    step_of = np.searchsorted(steps, np.arange(len(events)))
+    step_of: Sequence[int] = np.searchsorted(steps, np.arange(len(events))).tolist()
     owners = {batch: int(step_of[call]) for batch, call in _match_calls(events).items()}
     if set(owners.values()) >= set(range(len(steps))):
         return owners
-    per_step = np.bincount(step_of[batches]) if batches else np.zeros(1)
+    per_step = np.bincount([step_of[each] for each in batches]) if batches else np.zeros(1)
     for ratio in range(1, MOST_BACKWARDS + 1):
         if _fits(events, batches, backwards, ratio, int(per_step.max())):
             used = backwards[::ratio]
             return {b: int(step_of[w]) for b, w in zip(batches, used, strict=False)}
-    return {place: int(step_of[place]) for place in batches}
+    return _assign_in_order(events, batches, step_of)
+
+
+def _assign_in_order(
+    events: Sequence[Event], batches: list[int], step_of: Sequence[int]
+) -> dict[int, int]:
+    """Return the next step for each batch, without those that a resumed loop skips at its start."""
+    groups: dict[int, list[int]] = {}
+    for place in batches:
+        groups.setdefault(int(step_of[place]), []).append(place)
+    usual = int(np.median([len(group) for group in groups.values()])) if groups else 0
+    for group in groups.values():
+        while len(group) > usual:
+            between = events[group[0] : group[1]]
+            if any(each["event"] in ("forward", "backward") for each in between):
+                break
+            group.pop(0)
+    return {place: step for step, group in groups.items() for place in group}
 
 
 def _match_calls(events: Sequence[dict[str, Any]]) -> dict[int, int]:
@@ -177,7 +204,8 @@ def _match_calls(events: Sequence[dict[str, Any]]) -> dict[int, int]:
             known = [set(events[batch]["marks"]) for batch in recent]
             inputs = set(each["marks"])
             if len(known) > 1:
-                inputs -= set.intersection(*known)  # of a constant, as a mask of ones
+                constant = set.intersection(*known)  # as a mask of ones
+                inputs = inputs - constant or inputs
             common = [len(inputs & marks) for marks in known]
             best = [batch for batch, n in zip(recent, common, strict=True) if n == max(common) > 0]
             fresh = [batch for batch in best if batch not in found]
@@ -231,10 +259,13 @@ def _read_steps(history: RankHistory, events: Sequence[Event], owners: Mapping[i
             history.seconds = each["seconds"]
             history.recording = each["recording"]
             since = []
+    has_open = any(each["event"] == "backward" for each in since)
+    history.num_begun = len(history.steps) + has_open
 
 
 def _read_batch(event: Event) -> MicroBatch:
-    return MicroBatch(event["rows"], event.get("index"), event.get("weights") or {})
+    weights = event.get("weights") or {}
+    return MicroBatch(event["rows"], event.get("index"), weights, event.get("number", 0))
 
 
 def _read_step(
@@ -258,6 +289,8 @@ def _read_step(
         decode(names, event["weights"]),
         {name: rate for name, rate in zip(names, rates, strict=False) if rate is not None},
         event["random"],
+        np.frombuffer(base64.b64decode(event["rest"])),
+        event["reads"],
     )
 
 

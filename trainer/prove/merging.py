@@ -47,6 +47,10 @@ class Step:
     def number(self) -> int:
         return self.ranks[0].number
 
+    @property
+    def optimizer(self) -> int:
+        return self.ranks[0].optimizer
+
     @cached_property
     def rows(self) -> Counter[str]:
         """Return the examples of all ranks, each with how often it was used."""
@@ -108,10 +112,11 @@ class CommandHistory:
         """Return the seed of torch's generator on each rank, at the first step."""
         return [next(iter(rank.optimizers.values()))["seed"] for rank in self.ranks]
 
-    def about(self, key: str) -> list[str]:
-        """Return what the ranks noted of their models: norms, dropout, wrappers."""
-        values = [v for rank in self.ranks for each in rank.optimizers.values() for v in each[key]]
-        return sorted(set(values))
+    def about(self, key: str, optimizer: int | None = None) -> list[str]:
+        """Return what the ranks noted of the models (of an optimizer): norms, dropout, wrappers."""
+        every = [each for rank in self.ranks for each in rank.optimizers.values()]
+        notes = [each[key] for each in every if optimizer in (None, each["number"])]
+        return sorted({value for values in notes for value in values})
 
 
 def _first_weights(rank: RankHistory, number: int) -> dict[str, Sketch | None]:

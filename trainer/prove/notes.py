@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import numpy as np
+
+from trainer.prove.bounds import relative
 from trainer.prove.comparison import PairComparison
 from trainer.prove.example_reasons import name_repeated, repeats_order
 from trainer.prove.merging import CommandHistory
@@ -15,7 +20,9 @@ def find_notes(found: PairComparison) -> list[str]:
     if repeating:
         notes.append(name_repeated(repeating))
     for each in both:
-        notes += _name_shared_files(each)
+        notes += _name_shared_files(each) + _name_own_loss(each) + _name_copies(each)
+    if not any(step.gradients.norm for each in both for step in each.steps):
+        notes.append("no parameter of A and B has a gradient at any step: nothing is learned")
     ratios = [_slowdown(each) for each in both]
     size = max(rank.num_bytes for each in both for rank in each.ranks)
     seconds = " and ".join(f"{ratio:.2f}" for ratio in ratios)
@@ -30,6 +37,35 @@ def _name_shared_files(history: CommandHistory) -> list[str]:
     saves = [set(rank.saves) for rank in history.ranks]
     shared = set.intersection(*saves) if len(saves) > 1 else set()
     return [f"every rank of {history.name} writes {path}" for path in sorted(shared)[:1]]
+
+
+def _name_own_loss(history: CommandHistory) -> list[str]:
+    """Name a loss that rank 0 reads, as for a log, although it is of its own examples alone."""
+    own = history.ranks[0].steps
+    if any(rank.is_averaging for rank in history.ranks):
+        return []
+    for place, step in enumerate(history.steps):
+        reads = {each for later in own[place : place + 2] for each in later.reads}
+        for losses in zip(*(rank.losses for rank in step.ranks), strict=False):
+            mean = float(np.mean(losses))
+            if losses[0] in reads and relative(losses[0], mean) > 1e-4:
+                what = f"{losses[0]:.4g}; the mean over the ranks is {mean:.4g}"
+                who = f"rank 0 of {history.name} reads the loss of its own examples ({what})"
+                return [f"{who}: average it before you log it"]
+    return []
+
+
+def _name_copies(history: CommandHistory) -> list[str]:
+    """Name examples that data workers repeat within a pass."""
+    times = 0
+    for rank in history.ranks:
+        for number, rows in rank.orders.items():
+            if rank.passes.get(number, {}).get("size") is None:  # of an iterable dataset
+                times = max(times, int(np.median(list(Counter(rows).values()))))
+    if times < 2:
+        return []
+    why = "the iterable dataset does not divide them among its workers (get_worker_info)"
+    return [f"each example comes {times} times in a pass of {history.name}: {why}"]
 
 
 def _slowdown(history: CommandHistory) -> float:

@@ -41,9 +41,18 @@ class Bench:
         return run_command(command, place, recording, self.limit_s, work)
 
     def read(self, name: str, done: CommandRun) -> CommandHistory:
-        """Return the history of a run. Raises ConfigError if it failed."""
-        done.check()
-        return CommandHistory.of(name, done.command, open_histories(done.records))
+        """Return the history of a run. Raises ConfigError if it failed.
+
+        A run whose ranks made different numbers of steps fails because of that: it is compared.
+        """
+        ranks = open_histories(done.records)
+        lengths = {rank.num_begun for rank in ranks}
+        if len(lengths) < 2 or len(ranks) < ranks[0].world_size:
+            done.check()
+        elif done.code:
+            how = "did not end in time" if done.is_late else f"failed with code {done.code}"
+            self.tell(f"{done.last_lines()}\n{name} {how}; the steps that it made are compared")
+        return CommandHistory.of(name, done.command, ranks)
 
 
 def prove_pair(bench: Bench, first: str, second: str) -> PairComparison:

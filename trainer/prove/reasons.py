@@ -66,12 +66,11 @@ def _explain_rates(found: PairComparison, place: int) -> str:
     if ratio != 1 and all(relative(a * ratio, b) < 1e-9 for a, b in pairs):
         return f"the learning rate is multiplied by {ratio:.6g}, the ratio of the numbers of ranks"
     for times in sorted({found.other.size, found.one.size, 2, 3, 4} - {1}):
-        ahead = one[::times]
-        behind = other[::times]
-        if _agree(ahead, other):
-            return _explain_fast_schedule(found.other, times)
-        if _agree(one, behind):
-            return _explain_fast_schedule(found.one, times)
+        for start in (0, times - 1):  # after a step, or after each micro-batch of it
+            if _agree(one[start::times], other):
+                return _explain_fast_schedule(found.other, times, start > 0)
+            if _agree(one, other[start::times]):
+                return _explain_fast_schedule(found.one, times, start > 0)
     if _agree(one[1:], other) or _agree(one, other[1:]):
         return "the schedule is one step ahead on one of the layouts"
     if all(relative(a * pairs[0][1], b * pairs[0][0]) < 1e-9 for a, b in pairs):
@@ -84,9 +83,9 @@ def _agree(one: list[float], other: list[float]) -> bool:
     return len(pairs) > 1 and len(set(one)) > 1 and all(relative(a, b) < 1e-9 for a, b in pairs)
 
 
-def _explain_fast_schedule(history: CommandHistory, times: int) -> str:
+def _explain_fast_schedule(history: CommandHistory, times: int, is_before: bool) -> str:
     why = f"the schedule of {history.name} advances {times} times per step"
-    if times == history.size:
+    if times == history.size and not is_before:
         why += ", once for each rank"
     elif times == max(step.num_backwards for step in history.steps):
         why += ", once for each micro-batch"
@@ -143,8 +142,8 @@ def _explain_evaluation(found: PairComparison, after: int) -> str:
 
 
 def _explain_lengths(found: PairComparison, place: int) -> str:
-    lengths = [len(rank.steps) for rank in found.other.ranks]
-    if len(set(lengths)) > 1:
-        return "the ranks have different numbers of batches, and the others wait in a collective"
+    lengths = [{rank.num_begun for rank in each.ranks} for each in (found.one, found.other)]
+    if max(map(len, lengths)) > 1:
+        return "they have different numbers of batches, or one leaves the loop, fails or hangs"
     short, long = sorted((found.one, found.other), key=lambda each: len(each.steps))
     return f"{short.name} ends before {long.name}: its ranks have fewer batches in a pass"

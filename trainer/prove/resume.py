@@ -7,7 +7,7 @@ from dataclasses import replace
 from trainer.errors import ConfigError, counted
 from trainer.prove.bounds import Bounds, compare_tensors, relative
 from trainer.prove.comparison import Deviation, PairComparison, compare
-from trainer.prove.gradient_reasons import explain_gradients
+from trainer.prove.gradient_reasons import draws_random, explain_gradients
 from trainer.prove.history import open_histories
 from trainer.prove.merging import CommandHistory, Merged
 from trainer.prove.proof import Bench, find_bounds
@@ -95,11 +95,11 @@ def explain_resume(
         if place and relative(rate, rates[0]) < 1e-9:
             what = "the state of the optimizer or of the schedule"
             return f"the rate starts again: {what} is not restored"
-        return "the schedule is at another step than the weights"
+        return "the state of the schedule is not restored: it is at another step than the weights"
     if deviation.kind == "gradients":
         calls = [call for rank in found.other.steps[at].ranks for call in rank.forwards]
-        if any(call["drawn"] for call in calls):
-            return "the forward pass draws random numbers, whose state is not restored"
+        if any(call["drawn"] for call in calls) or draws_random(found.other):
+            return "a step draws random numbers, whose state is not restored"
         return explain_gradients(found, at)
     if deviation.kind == "weights":
         optimizer = found.other.ranks[0].optimizers[0]["kind"]

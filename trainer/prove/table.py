@@ -25,7 +25,7 @@ def show(found: PairComparison) -> None:
     if found.is_same:
         console.print("proved: both commands learned the same")
     else:
-        console.print("NOT the same")
+        console.print(f"NOT the same: {found.result}")
 
 
 def cells(found: PairComparison) -> list[str]:
@@ -44,14 +44,15 @@ def _cell(found: PairComparison, column: str) -> str:
 
 
 def sentences(found: PairComparison) -> list[str]:
-    """Return a sentence for each difference, and its likely reason."""
+    """Return two lines for each difference: where it is, and its likely reason."""
     lines = []
     for each in found.deviations:
         is_before = each.kind in ("evaluation", "initial weights", "steps", "ranks")
         number = found.number_of(each.place)
         when = "" if is_before else f"step {number}: "
-        reason = f"; {each.reason}" if each.reason else ""
-        lines.append(f"{when}{each.where}{reason}")
+        lines.append(f"{when}{each.where}")
+        if each.reason:
+            lines.append(f"  likely reason: {each.reason}")
     return lines
 
 

@@ -146,9 +146,15 @@ def _before_backward(tensors: Any) -> None:
         if id(each) in CALLS.unscaled:
             loss += CALLS.unscaled[id(each)][1]
         else:
-            loss += float(getattr(each, "_local_tensor", each).detach().double().sum())
+            loss += _value(getattr(each, "_local_tensor", each))
     reduces = [bool(each.require_backward_grad_sync) for each in CALLS.wrappers]
     LOG.add("backward", loss=loss, reduces=reduces, dtype=str(given[0].dtype))
+    LOG.flush()  # the pass may wait for other ranks until the process is killed
+
+
+def _value(loss: torch.Tensor) -> float:
+    total: Any = loss.detach().double().sum()
+    return total.tolist()  # item() would be noted as a read
 
 
 def watch_wrappers() -> None:
@@ -166,17 +172,20 @@ def watch_clipping() -> None:
     """Note each gradient before it is clipped, and the norm by which it is."""
     from torch.nn.utils import clip_grad
 
-    original = clip_grad.clip_grad_norm_
+    def noting(original: Any) -> Any:
+        def clip(parameters: Any, limit: float, *arguments: Any, **options: Any) -> Any:
+            given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            _before_clip(given)
+            norm = original(given, limit, *arguments, **options)
+            _after_clip(norm, limit)
+            return norm
 
-    def clip(parameters: Any, max_norm: float, *arguments: Any, **options: Any) -> Any:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        _before_clip(given)
-        norm = original(given, max_norm, *arguments, **options)
-        _after_clip(norm, max_norm)
-        return norm
+        return clip
 
-    clip_grad.clip_grad_norm_ = clip
-    torch.nn.utils.clip_grad_norm_ = clip
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        clip = noting(getattr(clip_grad, name))
+        setattr(clip_grad, name, clip)
+        setattr(torch.nn.utils, name, clip)
 
 
 @quietly
@@ -187,9 +196,9 @@ def _before_clip(parameters: list[torch.Tensor]) -> None:
 
 
 @quietly
-def _after_clip(norm: torch.Tensor, max_norm: float) -> None:
+def _after_clip(norm: torch.Tensor | None, max_norm: float) -> None:
     is_scaled = any(each.is_enabled() for each in CALLS.scalers) and not CALLS.has_unscaled
-    value = float(getattr(norm, "_local_tensor", norm))
+    value = 0.0 if norm is None else float(getattr(norm, "_local_tensor", norm))
     is_whole = not hasattr(norm, "placements")
     about = {"norm": value, "max_norm": float(max_norm), "is_whole": is_whole}
     CALLS.clips.append({**about, "is_scaled": is_scaled})
@@ -205,7 +214,7 @@ def watch_scaling() -> None:
         scaled = scale(self, outputs)
         CALLS.scalers.add(self)
         if isinstance(outputs, torch.Tensor) and outputs.dim() == 0:
-            CALLS.unscaled[id(scaled)] = (scaled, float(outputs.detach()))
+            CALLS.unscaled[id(scaled)] = (scaled, _value(outputs))
         return scaled
 
     def unscale_noting(self: Any, optimizer: Any) -> None:
@@ -228,8 +237,9 @@ def watch_saving() -> None:
     torch.save = save
 
 
-def describe_models(roots: list[nn.Module]) -> dict[str, Any]:
-    """Return what matters of the training modules: normalisation, dropout, wrappers."""
+def describe_models(roots: list[nn.Module], mine: list[torch.Tensor]) -> dict[str, Any]:
+    """Return what matters of the modules: normalisation, dropout, wrappers of an optimizer's."""
+    own = set(map(id, mine))
     norms = set()
     dropout = set()
     wrappers = set()
@@ -240,7 +250,8 @@ def describe_models(roots: list[nn.Module]) -> dict[str, Any]:
         rate = getattr(each, "p", getattr(each, "dropout", 0))
         if "Dropout" in kind or isinstance(each, nn.RNNBase):
             dropout |= {kind} if each.training and isinstance(rate, float) and rate > 0 else set()
-        if isinstance(each, DistributedDataParallel) or _is_fsdp(each):
+        is_wrapper = isinstance(each, DistributedDataParallel) or _is_fsdp(each)
+        if is_wrapper and not own.isdisjoint(map(id, each.parameters())):
             wrappers.add("FSDP" if _is_fsdp(each) else kind)
     return {"norms": sorted(norms), "dropout": sorted(dropout), "wrappers": sorted(wrappers)}
 

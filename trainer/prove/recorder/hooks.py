@@ -20,7 +20,8 @@ from . import calls
 from .calls import CALLS, random_state
 from .loaders import PASSES, watch_loaders
 from .log import LOG, SETTINGS, leave, quietly
-from .parameters import Part, find_part, flat_parts, name_parameters, roots, sketch_of
+from .parameters import Part, Rest, find_part, flat_parts, name_parameters, roots, sketch_of
+from .reads import READS, watch_reads
 from .sketches import encode
 
 
@@ -45,6 +46,7 @@ class Steps:
         self._parameters: list[list[torch.Tensor]] = []
         self._parts: dict[int, Part] = {}
         self._gradients: dict[str, Any] = {}
+        self._rest = Rest()
         self._start = time.perf_counter()
 
     def before(self, optimizer: Any, arguments: Any, options: Any) -> Any:
@@ -106,6 +108,8 @@ class Steps:
         """Note names, shapes and values of an optimizer's parameters before a step."""
         groups = optimizer.param_groups
         mine = self._parameters[number]
+        every = roots()
+        self._rest.watch(every, [each for given in self._parameters for each in given])
         self._parts |= flat_parts()
         parts = [find_part(each) or self._parts.get(id(each)) for each in mine]
         LOG.add(
@@ -121,7 +125,7 @@ class Steps:
             settings={k: v for k, v in groups[0].items() if isinstance(v, (int, float, bool))},
             weights=encode([self.sketch(each, each) for each in mine]),
             seed=torch.initial_seed(),
-            **calls.describe_models(roots()),
+            **calls.describe_models(every, mine),
         )
 
     def sketch(self, parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -141,7 +145,8 @@ class Steps:
         ]
         groups = optimizer.param_groups
         rates = [_number(group.get("lr")) for group in groups for _ in group["params"]]
-        self._gradients = {"gradients": encode(found), "rates": rates}
+        rest = self._rest.sketch()
+        self._gradients = {"gradients": encode(found), "rates": rates, "rest": encode([rest])[0]}
         if CALLS.before_clip:
             raw = [CALLS.before_clip.get(id(each)) for each in mine]
             self._gradients["unclipped"] = encode(raw)
@@ -165,11 +170,13 @@ class Steps:
             step=self._counts[number],
             weights=encode([self.sketch(each, each) for each in mine]),
             random=random_state(),
+            reads=list(READS),
             seconds=time.perf_counter() - self._start,
             recording=LOG.seconds,
             **self._gradients,
         )
         self._gradients = {}
+        READS.clear()
         CALLS.forget_step()
         PASSES.is_fresh = False
         LOG.flush()
@@ -193,6 +200,7 @@ def install(module: Any) -> None:
     calls.watch_scaling()
     calls.watch_saving()
     watch_loaders()
+    watch_reads()
 
 
 def watch_accelerator(module: Any) -> None:

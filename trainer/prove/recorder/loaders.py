@@ -113,7 +113,7 @@ def describe_loader(loader: DataLoader[Any]) -> dict[str, Any]:
     return {
         "size": size,
         "batches": None if is_iterable else len(loader),
-        "sampler": type(sampler).__name__,
+        "sampler": type(loader.dataset if is_iterable else sampler).__name__,
         "epoch": getattr(sampler, "epoch", None),
         "shuffle": bool(getattr(sampler, "shuffle", False)),
     }

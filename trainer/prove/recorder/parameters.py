@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .sketches import sketch, sketch_part
+from .sketches import NUM, sketch, sketch_part
 
 WRAPPERS = (  # names under which wrappers keep the module that they wrap
     *("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"),
@@ -110,3 +111,29 @@ def flat_parts() -> dict[int, Part]:
             size = (info.numel_in_shard or 0,)
             found[id(parameter)] = Part(whole, size, first)
     return found
+
+
+class Rest:
+    """Tensors of modules that no optimizer has: frozen models, moving averages, buffers."""
+
+    def __init__(self) -> None:
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
+        self._known: dict[int, tuple[int, torch.Tensor]] = {}  # version and sketch, by place
+
+    def watch(self, modules: Sequence[nn.Module], trained: Sequence[torch.Tensor]) -> None:
+        """Find the tensors; those of a sharded model are left out."""
+        every = {id(t): t for root in modules for t in (*root.parameters(), *root.buffers())}
+        for each in trained:
+            every.pop(id(each), None)
+        plain = (t for t in every.values() if t.is_floating_point() and not t.is_inference())
+        self._tensors = [weakref.ref(t) for t in plain if not hasattr(t, "placements")]
+        self._known.clear()
+
+    def sketch(self) -> torch.Tensor:
+        """Return the sum of their sketches; a tensor is read only if it was changed."""
+        total = torch.zeros(NUM, dtype=torch.float64)
+        for place, tensor in enumerate(reference() for reference in self._tensors):
+            if tensor is not None and self._known.get(place, (-1,))[0] != tensor._version:
+                self._known[place] = (tensor._version, sketch(tensor).cpu())
+            total = total + self._known[place][1]
+        return total
