@@ -92,7 +92,7 @@ FAULTS = {
     "no_sync": "within no_sync",
     "fast schedule": "advances 2 times per step, once for each rank",
     "scaled rate": "multiplied by 2, the ratio of the numbers of ranks",
-    "padded evaluation": "22 of 21 examples (1 twice)",
+    "padded evaluation": "22 examples instead of 21 (1 twice)",
     "batchnorm": "BatchNorm2d normalises over the rows of a micro-batch (12 and 6)",
     "dropout": "Dropout draws other random numbers",
     "unseeded": "does not seed torch",
@@ -251,14 +251,14 @@ MORE = {
             start("accelerate_nlp.py --gather gather", 0),
             start("accelerate_nlp.py --batch-size 4 --gather gather", 2),
         ),
-        "24 of 21 examples (3 twice)",
+        "24 examples instead of 21 (3 twice)",
     ),
     "Lightning's evaluation": (
         (
             start("lightning_fit.py --validation 21", 0),
             start("lightning_fit.py --validation 21 --batch-size 4", 2),
         ),
-        "22 of 21 examples (1 twice)",
+        "22 examples instead of 21 (1 twice)",
     ),
     "Lightning's last window": (
         (

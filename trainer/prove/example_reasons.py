@@ -11,7 +11,7 @@ from trainer.prove.comparison import PairComparison
 from trainer.prove.merging import CommandHistory, Step
 
 UNSEEDED = 1 << 32  # torch draws a first seed of 64 bits if the script sets none
-FILLS = "the sampler fills up, so that each rank has as many"
+FILLS = "the sampler repeats examples, so that each rank has the same number"
 
 
 def explain_examples(found: PairComparison, place: int) -> str:

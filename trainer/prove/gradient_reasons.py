@@ -36,7 +36,7 @@ def explain_gradients(found: PairComparison, place: int) -> str:
         or _explain_ratio(found, one, other, place)
         or _explain_weighting(found, one, other, place)
         or _explain_layers(found, one, other)
-        or _explain_some(found, one, other, place)
+        or _explain_some(found, one, other)
     )
 
 
@@ -261,7 +261,7 @@ def _count(sizes: Sequence[int]) -> str:
     return " or ".join(map(str, sizes)) or "?"
 
 
-def _explain_some(found: PairComparison, one: Step, other: Step, place: int) -> str:
+def _explain_some(found: PairComparison, one: Step, other: Step) -> str:
     """Say which parameters differ, and whether the losses agree."""
     apart = []
     for name, each in one.gradients.whole.items():
@@ -282,12 +282,8 @@ def _explain_some(found: PairComparison, one: Step, other: Step, place: int) -> 
             why += " by a factor of its own (clipping by the norm of the parts, for example)"
         return f"{why}; they differ for {which}"
     start = f"examples and weights agree, and the losses differ by {loss:.0e}"
-    for history in (found.other, found.one):
-        ranks = history.steps[place].ranks
-        if any(relative_norm(ranks[0].rest, rank.rest) > APART for rank in ranks):
-            what = "tensors that no optimizer has (a frozen model, an EMA, buffers)"
-            return f"{start}: {what} differ on the ranks of {history.name}"
-    if relative_norm(one.ranks[0].rest, other.ranks[0].rest) > APART:
+    ranks = (*one.ranks, *other.ranks)
+    if any(relative_norm(ranks[0].rest, rank.rest) > APART for rank in ranks):
         return f"{start}: so do tensors that no optimizer has (a frozen model, an EMA, buffers)"
     why = "the loss is not a mean over examples (class weights, or negatives from the micro-batch)"
     return f"{start}: probably {why}"

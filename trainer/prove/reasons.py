@@ -132,7 +132,7 @@ def _explain_evaluation(found: PairComparison, after: int) -> str:
         left_out = len(theirs.keys() - counts.keys())
         if repeats and len(counts) <= len(theirs):
             total = sum(theirs.values())
-            numbers = f"{sum(counts.values())} of {total} examples ({repeats} twice)"
+            numbers = f"{sum(counts.values())} examples instead of {total} ({repeats} twice)"
             sentences.append(f"{history.name} counts {numbers}: {FILLS}")
         elif left_out and len(counts) < len(theirs):
             sentences.append(f"{history.name} leaves out {counted(left_out, 'example')}")
