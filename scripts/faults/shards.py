@@ -148,8 +148,9 @@ def gone_at_the_start(attack: Attack) -> str | None:
 
 
 def gone_for_5_s(attack: Attack) -> str | None:
+    attack.ranks = 0  # one process, which closes the server's socket that it inherits
     with serving(attack.data) as server:
-        process = attack.slowly(server.url, most=2000)
+        process = attack.slowly(server.url, most=2000, before=server.socket.close)
     time.sleep(5)
     with serving(attack.data, port=server.server_port):
         return attack.judge(end(process))
@@ -159,7 +160,7 @@ def gone_for_good(attack: Attack) -> str | None:
     attack.ranks = 0
     with quick():
         with serving(attack.data) as server:
-            process = attack.slowly(server.url, most=2000)
+            process = attack.slowly(server.url, most=2000, before=server.socket.close)
         problem = refused(end(process), 1, *GONE, r"shard\.\d+\.mds")
     with serving(attack.data, port=server.server_port):
         return problem or attack.judge(attack.run(server.url))
