@@ -377,7 +377,7 @@ def test_tied_tensors_that_would_be_exported_as_terabytes_are_refused(num_tied, 
 
 @pytest.mark.parametrize("length", [10**15, 10**12])
 def test_audit_of_more_than_can_be_computed_soon_asks_for_a_flag(length, tmp_path):
-    facts = {**OF_RUN, "data": {"train": {"length": length}}}
+    facts = {**OF_RUN, "data": {"train": {"length": length, "size": length}}}
     publish(tmp_path / "run/checkpoints", **facts)
     line = f"1 steps of 20 of {length:,} examples take long to compute; give --long: "
     with within(20), pytest.raises(ConfigError, match=line):
@@ -487,7 +487,7 @@ OF_RUN = {
     **{
         "replaced": {"0/3": 4},
         "config": {"data.global_batch": 20, "run.seed": 0},
-        "data": {"train": {"length": 200}},
+        "data": {"train": {"length": 200, "size": 200}},
     },
 }
 NOT_OF_RUN = [
@@ -500,7 +500,10 @@ NOT_OF_RUN = [
     *({"sessions": value} for value in ([], [1, 2], [[1]], [[0, "2"]], "ab")),
     *(
         {"data": value}
-        for value in ({}, {"train": 5}, {"train": {"length": 0}}, {"train": {"length": "a"}})
+        for value in (
+            *({}, {"train": 5}, {"train": {"length": 0}}, {"train": {"length": "a"}}),
+            *({"train": {"length": 200}}, {"train": {"length": 200, "size": 0}}),
+        )
     ),
     *(
         {"config": {**OF_RUN["config"], "data.global_batch": value}}

@@ -40,7 +40,7 @@ OF_RUN = {
         "changes": {},
     },
     **{"machine": {}, "code": {}},
-    **{"replaced": {}, "metrics": {}, "data": {"train": {"length": 200}}},
+    **{"replaced": {}, "metrics": {}, "data": {"train": {"length": 200, "size": 200}}},
     "config": {"data.global_batch": 20, "run.seed": 0},
 }
 
