@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import CONF, on_ranks
+from harness import CONF, on_ranks, wait_for
 
 from trainer import World, load_config
 from trainer.distributed.group import process_group
@@ -97,6 +97,8 @@ def answer():
         before = threads_and_files()
         with flight_recorder.answering(Mailbox(memory)) as pipe:
             watcher = Mailbox(memory, f"/proc/{os.getpid()}/fd/{pipe}")
+            # gloo's thread notes the end of a call after it has returned
+            wait_for(lambda: last_calls(watcher)[0][-1], limit_s=20)
             answers = last_calls(watcher)
             child = os.fork()
             if not child:
