@@ -92,7 +92,7 @@ LOGINS = "check the address, the credentials and the network"
         (("check", "s3://none/x"), {}, f"({NO_SUCH}); check the address, or write one"),
         (("index", "s3://none/x"), {}, f"cannot be listed: {NO_SUCH}; {LOGINS}"),
         (("write", *TASK, "to=s3://none/x"), {}, f"cannot be listed: {NO_SUCH}; {LOGINS}"),
-        (("check", URL), WRONG, "cannot be read: Forbidden; check the credentials"),
+        (("check", URL), WRONG, "signing method; check the credentials"),
         (("index", URL), WRONG, "the signature you provided"),
         (("check", URL), NOBODY, "Unable to locate credentials; check the credentials"),
         (("index", URL), NOBODY, f"Unable to locate credentials; {LOGINS}"),

@@ -177,8 +177,9 @@ def load_index(source: Source) -> ShardIndex:
     try:
         data = read_whole(source, OF_MDS, MOST_BYTES)
     except PermissionError as error:
+        why = one_line(error).rstrip(".")
         advice = "check the credentials and the address"
-        raise ConfigError(f"{source.url}: cannot be read: {one_line(error)}; {advice}") from None
+        raise ConfigError(f"{source.url}: cannot be read: {why}; {advice}") from None
     except OSError as error:
         why = f"has no {NAME}, nor {OF_MDS} of MDS ({one_line(error)})"
         advice = f"check the address, or write one: python -m trainer.shards index {source.url}"
