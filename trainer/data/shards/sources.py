@@ -131,12 +131,18 @@ class FsspecSource:
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
+        self._opened: tuple[int, tuple[Any, str]] | None = None
 
     def _open(self) -> tuple[Any, str]:
-        """Return fsspec's file system and the path in it; each process opens its own."""
+        """Return fsspec's file system and the path in it, one for all threads of a process.
+
+        fsspec itself would make one for each thread, and so a session: 0.1 s each.
+        """
         import fsspec
 
-        return fsspec.core.url_to_fs(self.url)
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = (os.getpid(), fsspec.core.url_to_fs(self.url))
+        return self._opened[1]
 
     def stream(self, name: str, begin: int = 0) -> Iterator[bytes]:
         place = begin
