@@ -66,7 +66,7 @@ def plain(words: list[str], folder: str) -> list[float]:
         sampler.set_epoch(epoch)
         for batch in loader:
             inputs, targets = task.split_batch(batch)
-            values, weights = task.loss(model(inputs), targets)
+            values, weights = task.loss(model(*inputs), targets)
             loss = (values * weights).sum() / weights.sum()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
