@@ -90,7 +90,7 @@ def run(
 ) -> None:
     """Run to the end; in a killed layout, kill all processes in the middle and start again."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={layout.ranks}"]
-    middle = steps // 2 + SAVE_EVERY // 2
+    middle = min(steps // 2 + SAVE_EVERY // 2, steps)
     with output.open("w") as stream:
         for is_killed in (True, False) if layout.is_killed else (False,):
             process = subprocess.Popen(
