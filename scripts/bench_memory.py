@@ -183,7 +183,7 @@ def train_plain(words: list[str], folder: str) -> Iterator[Any]:
         yield model, optimizer
         row = number % len(data)
         inputs, targets = task.split_batch([part[None] for part in data[row]])
-        values, weights = task.loss(model(inputs), targets)
+        values, weights = task.loss(model(*inputs), targets)
         ((values * weights).sum() / weights.sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
