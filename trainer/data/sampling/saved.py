@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ KINDS: dict[str, type[Sampling]] = {
 }
 
 
+@lru_cache(maxsize=4)  # each rank asks for it twice at a start
 def digest_of(sampling: Sampling) -> str:
     """Return the SHA-256 of a sampling; empty for the plain shuffle."""
     if isinstance(sampling, Shuffle):

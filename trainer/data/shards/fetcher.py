@@ -130,14 +130,13 @@ class Ahead:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def __post_init__(self) -> None:
-        self.order = lru_cache(2)(self._order)
         self.uses = lru_cache(2**16)(self._uses)
 
     @property
     def steps_per_epoch(self) -> int:
         return self.sampling.size // self.part.global_batch
 
-    def _order(self, epoch: int) -> ShardOrder:
+    def order(self, epoch: int) -> ShardOrder:
         return self.sampling.order(self.part.seed, epoch, self.part.global_batch)
 
     def _uses(self, epoch: int, shard: int) -> list[tuple[int, int]]:

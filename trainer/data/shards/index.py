@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class ShardIndex:
         digest = self.digests[shard]
         return bytes(digest.tolist()).hex() if bool(digest.any()) else ""
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of names, rows and digests: of the content, not of the place."""
         total = hashlib.sha256(
