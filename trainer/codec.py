@@ -28,6 +28,15 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+def unpack(data: bytes) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Return (metadata, tensors) of the bytes of a safetensors file; its library reads no metadata
+    of bytes. Raises an exception of any kind for others."""
+    from safetensors.torch import load
+
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length])["__metadata__"], load(data)
+
+
 def name_of(dtype: torch.dtype) -> str:
     """Return the name that `torch` has for a dtype, such as float32."""
     return str(dtype).removeprefix("torch.")

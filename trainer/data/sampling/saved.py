@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
 
-import torch
-
+from trainer.codec import unpack
 from trainer.data.sampling.base import Sampling, Shuffle
 from trainer.data.sampling.mixture import Mixture
 from trainer.data.sampling.shards import ShardShuffle
@@ -45,12 +42,8 @@ def to_bytes(sampling: Sampling) -> bytes:
 
 def from_bytes(data: bytes, expected: str, place: str) -> Sampling:
     """Restore a sampling. Raises CheckpointError unless it has the digest `expected`."""
-    from safetensors.torch import load
-
     try:
-        length = int.from_bytes(data[:8], "little")
-        facts: Mapping[str, Any] = json.loads(data[8 : 8 + length])["__metadata__"]
-        tensors: dict[str, torch.Tensor] = load(data)
+        facts, tensors = unpack(data)
         sampling = KINDS[facts["kind"]].restore(json.loads(facts["settings"]), tensors)
         is_same = digest_of(sampling) == expected
     except Exception:  # safetensors has its own kind of error

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trainer.codec import unpack
 from trainer.data.shards.download import read_whole
 from trainer.data.shards.sources import Source
 from trainer.errors import ConfigError, describe, one_line
@@ -101,12 +102,9 @@ class ShardIndex:
     @classmethod
     def from_bytes(cls, data: bytes, place: str) -> ShardIndex:
         """Raise ConfigError for anything but an index of this version."""
-        from safetensors.torch import load
-
         try:
-            length = int.from_bytes(data[:8], "little")
-            facts = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["lockstep"])
-            tensors = load(data)
+            metadata, tensors = unpack(data)
+            facts = json.loads(metadata["lockstep"])
             index = cls(facts["shards"], facts["settings"], *(tensors[n] for n in _TENSORS))
             version = facts["format"]
             flaw = "is damaged" if facts["digest"] != index.digest else index.find_flaw()
