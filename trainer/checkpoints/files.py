@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.config.plain_files import open_regular
+from trainer.config.plain_files import hash_rest, open_regular
 
 Buffer = bytes | memoryview
-BLOCK = 2**22  # bytes read at once
 
 
 @contextmanager
@@ -58,9 +57,7 @@ def digest_file(path: Path, most: int) -> tuple[int, str]:
     """Return a regular file's size and SHA-256, read block by block up to a size of `most`."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        digest = hashlib.sha256()
-        while size <= most and (block := file.read(BLOCK)):
-            digest.update(block)
+        digest = hash_rest(file) if size <= most else hashlib.sha256()
         return size, digest.hexdigest()
 
 

@@ -8,6 +8,7 @@ with a reason of one line.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import yaml
 
 from trainer.errors import ConfigError
 
+BLOCK = 2**22  # bytes read at once
 MOST_DEPTH = 64  # of nested values
 MOST_DIGITS = 20  # of an integer: 2**64 has as many
 MOST_VALUES = 20_000  # of a YAML file, with those that its aliases repeat: 1 s in OmegaConf
@@ -54,6 +56,14 @@ def read_file(path: Path, most: int) -> bytes:
     """Return the bytes of a regular file of at most `most` bytes. Raises OSError otherwise."""
     with open_regular(path, most) as file:
         return file.read(most)
+
+
+def hash_rest(file: BinaryIO) -> hashlib._Hash:
+    """Return the SHA-256 of a file from its position on, read block by block."""
+    digest = hashlib.sha256()
+    while block := file.read(BLOCK):
+        digest.update(block)
+    return digest
 
 
 def read_lines(path: Path) -> Iterator[str]:

@@ -36,4 +36,4 @@ def measure_fetching(dataset: Any, global_batch: int, num_nodes: int) -> Fetchin
     of_epoch = min(total, total * own // lanes + border)
     held = min(of_epoch, own * (sampling.window + 1) * total // shards)
     steps = sampling.size // global_batch
-    return Fetching(total, of_epoch, held, of_epoch // steps, dataset.cache_bytes)
+    return Fetching(total, of_epoch, held, of_epoch // steps, dataset.cache.most_bytes)

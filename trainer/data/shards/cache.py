@@ -42,7 +42,7 @@ class ShardCache:
         """Raise ConfigError if `folder` cannot be written, or the largest shard does not fit."""
         self._source = source
         self._index = index
-        self._most_bytes = most_bytes
+        self.most_bytes = most_bytes
         self._compression = str(index.settings.get("compression") or "").partition(":")[0]
         if self._compression not in ("", "gz", "zstd"):
             raise ConfigError(f"{source.url}: compression {self._compression}: must be gz or zstd")
@@ -179,10 +179,10 @@ class ShardCache:
             why = f"cannot be decompressed as {self._compression}: {one_line(error)}"
             raise RunError(f"{place}: {why}; restore it") from None
         size = raw.stat().st_size
-        if size > self._most_bytes:
+        if size > self.most_bytes:
             need = f"must hold shard {self._index.name(shard)}, {size:,} bytes"
             raw.unlink()
-            raise RunError(f"cache_bytes={self._most_bytes}: {need}")
+            raise RunError(f"cache_bytes={self.most_bytes}: {need}")
         self._publish(shard, raw, path, next_use)
 
     def _seal(self, shard: int, path: Path) -> None:
@@ -225,7 +225,7 @@ class ShardCache:
             yield
 
     def _make_room(self, files: list[_CachedFile], need: float, next_use: NextUse | None) -> None:
-        room = self._most_bytes - need - sum(each.num_bytes for each in files)
+        room = self.most_bytes - need - sum(each.num_bytes for each in files)
         when = next_use or (lambda _: float("inf"))
         # downloads that nobody finishes; then the farthest use first, of equals the oldest
         order = sorted(files, key=lambda e: (e.ending != PART, -when(e.shard), e.time_ns))

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from trainer.data.sampling.shards import LANES, WINDOW, ShardShuffle
 from trainer.data.shards.cache import ShardCache, default_folder
+from trainer.data.shards.download import DOWNLOADS
 from trainer.data.shards.errors import ServerError, ShardError
 from trainer.data.shards.formats import FORMATS, OpenShard
 from trainer.data.shards.index import load_index
@@ -20,7 +21,6 @@ from trainer.data.shards.sources import open_source
 from trainer.errors import ConfigError, RunError, one_line
 
 CACHE_BYTES = 2**36  # 64 GiB
-DOWNLOADS = 8  # at once, of one process
 MOST_OPEN = 256  # files of one process
 Stamp = tuple[int, int, int]  # time of modification, bytes and inode of an open file
 
@@ -73,7 +73,6 @@ class ShardedDataset(Dataset):
         self.cache = ShardCache(
             self._source, self.index, Path(cache or default_folder()), cache_bytes
         )
-        self.cache_bytes = cache_bytes
         self.ahead_bytes = min(ahead_bytes, cache_bytes // 2)
         self._format = FORMATS[self.index.format]
         self._format.check(self.index.settings)
@@ -87,7 +86,7 @@ class ShardedDataset(Dataset):
         if self.cache.is_in_place:
             return shards
         ahead = f"up to {_shown(self.ahead_bytes)} fetched ahead"
-        return f"{shards}, {ahead} into {self.cache.folder} ({_shown(self.cache_bytes)})"
+        return f"{shards}, {ahead} into {self.cache.folder} ({_shown(self.cache.most_bytes)})"
 
     @property
     def digest(self) -> str:

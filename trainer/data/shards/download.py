@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import random
 import time
@@ -11,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trainer.config.plain_files import hash_rest
 from trainer.data.shards.errors import ServerError
-from trainer.data.shards.sources import CHUNK, ResumeError, Source, TemporaryError
+from trainer.data.shards.sources import ResumeError, Source, TemporaryError
 from trainer.errors import RunError, one_line
 
+DOWNLOADS = 8  # at once, of one process
 TRIES = 8  # in a row without a new byte: about a minute
 FIRST_DELAY_S = 0.25
 MOST_DELAY_S = 20.0
@@ -101,10 +102,8 @@ def _continue(source: Source, name: str, file: BinaryIO, size: int | None, sha25
 
     Raises TemporaryError if it ends early.
     """
-    hasher = hashlib.sha256()
     file.seek(0)
-    while block := file.read(CHUNK):
-        hasher.update(block)
+    hasher = hash_rest(file)
     done = file.tell()
     if done == 0 or size is None or done < size:
         for block in source.stream(name, done):
@@ -127,8 +126,5 @@ def _continue(source: Source, name: str, file: BinaryIO, size: int | None, sha25
 
 def digest_file(path: Path) -> str:
     """Return the SHA-256 of a file of any size."""
-    total = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(CHUNK):
-            total.update(block)
-    return total.hexdigest()
+        return hash_rest(file).hexdigest()

@@ -15,10 +15,9 @@ from trainer.data.batch_plan import split
 from trainer.data.order import EpochSampler
 from trainer.data.sampling.shards import Need, ShardOrder, ShardShuffle
 from trainer.data.shards.cache import ShardCache
+from trainer.data.shards.download import DOWNLOADS
 from trainer.data.workers import context_of_workers, prepare_worker
 from trainer.distributed.world import World
-
-DOWNLOADS = 8  # at once
 
 
 @dataclass(frozen=True)
