@@ -113,3 +113,27 @@ def test_a_module_that_exits_while_it_is_imported_is_a_failure(how, command, tmp
     assert re.fullmatch(
         r"error: sys.exit\((0|None)\) was called at .*ending.py:2; raise an error instead\n", err
     )
+
+
+LEAVING = """
+import atexit, os, threading, time
+from tiny import Tiny
+class Ending(Tiny):
+    pass
+class Late:
+    def __del__(self):
+        os.abort()  # as a thread of gloo does that meets the end of the interpreter
+LATE = Late()
+def work():
+    time.sleep(0.5)
+    print("a thread ended")
+threading.Thread(target=work).start()
+atexit.register(print, "an exit handler was called")
+"""
+
+
+def test_ranks_that_are_done_exit_before_the_interpreter_ends(tmp_path):
+    (tmp_path / "ending.py").write_text(LEAVING)
+    code, out, err = ended(launch(tmp_path, *WORDS, launcher=TORCHRUN))
+    assert code == 0, err
+    assert out.count("a thread ended") == out.count("an exit handler was called") == 2

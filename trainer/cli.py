@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -201,12 +202,26 @@ def _exit(code: int) -> None:
     if path := os.environ.get(CODES):
         with open(path, "a", encoding="utf-8") as file:
             file.write(f"{code}\n")
-    if code == 0:
+    if code == 0 and _count_ranks() == 1:
         sys.exit(0)
+    if code == 0:
+        _finish()
     for child in multiprocessing.active_children():
         child.kill()  # data workers inherit open sockets: peers would not notice the exit
     # A normal exit would wait for peers in a collective, and takes torch half a second.
     os._exit(code)
+
+
+def _finish() -> None:
+    """Do what Python does at exit, without the end of the interpreter.
+
+    While that ends, a thread of gloo or autograd that asks for it is unwound through C++, which
+    ends the process with SIGABRT: torchrun would restart a run that is done.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its children
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def split_arguments(

@@ -7,6 +7,7 @@ all ranks when one fails, and then exits with 1. Use real launches (harness.laun
 and the output of a launcher.
 """
 
+import atexit
 import os
 import runpy
 import signal
@@ -176,6 +177,7 @@ def _become(folder: Path, environment: Mapping[str, str], files: tuple[int, int]
     paths = environment["PYTHONPATH"].split(os.pathsep)
     known = {*paths, *PATHS.split(os.pathsep)}
     sys.path[:] = [str(folder), *paths, *(path for path in sys.path if path not in known)]
+    atexit._clear()  # pytest's
     _reset_signals()
     warnings.resetwarnings()
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
