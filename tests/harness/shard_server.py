@@ -12,7 +12,7 @@ PIECES = 10  # of a slow answer
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Sends files, or parts of them from an offset on; counts them in `server.sent`."""
+    """Sends files, or parts of them; counts them in `server.sent`."""
 
     def log_message(self, *_):
         pass
@@ -34,16 +34,17 @@ class Handler(SimpleHTTPRequestHandler):
         except OSError:
             self.send_error(404)
             return
-        begin = 0
+        begin = end = 0
         if (given := self.headers.get("Range")) and server.has_ranges:
-            begin = int(given.removeprefix("bytes=").rstrip("-"))
+            first, _, last = given.removeprefix("bytes=").partition("-")
+            begin, end = int(first), int(last or -1) + 1
         if begin and begin >= len(data):
             self.send_error(416)
             return
-        self.send_response(206 if begin else 200)
-        self.send_header("Content-Length", str(len(data) - begin))
+        rest = data[begin : end or None]
+        self.send_response(206 if begin or end else 200)
+        self.send_header("Content-Length", str(len(rest)))
         self.end_headers()
-        rest = data[begin:]
         if fault in ("drop", "truncate"):
             rest = rest[: len(rest) // 2]
         size = -(-len(rest) // PIECES) if fault == "slow" else len(rest)

@@ -58,11 +58,18 @@ def read_file(path: Path, most: int) -> bytes:
         return file.read(most)
 
 
-def hash_rest(file: BinaryIO) -> hashlib._Hash:
-    """Return the SHA-256 of a file from its position on, read block by block."""
-    digest = hashlib.sha256()
-    while block := file.read(BLOCK):
+def hash_rest(
+    file: BinaryIO, most: int | None = None, digest: hashlib._Hash | None = None
+) -> hashlib._Hash:
+    """Return the SHA-256 of a file from its position on, at most of `most` bytes.
+
+    It is read block by block. `digest`: that of what comes before.
+    """
+    digest = digest or hashlib.sha256()
+    rest = float("inf") if most is None else most
+    while block := file.read(int(min(BLOCK, rest))):
         digest.update(block)
+        rest -= len(block)
     return digest
 
 

@@ -16,22 +16,25 @@ from trainer.cli import (
 from trainer.config.compose import load_config
 from trainer.errors import ConfigError, counted
 
-HELP = """usage: python -m trainer.shards write task=<name> to=URL [split=train] [shard_mb=64]
+HELP = """usage: python -m trainer.shards write task=<name> to=URL [split=train] [shard_mb=16]
                                    [key=value ...] [--config-dir DIR]
-       python -m trainer.shards index URL [tokens=1024] [dtype=uint16] [header=0] [to=URL]
+       python -m trainer.shards index URL [shard_mb=16] [tokens=1024] [dtype=uint16] [header=0]
+                                   [to=URL]
        python -m trainer.shards check URL
 
 write: the examples of a task's data set, which may be iterable, as shards in the format MDS, with
        their index. Examples are tensors, arrays, numbers, texts or bytes, or tuples or dicts of
        them.
 index: an index of shards that exist: .mds, .tar (WebDataset), .parquet, .safetensors or .bin, flat
-       tokens in sequences of `tokens`. It has the rows, the bytes and the SHA-256 of each file.
+       tokens in sequences of `tokens`. It has the rows, the bytes and the SHA-256 of each file. A
+       larger file of Parquet, tar or tokens becomes several shards, which are read on their own.
 check: reads every file, and names those that differ from the index.
 
 URL is a folder, or s3://, gs://, hf:// with fsspec (extra shards); check also takes https://.
 
 Exit codes: 0 done, 1 a shard differs, 2 invalid arguments."""
 
+SHARD_MB = 16  # an epoch begins with a window of them for each lane
 WORDS = ("to", "split", "shard_mb", "tokens", "dtype", "header")
 
 
@@ -49,7 +52,7 @@ def _write(arguments: Sequence[str]) -> int:
     own, overrides = take_words(words, WORDS, config_dirs)
     if "to" not in own:
         raise ConfigError("to is missing: give to=<folder or bucket> for the shards")
-    most_bytes = _number(own, "shard_mb", 64) * 2**20
+    most_bytes = _number(own, "shard_mb", SHARD_MB) * 2**20
     config = load_config(overrides, config_dirs)
     task = load_task(config)(config)
     from trainer.shards.writing import write_shards
@@ -74,7 +77,8 @@ def _index(arguments: Sequence[str]) -> int:
     settings: dict[str, Any] = {name: _number(own, name, 0) for name in names if name in own}
     if "dtype" in own:
         settings["dtype"] = own["dtype"]
-    index, place = write_index(url, own.get("to", url), settings)
+    most_bytes = _number(own, "shard_mb", SHARD_MB) * 2**20
+    index, place = write_index(url, own.get("to", url), settings, most_bytes)
     rows = int(index.rows.sum())
     line = f"{counted(rows, 'example')} in {counted(len(index), 'shard')} ({index.format}): {place}"
     facts = {"index": place, "examples": rows, "shards": len(index), "format": index.format}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -12,13 +13,16 @@ from trainer.data.shards.download import digest_file, download, read_whole
 from trainer.data.shards.errors import ServerError
 from trainer.data.shards.formats import FORMATS
 from trainer.data.shards.index import MOST_BYTES, NAME, OF_MDS, ShardIndex, load_index, of_mds
-from trainer.data.shards.sources import LocalSource, Source, create_source, open_source
+from trainer.data.shards.sources import LocalSource, Source, Span, create_source, open_source
 from trainer.errors import ConfigError, RunError
 
 
-def write_index(url: str, to: str, settings: Mapping[str, Any]) -> tuple[ShardIndex, str]:
+def write_index(
+    url: str, to: str, settings: Mapping[str, Any], most_bytes: int
+) -> tuple[ShardIndex, str]:
     """Read all shards at `url`; write their index and return it with its place.
 
+    A file of more than `most_bytes` becomes several shards, in formats whose files can be divided.
     Raises ConfigError if there are none, or of several formats, or one cannot be read.
     """
     source = open_source(url)
@@ -33,16 +37,17 @@ def write_index(url: str, to: str, settings: Mapping[str, Any]) -> tuple[ShardIn
         raise ConfigError(f"{source.url}: has no {OF_MDS}, which names the columns; copy it there")
     if format == "bin":
         settings = {"header": 0, "dtype": "uint16", **settings}
-    rows = []
-    sizes = []
-    digests = []
+    found: list[_Shard] = []
     for number, name in enumerate(names):
         with _local(source, name) as path:
-            count = made.rows[number] if format == "mds" else _count(format, path, settings)
-            rows.append(int(count))
-            sizes.append(path.stat().st_size)
-            digests.append(bytes.fromhex(digest_file(path)))
-    index = ShardIndex.of(format, settings, names, rows, sizes, digests)
+            if format == "mds":
+                size = path.stat().st_size
+                parts = [(int(made.rows[number]), (0, size, size, size))]
+            else:
+                parts = _divide(format, path, settings, most_bytes)
+            for rows, span in parts:
+                found.append(_Shard(name, rows, span, bytes.fromhex(digest_file(path, span))))
+    index = _index_of(format, settings, found)
     target = create_source(to)
     target.write(NAME, index.to_bytes())
     return index, f"{target.url}/{NAME}"
@@ -66,13 +71,40 @@ def _without_compression(name: str) -> str:
     return name.removesuffix(".zstd").removesuffix(".gz")
 
 
-def _count(format: str, path: Path, settings: Mapping[str, Any]) -> int:
+def _divide(
+    format: str, path: Path, settings: Mapping[str, Any], most: int
+) -> list[tuple[int, Span]]:
+    """Return rows and span of each shard of a file."""
+    size, kind = path.stat().st_size, FORMATS[format]
     try:
-        return FORMATS[format].count_rows(path, settings)
+        rows = kind.count_rows(path, settings)
+        if size > most and kind.divide:
+            parts = [*kind.divide(path, settings, most)]
+            if sum(count for count, _ in parts) == rows:
+                return parts
+        return [(rows, (0, size, size, size))]
     except (ConfigError, RunError):
         raise
     except Exception as error:  # each reader has its own kinds
         raise ConfigError(f"{path.name}: cannot be read as {format}: {error}") from None
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A shard that was read: its file, rows, bytes in the file, and their SHA-256."""
+
+    name: str
+    rows: int
+    span: Span
+    digest: bytes
+
+
+def _index_of(format: str, settings: Mapping[str, Any], found: list[_Shard]) -> ShardIndex:
+    names, spans = [each.name for each in found], [each.span for each in found]
+    sizes = [end - begin + tail_end - tail for begin, end, tail, tail_end in spans]
+    facts = ([each.rows for each in found], sizes, [each.digest for each in found])
+    is_divided = len(set(names)) < len(names)
+    return ShardIndex.of(format, settings, names, *facts, spans if is_divided else ())
 
 
 def check_shards(url: str) -> tuple[ShardIndex, dict[str, str]]:
@@ -86,12 +118,11 @@ def check_shards(url: str) -> tuple[ShardIndex, dict[str, str]]:
     for shard in range(len(index)):
         name = index.name(shard)
         try:
-            with _local(source, name, index.size(shard), index.sha256(shard)) as path:
-                if index.settings.get("compression"):
-                    continue
-                rows = FORMATS[index.format].count_rows(path, index.settings)
-                if rows != int(index.rows[shard]):
-                    wrong[name] = f"has {rows} rows, and {int(index.rows[shard])} in the index"
+            facts = (index.size(shard), index.sha256(shard), index.span(shard))
+            with _local(source, name, *facts) as path:
+                if not index.settings.get("compression"):
+                    rows = int(index.rows[shard])
+                    FORMATS[index.format].open(path, index.settings, rows, index.span(shard))
         except ServerError:
             raise
         except (OSError, RunError, ConfigError) as error:
@@ -102,7 +133,9 @@ def check_shards(url: str) -> tuple[ShardIndex, dict[str, str]]:
 
 
 @contextmanager
-def _local(source: Source, name: str, size: int | None = None, sha256: str = "") -> Iterator[Path]:
+def _local(
+    source: Source, name: str, size: int | None = None, sha256: str = "", span: Span | None = None
+) -> Iterator[Path]:
     """Yield a file's place on this machine; compare its bytes and SHA-256, where they are given.
 
     Raises RunError if they differ, or if it cannot be read.
@@ -110,13 +143,13 @@ def _local(source: Source, name: str, size: int | None = None, sha256: str = "")
     if isinstance(source, LocalSource):
         path = source.folder / name
         found = path.stat().st_size
-        if size is not None and found != size:
+        if size is not None and span is None and found != size:
             raise RunError(f"has {found:,} bytes, and {size:,} in the index")
-        if sha256 and (digest := digest_file(path)) != sha256:
+        if sha256 and (digest := digest_file(path, span)) != sha256:
             raise RunError(f"has SHA-256 {digest[:12]}, and {sha256[:12]} in the index")
         yield path
         return
     with tempfile.NamedTemporaryFile(suffix=Path(name).suffix) as file:
         stream: BinaryIO = file.file  # type: ignore[assignment]
-        download(source, name, stream, size, sha256)
+        download(source, name, stream, size, sha256, span)
         yield Path(file.name)

@@ -121,18 +121,18 @@ class ShardCache:
 
     def _check_in_place(self, shard: int, path: Path) -> Path:
         """Verify a file that was not verified since it was last written."""
-        size = self._index.size(shard)
+        size, span = self._index.size(shard), self._index.span(shard)
         try:
             status = path.stat()
         except OSError as error:
             raise RunError(f"shard {path}: {error.strerror}; restore it") from None
         why = ""
-        if size is not None and status.st_size != size:
+        if size is not None and span is None and status.st_size != size:
             why = f"has {status.st_size:,} bytes, and {size:,} in its index"
         stamp = hash((status.st_mtime_ns, status.st_size, status.st_ino, status.st_dev))
         sha256 = self._index.sha256(shard)
         if not why and sha256 and self._verified[shard] != stamp:
-            if digest_file(path) == sha256:
+            if digest_file(path, span) == sha256:
                 self._verified[shard] = stamp
             else:
                 why = "has another SHA-256 than in its index"
@@ -151,15 +151,17 @@ class ShardCache:
             return True
         sha256 = self._index.sha256(shard)
         with suppress(FileNotFoundError):
-            if sha256 and not self._compression and digest_file(path) == sha256:
+            is_whole = sha256 and not self._compression
+            if is_whole and digest_file(path, self._index.span(shard)) == sha256:
                 self._seal(shard, path)
                 return True
             path.unlink()
         return False
 
     def _write(self, shard: int, part: BinaryIO, path: Path, next_use: NextUse | None) -> None:
-        name, sha256 = self._index.name(shard), self._index.sha256(shard)
-        download(self._source, name, part, self._index.size(shard), sha256)
+        index = self._index
+        facts = (index.size(shard), index.sha256(shard), index.span(shard))
+        download(self._source, index.name(shard), part, *facts)
         if self._compression:
             self._decompress(shard, part, path, next_use)
             Path(part.name).unlink()
@@ -215,7 +217,7 @@ class ShardCache:
         self._seal(shard, file)
         with self._locked():
             finished = [each for each in self._survey(shard) if not each.ending]
-            self._make_room(finished, file.stat().st_size, next_use)
+            self._make_room(finished, self._on_disk(shard, file.stat()), next_use)
             os.replace(file, path)
 
     @contextmanager
@@ -249,6 +251,10 @@ class ShardCache:
             return True
         return False
 
+    def _on_disk(self, shard: int, status: os.stat_result) -> int:
+        """Return the bytes of a file; one with a part of another has holes."""
+        return status.st_size if self._index.span(shard) is None else self.size(shard)
+
     def _survey(self, but: int) -> list[_CachedFile]:
         """Return the files of other shards; unfinished downloads count as if they were finished."""
         found = []
@@ -260,7 +266,7 @@ class ShardCache:
             ending = Path(entry.name).suffix if entry.name.endswith((PART, RAW)) else ""
             with suppress(FileNotFoundError):
                 status = entry.stat()
-                size = self.size(shard) if ending == PART else status.st_size
+                size = self.size(shard) if ending == PART else self._on_disk(shard, status)
                 found.append(_CachedFile(shard, ending, size, status.st_ctime_ns))
         return found
 
@@ -301,7 +307,8 @@ def _locked_part(path: Path) -> Iterator[BinaryIO]:
     """
     name = f"{path}{PART}"
     while True:
-        with open(name, "a+b", buffering=0) as part:  # a full disk is met at each write
+        # unbuffered: a full disk is met at each write
+        with open(name, "r+b", buffering=0, opener=_create) as part:
             fcntl.flock(part, fcntl.LOCK_EX)
             try:
                 is_current = Path(name).stat().st_ino == os.fstat(part.fileno()).st_ino
@@ -311,6 +318,11 @@ def _locked_part(path: Path) -> Iterator[BinaryIO]:
                 yield part
                 return
         time.sleep(0)
+
+
+def _create(path: str, flags: int) -> int:
+    """Open a file, or make it, as the opener of `open`; mode "a" would write at its end alone."""
+    return os.open(path, flags | os.O_CREAT, 0o666)
 
 
 @contextmanager

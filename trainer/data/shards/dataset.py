@@ -151,7 +151,8 @@ class ShardedDataset(Dataset):
 
     def _open_file(self, shard: int, path: Path) -> OpenShard:
         try:
-            return self._format.open(path, self.index.settings, int(self.index.rows[shard]))
+            rows, span = int(self.index.rows[shard]), self.index.span(shard)
+            return self._format.open(path, self.index.settings, rows, span)
         except (ConfigError, RunError, FileNotFoundError):
             raise
         except Exception as error:  # each reader has its own kinds

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainer.config.plain_files import hash_rest
 from trainer.data.shards.errors import ServerError
-from trainer.data.shards.sources import ResumeError, Source, TemporaryError
+from trainer.data.shards.sources import ResumeError, Source, Span, TemporaryError
 from trainer.errors import RunError, one_line
 
 DOWNLOADS = 8  # at once, of one process
 TRIES = 8  # in a row without a new byte: about a minute
 FIRST_DELAY_S = 0.25
 MOST_DELAY_S = 20.0
+NO_PARTS = "the server sends no parts of files; index it with a larger shard_mb"
+CHECK = "it was changed or is damaged: python -m trainer.shards check"
 _CHANCE = random.Random()  # the run's own generators are not touched  # noqa: S311
 
 
@@ -56,8 +59,17 @@ def _gave_up(place: str, error: Exception) -> ServerError:
     return ServerError(f"{place}: cannot be read after {TRIES} tries: {one_line(error)}; {advice}")
 
 
-def download(source: Source, name: str, file: BinaryIO, size: int | None, sha256: str) -> None:
+def download(
+    source: Source,
+    name: str,
+    file: BinaryIO,
+    size: int | None,
+    sha256: str,
+    span: Span | None = None,
+) -> None:
     """Write `name` to an empty or partly written file, which may be the rest of an earlier try.
+
+    Of a `span` the bytes are written at the places that they have in the whole file.
 
     Without a digest each try begins at the start, since the file may have changed in between. A
     file of another digest or size is read once more: it may have been damaged on its way. Raises
@@ -72,17 +84,16 @@ def download(source: Source, name: str, file: BinaryIO, size: int | None, sha256
             file.truncate(0)
         farthest = max(farthest, file.seek(0, os.SEEK_END))
         try:
-            why = _continue(source, name, file, size, sha256)
+            why = _continue(source, name, file, size, sha256, span)
             if not why:
                 return
             differing += 1
             if differing == 2:
-                advice = (
-                    f"it was changed or is damaged: python -m trainer.shards check {source.url}"
-                )
-                raise RunError(f"{place}: {why}; {advice}")
+                raise RunError(f"{place}: {why}; {CHECK} {source.url}")
             file.truncate(0)
         except ResumeError:
+            if span is not None and not file.seek(0, os.SEEK_END):
+                raise RunError(f"{place}: {NO_PARTS}") from None
             file.truncate(0)
         except TemporaryError as error:
             attempt = 0 if file.seek(0, os.SEEK_END) > farthest else attempt + 1
@@ -97,21 +108,29 @@ def download(source: Source, name: str, file: BinaryIO, size: int | None, sha256
             raise RunError(f"{place}: cannot be read: {one_line(error)}; {advice}") from None
 
 
-def _continue(source: Source, name: str, file: BinaryIO, size: int | None, sha256: str) -> str:
+def _continue(
+    source: Source, name: str, file: BinaryIO, size: int | None, sha256: str, span: Span | None
+) -> str:
     """Write the rest of a file; return how the whole differs from its index, empty if it does not.
 
     Raises TemporaryError if it ends early.
     """
-    file.seek(0)
-    hasher = hash_rest(file)
-    done = file.tell()
-    if done == 0 or size is None or done < size:
-        for block in source.stream(name, done):
+    written = file.seek(0, os.SEEK_END)
+    hasher = hashlib.sha256()
+    done = 0
+    for begin, end in _parts(span):
+        place = max(begin, written if end is None else min(written, end))
+        file.seek(begin)
+        hash_rest(file, place - begin, hasher)
+        done += place - begin
+        if end is None and done and done == size:
+            break
+        for block in source.stream(name, place, end) if place != end else ():
             rest = memoryview(block)
+            hasher.update(rest)
+            done += len(rest)
             while rest:  # a raw file writes as much as fits
                 rest = rest[file.write(rest) :]
-            hasher.update(block)
-            done += len(block)
             if size is not None and done > size:
                 break
     file.flush()
@@ -124,7 +143,15 @@ def _continue(source: Source, name: str, file: BinaryIO, size: int | None, sha25
     return ""
 
 
-def digest_file(path: Path) -> str:
-    """Return the SHA-256 of a file of any size."""
+def _parts(span: Span | None) -> Sequence[tuple[int, int | None]]:
+    return ((0, None),) if span is None else (span[:2], span[2:])
+
+
+def digest_file(path: Path, span: Span | None = None) -> str:
+    """Return the SHA-256 of a file of any size, or of a part of it."""
+    hasher = hashlib.sha256()
     with open(path, "rb") as file:
-        return hash_rest(file).hexdigest()
+        for begin, end in _parts(span):
+            file.seek(begin)
+            hash_rest(file, None if end is None else end - begin, hasher)
+    return hasher.hexdigest()

@@ -1,4 +1,4 @@
-"""The index of a data set in shards: names, rows, bytes and SHA-256 of its files."""
+"""The index of a data set in shards: names, rows, bytes and SHA-256 of its files or their parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from trainer.codec import unpack
 from trainer.data.shards.download import read_whole
-from trainer.data.shards.sources import Source
+from trainer.data.shards.sources import Source, Span
 from trainer.errors import ConfigError, describe, one_line
 
 NAME = "lockstep.index"  # beside the shards, in the form of a safetensors file
@@ -27,8 +27,9 @@ class ShardIndex:
     """The shards of a data set, in the order of their examples' indices.
 
     `format`: that of the files, such as "mds"; `settings`: what its reader needs. `rows`, `sizes`
-    (bytes of the files, -1: unknown) and `digests` (shards, 32; SHA-256, zeros: unknown) have a
-    row for each shard. `names` is a blob of UTF-8, in which a name ends at `ends[shard]`.
+    (bytes, -1: unknown) and `digests` (shards, 32; SHA-256, zeros: unknown) have a row for each
+    shard. `names` is a blob of UTF-8, in which a file's name ends at `ends[shard]`. `spans`
+    (shards, 4): a shard is the bytes [0, 1) and [2, 3) of its file; (0, 4) if all are whole files.
     """
 
     format: str
@@ -38,6 +39,7 @@ class ShardIndex:
     rows: torch.Tensor
     sizes: torch.Tensor
     digests: torch.Tensor
+    spans: torch.Tensor
 
     @classmethod
     def of(
@@ -48,13 +50,15 @@ class ShardIndex:
         rows: Sequence[int],
         sizes: Sequence[int],
         digests: Sequence[bytes],
+        spans: Sequence[Span] = (),
     ) -> ShardIndex:
         blobs = [name.encode() for name in names]
         blob = torch.frombuffer(bytearray(b"".join(blobs)), dtype=torch.uint8)
         ends = torch.tensor([len(each) for each in blobs]).cumsum(0)
         hashes = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(-1, 32)
         numbers = (torch.tensor(rows, dtype=torch.int64), torch.tensor(sizes, dtype=torch.int64))
-        return cls(format, settings, blob, ends, *numbers, hashes)
+        parts = torch.tensor(spans, dtype=torch.int64).view(-1, 4)
+        return cls(format, settings, blob, ends, *numbers, hashes, parts)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -64,12 +68,19 @@ class ShardIndex:
         return bytes(self.names[start : int(self.ends[shard])].tolist()).decode()
 
     def size(self, shard: int) -> int | None:
-        """Return the bytes of a file as it is stored; None if they are unknown."""
+        """Return the bytes of a shard as it is stored; None if they are unknown."""
         size = int(self.sizes[shard])
         return None if size < 0 else size
 
+    def span(self, shard: int) -> Span | None:
+        """Return the bytes of its file that are a shard; None if all are."""
+        if not len(self.spans):
+            return None
+        begin, end, tail, tail_end = self.spans[shard].tolist()
+        return begin, end, tail, tail_end
+
     def sha256(self, shard: int) -> str:
-        """Return the SHA-256 of a file as it is stored; empty if it is unknown."""
+        """Return the SHA-256 of a shard as it is stored; empty if it is unknown."""
         digest = self.digests[shard]
         return bytes(digest.tolist()).hex() if bool(digest.any()) else ""
 
@@ -79,8 +90,8 @@ class ShardIndex:
         total = hashlib.sha256(
             f"{self.format} {json.dumps(self.settings, sort_keys=True)}".encode()
         )
-        for tensor in (self.names, self.ends, self.rows, self.sizes, self.digests):
-            total.update(tensor.numpy().tobytes())
+        for name in _TENSORS:
+            total.update(getattr(self, name).numpy().tobytes())
         return total.hexdigest()[:16]
 
     def select(self, chosen: slice) -> ShardIndex:
@@ -89,7 +100,8 @@ class ShardIndex:
         names = [self.name(shard) for shard in numbers]
         digests = [bytes(each) for each in self.digests[chosen].tolist()]
         parts = (self.rows[chosen].tolist(), self.sizes[chosen].tolist(), digests)
-        return ShardIndex.of(self.format, self.settings, names, *parts)
+        spans = self.spans[chosen].tolist() if len(self.spans) else ()
+        return ShardIndex.of(self.format, self.settings, names, *parts, spans)
 
     def to_bytes(self) -> bytes:
         from safetensors.torch import save
@@ -128,8 +140,13 @@ class ShardIndex:
         forms = {(each.dtype, *each.shape) for each in numbers}
         is_formed = forms == {(torch.int64, count)} and self.names.dtype == torch.uint8
         has_digests = self.digests.dtype == torch.uint8 and self.digests.shape == (count, 32)
-        if not (is_formed and has_digests and self.names.dim() == 1):
+        has_spans = self.spans.dtype == torch.int64 and self.spans.shape in ((0, 4), (count, 4))
+        if not (is_formed and has_digests and has_spans and self.names.dim() == 1):
             return "has tables of other forms"
+        lengths = (self.spans[:, 1::2] - self.spans[:, ::2]).sum(1)
+        is_ordered = bool((self.spans.diff(dim=1) >= 0).all() and (self.spans >= 0).all())
+        if len(self.spans) and not (is_ordered and bool((lengths == self.sizes).all())):
+            return "has parts of files that cannot be"
         if not count:
             return ""
         starts = torch.cat([self.ends.new_zeros(1), self.ends[:-1]])
@@ -161,7 +178,7 @@ def _is_text(data: bytes) -> bool:
         return False
 
 
-_TENSORS = ("names", "ends", "rows", "sizes", "digests")
+_TENSORS = ("names", "ends", "rows", "sizes", "digests", "spans")
 
 
 def load_index(source: Source) -> ShardIndex:

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 from trainer.errors import ConfigError, RunError, one_line
 
+Span = tuple[int, int, int, int]  # bytes [0, 1) and [2, 3) of a file
+
 CHUNK = 2**20  # bytes
 RANGE = 2**24  # bytes of a request to a store
 PAST_THE_END = re.compile("InvalidRange|range.* not satisfiable", re.IGNORECASE)
@@ -37,8 +39,8 @@ class Source(Protocol):
 
     url: str
 
-    def stream(self, name: str, begin: int = 0) -> Iterator[bytes]:
-        """Yield the bytes of a file from `begin` on.
+    def stream(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
+        """Yield the bytes of a file from `begin` on, to `end` or its own end.
 
         Raises ResumeError before the first byte if it can only be read from its start.
         """
@@ -62,10 +64,10 @@ class LocalSource:
         self.folder = folder
         self.url = str(folder)
 
-    def stream(self, name: str, begin: int = 0) -> Iterator[bytes]:
+    def stream(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
         with open(self.folder / name, "rb") as file:
             file.seek(begin)
-            while block := file.read(CHUNK):
+            while block := file.read(CHUNK if end is None else min(CHUNK, end - file.tell())):
                 yield block
 
     def list(self) -> list[str]:
@@ -91,14 +93,15 @@ class HttpSource:
     def __init__(self, url: str):
         self.url = url.rstrip("/")
 
-    def stream(self, name: str, begin: int = 0) -> Iterator[bytes]:
+    def stream(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
         path, mark, query = self.url.partition("?")
         address = f"{path}/{urllib.parse.quote(name)}{mark}{query}"
-        headers = HEADERS | ({"Range": f"bytes={begin}-"} if begin else {})
+        last = "" if end is None else end - 1
+        headers = HEADERS | ({"Range": f"bytes={begin}-{last}"} if begin or last else {})
         request = urllib.request.Request(address, headers=headers)  # noqa: S310
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
-                if begin and answer.status != http.HTTPStatus.PARTIAL_CONTENT:
+                if "Range" in headers and answer.status != http.HTTPStatus.PARTIAL_CONTENT:
                     raise ResumeError
                 rest = int(answer.headers.get("Content-Length") or -1)
                 while block := answer.read(CHUNK):
@@ -144,16 +147,17 @@ class FsspecSource:
             self._opened = (os.getpid(), fsspec.core.url_to_fs(self.url))
         return self._opened[1]
 
-    def stream(self, name: str, begin: int = 0) -> Iterator[bytes]:
+    def stream(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
         place = begin
         try:
             system, root = self._open()
             while True:  # one request for each part, and none for the size
-                block = system.cat_file(f"{root}/{name}", start=place, end=place + RANGE)
+                until = place + RANGE if end is None else min(place + RANGE, end)
+                block = system.cat_file(f"{root}/{name}", start=place, end=until)
                 yield block
-                place += len(block)
-                if len(block) < RANGE:
+                if place + len(block) < until or until == end:
                     return
+                place = until
         except Exception as error:
             if not PAST_THE_END.search(one_line(error)):
                 raise _translated(error) from None

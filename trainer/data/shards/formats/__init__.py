@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.data.shards.formats import mds, parquet, tar, tensors
+from trainer.data.shards.sources import Span
 
 
 class OpenShard(Protocol):
@@ -18,19 +19,21 @@ class OpenShard(Protocol):
 
 @dataclass(frozen=True)
 class Format:
-    """`open(path, settings, rows)` returns the examples of a file; `count_rows(path, settings)`
-    their number; `check(settings)` raises ConfigError for what is not read."""
+    """`open(path, settings, rows, span)` returns the examples of a file, or of the bytes `span`;
+    `count_rows(path, settings)` their number; `divide(path, settings, most)` yields rows and span
+    of parts of some `most` bytes; `check(settings)` raises ConfigError for what is not read."""
 
     suffixes: tuple[str, ...]
-    open: Callable[[Path, Mapping[str, Any], int], OpenShard]
+    open: Callable[[Path, Mapping[str, Any], int, Span | None], OpenShard]
     count_rows: Callable[[Path, Mapping[str, Any]], int]
+    divide: Callable[[Path, Mapping[str, Any], int], Iterator[tuple[int, Span]]] | None = None
     check: Callable[[Mapping[str, Any]], None] = lambda settings: None
 
 
 FORMATS = {
-    "mds": Format(mds.SUFFIXES, mds.MdsShard, mds.count_rows, mds.check_columns),
-    "tar": Format(tar.SUFFIXES, tar.TarShard, tar.count_rows),
-    "parquet": Format(parquet.SUFFIXES, parquet.ParquetShard, parquet.count_rows),
+    "mds": Format(mds.SUFFIXES, mds.MdsShard, mds.count_rows, check=mds.check_columns),
+    "tar": Format(tar.SUFFIXES, tar.TarShard, tar.count_rows, tar.divide),
+    "parquet": Format(parquet.SUFFIXES, parquet.ParquetShard, parquet.count_rows, parquet.divide),
     "safetensors": Format((".safetensors",), tensors.SafetensorsShard, tensors.count_safetensors),
-    "bin": Format((".bin",), tensors.TokenShard, tensors.count_sequences),
+    "bin": Format((".bin",), tensors.TokenShard, tensors.count_sequences, tensors.divide),
 }

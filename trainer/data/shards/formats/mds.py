@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer.data.shards.sources import Span
 from trainer.errors import ConfigError
 
 SUFFIXES = (".mds",)
@@ -34,7 +35,7 @@ _SCALARS = (
 class MdsShard:
     """The rows of one file. Columns named 0, 1, ... make a tuple, others a dict."""
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], rows: int):
+    def __init__(self, path: Path, settings: Mapping[str, Any], rows: int, span: Span | None):
         with open(path, "rb") as file:
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         (count,) = struct.unpack_from("<I", self._data)

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
-from itertools import accumulate
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from trainer.data.shards.formats.parts import Piece, join
+from trainer.data.shards.sources import Span
 from trainer.errors import ConfigError
 
 SUFFIXES = (".parquet",)
 MOST_GROUPS = 4  # decoded at once, of a file
+END = 8  # bytes after the metadata of a file: their length, and PAR1
 
 
 class ParquetShard:
-    """The rows of one file as dicts; numbers, texts and bytes are Python's, and lists lists."""
+    """The rows of a file, or of some of its row groups, as dicts.
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], rows: int):
+    Numbers, texts and bytes are Python's, and lists lists.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], rows: int, span: Span | None):
         self._file = _parquet().ParquetFile(path, memory_map=True)
-        meta = self._file.metadata
-        if meta.num_rows != rows:
-            raise ValueError(f"{path} has {meta.num_rows} rows, and {rows} in its index")
-        self._ends = [*accumulate(meta.row_group(g).num_rows for g in range(meta.num_row_groups))]
+        groups = [*_row_groups(self._file.metadata)]
+        self._begin = 0
+        if span is not None:
+            own = [n for n, piece in enumerate(groups) if span[0] <= piece.begin < span[1]]
+            self._begin = own[0] if own else 0
+            groups = [groups[n] for n in own]
+        found = sum(piece.rows for piece in groups)
+        if found != rows:
+            raise ValueError(f"{path} has {found} rows, and {rows} in its index")
+        self._ends = [*accumulate(piece.rows for piece in groups)]
         self._columns = settings.get("columns")
         self._groups: dict[int, Any] = {}
 
@@ -36,12 +48,41 @@ class ParquetShard:
         if group not in self._groups:
             if len(self._groups) == MOST_GROUPS:
                 self._groups.pop(next(iter(self._groups)))
-            self._groups[group] = self._file.read_row_group(group, self._columns)
+            number = self._begin + group
+            self._groups[group] = self._file.read_row_group(number, self._columns)
         return self._groups[group]
 
 
 def count_rows(path: Path, settings: Mapping[str, Any]) -> int:
     return int(_parquet().read_metadata(path).num_rows)
+
+
+def divide(path: Path, settings: Mapping[str, Any], most: int) -> Iterator[tuple[int, Span]]:
+    """Yield rows and span of parts of at most `most` bytes, or one row group.
+
+    The tail of each is the metadata of the file. Nothing, if groups lie in another order.
+    """
+    groups = [*_row_groups(_parquet().read_metadata(path))]
+    if any(one.end > other.begin for one, other in pairwise(groups)):
+        return iter(())
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        file.seek(size - END)
+        length = int.from_bytes(file.read(4), "little")
+    return join(groups, most, (size - END - length, size))
+
+
+def _row_groups(metadata: Any) -> Iterator[Piece]:
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        columns = [group.column(n) for n in range(group.num_columns)]
+        pages = (c.data_page_offset for c in columns)
+        begins = [
+            min(p, c.dictionary_page_offset or p) for p, c in zip(pages, columns, strict=True)
+        ]
+        sizes = (column.total_compressed_size for column in columns)
+        ends = (begin + size for begin, size in zip(begins, sizes, strict=True))
+        yield Piece(group.num_rows, min(begins), max(ends))
 
 
 def _parquet() -> Any:

@@ -6,12 +6,17 @@ import io
 import json
 import mmap
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+
+from trainer.data.shards.formats.parts import Piece, join
+from trainer.data.shards.sources import Span
 
 SUFFIXES = (".tar",)
 KEY = "__key__"
@@ -24,10 +29,12 @@ class TarShard:
     else, such as an image, stays bytes.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], rows: int):
+    def __init__(self, path: Path, settings: Mapping[str, Any], rows: int, span: Span | None):
         with open(path, "rb") as file:
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._members = _members(path)
+        with open(path, "rb") as file:
+            file.seek(span[0] if span else 0)
+            self._members = _examples(_files(file), span[1] if span else len(self._data))
         if len(self._members) != rows:
             raise ValueError(f"{path} has {len(self._members)} examples, and {rows} in its index")
 
@@ -39,17 +46,34 @@ class TarShard:
         return example
 
 
-def _members(path: Path) -> list[tuple[str, dict[str, tuple[int, int]]]]:
-    """Return (key, {ending: (offset, bytes)}) of each example, in the order of the file."""
-    found: dict[str, dict[str, tuple[int, int]]] = {}
-    with tarfile.open(path, "r:") as archive:
+@dataclass(frozen=True)
+class _File:
+    """A file of an archive, of the example `key`; it begins with its header, and data at `data`."""
+
+    key: str
+    ending: str
+    begin: int
+    data: int
+    size: int
+
+
+def _files(file: BinaryIO) -> Iterator[_File]:
+    """Yield the files of examples in an archive, from the position on."""
+    with tarfile.open(fileobj=file, mode="r:") as archive:
         for member in archive:
             folder, _, name = member.name.rpartition("/")
             stem, dot, ending = name.partition(".")
-            if not member.isreg() or not stem or not dot:
-                continue
-            key = f"{folder}/{stem}".lstrip("/")
-            found.setdefault(key, {})[ending.lower()] = (member.offset_data, member.size)
+            if member.isreg() and stem and dot:
+                key = f"{folder}/{stem}".lstrip("/")
+                place = (member.offset, member.offset_data, member.size)
+                yield _File(key, ending.lower(), *place)
+
+
+def _examples(files: Iterable[_File], end: int) -> list[tuple[str, dict[str, tuple[int, int]]]]:
+    """Return (key, {ending: (offset, bytes)}) of each example before `end`, in their order."""
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    for each in takewhile(lambda each: each.begin < end, files):
+        found.setdefault(each.key, {})[each.ending] = (each.data, each.size)
     return [*found.items()]
 
 
@@ -62,4 +86,21 @@ def _decode(ending: str, data: bytes) -> Any:
 
 
 def count_rows(path: Path, settings: Mapping[str, Any]) -> int:
-    return len(_members(path))
+    with open(path, "rb") as file:
+        return len({each.key for each in _files(file)})
+
+
+def divide(path: Path, settings: Mapping[str, Any], most: int) -> Iterator[tuple[int, Span]]:
+    """Yield rows and span of parts of at most `most` bytes, or one example.
+
+    Nothing, if files of an example lie apart.
+    """
+    with open(path, "rb") as file:
+        files = [*_files(file)]
+    first = [*{each.key: each for each in reversed(files)}.values()][::-1]
+    if [key for key, _ in groupby(each.key for each in files)] != [each.key for each in first]:
+        return iter(())
+    ends = [each.begin for each in first[1:]]
+    ends += [files[-1].data + -(-files[-1].size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE]
+    pieces = (Piece(1, each.begin, end) for each, end in zip(first, ends, strict=True))
+    return join(pieces, most, (ends[-1], ends[-1]))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from trainer.data.shards.sources import Span
 from trainer.errors import ConfigError
 
 TOKEN_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -17,7 +18,7 @@ TOKEN_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 class SafetensorsShard:
     """Rows of a safetensors file: a dict of its tensors, or a tuple if they are named 0, 1, ..."""
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], rows: int):
+    def __init__(self, path: Path, settings: Mapping[str, Any], rows: int, span: Span | None):
         from safetensors import safe_open
 
         file = safe_open(path, "pt")
@@ -50,10 +51,11 @@ class TokenShard:
     A file of n tokens has (n - 1) // tokens sequences. `header` bytes at its start are left out.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], rows: int):
-        kind, header = settings["dtype"], settings["header"]
-        self._tokens = np.memmap(path, kind, "r", header)
+    def __init__(self, path: Path, settings: Mapping[str, Any], rows: int, span: Span | None):
         self._length = settings["tokens"]
+        begin = settings["header"] if span is None else span[0]
+        shape = (rows * self._length + 1,)
+        self._tokens = np.memmap(path, settings["dtype"], "r", begin, shape)
 
     def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         begin = row * self._length
@@ -69,3 +71,15 @@ def count_sequences(path: Path, settings: Mapping[str, Any]) -> int:
         raise ConfigError(f"{path.name}: tokens of unknown length or type; {advice}")
     size = np.dtype(kind).itemsize
     return max(0, ((path.stat().st_size - settings["header"]) // size - 1) // length)
+
+
+def divide(path: Path, settings: Mapping[str, Any], most: int) -> Iterator[tuple[int, Span]]:
+    """Yield rows and span of parts of at most `most` bytes, or one sequence."""
+    size, length = np.dtype(settings["dtype"]).itemsize, settings["tokens"]
+    total = count_sequences(path, settings)
+    count = max(1, (most // size - 1) // length)
+    for first in range(0, total, count):
+        rows = min(count, total - first)
+        begin = settings["header"] + first * length * size
+        end = begin + (rows * length + 1) * size
+        yield rows, (begin, end, end, end)
