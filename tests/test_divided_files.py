@@ -1,6 +1,7 @@
 """Large files of Parquet, tar and tokens, whose parts are shards of their own."""
 
 import io
+import os
 import shutil
 import tarfile
 
@@ -15,6 +16,7 @@ from torch import nn
 from trainer import RunError, ShardedDataset, Trainer
 from trainer.audit import main as audit
 from trainer.data.shards import download
+from trainer.data.shards.formats import FORMATS
 from trainer.shards.__main__ import main as shards
 from trainer.shards.indexing import write_index
 
@@ -190,3 +192,12 @@ def test_a_run_on_parts_is_the_same_to_the_bit_from_anywhere(tmp_path):
 
 def decode(example):
     return example[0].float() / 1600, example[1][0] % 5
+
+
+def test_a_file_that_becomes_shorter_while_it_is_open_is_named(files, tmp_path):
+    path = shutil.copy(next(files[0].glob("a.*")), tmp_path)
+    index = ShardedDataset(files[0]).index
+    shard = FORMATS[index.format].open(path, index.settings, NUM, None)
+    os.truncate(path, 100)
+    with pytest.raises((RunError, OSError), match=r"became shorter|Parquet|read"):
+        [shard[row] for row in range(NUM)]

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import io
 import json
-import mmap
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from trainer.data.shards.formats.parts import FileBytes
 from trainer.data.shards.sources import Span
 from trainer.errors import ConfigError
 
@@ -36,12 +36,11 @@ class MdsShard:
     """The rows of one file. Columns named 0, 1, ... make a tuple, others a dict."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any], rows: int, span: Span | None):
-        with open(path, "rb") as file:
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        (count,) = struct.unpack_from("<I", self._data)
+        self._data = FileBytes(path)
+        (count,) = struct.unpack("<I", self._data.read(0, 4))
         if count != rows:
             raise ValueError(f"{path} has {count} rows, and {rows} in its index")
-        self._ends = np.frombuffer(self._data, "<u4", count + 1, 4)
+        self._ends = np.frombuffer(self._data.read(4, 4 * (count + 1)), "<u4")
         if int(self._ends[-1]) != len(self._data):
             raise ValueError(
                 f"{path} has {len(self._data)} bytes, and {self._ends[-1]} in its head"
@@ -53,20 +52,18 @@ class MdsShard:
 
     def __getitem__(self, row: int) -> Any:
         begin, end = int(self._ends[row]), int(self._ends[row + 1])
-        lengths = iter(self._lengths(begin))
-        place = begin + 4 * sum(size is None for _, _, size in self._columns)
+        data = self._data.read(begin, end - begin)
+        count = sum(size is None for _, _, size in self._columns)
+        lengths = iter(struct.unpack_from(f"<{count}I", data))
+        place = 4 * count
         values = {}
         for name, decode, size in self._columns:
             length = next(lengths) if size is None else size
-            values[name] = decode(self._data[place : place + length])
+            values[name] = decode(data[place : place + length])
             place += length
-        if place != end:
+        if place != len(data):
             raise ValueError(f"row {row} has {end - begin} bytes, and its columns do not fill them")
         return tuple(values[str(n)] for n in range(len(values))) if self._is_tuple else values
-
-    def _lengths(self, begin: int) -> Sequence[int]:
-        count = sum(size is None for _, _, size in self._columns)
-        return struct.unpack_from(f"<{count}I", self._data, begin)
 
 
 def decoder(encoding: str) -> Callable[[bytes], Any]:

@@ -24,7 +24,7 @@ class ParquetShard:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], rows: int, span: Span | None):
-        self._file = _parquet().ParquetFile(path, memory_map=True)
+        self._file = _parquet().ParquetFile(path)
         groups = [*_row_groups(self._file.metadata)]
         self._begin = 0
         if span is not None:

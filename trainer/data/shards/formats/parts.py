@@ -1,11 +1,37 @@
-"""Parts of a large file that are shards of their own."""
+"""Parts of files: those that are shards of their own, and those that an example needs."""
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainer.data.shards.sources import Span
+from trainer.errors import RunError
+
+
+class FileBytes:
+    """The bytes of an open file, read when they are asked for.
+
+    A file that is mapped into memory and becomes shorter ends the process with SIGBUS.
+    """
+
+    def __init__(self, path: Path):
+        self._file = os.open(path, os.O_RDONLY)
+        self._path = path
+        weakref.finalize(self, os.close, self._file)
+
+    def __len__(self) -> int:
+        return os.fstat(self._file).st_size
+
+    def read(self, begin: int, size: int) -> bytes:
+        """Return `size` bytes. Raises RunError if the file has fewer by now."""
+        data = os.pread(self._file, size, begin)
+        if len(data) < size:
+            raise RunError(f"shard {self._path}: became shorter while it was read; restore it")
+        return data
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import mmap
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from trainer.data.shards.formats.parts import Piece, join
+from trainer.data.shards.formats.parts import FileBytes, Piece, join
 from trainer.data.shards.sources import Span
 
 SUFFIXES = (".tar",)
@@ -30,8 +29,7 @@ class TarShard:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], rows: int, span: Span | None):
-        with open(path, "rb") as file:
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._data = FileBytes(path)
         with open(path, "rb") as file:
             file.seek(span[0] if span else 0)
             self._members = _examples(_files(file), span[1] if span else len(self._data))
@@ -42,7 +40,7 @@ class TarShard:
         key, files = self._members[row]
         example: dict[str, Any] = {KEY: key}
         for ending, (begin, size) in files.items():
-            example[ending] = _decode(ending, self._data[begin : begin + size])
+            example[ending] = _decode(ending, self._data.read(begin, size))
         return example
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer.data.shards.formats.parts import FileBytes
 from trainer.data.shards.sources import Span
 from trainer.errors import ConfigError
 
@@ -53,13 +54,17 @@ class TokenShard:
 
     def __init__(self, path: Path, settings: Mapping[str, Any], rows: int, span: Span | None):
         self._length = settings["tokens"]
-        begin = settings["header"] if span is None else span[0]
-        shape = (rows * self._length + 1,)
-        self._tokens = np.memmap(path, settings["dtype"], "r", begin, shape)
+        self._data = FileBytes(path)
+        self._dtype = np.dtype(settings["dtype"])
+        self._begin = settings["header"] if span is None else span[0]
+        if len(self._data) < self._begin + (rows * self._length + 1) * self._dtype.itemsize:
+            raise ValueError(f"{path} has fewer than the {rows} sequences of its index")
 
     def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        begin = row * self._length
-        taken = torch.from_numpy(self._tokens[begin : begin + self._length + 1].astype(np.int64))
+        size = self._dtype.itemsize
+        begin = self._begin + row * self._length * size
+        data = self._data.read(begin, (self._length + 1) * size)
+        taken = torch.from_numpy(np.frombuffer(data, self._dtype).astype(np.int64))
         return taken[:-1], taken[1:]
 
 
