@@ -401,3 +401,16 @@ def test_verify_says_which_default_layouts_it_leaves_out(capsys):
     assert small == "left out: ranks-3 (the global batch has 2 parts of 32 rows)"
     assert sharded == "left out: fsdp-2, fsdp-4, hsdp-2-2, fsdp-2-tp-2 (no sharding)"
     assert tensor == "left out: tp-2 (the task has no tensor_plan)"
+
+
+def test_verify_refuses_a_named_layout_that_cannot_work_before_it_trains():
+    cut = Cut(unit=32, is_fixed=False)
+    line = (
+        "layouts=ranks-2,ranks-3: ranks-3 cannot be tried: the global batch has 2 parts of 32 rows"
+    )
+    with pytest.raises(ConfigError, match=line):
+        choose_layouts("ranks-2,ranks-3", 2, cut)
+    with pytest.raises(
+        ConfigError, match="tp-2 cannot be tried: the task has no tensor_plan; leave"
+    ):
+        choose_layouts("tp-2", 2, cut, {"tensor": "the task has no tensor_plan"})

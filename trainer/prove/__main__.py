@@ -51,14 +51,19 @@ def prove(arguments: Sequence[str]) -> PairComparison:
     Raises ConfigError for wrong words and for a command that fails.
     """
     words, commands = divide(arguments)
+    limit_s = _read_integer(words, "limit")
+    steps = _read_integer(words, "steps")
+    kill = _read_integer(words, "kill")
+    if "--resume" in arguments and kill >= steps:
+        advice = f"give steps={2 * kill}: the steps after the resume are compared"
+        raise ConfigError(f"kill={kill}: must be below steps={steps}; {advice}")
     folder = Path(words["out"] or tempfile.mkdtemp(prefix="lockstep-prove-"))
     if words["out"] and folder.exists():
         raise ConfigError(f"out={folder}: exists; name a new folder")
-    limit_s = _read_integer(words, "limit")
-    bench = Bench(folder, _read_integer(words, "steps"), words["dtype"], limit_s, _tell)
+    bench = Bench(folder, steps, words["dtype"], limit_s, _tell)
     try:
         if "--resume" in arguments:
-            found = prove_resume(bench, commands[0], commands[1], _read_integer(words, "kill"))
+            found = prove_resume(bench, commands[0], commands[1], kill)
         else:
             found = prove_pair(bench, commands[0], commands[1])
         found.notes.extend(find_notes(found))
@@ -94,7 +99,6 @@ def divide(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         raise ConfigError(f"{len(commands)} commands: {advice} (python -m trainer.prove --help)")
     if words["dtype"] not in DTYPES:
         raise ConfigError(f"dtype={words['dtype']}: must be one of {', '.join(DTYPES)}")
-    _read_integer(words, "steps")
     return words, commands
 
 

@@ -83,14 +83,19 @@ def choose_layouts(
     """
     half = cut.unit * -(-units // 2)
     if names is None:
-        chosen = [_parse(name) for name in (ONE_CUT if cut.is_fixed else LAYOUTS)]
-        chosen = [layout for layout in chosen if layout.data_ranks <= units]
-        chosen = [layout for layout in chosen if not set(layout.axes) & set(barred or ())]
+        chosen = [find_layout(name) for name in (ONE_CUT if cut.is_fixed else LAYOUTS)]
+        chosen = [layout for layout in chosen if not find_reason(layout, units, cut, barred)]
         if units < 2 or half == 1:
             chosen = [layout for layout in chosen if layout.name != "accumulation"]
     else:
         unique = dict.fromkeys(name for name in names.strip("[]").split(",") if name)
-        chosen = [_parse(name) for name in unique]
+        chosen = [find_layout(name) for name in unique]
+        for layout in chosen:
+            if why := find_reason(layout, units, cut, barred):
+                advice = "leave it out, or change that"
+                raise ConfigError(
+                    f"layouts={names}: {layout.name} cannot be tried: {why}; {advice}"
+                )
     if names is None and not chosen:
         raise ConfigError(f"data.global_batch: {units} rows fit one rank only; give more rows")
     if not chosen:
@@ -104,7 +109,21 @@ def choose_layouts(
     ]
 
 
-def _parse(name: str) -> Layout:
+def find_reason(layout: Layout, units: int, cut: Cut, barred: Mapping[str, str] | None) -> str:
+    """Return why the task cannot be trained in a layout, or an empty string."""
+    why = [(barred or {})[axis] for axis in layout.axes if axis in (barred or {})]
+    if not why and layout.data_ranks > units:
+        why = [describe_batch(units, cut)]
+    return why[0] if why else ""
+
+
+def describe_batch(units: int, cut: Cut) -> str:
+    """Return a phrase about the parts of a global batch that ranks can have."""
+    return f"the global batch has {counted(units, 'part')} of {counted(cut.unit, 'row')}"
+
+
+def find_layout(name: str) -> Layout:
+    """Return a layout by its name. Raises ConfigError."""
     if name in LAYOUTS:
         return LAYOUTS[name]
     count = name.removeprefix("ranks-")

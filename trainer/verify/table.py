@@ -10,7 +10,14 @@ from rich.table import Table
 
 from trainer.data.batch_plan import Cut
 from trainer.verify.comparison import Finding
-from trainer.verify.layouts import LAYOUTS, ONE_CUT, Layout
+from trainer.verify.layouts import (
+    LAYOUTS,
+    ONE_CUT,
+    Layout,
+    describe_batch,
+    find_layout,
+    find_reason,
+)
 
 GROUPS = ("examples", "losses", "gradients", "weights", "metrics")
 
@@ -47,12 +54,10 @@ def list_left_out(
     """Return the default layouts that are not tried, each with the reason."""
     chosen = {layout.name for layout in layouts}
     left = [name for name in (ONE_CUT if cut.is_fixed else LAYOUTS) if name not in chosen]
-    parts = f"{units} part{'s' if units > 1 else ''} of {cut.unit} rows"
-    reasons = {}
-    for name in left:
-        why = [(barred or {})[axis] for axis in LAYOUTS[name].axes if axis in (barred or {})]
-        reasons[name] = why[0] if why else f"the global batch has {parts}"
-    return reasons
+    return {
+        name: find_reason(find_layout(name), units, cut, barred) or describe_batch(units, cut)
+        for name in left
+    }
 
 
 def _cell(finding: Finding, group: str) -> str:
