@@ -301,6 +301,7 @@ LOST = {
     "schedule": "the rate starts again",
     "position": "the examples of 4 steps are used again",
     "random": "draws random numbers, whose state is not restored",
+    "augmentation": "draws random numbers (augmentation), whose state is not restored",
 }
 
 

@@ -49,9 +49,7 @@ def _explain_copies(history: CommandHistory, step: Step) -> str:
 
 def _explain_content(found: PairComparison, one: Step, other: Step) -> str:
     """Name random content, or another split: the dataset's indices agree."""
-    ours = sorted(str(place) for rank in one.ranks for place in rank.index)
-    theirs = sorted(str(place) for rank in other.ranks for place in rank.index)
-    if ours and ours == theirs:
+    if have_same_indices(one, other):
         pairs = (_places(found.one), _places(found.other))
         shared = pairs[0].keys() & pairs[1].keys()
         moved = sum(pairs[0][row] != pairs[1][row] for row in shared)
@@ -61,6 +59,13 @@ def _explain_content(found: PairComparison, one: Step, other: Step) -> str:
         why = "the dataset draws random numbers (augmentation) that depend on rank or worker"
         return f"the indices agree, but not what the dataset returns for them: {why}"
     return ""
+
+
+def have_same_indices(one: Step, other: Step) -> bool:
+    """Return True if two steps are known to take the same indices of the dataset."""
+    ours = sorted(str(place) for rank in one.ranks for place in rank.index)
+    theirs = sorted(str(place) for rank in other.ranks for place in rank.index)
+    return bool(ours) and ours == theirs
 
 
 def _places(history: CommandHistory) -> dict[str, str]:

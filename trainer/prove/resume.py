@@ -7,6 +7,7 @@ from dataclasses import replace
 from trainer.errors import ConfigError, counted
 from trainer.prove.bounds import Bounds, compare_tensors, relative
 from trainer.prove.comparison import Deviation, PairComparison, compare
+from trainer.prove.example_reasons import have_same_indices
 from trainer.prove.gradient_reasons import draws_random, explain_gradients
 from trainer.prove.history import open_histories
 from trainer.prove.merging import CommandHistory, Merged
@@ -108,6 +109,9 @@ def explain_resume(
 
 
 def _explain_position(found: PairComparison, one: CommandHistory, place: int, at: int) -> str:
+    if have_same_indices(found.one.steps[at], found.other.steps[at]):
+        why = "the dataset draws random numbers (augmentation), whose state is not restored"
+        return f"the indices agree, but not what the dataset returns for them: {why}"
     rows = found.other.steps[at].rows
     same = [number for number, step in enumerate(one.steps) if step.rows == rows]
     expected = place + at

@@ -14,7 +14,16 @@ parser.add_argument("--resume", action="store_true")
 parser.add_argument("--lost", default="")
 options = parser.parse_args()
 torch.manual_seed(0)
-data = TensorDataset(torch.randn(40, 6), torch.randn(40, 2))
+
+
+class Noisy(TensorDataset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.randn(6), y
+
+
+kind = Noisy if options.lost == "augmentation" else TensorDataset
+data = kind(torch.randn(40, 6), torch.randn(40, 2))
 drop = nn.Dropout(0.3) if options.lost == "random" else nn.Identity()
 model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), drop, nn.Linear(8, 2))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -35,6 +44,8 @@ if options.resume:
         for group in optimizer.param_groups:
             group["lr"] = 0.01
     step = 0 if options.lost == "position" else state["step"]
+if options.lost == "augmentation":
+    torch.manual_seed(1 + options.resume)
 per_epoch = 5
 for epoch in range(step // per_epoch, 4):
     sampler = RandomSampler(data, generator=torch.Generator().manual_seed(epoch))
