@@ -32,6 +32,7 @@ from trainer.engine.proof.ranks import (
 from trainer.engine.recording import Recorder
 from trainer.errors import ConfigError
 from trainer.rng.philox import seed_step
+from trainer.strategy.modules.batchnorm import has_plain_batchnorm
 from trainer.strategy.modules.dry_run import eager
 
 LATE = (1, 9, 99, 999)  # steps, 0-based, before which forward and loss are proved again
@@ -157,7 +158,7 @@ class Proof:
         if not line:
             what = f"{'proof':<7} " + f"of {name}: " * (name != "loss")
             if is_first:
-                agreed = "examples, draws and buffers agree in any layout"
+                agreed = f"{self._exception()}examples, draws and buffers agree in any layout"
                 self._say(f"{what}{verdict.unproved or agreed} ({seconds:.2f} s)")
             return
         if line in self._told:
@@ -179,6 +180,13 @@ class Proof:
         if not self._has_updated:
             self._recorder.end_step()  # so the state is complete, and is saved
         raise ConfigError(f"run.prove=true: {line}; set run.prove=warn to go on all the same")
+
+    def _exception(self) -> str:
+        """Return the words before what agrees: plain BatchNorm is outside the proof."""
+        strategy = self._parts.strategy
+        is_fixed = type(strategy).cut(self._parts.config).is_fixed
+        is_outside = has_plain_batchnorm(strategy.module) and not is_fixed
+        return "apart from plain BatchNorm, " if is_outside else ""
 
     def _agreed(self, verdict: Verdict, is_first: bool) -> Verdict:
         """Return the first verdict of any rank with a line, or that ranks differ. A collective.
