@@ -15,9 +15,10 @@ from harness import check_parity, fit_on, on_ranks, slow_but
 from harness.training import compose, fit
 from PIL import Image
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from trainer import ConfigError, RunError, Trainer
+from trainer.data.loaders import check_dataset
 
 WORDS = [
     *("task=tiny", "run.steps=20", "strategy.precision=fp64", "eval.every_steps=9"),
@@ -277,6 +278,17 @@ def test_an_iterable_dataset_is_refused_with_the_way_out(tmp_path):
         "write it once: python -m trainer.shards write task=<name> to=URL, "
         "and return ShardedDataset(URL)"
     )
+
+
+@pytest.mark.parametrize(
+    ("made", "given"), [(None, "None"), (DataLoader(range(9)), "a DataLoader")]
+)
+def test_what_is_no_dataset_is_refused_by_name(made, given):
+    line = (
+        rf"build_dataset\('train'\) returned {given}: must be a dataset; Lockstep makes the batches"
+    )
+    with pytest.raises(ConfigError, match=line):
+        check_dataset(made, "train", "auto")
 
 
 class Sleeping(Sentences):

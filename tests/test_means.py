@@ -4,6 +4,7 @@ resumes."""
 import io
 import math
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,6 +67,13 @@ def test_scalar_is_refused_naming_the_reduction():
         weigh("loss", torch.tensor(1.0), 4)
     with pytest.raises(ConfigError, match=r'^loss returned a float: .* use reduction="none"'):
         weigh("loss", 1.0, 4)
+
+
+@pytest.mark.parametrize(("values", "given"), [(None, "None"), (numpy.ones(4), "a numpy array")])
+def test_what_is_no_tensor_is_refused_by_name(values, given):
+    line = f"^loss returned {given}: must be a tensor with a value per example$"
+    with pytest.raises(ConfigError, match=line):
+        weigh("loss", values, 4)
 
 
 def test_first_axis_other_than_the_batch_is_refused():

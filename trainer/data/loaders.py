@@ -83,6 +83,10 @@ def check_dataset(dataset: Any, split: str, path: str) -> None:
     """
     kind = type(dataset).__name__
     returned = f"build_dataset({split!r}) returned"
+    if dataset is None or isinstance(dataset, DataLoader):
+        given = "None" if dataset is None else "a DataLoader"
+        must = "must be a dataset; Lockstep makes the batches, of data.global_batch rows"
+        raise ConfigError(f"{returned} {given}: {must}")
     has_methods = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not has_methods:
         must = "must be map-style, with __len__ and __getitem__"

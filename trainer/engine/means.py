@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+import numpy
 import torch
 
 from trainer.codec import name_of
@@ -124,6 +125,9 @@ def _refuse_values(subject: str, values: object, rows: int) -> None:
         shape = f"values of shape {tuple(values.shape)}"
         must = f"the first axis must be the {rows} examples of the batch"
         raise ConfigError(f"{subject} {shape}: {must}")
+    if values is None or (isinstance(values, numpy.ndarray) and values.ndim):
+        given = "None" if values is None else "a numpy array"
+        raise ConfigError(f"{subject} {given}: must be a tensor with a value per example")
     given = "a scalar" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}"
     must = 'must be a value per example; use reduction="none", and leave out .mean() and .item()'
     raise ConfigError(f"{subject} {given}: {must}")
