@@ -43,6 +43,9 @@ FILES: dict[str, str | bytes] = {
     "bracket/task/mine.yaml": "task: {name: mine\n",
     "tab/task/mine.yaml": "task:\n\tname: mine\n",
     "latin/task/mine.yaml": b"task:\n  name: caf\xe9\n",
+    "mark/task/mine.yaml": b"\xef\xbb\xbf" + TASK.encode(),
+    "choice/task/mine.yaml": TASK + "optim: adamw\n",
+    "quoted/task/mine.yaml": TASK + "run: {seed: '3'}\n",
     "list/task/mine.yaml": "- a\n- b\n",
     "empty/task/mine.yaml": "",
     "no_package/task/mine.yaml": TASK.replace("# @package _global_\n", ""),
@@ -517,7 +520,7 @@ BAD = [
     ),
     (
         "task=cifar optim._target_=torch.optim.SGD",
-        "optim.iterations is not an argument of torch.optim.SGD",
+        "optim.iterations is not an argument of torch.optim.SGD; use run.steps",
     ),
     (
         "task=cifar optim._target_=torch.nn.Linear",
@@ -529,6 +532,35 @@ BAD = [
     ),
     ("task=cifar task.trainer=Cifar", "task.trainer=Cifar: must be <module>.<class>"),
     ("task=cifar task.trainer=null", "task.trainer=null: must be a string"),
+    (
+        "task=cifar task.trainer=tasks/mine.py",
+        "task.trainer=tasks/mine.py: must be <module>.<name>, such",
+    ),
+    (
+        "task=cifar task.trainer=trainer.tasks.cifar",
+        "task.trainer=trainer.tasks.cifar: is a module: must be a class in it, so add its name",
+    ),
+    (
+        "task=cifar task.trainer=torch.nn.utils",
+        "task.trainer=torch.nn.utils: is a module: must be a class in it, so add its name",
+    ),
+    (
+        "task=mine --config-dir {files}/mark",
+        "{files}/mark/task/mine.yaml: begins with a byte order mark; save it as UTF-8 without one",
+    ),
+    (
+        "task=mine --config-dir {files}/choice",
+        "optim=adamw: must be a mapping; in a file write '- override /optim: adamw' in defaults",
+    ),
+    (
+        "task=mine --config-dir {files}/quoted",
+        "run.seed=3: must be an integer of at least 0 and of at most 9223372036854775807; leave",
+    ),
+    (
+        "task=cifar +schedule.milestones=[5]",
+        "schedule.milestones is not an argument of trainer.schedule.linear: must be warmup_steps",
+    ),
+    ("task=cifar eval.splits=val", "eval.splits=val: must be a list; write [val]"),
     (
         "task=cifar task.trainer=mine.Task",
         "task.trainer=mine.Task: no module named mine; start in the folder that contains it",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import sys
 import types
@@ -40,6 +41,8 @@ def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
         if f"{home}.".startswith(f"{missing}."):
             advice = "; start in the folder that contains it, or set PYTHONPATH"
         raise ConfigError(f"{key}={name}: no module named {missing}{advice}") from None
+    if inspect.ismodule(getattr(module, attribute, None)) or _is_file_of(module, name):
+        raise ConfigError(f"{key}={name}: is a module: must be a class in it, so add its name")
     if not hasattr(module, attribute):
         near = suggest(attribute, [known for known in vars(module) if not known.startswith("_")])
         raise ConfigError(f"{key}={name}: {home} has no {attribute}{near}")
@@ -49,6 +52,14 @@ def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
         listed = ", ".join(allowed)
         raise ConfigError(f"{key}={name}: must be a class or function defined under {listed}")
     return target
+
+
+def _is_file_of(package: types.ModuleType, name: str) -> bool:
+    """Return True for the name of a module of a package that may not be imported yet."""
+    attribute = name.rpartition(".")[2]
+    if hasattr(package, attribute) or not hasattr(package, "__path__"):
+        return False
+    return importlib.util.find_spec(name) is not None
 
 
 def check_name(name: str, key: str, packages: Sequence[str] = ()) -> tuple[str, ...]:
@@ -64,7 +75,7 @@ def check_name(name: str, key: str, packages: Sequence[str] = ()) -> tuple[str, 
     elif parts[0] in sys.stdlib_module_names:
         problem = f"not be in Python's standard library ({parts[0]}); write a class or function"
     elif not all(part.isidentifier() for part in parts):
-        problem = "be <module>.<name>"
+        problem = "be <module>.<name>, such as tasks.spiral.Spiral"
     if problem:
         raise ConfigError(f"{key}={name}: must {problem}")
     return allowed
@@ -100,7 +111,8 @@ def check_target(spec: Spec, key: str, packages: Sequence[str], kind: type | Non
     except TypeError as error:
         line = f"{key} ({name}): {error}"
         if unknown := [a for a in arguments if a not in signature.parameters]:
-            near = suggest(unknown[0], signature.parameters, f"{key}.")
+            known = [name for name in list(signature.parameters)[1:] if name.isidentifier()]
+            near = suggest(unknown[0], known, f"{key}.") or f": must be {', '.join(known)}"
             line = f"{key}.{unknown[0]} is not an argument of {name}{near}"
         raise ConfigError(line) from None
     return target

@@ -7,8 +7,10 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeVar, Union
 
+from trainer.config import CONF
 from trainer.config.hints import suggest, translate
 from trainer.errors import ConfigError
 
@@ -97,9 +99,24 @@ def convert(kind: Any, value: Any, key: str, limits: Limits = _NO_LIMITS) -> Any
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return build(typing.cast(type, kind), value, f"{key}.")
     if not _fits(kind, value, key, limits):
-        near = translate(key, value, choices) if origin is Literal else ""
+        near = translate(key, value, choices) if origin is Literal else _advise(kind, value, key)
         raise ConfigError(f"{key}={show(value)}: must be {describe(kind, limits)}{near}")
     return float(value) if kind is float else value
+
+
+def _advise(kind: Any, value: Any, key: str) -> str:
+    """Return what to write instead of a string that a YAML file has: `; leave out its quotes`."""
+    if not isinstance(value, str):
+        return ""
+    if kind in (int, float):
+        with suppress(ValueError):
+            float(value)
+            return "; leave out its quotes"
+    if (kind is list or typing.get_origin(kind) is list) and value:
+        return f"; write [{value}]"
+    if (CONF / key / f"{value}.yaml").is_file():
+        return f"; in a file write '- override /{key}: {value}' in defaults"
+    return ""
 
 
 def _convert_union(kind: Any, value: Any, key: str, limits: Limits) -> Any:
