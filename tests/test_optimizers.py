@@ -140,7 +140,17 @@ def hooked(parameters, **options):
 
 NEEDS = "step needs a closure, and `update` has none"
 DIVIDED = "and ranks step different ones"
+
+
+def scheduled(parameters, lr):
+    optimizer = torch.optim.SGD(parameters, lr=lr)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer
+
+
 EVERYWHERE = {
+    scheduled: "SGD has a scheduler of torch, whose rates schedule= would overwrite; leave it out,"
+    " and write build_schedule",
     torch.optim.LBFGS: f"LBFGS.{NEEDS} (LBFGS.step() missing 1 required positional argument:"
     " 'closure'); see SAM in docs/tasks.md",
     Asserting: f"Asserting.{NEEDS} (SAM requires a closure); see SAM in docs/tasks.md",

@@ -14,6 +14,7 @@ from torch import nn
 
 from trainer import ConfigError, ResidentDataset, RunError
 from trainer.hook_errors import Rows, call, call_hook
+from trainer.setup.uncalled import find_uncalled
 
 WORDS = ["task=tiny", "run.steps=12", "log.trackers=[]", "eval.every_steps=6"]
 BAD = 57  # an example
@@ -613,3 +614,36 @@ def test_what_is_no_mistake_of_a_hook_is_not_told_as_one(message):
     with pytest.raises(RuntimeError, match=re.escape(message)):
         call(torch.nn.Sequential(layer), torch.ones(4, 4), rows)
     assert len(calls) == 2  # other ranks would wait in a further one
+
+
+class Helped(Tiny):
+    def loss(self, outputs, targets):
+        return self.compute_loss(outputs, targets)
+
+    def compute_loss(self, outputs, targets):
+        return super().loss(outputs, targets)
+
+    def rescale(self, outputs):
+        return outputs
+
+
+class Misspelled(Helped):
+    def metric(self, outputs, targets):
+        return {}
+
+    def configure_optimizers(self):
+        return None
+
+
+def test_a_method_that_looks_like_a_hook_and_is_never_called_is_named():
+    assert find_uncalled(Tiny) == find_uncalled(Helped) == []
+    near, foreign = sorted(find_uncalled(Misspelled), reverse=True)
+    never = "is never called by the trainer"
+    assert near == f"warning: Misspelled.metric {never}; did you mean metrics?"
+    advice = "write build_optimizer and build_schedule"
+    assert foreign == f"warning: Misspelled.configure_optimizers {never}; {advice}"
+
+
+def test_the_start_says_which_methods_are_never_called(tmp_path, capfd):
+    fit_on(1, tmp_path, *WORDS, task=Misspelled)
+    assert "Misspelled.metric is never called" in capfd.readouterr().out

@@ -48,6 +48,14 @@ def translate(key: str, value: Any, choices: Iterable[str]) -> str:
     return f"; {value} is {own} here" if own else suggest(str(value), choices)
 
 
+def suggest_hook(name: str, hooks: Iterable[str]) -> str:
+    """Return advice for a method that nothing calls: a hook's near name, or of a framework."""
+    if name in (foreign := _read("hooks")):
+        return foreign[name]
+    near = difflib.get_close_matches(name, list(hooks), n=1, cutoff=0.85)
+    return f"did you mean {near[0]}?" if near else ""
+
+
 def _leaf(name: str) -> str:
     return name.split(".")[-1]
 

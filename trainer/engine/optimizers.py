@@ -213,6 +213,10 @@ def _check_step(optimizer: Optimizer) -> None:
         why = f"{kind.__name__} has train() and eval(), which move the weights between steps"
         advice = "use an optimizer without, such as optim=adamw with run.ema_decay"
         raise ConfigError(f"build_optimizer: {why}; {advice}")
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        why = f"{kind.__name__} has a scheduler of torch, whose rates schedule= would overwrite"
+        advice = "leave it out, and write build_schedule"
+        raise ConfigError(f"build_optimizer: {why}; {advice}")
     check_silence(optimizer)
     if not is_elementwise(optimizer):
         check_closure(optimizer)
