@@ -21,8 +21,10 @@ from test_bad_steps import BAD, RECIPE, BadExample, BadGradient, Once, place_of_
 from tiny import Begun, Tiny
 from torch import nn
 
+from trainer import ConfigError
 from trainer.audit import main as audit
 from trainer.replay import main as replay
+from trainer.strategy.modules.activation_checkpoint import ActivationCheckpoint
 
 MESHES = {
     "fsdp x 2": (2, ["strategy=fsdp"]),
@@ -225,6 +227,21 @@ def test_compiled_blocks(tmp_path):
     two = fit_on(2, tmp_path / "two", *words, "strategy=fsdp", "strategy.recompute=blocks")
     for step, loss in one["losses"].items():
         assert abs(two["losses"][step] - loss) < 1e-10 * loss
+
+
+class Caching(nn.Module):
+    def forward(self, x, cache):
+        cache.append(x)
+        return x * torch.cat(cache)  # which has 8 rows in a second pass
+
+
+def test_a_module_that_changes_what_it_is_given_cannot_be_recomputed():
+    module = Caching()
+    module.forward = ActivationCheckpoint(module)
+    out = module(torch.randn(4, 3, requires_grad=True), [])
+    line = r"^strategy\.recompute: Caching cannot run twice with what it is given: .*use_cache"
+    with pytest.raises(ConfigError, match=line):
+        out.sum().backward()
 
 
 class Lazy(Tiny):

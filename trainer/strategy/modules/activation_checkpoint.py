@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, one_line
 from trainer.strategy.modules.dry_run import FlopCounter
 
 
@@ -44,6 +44,13 @@ class ActivationCheckpoint:
         try:
             with FlopCounter.paused():
                 yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            name = type(self._module).__name__
+            why = f"{name} cannot run twice with what it is given: {one_line(error)}"
+            advice = "it must not change that; in transformers set use_cache=False in the config"
+            raise ConfigError(f"strategy.recompute: {why}; {advice}") from error
         finally:
             with torch.no_grad():
                 for buffer, value in zip(self._module.buffers(), kept, strict=True):
