@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby, takewhile
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,7 +33,7 @@ class TarShard:
         self._data = FileBytes(path)
         with open(path, "rb") as file:
             file.seek(span[0] if span else 0)
-            self._members = _examples(_files(file), span[1] if span else len(self._data))
+            self._members = _examples(_files(file, span[1] if span else math.inf))
         if len(self._members) != rows:
             raise ValueError(f"{path} has {len(self._members)} examples, and {rows} in its index")
 
@@ -46,7 +47,10 @@ class TarShard:
 
 @dataclass(frozen=True)
 class _File:
-    """A file of an archive, of the example `key`; it begins with its header, and data at `data`."""
+    """A file of an archive, of the example `key`: its entry begins at `begin`, its bytes at `data`.
+
+    Those of a hard link are where the file is that it names.
+    """
 
     key: str
     ending: str
@@ -55,22 +59,37 @@ class _File:
     size: int
 
 
-def _files(file: BinaryIO) -> Iterator[_File]:
-    """Yield the files of examples in an archive, from the position on."""
+def _files(file: BinaryIO, end: float = math.inf) -> Iterator[_File]:
+    """Yield the files of examples in an archive, from the position on, of a part to its `end`.
+
+    Raises ValueError for an archive that ends early, which tarfile takes for its end, and for a
+    sparse file, whose bytes do not lie in one piece.
+    """
+    contents: dict[str, tuple[int, int]] = {}  # hard links name an earlier file
     with tarfile.open(fileobj=file, mode="r:") as archive:
         for member in archive:
+            if member.issparse():
+                raise ValueError(f"{member.name} is a sparse file: pack it without --sparse")
+            if member.isreg():
+                contents[member.name] = (member.offset_data, member.size)
+            elif member.islnk() and member.linkname in contents:
+                contents[member.name] = contents[member.linkname]
             folder, _, name = member.name.rpartition("/")
             stem, dot, ending = name.partition(".")
-            if member.isreg() and stem and dot:
+            if (member.isreg() or member.islnk()) and member.name in contents and stem and dot:
                 key = f"{folder}/{stem}".lstrip("/")
-                place = (member.offset, member.offset_data, member.size)
-                yield _File(key, ending.lower(), *place)
+                yield _File(key, ending.lower(), member.offset, *contents[member.name])
+            if archive.offset >= end:  # what follows may be damaged, or not be there
+                return
+        file.seek(archive.offset)
+        if any(file.read(tarfile.BLOCKSIZE)):
+            raise ValueError(f"it ends or is damaged at byte {archive.offset:,}")
 
 
-def _examples(files: Iterable[_File], end: int) -> list[tuple[str, dict[str, tuple[int, int]]]]:
-    """Return (key, {ending: (offset, bytes)}) of each example before `end`, in their order."""
+def _examples(files: Iterable[_File]) -> list[tuple[str, dict[str, tuple[int, int]]]]:
+    """Return (key, {ending: (offset, bytes)}) of each example, in their order."""
     found: dict[str, dict[str, tuple[int, int]]] = {}
-    for each in takewhile(lambda each: each.begin < end, files):
+    for each in files:
         found.setdefault(each.key, {})[each.ending] = (each.data, each.size)
     return [*found.items()]
 
@@ -91,12 +110,14 @@ def count_rows(path: Path, settings: Mapping[str, Any]) -> int:
 def divide(path: Path, settings: Mapping[str, Any], most: int) -> Iterator[tuple[int, Span]]:
     """Yield rows and span of parts of at most `most` bytes, or one example.
 
-    Nothing, if files of an example lie apart.
+    Nothing, if files of an example lie apart, or links lead to others.
     """
     with open(path, "rb") as file:
         files = [*_files(file)]
     first = [*{each.key: each for each in reversed(files)}.values()][::-1]
-    if [key for key, _ in groupby(each.key for each in files)] != [each.key for each in first]:
+    has_links = any(each.data < each.begin for each in files)
+    keys = [key for key, _ in groupby(each.key for each in files)]
+    if has_links or keys != [each.key for each in first]:
         return iter(())
     ends = [each.begin for each in first[1:]]
     ends += [files[-1].data + -(-files[-1].size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE]

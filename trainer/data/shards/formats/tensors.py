@@ -72,8 +72,9 @@ def count_sequences(path: Path, settings: Mapping[str, Any]) -> int:
     """Return the sequences of a file. Raises ConfigError if `settings` do not say their length."""
     kind, length = settings.get("dtype"), settings.get("tokens")
     if kind not in TOKEN_TYPES or not isinstance(length, int) or length < 1:
-        advice = "give --tokens=1024 --dtype=uint16"
-        raise ConfigError(f"{path.name}: tokens of unknown length or type; {advice}")
+        given = f"tokens={length} dtype={kind}"
+        need = f"must be an integer of at least 1, and one of {', '.join(TOKEN_TYPES)}"
+        raise ConfigError(f"{path.name}: {given}: {need}; give tokens=1024 dtype=uint16")
     size = np.dtype(kind).itemsize
     return max(0, ((path.stat().st_size - settings["header"]) // size - 1) // length)
 
