@@ -1,11 +1,19 @@
 """Shards that other tools wrote: each example is read as it was written, or refused by name."""
 
+import bz2
+import gzip
 import io
+import json
+import struct
 import subprocess
 import tarfile
+from decimal import Decimal
 
 import numpy
 import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
 
 from trainer import ConfigError, ShardedDataset
 from trainer.shards.__main__ import main as shards
@@ -81,3 +89,85 @@ def test_tokens_of_an_unknown_type_are_refused_with_the_words_to_give(tmp_path):
     allowed = r"tokens=8 dtype=float32: must be .* one of uint8, .* give tokens=1024 dtype=uint16"
     with pytest.raises(ConfigError, match=allowed):
         shards(["index", str(tmp_path), "tokens=8", "dtype=float32"])
+
+
+# MDS ----------------------------------------------------------------------------------------------
+
+
+def mds(place, encoding, parts, compression=None, pack=lambda data: data, **changes):
+    """Write MDS's files of one column by hand: `parts` are the bytes of its rows."""
+    settings = {"column_names": ["x"], "column_encodings": [encoding], "column_sizes": [None]}
+    rows = [struct.pack("<I", len(part)) + part for part in parts]
+    ends = numpy.cumsum([4 + 4 * (len(rows) + 1), *map(len, rows)]).astype("<u4")
+    data = pack(struct.pack("<I", len(rows)) + ends.tobytes() + b"".join(rows))
+    (place / "0.mds").write_bytes(data)
+    file = {"basename": "0.mds", "bytes": len(data), "hashes": {}}
+    files = {"raw_data": file, "zip_data": file if compression else None}
+    form = {"format": "mds", "version": 2, "compression": compression, "samples": len(rows)}
+    shard = {**settings, **files, **form, **changes}
+    (place / "index.json").write_text(json.dumps({"shards": [shard]}))
+    return ShardedDataset(place, cache=place / "cache")
+
+
+def image(kind, size):
+    stream = io.BytesIO()
+    Image.new("L", size, size[0]).save(stream, kind)
+    return stream.getvalue()
+
+
+def listed(elements):
+    lengths = [len(elements), *map(len, elements)]
+    return struct.pack(f"<{len(lengths)}I", *lengths) + b"".join(elements)
+
+
+def test_lists_of_images_and_decimals_are_read(tmp_path):
+    sizes = [(3, 4), (5, 2)]
+    for encoding, kind, head in [
+        ("list[png]", "png", bytes(4)),
+        ("list[jpeg]", "jpeg", bytes(4)),
+        ("jpeg_array", "jpeg", b""),
+        ("jpegarray", "jpeg", b""),
+    ]:
+        part = head + listed([image(kind, size) for size in sizes])
+        found = mds(tmp_path, encoding, [part, head + listed([])])
+        assert [each.size for each in found[0]["x"]] == sizes
+        assert found[1]["x"] == []
+    raw = struct.pack("<3I", 3, 4, 1) + b"L" + bytes(range(12))
+    (found,) = mds(tmp_path, "list[pil]", [bytes(4) + listed([raw])])[0]["x"]
+    assert numpy.asarray(found).flatten().tolist() == [*range(12)]
+    assert mds(tmp_path, "str_decimal", [b"1.10"])[0]["x"] == Decimal("1.10")
+
+
+def test_a_list_of_pickles_and_another_format_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"'list\[pkl\]': is not read; use bytes"):
+        mds(tmp_path, "list[pkl]", [b""])
+    with pytest.raises(ConfigError, match="its format is json 2, and mds 2 is read"):
+        mds(tmp_path, "str", [b""], format="json")
+
+
+@pytest.mark.parametrize(("name", "pack"), [("gz", gzip.compress), ("bz2:3", bz2.compress)])
+def test_compressed_shards_of_mds_are_read(name, pack, tmp_path):
+    found = mds(tmp_path, "str", [b"one", b""], name, pack)
+    assert [found[0], found[1]] == [{"x": "one"}, {"x": ""}]
+
+
+def test_an_unknown_compression_is_refused_with_those_that_are_read(tmp_path):
+    with pytest.raises(ConfigError, match="compression br: must be gz, bz2 or zstd; write"):
+        mds(tmp_path, "str", [b"one"], "br:4")
+
+
+# Which files --------------------------------------------------------------------------------------
+
+
+def test_hidden_files_are_no_shards(tmp_path):
+    for name in ("a.safetensors", "._a.safetensors", ".ipynb_checkpoints/a.safetensors"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        save_file({"x": torch.arange(4)}, tmp_path / name)
+    assert len(indexed(tmp_path)) == 4
+
+
+def test_compressed_files_of_other_formats_than_mds_are_refused_by_name(tmp_path):
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
+        add(archive, "1.txt", b"one")
+    with pytest.raises(ConfigError, match=r"a\.tar\.gz is compressed: must be tar files as they"):
+        shards(["index", str(tmp_path)])

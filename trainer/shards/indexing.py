@@ -55,16 +55,21 @@ def write_index(
 
 def _find_shards(url: str, listed: list[str]) -> tuple[str, list[str]]:
     """Return the format and the names of the shards."""
+    names = [name for name in listed if not f"/{name}".count("/.")]  # copies of editors
     found = {
-        format: names
+        format: shards
         for format, kind in FORMATS.items()
-        if (names := [n for n in listed if _without_compression(n).endswith(kind.suffixes)])
+        if (shards := [n for n in names if _without_compression(n).endswith(kind.suffixes)])
     }
     if len(found) != 1:
         kinds = ", ".join(suffix for kind in FORMATS.values() for suffix in kind.suffixes)
         has = f"files of several formats ({', '.join(found)})" if found else "no shards"
         raise ConfigError(f"{url}: has {has}; must have files of one of {kinds}")
-    return found.popitem()
+    ((format, shards),) = found.items()
+    packed = [name for name in shards if name != _without_compression(name)]
+    if packed and format != "mds":
+        raise ConfigError(f"{url}: {packed[0]} is compressed: must be {format} files as they are")
+    return format, shards
 
 
 def _without_compression(name: str) -> str:

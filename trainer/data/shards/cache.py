@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import errno
 import fcntl
 import gzip
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from trainer.errors import ConfigError, RunError, one_line
 PART = ".part"  # an unfinished download, locked by the process that writes it
 RAW = ".raw"  # what has been decompressed of it
 TRIES = 10  # while others delete the folder or its files
+OPENERS: dict[str, Callable[[BinaryIO], Any]] = {"gz": gzip.open, "bz2": bz2.open}
 VERIFIED = "verified"  # stamps of files that are read in place, by shard
 FREE = "free"  # the lock of whoever makes room
 MOST_OF_A_NAME = 60  # characters: a file's name has at most 255 bytes
@@ -44,8 +46,9 @@ class ShardCache:
         self._index = index
         self.most_bytes = most_bytes
         self._compression = str(index.settings.get("compression") or "").partition(":")[0]
-        if self._compression not in ("", "gz", "zstd"):
-            raise ConfigError(f"{source.url}: compression {self._compression}: must be gz or zstd")
+        if self._compression not in ("", "zstd", *OPENERS):
+            must = "must be gz, bz2 or zstd; write the shards again, or decompress them"
+            raise ConfigError(f"{source.url}: compression {self._compression}: {must}")
         self._is_in_place = False
         self._verified = np.zeros(0, np.int64)
         self.folder = folder / index.digest
@@ -327,9 +330,9 @@ def _create(path: str, flags: int) -> int:
 
 @contextmanager
 def _decompressed(file: BinaryIO, compression: str) -> Iterator[BinaryIO]:
-    if compression == "gz":
-        with gzip.open(file) as stream:
-            yield stream  # type: ignore[misc]
+    if compression in OPENERS:
+        with OPENERS[compression](file) as stream:
+            yield stream
         return
     try:
         import zstandard

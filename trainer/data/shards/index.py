@@ -207,13 +207,15 @@ def of_mds(data: bytes, place: str) -> ShardIndex:
     """Convert MDS's index.json. Raises ConfigError for one of another form."""
     try:
         shards = json.loads(data)["shards"]
-        kinds = {(each["format"], each["version"], each["compression"]) for each in shards}
-        columns = {json.dumps([each[name] for name in _COLUMNS]) for each in shards}
-        if len(kinds) != 1 or len(columns) != 1:
-            raise ValueError("its shards have several forms")
-        ((kind, version, compression),) = kinds
-        if (kind, version) != ("mds", 2):
+        forms = {(each["format"], each["version"]) for each in shards} - {("mds", 2)}
+        if forms:
+            kind, version = min(forms)
             raise ValueError(f"its format is {kind} {version}, and mds 2 is read")
+        columns = {json.dumps([each[name] for name in _COLUMNS]) for each in shards}
+        compressions = {each["compression"] for each in shards}
+        if len(compressions) != 1 or len(columns) != 1:
+            raise ValueError("its shards have several forms")
+        (compression,) = compressions
         files = [each["zip_data"] if compression else each["raw_data"] for each in shards]
         names = [each["basename"] for each in files]
         hashes = [each["hashes"].get("sha256") or "0" * 64 for each in files]

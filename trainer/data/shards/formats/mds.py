@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,13 @@ def decoder(encoding: str) -> Callable[[bytes], Any]:
     kind, _, form = encoding.partition(":")
     plain: dict[str, Callable[[bytes], Any]] = {
         **{"bytes": bytes, "str": lambda data: data.decode(), "json": json.loads},
-        **{"str_int": int, "str_float": float, "jpeg": _image, "png": _image, "pil": _raw_image},
+        **{"str_int": int, "str_float": float, "str_decimal": lambda data: Decimal(data.decode())},
+        **{"jpeg": _image, "png": _image, "pil": _raw_image},
+        **dict.fromkeys(("jpeg_array", "jpegarray"), _images),
     }
+    if kind.startswith("list[") and kind[5:-1] in ("jpeg", "png", "pil"):
+        decode = plain[kind[5:-1]]
+        return lambda data: [*map(decode, _elements(data[4:]))]
     if kind == "int":
         return lambda data: struct.unpack("<q", data)[0]
     if kind in _SCALARS:
@@ -118,6 +124,19 @@ def _image(data: bytes) -> Any:
     from PIL import Image
 
     return Image.open(io.BytesIO(data))
+
+
+def _images(data: bytes) -> list[Any]:
+    return [*map(_image, _elements(data))]
+
+
+def _elements(data: bytes) -> Iterator[bytes]:
+    """Yield the elements of a list: their number, their lengths, then their bytes."""
+    (count,) = struct.unpack_from("<I", data)
+    place = 4 + 4 * count
+    for size in struct.unpack_from(f"<{count}I", data, 4):
+        yield data[place : place + size]
+        place += size
 
 
 def _raw_image(data: bytes) -> Any:
