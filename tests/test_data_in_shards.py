@@ -283,6 +283,33 @@ def test_a_damaged_or_deleted_file_of_the_cache_is_downloaded_again(folder):
         assert dataset[0][0].equal(first[0])
 
 
+def test_a_file_of_the_cache_that_a_power_cut_has_emptied_is_downloaded_again(folder):
+    with serving(folder) as server:
+        first = ShardedDataset(server.url)[0]
+        path = ShardedDataset(server.url).cache.path(0)
+        times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+        os.truncate(path, 0)
+        os.utime(path, ns=times)
+        assert ShardedDataset(server.url)[0][0].equal(first[0])
+
+
+def test_a_download_into_a_cache_that_holds_all_does_not_look_at_all_files(folder, monkeypatch):
+    with serving(folder) as server:
+        [*map(ShardedDataset(server.url, cache_bytes=10**6).__getitem__, range(100))]
+        monkeypatch.setattr(os, "scandir", None)
+        [*map(ShardedDataset(server.url, cache_bytes=10**6).__getitem__, range(NUM))]
+
+
+def test_a_folder_of_the_cache_may_be_relative_or_begin_with_a_tilde(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with serving(folder) as server:
+        datasets = [ShardedDataset(server.url, cache=each) for each in ("~/one", "two")]
+        monkeypatch.chdir("/")
+        [dataset[0] for dataset in datasets]
+    assert len([*tmp_path.glob("one/*/*.mds")]) == len([*tmp_path.glob("two/*/*.mds")]) == 1
+
+
 @pytest.mark.parametrize("has_ranges", [True, False])
 def test_the_rest_of_an_interrupted_download_is_used(folder, has_ranges):
     with serving(folder, has_ranges=has_ranges) as server:
