@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 from trainer import ConfigError, PackedDataset, ShardedDataset, Trainer
 from trainer.audit import main as audit
 from trainer.data.packing import pack
+from trainer.data.shards.errors import ShardError
 from trainer.shards.writing import write_shards
 
 BUDGET = 32
@@ -118,6 +119,20 @@ def test_sequences_of_shards_are_packed_within_their_shard(tmp_path):
     one = fit_on(1, tmp_path / "one", *WORDS, "run.steps=10", task=task)
     two = fit_on(2, tmp_path / "two", *WORDS, "run.steps=10", task=task)
     assert one["seen"] == two["seen"] and one["losses"] == two["losses"]
+
+
+def test_a_row_of_a_damaged_shard_is_replaced_by_one_of_the_next_shard(tmp_path):
+    data = Sentences()
+    write_shards(data, str(tmp_path / "data"), 4000, 0)
+    damaged = tmp_path / "data" / "shard.00001.mds"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+    packed = PackedDataset(ShardedDataset(tmp_path / "data"), data.lengths, BUDGET)
+    begin, end = packed.sampling.first[1:3].tolist()
+    for row in range(begin, end):
+        with pytest.raises(ShardError) as caught:
+            packed[row]
+        assert caught.value.num_examples == end - begin
+    packed[end]
 
 
 def test_mistakes_are_named():

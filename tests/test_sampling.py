@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import fit_on, slow_but
+from harness.training import newest
 from safetensors.torch import save
 from torch import nn
 from torch.utils.data import ConcatDataset, TensorDataset
@@ -170,6 +171,23 @@ def test_a_mixture_of_shards_reads_few_of_them_at_a_time(tmp_path):
     two = fit_on(2, tmp_path / "runs", *WORDS, "data.workers=1", task=task)
     assert one["seen"] == two["seen"] and one["losses"] == two["losses"]
     assert audit([str(two["directory"])]) == 0
+
+
+def test_an_example_of_a_damaged_shard_is_replaced_by_one_of_its_group(tmp_path):
+    for name in ("one", "two"):
+        write_shards(rows(), str(tmp_path / name), 600, 0)
+    damaged = tmp_path / "two" / "shard.00003.mds"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+    parts = [ShardedDataset(tmp_path / name) for name in ("one", "two")]
+    first = parts[1].sampling.first.tolist()
+    task = task_with(lambda: Mixture(parts, [0.75, 0.25]), lambda: ConcatDataset(parts))
+    found = fit_on(1, tmp_path / "run", *WORDS, "data.on_error=skip", task=task)
+    replaced = newest(found["directory"]).manifest["replaced"]
+    assert replaced
+    for place, other in replaced.items():
+        wanted = int(place.partition("/")[2])
+        assert first[3] <= wanted - 203 < first[4]
+        assert other == wanted + first[4] - first[3]
 
 
 @pytest.mark.parametrize(

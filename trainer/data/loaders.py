@@ -184,7 +184,7 @@ class ExampleSource(Dataset):
             except (KeyboardInterrupt, ServerError):  # which no other example would mend
                 raise
             except ShardError as error:  # so are the examples after it, in the same shard
-                reason, index = str(error), error.next_index
+                reason, index = str(error), taken + error.num_examples
             except BaseException as error:  # such as SystemExit
                 reason, index = describe_with_place(error), index + 1
             # Evaluation counts each example exactly once, so it replaces none.

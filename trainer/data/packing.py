@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from trainer.data.sampling.base import as_vector, check_size
 from trainer.data.sampling.shards import ShardShuffle
+from trainer.data.shards.errors import ShardError
 from trainer.errors import ConfigError
 
 SEGMENTS = "segments"
@@ -96,13 +97,23 @@ class PackedDataset(Dataset):
         index %= len(self)
         start = int(self._ends[index - 1]) if index else 0
         pieces = self._pieces[start : int(self._ends[index])].tolist()
-        parts = [self._take(*piece) for piece in pieces]
+        try:
+            parts = [self._take(*piece) for piece in pieces]
+        except ShardError as error:
+            raise ShardError(str(error), self._rows_beside(index)) from None
         sizes = torch.tensor([end - begin for _, begin, end in pieces])
         numbers = torch.arange(1, len(pieces) + 1).repeat_interleave(sizes)
         places = torch.cat([torch.arange(int(size)) for size in sizes])
         row = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         row |= {SEGMENTS: numbers, POSITIONS: places}
         return {name: self._filled(name, values) for name, values in row.items()}
+
+    def _rows_beside(self, index: int) -> int:
+        """Return the number of rows in the shard of a row."""
+        if not hasattr(self, "sampling"):
+            return 1
+        shard = torch.searchsorted(self.sampling.first, index, right=True) - 1
+        return int(self.sampling.rows[shard])
 
     def _take(self, index: int, begin: int, end: int) -> dict[str, torch.Tensor]:
         example = self._dataset[index]

@@ -109,8 +109,7 @@ class ShardedDataset(Dataset):
         except ServerError:
             raise
         except RunError as error:
-            place = index - int(self._first[shard])
-            raise ShardError(str(error), int(self._first[shard + 1]) + place) from None
+            raise ShardError(str(error), int(self.index.rows[shard])) from None
         return example if self._decode is None else self._decode(example)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:

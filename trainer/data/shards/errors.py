@@ -10,11 +10,11 @@ class ServerError(RunError):
 
 
 class ShardError(RunError):
-    """A shard that cannot be read; `next_index` is an example of the shard after it."""
+    """A shard that cannot be read; the example so many later is in another one."""
 
-    def __init__(self, message: str, next_index: int):
+    def __init__(self, message: str, num_examples: int):
         super().__init__(message)
-        self.next_index = next_index
+        self.num_examples = num_examples
 
     def __reduce__(self) -> tuple[type, tuple[str, int]]:
-        return ShardError, (str(self), self.next_index)
+        return ShardError, (str(self), self.num_examples)
