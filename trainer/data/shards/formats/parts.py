@@ -43,15 +43,17 @@ class Piece:
     end: int
 
 
-def join(pieces: Iterable[Piece], most: int, tail: tuple[int, int]) -> Iterator[tuple[int, Span]]:
-    """Yield rows and span of parts of at most `most` bytes, or one piece; each has the `tail`."""
+def join(
+    pieces: Iterable[Piece], most: int, tail: tuple[int, int] | None = None
+) -> Iterator[tuple[int, Span]]:
+    """Yield rows and span of parts of at most `most` bytes, or one piece; each has the `tail`, if any."""
     rows, begin, end = 0, 0, 0
     for piece in pieces:
         if rows and piece.end - begin > most:
-            yield rows, (begin, end, *tail)
+            yield rows, (begin, end, *(tail or (end, end)))
             rows = 0
         if not rows:
             begin = piece.begin
         rows, end = rows + piece.rows, piece.end
     if rows:
-        yield rows, (begin, end, *tail)
+        yield rows, (begin, end, *(tail or (end, end)))

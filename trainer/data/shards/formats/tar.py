@@ -122,4 +122,4 @@ def divide(path: Path, settings: Mapping[str, Any], most: int) -> Iterator[tuple
     ends = [each.begin for each in first[1:]]
     ends += [files[-1].data + -(-files[-1].size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE]
     pieces = (Piece(1, each.begin, end) for each, end in zip(first, ends, strict=True))
-    return join(pieces, most, (ends[-1], ends[-1]))
+    return join(pieces, most)
