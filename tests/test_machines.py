@@ -14,7 +14,10 @@ from harness import CONF, PATHS, fit_on, newest, relative_distance, wait_for
 from harness import machines as two
 from harness.internals import audit, rundir
 from harness.machines import ADDRESSES, Machines
+from harness.shard_rows import Padded
 from harness.stored import check_same_bits, tensors_of
+
+from trainer.shards.writing import write_shards
 
 TINY = ["--config-dir", CONF, "task=tiny", "run.name=a"]
 EVERY = ["checkpoint.every_steps=5", "checkpoint.every_epochs=null", "eval.every_epochs=null"]
@@ -336,3 +339,30 @@ def test_ranks_on_both_sides_end_when_the_cable_is_pulled(launcher, limit, paced
     assert f"of {last}\n" in paced.said(again[0]).partition("resumed at step ")[2]
     with contextlib.redirect_stdout(io.StringIO()):
         assert audit.main([str(tmp_path / "runs/tiny/a")]) == 0
+
+
+@pytest.mark.slow
+def test_each_machine_downloads_the_shards_of_its_ranks(machines, tmp_path):
+    """Four lanes on two machines with a cache each, from a plain HTTP server on the first."""
+    write_shards(Padded(2000), str(tmp_path / "data"), 5000, 0)
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "data").glob("*.mds")}
+    server = [sys.executable, "-m", "http.server", "8000", "--bind", ADDRESSES[0]]
+    machines.start(0, *server, "--directory", str(tmp_path / "data"))
+    url = f"http://{ADDRESSES[0]}:8000"
+    words = ["--config-dir", CONF, "task=on_shards", "run.name=a", "run.steps=10"]
+    started = []
+    for number in (0, 1):
+        meet = [f"--node_rank={number}", f"--master_addr={ADDRESSES[0]}", "--master_port=29405"]
+        launcher = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=2", *meet, "-m", "trainer"]
+        told = {**ENVIRONMENT, "LOCKSTEP_CACHE": str(tmp_path / f"cache-{number}")}
+        given = ["task.options.url=" + url, "task.options.cache_bytes=10_000_000"]
+        started.append(machines.start(number, *launcher, *words, *given, **told))
+    for process in started:
+        assert process.wait(LIMIT_S) == 0, machines.said(process)
+    found = [
+        {path.name.partition("-")[2] for path in (tmp_path / f"cache-{n}").rglob("*.mds")}
+        for n in (0, 1)
+    ]
+    assert len(sizes) == 102 and len(sizes) - len(found[0] | found[1]) <= 2  # 3 rows are left out
+    for names in found:  # the proof reads some rows on all ranks
+        assert len(names) < 0.65 * len(sizes)
