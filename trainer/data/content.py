@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import random
-import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
-from trainer.rng.philox import seed_example
+from trainer.rng.philox import generators_kept, seed_example
 
 ROWS = 64  # of a tensor of floats, at equal distances
 MOST_BYTES = 2**22  # of another tensor, hashed as a whole or else in rows: 10 ms
@@ -39,7 +37,7 @@ def describe(dataset: Any) -> Content | None:
         return {f"tensor {n}": _of_rows(t) for n, t in enumerate(dataset.tensors)}
     found: Content = {}
     size = len(dataset)
-    with _generators_kept():
+    with generators_kept():
         for index in sorted({0, size // 2, size - 1}):
             # one that cannot be read is reported when the run takes it
             with suppress(Exception, SystemExit):
@@ -146,18 +144,3 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:12]
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Restore the generators that `seed_example` seeds after the block."""
-    numpy = sys.modules.get("numpy")
-    states: Sequence[Any] = (random.getstate(), torch.default_generator.get_state())
-    drawn = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        torch.default_generator.set_state(states[1])
-        if numpy is not None:
-            numpy.random.set_state(drawn)

@@ -6,7 +6,7 @@ import hashlib
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Literal
@@ -200,6 +200,20 @@ def seed_generators(device: torch.device) -> Iterator[Callable[[int], None]]:
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+@contextmanager
+def generators_kept(devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Restore Python's, numpy's and torch's generators, of the CPU and of devices, at the end."""
+    numpy = sys.modules.get("numpy")
+    of_python, of_numpy = random.getstate(), numpy and numpy.random.get_state()
+    with accelerator.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            if numpy is not None:
+                numpy.random.set_state(of_numpy)
 
 
 def random_state() -> tuple[Any, ...]:

@@ -6,14 +6,12 @@ the model can compute in fp64 it does, or in fp32, so that a difference is no ro
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,13 +19,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.data.preparation import MicroBatch
-from trainer.distributed import accelerator
 from trainer.engine.means import Values, sum_up, weigh_all
 from trainer.engine.proof.gathering import Gathering
 from trainer.engine.proof.trace import CallTrace
 from trainer.hook_errors import call
 from trainer.micro_batch import copied, count_rows
 from trainer.rng.forward import Draws
+from trainer.rng.philox import generators_kept
 from trainer.strategy.modules.batchnorm import GroupBatchNorm
 from trainer.strategy.modules.dry_run import stir
 from trainer.strategy.shards import replace_tensors
@@ -347,15 +345,3 @@ def has_batch_statistics(module: nn.Module) -> bool:
 
 def _is_plain(layer: nn.Module) -> bool:
     return isinstance(layer, _BatchNorm) and not isinstance(layer, GroupBatchNorm)
-
-
-@contextmanager
-def generators_kept(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Restore the states of all generators at the end of the block."""
-    of_python, of_numpy = random.getstate(), numpy.random.get_state()
-    with accelerator.fork_rng(devices):
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            numpy.random.set_state(of_numpy)

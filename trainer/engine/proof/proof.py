@@ -15,10 +15,7 @@ from trainer.engine.parts import Parts
 from trainer.engine.proof.finding import has_other_sizes, is_prepared_alike
 from trainer.engine.proof.holders import undone
 from trainer.engine.proof.judge import MANY, TAKEN, Judge, ProofRows, Verdict
-from trainer.engine.proof.passes import (
-    Loss,
-    generators_kept,
-)
+from trainer.engine.proof.passes import Loss
 from trainer.engine.proof.ranks import (
     CLOSE,
     RESULTS,
@@ -31,7 +28,7 @@ from trainer.engine.proof.ranks import (
 )
 from trainer.engine.recording import Recorder
 from trainer.errors import ConfigError
-from trainer.rng.philox import seed_step
+from trainer.rng.philox import generators_kept, seed_step
 from trainer.strategy.modules.batchnorm import has_plain_batchnorm
 from trainer.strategy.modules.dry_run import eager
 

@@ -46,7 +46,7 @@ class Piece:
 def join(
     pieces: Iterable[Piece], most: int, tail: tuple[int, int] | None = None
 ) -> Iterator[tuple[int, Span]]:
-    """Yield rows and span of parts of at most `most` bytes, or one piece; each has the `tail`, if any."""
+    """Yield rows and span of parts of at most `most` bytes, or one piece, each with the `tail`."""
     rows, begin, end = 0, 0, 0
     for piece in pieces:
         if rows and piece.end - begin > most:
