@@ -17,6 +17,7 @@ from trainer import RunError, ShardedDataset, Trainer
 from trainer.audit import main as audit
 from trainer.data.shards import download
 from trainer.data.shards.formats import FORMATS
+from trainer.doctor.local import check_shards
 from trainer.shards.__main__ import main as shards
 from trainer.shards.indexing import write_index
 
@@ -159,8 +160,15 @@ def test_a_part_that_was_changed_is_named(files, tmp_path):
 def test_a_server_without_ranges_is_refused_for_parts(files):
     with serving(files[1], has_ranges=False) as server:
         for index in (0, NUM - 1):
-            with pytest.raises(RunError, match="sends no parts of files; index it with a larger"):
+            with pytest.raises(RunError, match="sends no parts of files; index them with a larger"):
                 ShardedDataset(server.url)[index]
+
+
+def test_the_doctor_times_a_part(files):
+    for has_ranges, result in ((True, "ok"), (False, "fail")):
+        with serving(files[1], has_ranges=has_ranges) as server:
+            assert check_shards(server.url).result == result
+    assert check_shards(str(files[1])).result == "ok"
 
 
 def test_a_run_on_parts_is_the_same_to_the_bit_from_anywhere(tmp_path):

@@ -20,7 +20,7 @@ DOWNLOADS = 8  # at once, of one process
 TRIES = 8  # in a row without a new byte: about a minute
 FIRST_DELAY_S = 0.25
 MOST_DELAY_S = 20.0
-NO_PARTS = "the server sends no parts of files; index it with a larger shard_mb"
+NO_PARTS = ("the server sends no parts of files", "index them with a larger shard_mb")
 CHECK = "it was changed or is damaged: python -m trainer.shards check"
 _CHANCE = random.Random()  # the run's own generators are not touched  # noqa: S311
 
@@ -93,7 +93,7 @@ def download(
             file.truncate(0)
         except ResumeError:
             if span is not None and not file.seek(0, os.SEEK_END):
-                raise RunError(f"{place}: {NO_PARTS}") from None
+                raise RunError(f"{place}: {'; '.join(NO_PARTS)}") from None
             file.truncate(0)
         except TemporaryError as error:
             attempt = 0 if file.seek(0, os.SEEK_END) > farthest else attempt + 1
@@ -118,7 +118,7 @@ def _continue(
     written = file.seek(0, os.SEEK_END)
     hasher = hashlib.sha256()
     done = 0
-    for begin, end in _parts(span):
+    for begin, end in parts_of(span):
         place = max(begin, written if end is None else min(written, end))
         file.seek(begin)
         hash_rest(file, place - begin, hasher)
@@ -143,15 +143,18 @@ def _continue(
     return ""
 
 
-def _parts(span: Span | None) -> Sequence[tuple[int, int | None]]:
-    return ((0, None),) if span is None else (span[:2], span[2:])
+def parts_of(span: Span | None) -> Sequence[tuple[int, int | None]]:
+    """Return (begin, end) of the bytes of a file that are a shard; end is None for a whole file."""
+    if span is None:
+        return [(0, None)]
+    return [(begin, end) for begin, end in (span[:2], span[2:]) if begin < end]
 
 
 def digest_file(path: Path, span: Span | None = None) -> str:
     """Return the SHA-256 of a file of any size, or of a part of it."""
     hasher = hashlib.sha256()
     with open(path, "rb") as file:
-        for begin, end in _parts(span):
+        for begin, end in parts_of(span):
             file.seek(begin)
             hash_rest(file, None if end is None else end - begin, hasher)
     return hasher.hexdigest()
