@@ -280,15 +280,23 @@ def test_an_iterable_dataset_is_refused_with_the_way_out(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("made", "given"), [(None, "None"), (DataLoader(range(9)), "a DataLoader")]
-)
-def test_what_is_no_dataset_is_refused_by_name(made, given):
-    line = (
-        rf"build_dataset\('train'\) returned {given}: must be a dataset; Lockstep makes the batches"
-    )
-    with pytest.raises(ConfigError, match=line):
-        check_dataset(made, "train", "auto")
+MADE = "must be a dataset; Lockstep makes the batches, of data.global_batch rows"
+NO_DATASETS = {
+    f"None: {MADE}": None,
+    f"a DataLoader: {MADE}": DataLoader(range(9)),
+    "a dict of train, test: must be the data set of one split": {"train": [1], "test": [2]},
+    "a tuple of tensors: must be a dataset; wrap them: ResidentDataset(inputs, targets)": (
+        torch.ones(9, 2),
+        torch.ones(9),
+    ),
+}
+
+
+@pytest.mark.parametrize("line", NO_DATASETS)
+def test_what_is_no_dataset_is_refused_by_name(line):
+    with pytest.raises(ConfigError) as refused:
+        check_dataset(NO_DATASETS[line], "train", "auto")
+    assert str(refused.value) == f"build_dataset('train') returned {line}"
 
 
 class Sleeping(Sentences):

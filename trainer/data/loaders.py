@@ -87,6 +87,12 @@ def check_dataset(dataset: Any, split: str, path: str) -> None:
         given = "None" if dataset is None else "a DataLoader"
         must = "must be a dataset; Lockstep makes the batches, of data.global_batch rows"
         raise ConfigError(f"{returned} {given}: {must}")
+    if isinstance(dataset, Mapping):
+        names = ", ".join(map(str, list(dataset)[:3]))
+        raise ConfigError(f"{returned} a {kind} of {names}: must be the data set of one split")
+    if isinstance(dataset, tuple) and all(isinstance(each, torch.Tensor) for each in dataset):
+        must = "must be a dataset; wrap them: ResidentDataset(inputs, targets)"
+        raise ConfigError(f"{returned} a tuple of tensors: {must}")
     has_methods = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not has_methods:
         must = "must be map-style, with __len__ and __getitem__"
