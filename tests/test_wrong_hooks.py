@@ -137,7 +137,14 @@ def test_example_that_fits_into_no_batch_is_named(tmp_path):
         for name, (change, line) in EXAMPLES.items()
     }
     check(tmp_path / "0", expected)
-    for name in ("sparse", "huge"):  # a worker that ends disturbs the next run of its process
+    line = "these files need a package; install it"  # which no other example would mend
+    expected["lacking"] = (of_examples(raises(ConfigError(line))), ConfigError, line + SAVED)
+    check(tmp_path / "skip", {"lacking": expected["lacking"]}, "data.on_error=skip")
+    for name in (
+        "sparse",
+        "huge",
+        "lacking",
+    ):  # a worker that ends disturbs the next run of its process
         check(tmp_path / name, {name: expected[name]}, "data.workers=1")
 
 

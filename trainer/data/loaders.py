@@ -139,7 +139,7 @@ class ExampleSource(Dataset):
         return (ResidentLoader if self.is_resident else StreamedLoader)(self, sampler)
 
     def __getitem__(self, request: tuple[int, list[int]]) -> Any:
-        """Return (batch, indices read, replaced indices), or the RunError to raise.
+        """Return (batch, indices read, replaced indices), or the error to raise.
 
         The last is {"<epoch>/<index>": the index read instead}.
         """
@@ -151,7 +151,7 @@ class ExampleSource(Dataset):
                 rows = [self._read(seed, epoch, index) for index in wanted]
             taken = [index for index, _ in rows]
             batch = self._collate([example for _, example in rows], taken)
-        except RunError as error:  # raised in a worker, it would print forty lines
+        except (ConfigError, RunError) as error:  # raised in a worker, it would print forty lines
             return error
         pairs = zip(wanted, taken, strict=True)
         replaced = {f"{epoch}/{index}": other for index, other in pairs if index != other}
@@ -187,7 +187,7 @@ class ExampleSource(Dataset):
             seed_example(seed, epoch, taken)
             try:
                 return taken, self.dataset[taken]
-            except (KeyboardInterrupt, ServerError):  # which no other example would mend
+            except (KeyboardInterrupt, ConfigError, ServerError):  # which no other one would mend
                 raise
             except ShardError as error:  # so are the examples after it, in the same shard
                 reason, index = str(error), taken + error.num_examples
@@ -335,7 +335,7 @@ class StreamedLoader:
 
     def _take(self, answer: Any) -> Any:
         """Return an answer of the source, or raise it if it is a RunError."""
-        if isinstance(answer, RunError):
+        if isinstance(answer, (ConfigError, RunError)):
             raise answer
         return answer
 
