@@ -409,6 +409,36 @@ def test_examples_of_a_data_set_come_back_as_they_were(tmp_path):
     }
 
 
+@pytest.mark.parametrize(
+    ("examples", "why"),
+    [
+        ([(1,), (2**63,)], "example 1 cannot be written: .*; return tensors"),
+        ([(1,), (2.5,)], "example 1 cannot be written: .*integer"),
+        ([(numpy.int64(1),), (2.5,)], "a value of type float64, and of int64 in other examples"),
+        ([(numpy.uint8(1),), (300,)], "example 1 cannot be written: .*300"),
+        ([(b"a",), (5,)], "a value of type int, and of bytes in other examples"),
+        ([("a",), (b"b",)], "example 1 cannot be written"),
+        ([(torch.ones(3),), (torch.ones(()),)], "a value of type float32, and of ndarray:float32"),
+        ([(1,), (1, 2)], r"it has columns \['0', '1'\], and others \['0'\]"),
+        ([(torch.ones(3, requires_grad=True),)], "example 0 cannot be written: .*requires grad"),
+    ],
+)
+def test_an_example_that_would_be_read_as_another_one_is_not_written(examples, why, tmp_path):
+    with pytest.raises(ConfigError, match=why):
+        write_shards(examples, str(tmp_path / "data"), 600, 0)
+
+
+def test_numbers_of_python_numpy_and_torch_may_take_turns(tmp_path):
+    examples = [(1,), (numpy.int64(2),), (torch.tensor(3),), (numpy.uint8(4),)]
+    write_shards(examples, str(tmp_path / "data"), 600, 0)
+    assert [*map(ShardedDataset(tmp_path / "data").__getitem__, range(4))] == [
+        (1,),
+        (2,),
+        (3,),
+        (4,),
+    ]
+
+
 def test_shards_of_others_are_indexed_and_read(tmp_path, capsys):
     import io
     import tarfile
@@ -465,6 +495,7 @@ def test_shards_of_others_are_indexed_and_read(tmp_path, capsys):
         (["check", "{tmp}"], "has no lockstep.index"),
         (["write", "task=tiny"], "to is missing"),
         (["write", "task=tiny", "to={tmp}/new", "shard_mb=0"], "shard_mb=0: must be an integer"),
+        (["write", "task=tiny", "to={tmp}/new", "shard_mb=4096"], "must be less than 4096"),
         (["frob"], "must be write, index or check"),
         (["index", "s4://bucket"], "s4"),
         (["index", "http://localhost:1"], "cannot list its files"),

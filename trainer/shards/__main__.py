@@ -53,6 +53,9 @@ def _write(arguments: Sequence[str]) -> int:
     if "to" not in own:
         raise ConfigError("to is missing: give to=<folder or bucket> for the shards")
     most_bytes = _number(own, "shard_mb", SHARD_MB) * 2**20
+    if most_bytes >= 2**32:
+        must = "must be less than 4096, since MDS has 32 bits"
+        raise ConfigError(f"shard_mb={own['shard_mb']}: {must}")
     config = load_config(overrides, config_dirs)
     task = load_task(config)(config)
     from trainer.shards.writing import write_shards

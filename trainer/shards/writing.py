@@ -31,13 +31,13 @@ def write_shards(dataset: Any, url: str, most_bytes: int, seed: int) -> ShardInd
     written: list[tuple[str, int, int, bytes]] = []
     for index, example in enumerate(_examples(dataset, key_of(seed, "shards"))):
         columns = dict(_columns(example))
+        if writer is not None and writer.is_full(most_bytes):
+            written.append(_put(source, writer, len(written)))
         try:
             if writer is None:
                 writer = MdsWriter({name: encoding_of(value) for name, value in columns.items()})
-            if writer.is_full(most_bytes):
-                written.append(_put(source, writer, len(written)))
             writer.add(columns)
-        except (ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # each converter has its own kinds
             advice = "return tensors, arrays, numbers, texts or bytes, alike in all examples"
             raise ConfigError(f"example {index} cannot be written: {error}; {advice}") from None
     if writer is None:

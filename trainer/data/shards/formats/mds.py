@@ -169,10 +169,11 @@ class MdsWriter:
         self._num_bytes = 0
 
     def add(self, values: Mapping[str, Any]) -> None:
-        """Raise ValueError for a value that its column cannot hold."""
-        parts = [
-            _encode(code, values[n]) for n, code in zip(self.names, self.encodings, strict=True)
-        ]
+        """Raise ValueError, or an error of a converter, for values that the columns cannot hold."""
+        if sorted(values) != self.names:
+            raise ValueError(f"it has columns {sorted(values)}, and others {self.names}")
+        pairs = zip(self.names, self.encodings, strict=True)
+        parts = [_encode_alike(code, values[name]) for name, code in pairs]
         lengths = []
         for name, part, size in zip(self.names, parts, self.sizes, strict=True):
             if size is None:
@@ -228,6 +229,15 @@ def _fixed_size(encoding: str) -> int | None:
     if kind == "ndarray" and shape:
         return int(np.prod([*map(int, shape.split(","))])) * np.dtype(dtype).itemsize
     return None
+
+
+def _encode_alike(encoding: str, value: Any) -> bytes:
+    """Encode a value. Raises ValueError if it would be another one when it is read."""
+    data = _encode(encoding, value)
+    own = encoding_of(value)
+    if not encoding.startswith(own) and (":" in encoding or decoder(encoding)(data) != value):
+        raise ValueError(f"a value of type {own}, and of {encoding} in other examples")
+    return data
 
 
 def _encode(encoding: str, value: Any) -> bytes:
