@@ -177,9 +177,9 @@ def check_shards(url: str) -> Check:
     except ResumeError:
         return Check("data", "fail", f"data.url={url}: {NO_PARTS[0]}", NO_PARTS[1])
     except (ConfigError, RunError, TemporaryError, OSError) as error:
-        return Check("data", "fail", f"data.url={url}: {one_line(error)}", advice)
+        return Check("data", "fail", f"data.url: {one_line(error)}", advice)
     seconds = time.monotonic() - opened
-    found = f"data.url={url}: {counted(int(index.rows.sum()), 'example')} in "
+    found = f"data.url={source.url}: {counted(int(index.rows.sum()), 'example')} in "
     found += f"{counted(len(index), 'shard')}; the index took {opened - began:.2f} s, "
     found += f"the first shard {seconds:.2f} s, {size / 1e6 / max(seconds, 1e-6):,.0f} MB/s"
     is_right = index.size(0) in (None, size)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import os
 import re
+import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -91,19 +93,34 @@ class HttpSource:
     """Files of an HTTP server, which cannot list them."""
 
     def __init__(self, url: str):
-        self.url = url.rstrip("/")
+        """Raise ValueError for an address that cannot be one."""
+        parts = urllib.parse.urlsplit(url)
+        if not parts.hostname or parts.port == 0:
+            raise ValueError("it has no host")
+        login, _, host = parts.netloc.rpartition("@")
+        path = urllib.parse.quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
+        self.url = f"{parts.scheme}://{host}{path}"  # it is shown: without password and signature
+        self._query = f"?{parts.query}" * bool(parts.query)
+        self._login = base64.b64encode(urllib.parse.unquote_to_bytes(login)).decode()
 
-    def stream(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
-        path, mark, query = self.url.partition("?")
-        address = f"{path}/{urllib.parse.quote(name)}{mark}{query}"
+    def _request(self, name: str, begin: int, end: int | None) -> urllib.request.Request:
+        address = f"{self.url}/{urllib.parse.quote(name)}{self._query}"
         last = "" if end is None else end - 1
         headers = HEADERS | ({"Range": f"bytes={begin}-{last}"} if begin or last else {})
         request = urllib.request.Request(address, headers=headers)  # noqa: S310
+        if self._login:  # not for the server that a redirect names
+            request.add_unredirected_header("Authorization", f"Basic {self._login}")
+        return request
+
+    def stream(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
+        request = self._request(name, begin, end)
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
-                if "Range" in headers and answer.status != http.HTTPStatus.PARTIAL_CONTENT:
+                if request.has_header("Range") and answer.status != http.HTTPStatus.PARTIAL_CONTENT:
                     raise ResumeError
-                rest = int(answer.headers.get("Content-Length") or -1)
+                if (packed := answer.headers.get("Content-Encoding", "identity")) != "identity":
+                    raise FileNotFoundError(f"the server sends it with Content-Encoding: {packed}")
+                rest = answer.length or -1
                 while block := answer.read(CHUNK):
                     rest -= len(block)
                     yield block
@@ -119,7 +136,12 @@ class HttpSource:
                 kind = PermissionError if is_login else FileNotFoundError
                 raise kind(f"HTTP {error.code} {error.reason}") from None
         except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
-            raise TemporaryError(one_line(getattr(error, "reason", error))) from None
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, ssl.SSLCertVerificationError):
+                raise PermissionError(f"{one_line(reason)} (set SSL_CERT_FILE)") from None
+            if isinstance(reason, LASTING):
+                raise reason from None
+            raise TemporaryError(one_line(reason)) from None
 
     def list(self) -> list[str]:
         advice = "write the index where the files are, and copy it beside them"
@@ -221,8 +243,13 @@ def open_source(url: str) -> Source:
         if not folder.is_dir():
             raise ConfigError(f"{url}: must be a folder with shards, and is none")
         return LocalSource(folder)
-    if scheme in ("http", "https"):
-        return HttpSource(url)
+    if scheme.lower() in ("http", "https"):
+        try:
+            return HttpSource(url)
+        except ValueError as error:
+            shown = rest.partition("?")[0].rpartition("@")[2]
+            must = "must be an address such as https://host/folder"
+            raise ConfigError(f"{scheme}://{shown}: {one_line(error)}; {must}") from None
     try:
         import fsspec
 
