@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from torch.utils.data import ConcatDataset, TensorDataset
 from trainer import ClassBalanced, ConfigError, Mixture, ShardedDataset, Trainer, Weighted
 from trainer.audit import main as audit
 from trainer.data.sampling import saved
-from trainer.data.sampling.mixture import _pattern, _shares
+from trainer.data.sampling.mixture import LONGEST, _pattern, _shares
 from trainer.data.sampling.shards import ShardShuffle
 from trainer.shards.writing import write_shards
 
@@ -121,6 +122,31 @@ def test_a_pattern_is_within_one_example_of_its_proportions_at_any_place(proport
     assert torch.tensor(shares).div(sum(shares)).allclose(wanted, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "proportions", [[0.31, 1.7, 1 / 7], [123457, 7654321, 99], torch.tensor([0.7, 0.3]), [1e-9, 1]]
+)
+def test_fine_proportions_are_kept_within_three_examples_of_a_million(proportions):
+    shares = _shares(proportions)
+    assert _shares(shares) == shares  # as a saved sampling restores them
+    assert sum(shares) <= LONGEST
+    for share, wanted in zip(shares, proportions, strict=True):
+        error = abs(share / sum(shares) - float(wanted) / float(sum(proportions)))
+        assert error <= (3e-6 if min(proportions) > 1e-5 else 2e-5)
+
+
+def test_a_mixture_may_have_fewer_examples_in_shards_than_lanes(tmp_path):
+    write_shards(TensorDataset(*rows()[:3]), str(tmp_path / "three"), 600, 0)
+    parts = [ShardedDataset(tmp_path / "three"), range(50)]
+    taken = torch.cat(epochs(Mixture(parts), 2, batch=5))
+    counts = taken[taken < 3].bincount()
+    assert counts.max() - counts.min() <= 1
+
+
+def test_weights_in_a_list_have_the_precision_of_python():
+    assert Weighted([1.0, 1e-50, 16777217.0]).weights.tolist() == [1.0, 1e-50, 16777217.0]
+    assert Weighted(np.arange(3.0)[::-1]).weights.tolist() == [2.0, 1.0, 0.0]
+
+
 def test_a_mixture_keeps_its_proportions_after_every_step_over_epochs():
     mixture = Mixture([100, 7, 1000], [0.5, 0.2, 0.3])
     taken = torch.cat(epochs(mixture, 5, batch=13))
@@ -197,6 +223,10 @@ def test_an_example_of_a_damaged_shard_is_replaced_by_one_of_its_group(tmp_path)
         (lambda: Weighted([0.0, 0.0]), "one at least above 0"),
         (lambda: Weighted(torch.ones(2, 2)), "weights: must have one axis"),
         (lambda: Weighted("abc"), "weights: must be numbers, and is a str"),
+        (lambda: Weighted([1e308] * 10), "and their sum finite"),
+        (lambda: Weighted([1.0, 1j]), "weights: must be real numbers, and is complex128"),
+        (lambda: ClassBalanced([0.5, 1.5]), "labels: must be integers, and is float64 with"),
+        (lambda: ClassBalanced([0.0, float("nan")]), "labels: must be integers"),
         (lambda: Weighted([1.0], size=0), "size=0: must be an integer of at least 1"),
         (lambda: Mixture([3, 4], [1.0]), "must be one for each group"),
         (lambda: Mixture([3, 0]), "groups: each must have at least one"),

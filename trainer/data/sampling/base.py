@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 
 from trainer.data.order import Order
@@ -78,16 +79,24 @@ class Shuffle(Sampling):
 def as_vector(values: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
     """Return a list, array or tensor of numbers on the CPU.
 
-    Raises ConfigError unless it has one axis and at least one number.
+    Raises ConfigError unless it has one axis and at least one number, integers if `dtype` has them.
     """
     try:
-        vector = torch.as_tensor(values).detach().cpu()
+        # torch would round a list of floats to fp32
+        array = values if isinstance(values, torch.Tensor) else np.array(values, order="C")
+        vector = torch.as_tensor(array).detach().cpu().to_dense()
     except (TypeError, ValueError, RuntimeError):
         raise ConfigError(f"{name}: must be numbers, and is a {type(values).__name__}") from None
     if vector.dim() != 1 or not len(vector):
         shape = tuple(vector.shape)
         raise ConfigError(f"{name}: must have one axis and at least one number, not shape {shape}")
-    return vector.to(dtype)
+    given = str(vector.dtype).removeprefix("torch.")
+    if vector.is_complex():
+        raise ConfigError(f"{name}: must be real numbers, and is {given}")
+    found = vector.to(dtype)
+    if not dtype.is_floating_point and vector.is_floating_point() and not found.equal(vector):
+        raise ConfigError(f"{name}: must be integers, and is {given} with fractions")
+    return found
 
 
 def check_size(name: str, size: Any) -> None:

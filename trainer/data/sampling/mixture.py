@@ -9,6 +9,7 @@ from functools import lru_cache
 from math import gcd, lcm
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainer.data.sampling.base import IndexOrder, Sampling, State, as_vector, check_size
@@ -18,6 +19,7 @@ from trainer.rng.permutation import Permutation
 from trainer.rng.philox import key_of
 
 LONGEST = 100_000  # places of the repeated pattern; other proportions are rounded to it
+FEW = 16  # groups: integers near the proportions of more are hardly nearer than others
 
 
 class Mixture(Sampling):
@@ -41,8 +43,8 @@ class Mixture(Sampling):
     ):
         """`groups`: the data set of each group, or its number of examples.
 
-        The shards of a `ShardedDataset` are read a few at a time here too. `proportions` are in any
-        unit, and by default equal. `size`: positions of an epoch of the run, by default the number
+        The shards of a `ShardedDataset` are read a few at a time here too. `proportions`: in any
+        unit, to five digits; by default equal. `size`: positions of an epoch of the run, by default the number
         of examples. `members` (examples,): indices of all examples, group by group; by default the
         groups follow each other. Raises ConfigError for other arguments.
         """
@@ -95,7 +97,8 @@ class Mixture(Sampling):
     def _make_order(self, seed: int, group: int, epoch: int) -> IndexOrder:
         """Return an epoch of a group in shards, whose batch is a row of each lane."""
         shards = self._shards[group]
-        return shards.order(key_of(seed, self.kind, group), epoch, shards.lanes)
+        batch = min(shards.lanes, shards.num_examples)
+        return shards.order(key_of(seed, self.kind, group), epoch, batch)
 
     def state(self) -> State:
         tensors = {"sizes": self.sizes, "shares": self._each}
@@ -172,14 +175,23 @@ def _shares(proportions: Sequence[float]) -> list[int]:
         raise ConfigError(f"proportions={proportions!r}: must be finite numbers") from None
     if not exact or min(exact) <= 0:
         raise ConfigError(f"proportions={list(proportions)!r}: must be above 0")
-    scale = lcm(*(value.denominator for value in exact))
-    whole = [int(value * scale) for value in exact]
-    divisor = gcd(*whole)
-    whole = [value // divisor for value in whole]
-    if sum(whole) <= LONGEST:
-        return whole
     total = sum(exact)
-    return [max(1, round(value / total * (LONGEST - len(exact)))) for value in exact]
+    parts = [value / total for value in exact]
+    scale = lcm(*(part.denominator for part in parts))
+    if scale <= LONGEST:
+        return [int(part * scale) for part in parts]
+    if len(parts) <= FEW:
+        return _nearest([float(part) for part in parts])
+    shares = [max(1, round(part * (LONGEST - len(parts)))) for part in parts]
+    return [share // gcd(*shares) for share in shares]
+
+
+def _nearest(parts: Sequence[float]) -> list[int]:
+    """Return the integers nearest to the parts of 1, with a sum of at most 100,000."""
+    scales = np.arange(1, LONGEST - len(parts) + 1)
+    shares = np.array([np.round(part * scales).clip(1) for part in parts])
+    errors = abs(shares / shares.sum(0) - np.array(parts)[:, None]).max(0)
+    return [int(share) for share in shares[:, errors.argmin()]]
 
 
 def _pattern(shares: Sequence[int]) -> list[int]:

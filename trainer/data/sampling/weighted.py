@@ -34,9 +34,11 @@ class Weighted(Sampling):
         Raises ConfigError for other weights.
         """
         self.weights = as_vector(weights, "weights", torch.float64)
-        is_valid = self.weights.isfinite().all() and bool((self.weights >= 0).all())
+        # the sum of finite ones may be infinite
+        is_valid = self.weights.sum().isfinite() and bool((self.weights >= 0).all())
         if not is_valid or not self.weights.any():
-            raise ConfigError("weights: must be finite, not negative, and one at least above 0")
+            must = "must be finite, not negative, one at least above 0, and their sum finite"
+            raise ConfigError(f"weights: {must}")
         self.num_examples = len(self.weights)
         self.size = self.num_examples if size is None else size
         check_size("size", self.size)
