@@ -44,9 +44,9 @@ class Mixture(Sampling):
         """`groups`: the data set of each group, or its number of examples.
 
         The shards of a `ShardedDataset` are read a few at a time here too. `proportions`: in any
-        unit, to five digits; by default equal. `size`: positions of an epoch of the run, by default the number
-        of examples. `members` (examples,): indices of all examples, group by group; by default the
-        groups follow each other. Raises ConfigError for other arguments.
+        unit, to five digits; by default equal. `size`: positions of an epoch of the run, by default
+        the number of examples. `members` (examples,): indices of all examples, group by group; by
+        default the groups follow each other. Raises ConfigError for other arguments.
         """
         sizes = [each if isinstance(each, int) else len(each) for each in groups]
         self.sizes = as_vector(sizes, "groups", torch.int64)
