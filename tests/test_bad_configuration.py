@@ -89,6 +89,10 @@ BAD = [
     ("task=cifar epochs", "'epochs' is not a setting: write key=value"),
     ("task=cifar run.epochs =3", "'run.epochs' is not a setting: write key=value"),
     ("task=cifar =3", "'=3' is not a setting: write key=value"),
+    (
+        "verify task=cifar",
+        "verify: must be key=value; that command is python -m trainer.verify",
+    ),
     ("task=cifar run.epochs==3", "run.epochs==3: cannot be read as key=value; quote"),
     ("task=cifar run.name=[a", "run.name=[a: cannot be read as key=value; quote"),
     ("task=cifar optim.lr=0.1,", "optim.lr=0.1,: cannot be read as key=value; quote"),

@@ -12,6 +12,7 @@ from harness import CONF, wait_for
 from harness.launch import environment_of_a_command
 
 import trainer
+from trainer.__main__ import HELP
 from trainer.distributed.entry import VERBS
 
 tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
@@ -58,6 +59,7 @@ def test_project_names_the_script_and_all_verbs():
     runnable = [p for p in package.rglob("*.py") if '__name__ == "__main__"' in p.read_text()]
     verbs = {p.parent.name if p.stem == "__main__" else p.stem for p in runnable}
     assert verbs - {"notebook", "recording", "watcher"} == {*VERBS, "trainer"} - {"train"}
+    assert not {*VERBS} - {"train"} - {*re.findall(r"^  trainer\.(\w+) ", HELP, re.MULTILINE)}
 
 
 @pytest.mark.slow

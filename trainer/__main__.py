@@ -9,6 +9,7 @@ from trainer.cli import HYDRA_FLAGS, JSON, check_alone, load_task, run, split_ar
 from trainer.config.compose import load_config
 from trainer.config.options import find_options
 from trainer.config.schema import Config
+from trainer.distributed.entry import VERBS
 from trainer.distributed.launchers import MARK, find_launcher
 from trainer.distributed.signals import catch_early
 from trainer.errors import ConfigError, visible
@@ -62,6 +63,7 @@ other commands (python -m <command> --help):
   trainer.report           write one page about a run
   trainer.audit            check that no example was repeated or skipped, over all restarts
   trainer.replay           repeat a step and name examples that are not finite
+  trainer.shards           write, index and check data in shards
   trainer.doctor           test the ranks, their network and disk
   trainer.completion       complete verbs, settings and tasks in bash, zsh or fish"""
 
@@ -70,6 +72,9 @@ def main(arguments: Sequence[str]) -> int:
     if JSON in arguments:
         where = "read metrics.jsonl and exit.json of the run, or sweep.json of a sweep"
         raise ConfigError(f"{JSON}: is a flag of the other commands; {where}")
+    if arguments and arguments[0] in VERBS:
+        command = f"python -m trainer.{arguments[0]}".removesuffix(".train")
+        raise ConfigError(f"{arguments[0]}: must be key=value; that command is {command}")
     if any(word.split("=")[0] in HYDRA_FLAGS for word in arguments):
         from trainer.sweep.command import answer_or_sweep
 
