@@ -156,6 +156,22 @@ def test_a_split_that_the_task_does_not_know_is_one_line(tmp_path):
         assert re.fullmatch(line + "name a split that it knows", said), said
 
 
+class OwnNames(Tiny):
+    def build_dataset(self, split):
+        return super().build_dataset(["train", "val"][["train", "val"].index(split)])
+
+
+def test_a_task_without_the_split_eval_is_told_to_name_its_splits(tmp_path):
+    def refused():
+        with pytest.raises(ConfigError) as caught:
+            OwnNames(compose(tmp_path, "task=tiny")).evaluate()
+        return str(caught.value)
+
+    (said,) = on_ranks(1, refused)
+    assert said.startswith("split 'eval': build_dataset raised ValueError: 'eval' is not in list (")
+    assert said.endswith("; set eval.splits to the splits that it knows, such as [val]")
+
+
 @pytest.mark.parametrize("task", ["text", "cifar"])
 def test_built_in_tasks_refuse_an_unknown_split(task, command):
     words = [f"task={task}", "eval.splits=[tset]", "run.steps=1"]

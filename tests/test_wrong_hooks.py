@@ -13,6 +13,7 @@ from tiny import Items, Tiny, TinyItems, points
 from torch import nn
 
 from trainer import ConfigError, ResidentDataset, RunError
+from trainer.cli import load_task
 from trainer.hook_errors import Rows, call, call_hook
 from trainer.setup.uncalled import find_uncalled
 
@@ -621,6 +622,19 @@ def test_what_is_no_mistake_of_a_hook_is_not_told_as_one(message):
     with pytest.raises(RuntimeError, match=re.escape(message)):
         call(torch.nn.Sequential(layer), torch.ones(4, 4), rows)
     assert len(calls) == 2  # other ranks would wait in a further one
+
+
+class WithoutConfig(Tiny):
+    def __init__(self):
+        pass
+
+
+def test_a_task_whose_init_does_not_take_the_config_is_refused(tmp_path):
+    config = compose(tmp_path, *WORDS, f"task.trainer={__name__}.WithoutConfig")
+    with pytest.raises(
+        ConfigError, match=r"WithoutConfig: __init__ must take the config, and pass"
+    ):
+        load_task(config)
 
 
 class Helped(Tiny):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import json
 import multiprocessing
 import os
@@ -322,4 +323,9 @@ def load_task(config: Config) -> Any:
 
     if not (isinstance(task, type) and issubclass(task, Trainer)) or task is Trainer:
         raise ConfigError(f"task.trainer={name}: must be a subclass of trainer.Trainer")
+    try:
+        inspect.signature(task).bind(config)
+    except TypeError as error:
+        must = "__init__ must take the config, and pass it to super().__init__(config)"
+        raise ConfigError(f"task.trainer={name}: {must}: {error}") from None
     return task

@@ -153,10 +153,12 @@ def build_dataset(task: Task, split: str) -> Any:
     try:
         data = task.build_dataset(split)
     except (ValueError, KeyError) as error:
-        if split in ("train", "eval"):
+        if split == "train" or (split == "eval" and repr(split) not in str(error)):
             raise
         why = f"build_dataset raised {type(error).__name__}: {one_line(error)}"
         advice = "name a split that it knows"
+        if split == "eval":  # the default, which a task with other names must change
+            advice = "set eval.splits to the splits that it knows, such as [val]"
         raise ConfigError(f"split {split!r}: {why} ({place_of(error)}); {advice}") from error
     if data is not None or split == "train":
         check_dataset(data, split, task.config.data.path)
