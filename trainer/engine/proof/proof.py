@@ -180,9 +180,9 @@ class Proof:
 
     def _exception(self) -> str:
         """Return the words before what agrees: plain BatchNorm is outside the proof."""
-        strategy = self._parts.strategy
-        is_fixed = type(strategy).cut(self._parts.config).is_fixed
-        is_outside = has_plain_batchnorm(strategy.module) and not is_fixed
+        strategy, config = self._parts.strategy, self._parts.config
+        is_chosen = type(strategy).cut(config).is_fixed or config.strategy.sync_batchnorm
+        is_outside = has_plain_batchnorm(strategy.module) and not is_chosen
         return "apart from plain BatchNorm, " if is_outside else ""
 
     def _agreed(self, verdict: Verdict, is_first: bool) -> Verdict:
