@@ -363,6 +363,18 @@ def test_two_runs_share_a_cache(folder, local, tmp_path):
             assert found["losses"] == local["losses"]
 
 
+@pytest.mark.parametrize("chosen", [slice(5, 5), slice(29, None), 3])
+def test_a_part_without_shards_is_refused(chosen, folder):
+    with pytest.raises(ConfigError, match=r"shards=.*must be a slice with some of the 29 shards"):
+        ShardedDataset(folder, shards=chosen)
+
+
+def test_a_part_may_be_backwards(folder):
+    found, whole = ShardedDataset(folder, shards=slice(None, None, -2)), ShardedDataset(folder)
+    assert len(found.index) == 15
+    assert found[0][0].equal(whole[int(whole.sampling.first[28])][0])
+
+
 def test_a_run_on_other_data_is_not_resumed(folder, tmp_path):
     data = tmp_path / "other"
     write_shards(rows(NUM + 1), str(data), 600, 0)

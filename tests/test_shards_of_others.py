@@ -143,6 +143,9 @@ def test_a_list_of_pickles_and_another_format_are_refused(tmp_path):
         mds(tmp_path, "list[pkl]", [b""])
     with pytest.raises(ConfigError, match="its format is json 2, and mds 2 is read"):
         mds(tmp_path, "str", [b""], format="json")
+    (tmp_path / "index.json").write_text('{"shards": []}')
+    with pytest.raises(ConfigError, match="it has no shards"):
+        ShardedDataset(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "pack"), [("gz", gzip.compress), ("bz2:3", bz2.compress)])

@@ -95,12 +95,15 @@ class ShardIndex:
         return total.hexdigest()[:16]
 
     def select(self, chosen: slice) -> ShardIndex:
-        """Return the index of some of the shards."""
-        numbers = range(len(self))[chosen]
+        """Return the index of some of the shards. Raises ConfigError if there are none."""
+        numbers = list(range(len(self))[chosen]) if isinstance(chosen, slice) else []
+        if not numbers:
+            must = f"must be a slice with some of the {len(self):,} shards, such as slice(0, -1)"
+            raise ConfigError(f"shards={chosen}: {must}")
         names = [self.name(shard) for shard in numbers]
-        digests = [bytes(each) for each in self.digests[chosen].tolist()]
-        parts = (self.rows[chosen].tolist(), self.sizes[chosen].tolist(), digests)
-        spans = self.spans[chosen].tolist() if len(self.spans) else ()
+        digests = [bytes(each) for each in self.digests[numbers].tolist()]
+        parts = (self.rows[numbers].tolist(), self.sizes[numbers].tolist(), digests)
+        spans = self.spans[numbers].tolist() if len(self.spans) else ()
         return ShardIndex.of(self.format, self.settings, names, *parts, spans)
 
     def to_bytes(self) -> bytes:
@@ -214,7 +217,7 @@ def of_mds(data: bytes, place: str) -> ShardIndex:
         columns = {json.dumps([each[name] for name in _COLUMNS]) for each in shards}
         compressions = {each["compression"] for each in shards}
         if len(compressions) != 1 or len(columns) != 1:
-            raise ValueError("its shards have several forms")
+            raise ValueError("its shards have several forms" if shards else "it has no shards")
         (compression,) = compressions
         files = [each["zip_data"] if compression else each["raw_data"] for each in shards]
         names = [each["basename"] for each in files]
