@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from trainer import ConfigError, ShardedDataset
+from trainer.data.shards.index import ShardIndex
 from trainer.shards.__main__ import main as shards
 
 
@@ -86,7 +87,7 @@ def test_tokens_may_be_followed_by_a_part_of_one(kind, header, tmp_path):
 
 def test_tokens_of_an_unknown_type_are_refused_with_the_words_to_give(tmp_path):
     numpy.arange(41.0).tofile(tmp_path / "train.bin")
-    allowed = r"tokens=8 dtype=float32: must be .* one of uint8, .* give tokens=1024 dtype=uint16"
+    allowed = r"dtype=float32 header=0: must be .* one of uint8, .* give tokens=1024 dtype=uint16"
     with pytest.raises(ConfigError, match=allowed):
         shards(["index", str(tmp_path), "tokens=8", "dtype=float32"])
 
@@ -157,6 +158,33 @@ def test_compressed_shards_of_mds_are_read(name, pack, tmp_path):
 def test_an_unknown_compression_is_refused_with_those_that_are_read(tmp_path):
     with pytest.raises(ConfigError, match="compression br: must be gz, bz2 or zstd; write"):
         mds(tmp_path, "str", [b"one"], "br:4")
+
+
+# Indices of somebody who means harm ---------------------------------------------------------------
+
+COLUMN = {"column_names": ["x"], "column_sizes": [None]}
+
+
+@pytest.mark.parametrize(
+    ("form", "settings", "why"),
+    [
+        ("bin", {"tokens": 5, "dtype": "O", "header": 0}, "dtype=O header=0: must be integers"),
+        ("bin", {"tokens": 5, "dtype": "uint16", "header": -2}, "header=-2: must be integers"),
+        ("bin", {"tokens": 10**18, "dtype": "uint16", "header": 0}, "must be integers"),
+        ("bin", {}, "tokens=None"),
+        ("mds", {}, "'mds' that are not read: KeyError: 'column_encodings'; write its index"),
+        ("mds", COLUMN | {"column_encodings": ["ndarray:O"]}, "arrays of O: must be uint8"),
+        ("mds", COLUMN | {"column_encodings": ["ndarray:int8:a"]}, "not read: ValueError"),
+        ("mds", COLUMN | {"column_encodings": [5]}, "not read: AttributeError"),
+        ("pickles", {}, "shards of form 'pickles' that are not read"),
+    ],
+)
+def test_an_index_with_settings_that_cannot_be_is_refused(form, settings, why, tmp_path):
+    (tmp_path / "0.bin").write_bytes(b"x" * 1000)
+    made = ShardIndex.of(form, settings, ["0.bin"], [3], [1000], [bytes(32)])
+    (tmp_path / "lockstep.index").write_bytes(made.to_bytes())
+    with pytest.raises(ConfigError, match=why):
+        ShardedDataset(tmp_path)
 
 
 # Which files --------------------------------------------------------------------------------------

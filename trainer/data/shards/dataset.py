@@ -15,7 +15,7 @@ from trainer.data.sampling.shards import LANES, WINDOW, ShardShuffle
 from trainer.data.shards.cache import ShardCache, default_folder
 from trainer.data.shards.download import DOWNLOADS
 from trainer.data.shards.errors import ServerError, ShardError
-from trainer.data.shards.formats import FORMATS, OpenShard
+from trainer.data.shards.formats import OpenShard, find_format
 from trainer.data.shards.index import load_index
 from trainer.data.shards.sources import open_source
 from trainer.errors import ConfigError, RunError, one_line
@@ -74,8 +74,8 @@ class ShardedDataset(Dataset):
             self._source, self.index, Path(cache or default_folder()), cache_bytes
         )
         self.ahead_bytes = min(ahead_bytes, cache_bytes // 2)
-        self._format = FORMATS[self.index.format]
-        self._format.check(self.index.settings)
+        form = (self.index.format, self.index.settings)
+        self._format = find_format(*form, self._source.url)
         self._open: dict[int, tuple[Path, Stamp, OpenShard]] = {}
 
     @property

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from trainer.data.shards.formats import mds, parquet, tar, tensors
 from trainer.data.shards.sources import Span
+from trainer.errors import ConfigError, describe
 
 
 class OpenShard(Protocol):
@@ -30,10 +31,28 @@ class Format:
     check: Callable[[Mapping[str, Any]], None] = lambda settings: None
 
 
+def find_format(name: str, settings: Mapping[str, Any], place: str) -> Format:
+    """Return the format of an index. Raises ConfigError for one that is not read."""
+    try:
+        FORMATS[name].check(settings)
+        return FORMATS[name]
+    except ConfigError:
+        raise
+    except Exception as error:  # the one who wrote the index may mean harm
+        why = f"has shards of form {name!r} that are not read: {describe(error)}"
+        raise ConfigError(f"{place}: {why}; write its index again") from None
+
+
 FORMATS = {
     "mds": Format(mds.SUFFIXES, mds.MdsShard, mds.count_rows, check=mds.check_columns),
     "tar": Format(tar.SUFFIXES, tar.TarShard, tar.count_rows, tar.divide),
     "parquet": Format(parquet.SUFFIXES, parquet.ParquetShard, parquet.count_rows, parquet.divide),
     "safetensors": Format((".safetensors",), tensors.SafetensorsShard, tensors.count_safetensors),
-    "bin": Format((".bin",), tensors.TokenShard, tensors.count_sequences, tensors.divide),
+    "bin": Format(
+        (".bin",),
+        tensors.TokenShard,
+        tensors.count_sequences,
+        tensors.divide,
+        tensors.check_tokens,
+    ),
 }

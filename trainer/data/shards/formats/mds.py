@@ -102,6 +102,8 @@ class _Array:
 
     def __init__(self, form: str):
         dtype, _, shape = form.partition(":")
+        if dtype and dtype not in _DTYPES.values():
+            raise ConfigError(f"MDS column of arrays of {dtype}: must be {', '.join(_SCALARS)}")
         self._dtype = np.dtype(dtype) if dtype else None
         self._shape = tuple(map(int, shape.split(","))) if shape else None
 

@@ -14,6 +14,7 @@ from trainer.data.shards.sources import Span
 from trainer.errors import ConfigError
 
 TOKEN_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+MOST_TOKENS = 2**31  # of a sequence
 
 
 class SafetensorsShard:
@@ -70,13 +71,20 @@ class TokenShard:
 
 def count_sequences(path: Path, settings: Mapping[str, Any]) -> int:
     """Return the sequences of a file. Raises ConfigError if `settings` do not say their length."""
-    kind, length = settings.get("dtype"), settings.get("tokens")
-    if kind not in TOKEN_TYPES or not isinstance(length, int) or length < 1:
-        given = f"tokens={length} dtype={kind}"
-        need = f"must be an integer of at least 1, and one of {', '.join(TOKEN_TYPES)}"
-        raise ConfigError(f"{path.name}: {given}: {need}; give tokens=1024 dtype=uint16")
-    size = np.dtype(kind).itemsize
-    return max(0, ((path.stat().st_size - settings["header"]) // size - 1) // length)
+    check_tokens(settings)
+    size = np.dtype(settings["dtype"]).itemsize
+    count = (path.stat().st_size - settings["header"]) // size
+    return max(0, (count - 1) // settings["tokens"])
+
+
+def check_tokens(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for settings of flat tokens that cannot be, such as a dtype of pointers."""
+    kind, length, header = (settings.get(name) for name in ("dtype", "tokens", "header"))
+    is_known = kind in TOKEN_TYPES and isinstance(length, int) and 1 <= length < MOST_TOKENS
+    if not is_known or not isinstance(header, int) or header < 0:
+        given = f"tokens={length} dtype={kind} header={header}"
+        need = f"must be integers above 0, and one of {', '.join(TOKEN_TYPES)}"
+        raise ConfigError(f"flat tokens: {given}: {need}; give tokens=1024 dtype=uint16")
 
 
 def divide(path: Path, settings: Mapping[str, Any], most: int) -> Iterator[tuple[int, Span]]:
