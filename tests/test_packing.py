@@ -145,3 +145,13 @@ def test_mistakes_are_named():
         PackedDataset(data, data.lengths, 0)
     with pytest.raises(ValueError, match="lengths must be theirs"):
         PackedDataset(data, data.lengths + 1, BUDGET)[0]
+    with pytest.raises(ValueError, match="sequence 0 is a tuple: must be a tensor"):
+        PackedDataset([(torch.arange(3), torch.arange(3))], [3], BUDGET)[0]
+    with pytest.raises(ValueError, match="sequences of row 0 differ: must have the same names"):
+        PackedDataset([{"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)}], [1, 1], 4)[
+            0
+        ]
+    with pytest.raises(ValueError, match=r"names \['label'\]: padding and the data must have"):
+        PackedDataset(data, data.lengths, BUDGET, {"label": -100})[0]
+    with pytest.raises(ValueError, match=r"names \['positions'\]: padding and the data"):
+        PackedDataset([{"positions": torch.arange(3)}], [3], BUDGET)[0]

@@ -104,7 +104,12 @@ class PackedDataset(Dataset):
         sizes = torch.tensor([end - begin for _, begin, end in pieces])
         numbers = torch.arange(1, len(pieces) + 1).repeat_interleave(sizes)
         places = torch.cat([torch.arange(int(size)) for size in sizes])
+        if any(part.keys() != parts[0].keys() for part in parts):
+            raise ValueError(f"sequences of row {index} differ: must have the same names in all")
         row = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        if odd := {SEGMENTS, POSITIONS} & row.keys() or self._padding.keys() - row.keys():
+            must = "those of the data, without segments and positions"
+            raise ValueError(f"names {sorted(odd)}: padding and the data must have {must}")
         row |= {SEGMENTS: numbers, POSITIONS: places}
         return {name: self._filled(name, values) for name, values in row.items()}
 
@@ -117,6 +122,8 @@ class PackedDataset(Dataset):
 
     def _take(self, index: int, begin: int, end: int) -> dict[str, torch.Tensor]:
         example = self._dataset[index]
+        if isinstance(example, tuple):
+            raise ValueError(f"sequence {index} is a tuple: must be a tensor, or a dict of them")
         if not isinstance(example, Mapping):
             example = {"tokens": example}
         found = {name: torch.as_tensor(values) for name, values in example.items()}
