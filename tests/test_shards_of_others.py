@@ -155,6 +155,12 @@ def test_compressed_shards_of_mds_are_read(name, pack, tmp_path):
     assert [found[0], found[1]] == [{"x": "one"}, {"x": ""}]
 
 
+def test_the_start_says_which_shards_cannot_be_verified(tmp_path):
+    assert "1 without a SHA-256 in the index" in mds(tmp_path, "str", [b"one"]).source
+    assert shards(["index", str(tmp_path)]) == 0
+    assert "SHA-256" not in ShardedDataset(tmp_path).source
+
+
 def test_an_unknown_compression_is_refused_with_those_that_are_read(tmp_path):
     with pytest.raises(ConfigError, match="compression br: must be gz, bz2 or zstd; write"):
         mds(tmp_path, "str", [b"one"], "br:4")

@@ -83,6 +83,8 @@ class ShardedDataset(Dataset):
         """Words for the start of a run."""
         size = _shown(int(self.index.sizes.clamp(min=0).sum()))
         shards = f"{self._source.url}, {len(self.index):,} {self.index.format} shards, {size}"
+        if unknown := int((self.index.digests == 0).all(1).sum()):
+            shards += f", {unknown:,} without a SHA-256 in the index, so not verified"
         if self.cache.is_in_place:
             return shards
         ahead = f"up to {_shown(self.ahead_bytes)} fetched ahead"
