@@ -202,6 +202,14 @@ def test_run_resumed_on_other_ranks_in_the_middle_of_an_epoch_repeats_nothing(
     assert audit([str(found["directory"])]) == 0
 
 
+def test_a_sampling_may_be_sent_to_a_spawned_process(folder):
+    dataset = ShardedDataset(folder)
+    dataset.sampling.first.share_memory_()  # as torch does with all tensors that are sent
+    others = [torch.full_like(dataset.sampling.first, -1) for _ in range(1000)]
+    assert [int(dataset[index][1]) for index in range(NUM)] == rows().tensors[1].tolist()
+    del others
+
+
 # Failures -----------------------------------------------------------------------------------------
 
 

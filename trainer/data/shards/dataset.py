@@ -69,7 +69,8 @@ class ShardedDataset(Dataset):
             raise ConfigError(f"{url}: has no examples; must have at least 1")
         self._decode = decode
         self.sampling = ShardShuffle(self.index.rows, lanes, window)
-        self._first = self.sampling.first.numpy()
+        # a copy: a process that is spawned moves the tensor to shared memory
+        self._first = self.sampling.first.numpy().copy()
         self.cache = ShardCache(
             self._source, self.index, Path(cache or default_folder()), cache_bytes
         )
