@@ -149,6 +149,7 @@ def test_refusals_are_one_line(tmp_path):
         f"run.init_from={tmp_path}/broken.safetensors": "cannot be read: ",
         f"run.init_from={tmp_path}/weights.csv": "is no file of tensors; give a run, a checkpoint",
         "run.freeze=[blokcs.*]": "run.freeze: blokcs.*: no parameter has such a name; the model",
+        "run.freeze=[blocks.0]": "; write blocks.0.*",
         "run.freeze=['*']": "run.freeze=['*']: must leave a parameter to train",
     }
     for number, (word, line) in enumerate(cases.items()):

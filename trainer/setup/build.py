@@ -205,7 +205,10 @@ def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
             some = ", ".join(list(names)[:4])
-            why = f"no parameter has such a name; the model has {some}{suggest(pattern, names)}"
+            near = suggest(pattern, names)
+            if any(name.startswith(f"{pattern}.") for name in names):  # a module's name
+                near = f"; write {pattern}.*"
+            why = f"no parameter has such a name; the model has {some}{near}"
             raise ConfigError(f"run.freeze: {pattern}: {why}")
         for name in matched:
             names[name].requires_grad_(False)
