@@ -14,6 +14,7 @@ from torch import nn
 
 from trainer import ConfigError, ResidentDataset, RunError
 from trainer.cli import load_task
+from trainer.config.targets import resolve
 from trainer.hook_errors import Rows, call, call_hook
 from trainer.setup.uncalled import find_uncalled
 
@@ -635,6 +636,15 @@ def test_a_task_whose_init_does_not_take_the_config_is_refused(tmp_path):
         ConfigError, match=r"WithoutConfig: __init__ must take the config, and pass"
     ):
         load_task(config)
+
+
+def test_a_module_that_imports_from_its_package_must_be_named_with_it(tmp_path, monkeypatch):
+    (tmp_path / "alone.py").write_text("from .model import build")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"start in the folder above, with key=<folder>\.alone\.T$"
+    ):
+        resolve("alone.T", "key", ["alone"])
 
 
 class Helped(Tiny):

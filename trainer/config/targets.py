@@ -41,6 +41,12 @@ def resolve(name: str, key: str, packages: Sequence[str] = ()) -> Any:
         if f"{home}.".startswith(f"{missing}."):
             advice = "; start in the folder that contains it, or set PYTHONPATH"
         raise ConfigError(f"{key}={name}: no module named {missing}{advice}") from None
+    except ImportError as error:
+        if "no known parent package" not in str(error):
+            raise
+        must = "must be named with its package, since it imports from it"
+        advice = f"start in the folder above, with {key}=<folder>.{name}"
+        raise ConfigError(f"{key}={name}: {must}; {advice}") from error
     if inspect.ismodule(getattr(module, attribute, None)) or _is_file_of(module, name):
         raise ConfigError(f"{key}={name}: is a module: must be a class in it, so add its name")
     if not hasattr(module, attribute):
