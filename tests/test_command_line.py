@@ -3,6 +3,7 @@ signals."""
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -68,7 +69,7 @@ class Mean(Tiny):
     assert 'reduction="none"' in done.stderr
 
 
-def test_run_directory_is_not_overwritten(command):
+def test_run_directory_is_not_overwritten(command, tmp_path):
     assert command(*TINY, "run.name=a").returncode == 0
     done = command(*TINY, "run.name=a")
     assert done.returncode == 2
@@ -76,6 +77,10 @@ def test_run_directory_is_not_overwritten(command):
         "error: run.name=a: runs/tiny/a exists and is not being resumed; "
         "add run.resume=auto or choose another run.name\n"
     )
+    shutil.rmtree(tmp_path / "runs/tiny/a/checkpoints")  # as after an error before the first save
+    line = "add run.resume=auto (nothing was saved, so it starts anew) or choose another run.name\n"
+    assert command(*TINY, "run.name=a").stderr.endswith(line)
+    assert command(*TINY, "run.name=a", "run.resume=auto").returncode == 0
 
 
 @pytest.mark.slow

@@ -112,7 +112,9 @@ def _check_unused(config: Config, named: Path | None) -> Path | None:
 
 def _is_taken(config: Config, named: Path) -> str:
     why = f"{config.shown(named)} exists and is not being resumed"
-    return f"run.name={named.name}: {why}; add run.resume=auto or choose another run.name"
+    is_saved = bool(transaction.steps(named / "checkpoints"))
+    how = "" if is_saved else " (nothing was saved, so it starts anew)"
+    return f"run.name={named.name}: {why}; add run.resume=auto{how} or choose another run.name"
 
 
 def _has_run(directory: Path) -> bool:
