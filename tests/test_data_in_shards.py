@@ -1,5 +1,6 @@
 """Data in shards: the same run from a folder or a server, with any cache, ranks and workers."""
 
+import errno
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ from torch.utils.data import TensorDataset
 from trainer import ConfigError, RunError, ShardedDataset, Trainer
 from trainer.audit import main as audit
 from trainer.data.sampling.shards import ShardShuffle
-from trainer.data.shards import download
+from trainer.data.shards import cache, download
 from trainer.doctor.local import check_shards
 from trainer.plan.fetching import measure_fetching
 from trainer.shards.__main__ import main as shards
@@ -352,6 +353,30 @@ def test_a_damaged_shard_is_left_out_with_on_error_skip(folder, tmp_path):
     bad = range(*ShardedDataset(data).sampling.first[7:9].tolist())
     assert not set(bad) & {index for step in found["seen"] for index in step}
     assert audit([str(found["directory"])]) == 0
+
+
+def test_a_damaged_shard_that_is_left_out_is_downloaded_twice_by_a_process(folder, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(folder, data)
+    flip(data / "shard.00007.mds")
+    with serving(data) as server:
+        dataset = ShardedDataset(server.url)
+        for index in range(*dataset.sampling.first[7:9].tolist()):
+            with pytest.raises(RunError, match="SHA-256"):
+                dataset[index]
+        assert server.sent["shard.00007.mds"] == 2 * (data / "shard.00007.mds").stat().st_size
+
+
+def test_a_full_disk_is_no_reason_to_leave_examples_out(folder, tmp_path, monkeypatch):
+    def fail(source, name, *rest):
+        if name == "shard.00007.mds":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        download.download(source, name, *rest)
+
+    with serving(folder) as server:
+        monkeypatch.setattr(cache, "download", fail)
+        with pytest.raises(AssertionError, match="No space left on device; make room"):
+            fit_on(1, tmp_path, *WORDS, "data.on_error=skip", task=task_on(server.url))
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from trainer.data.shards.download import digest_file, download
+from trainer.data.shards.errors import ServerError
 from trainer.data.shards.index import ShardIndex
 from trainer.data.shards.sources import CHUNK, LocalSource, Source
 from trainer.errors import ConfigError, RunError, one_line
@@ -194,7 +195,7 @@ class ShardCache:
         if size > self.most_bytes:
             need = f"must hold shard {self._index.name(shard)}, {size:,} bytes"
             raw.unlink()
-            raise RunError(f"cache_bytes={self.most_bytes}: {need}")
+            raise ServerError(f"cache_bytes={self.most_bytes}: {need}")
         self._publish(shard, raw, path, next_use)
 
     def _seal(self, shard: int, path: Path) -> None:
@@ -210,9 +211,9 @@ class ShardCache:
         digest = self._index.sha256(shard) or self.folder.name
         return int(digest[:7], 16) * 2 * 10**9
 
-    def _no_room(self, shard: int, error: OSError) -> RunError:
+    def _no_room(self, shard: int, error: OSError) -> ServerError:
         need = f"shard {self._index.name(shard)} cannot be written: {error.strerror}"
-        return RunError(f"{self.folder}: {need}; make room, or give another cache= folder")
+        return ServerError(f"{self.folder}: {need}; make room, or give another cache= folder")
 
     def _evict(self, shard: int, need: float, next_use: NextUse | None) -> None:
         """Delete other shards until `need` bytes fit for this one.
@@ -348,6 +349,6 @@ def _decompressed(file: BinaryIO, compression: str) -> Iterator[BinaryIO]:
         import zstandard
     except ImportError:
         advice = "pip install zstandard"
-        raise RunError(f"compression zstd: zstandard is not installed; {advice}") from None
+        raise ServerError(f"compression zstd: zstandard is not installed; {advice}") from None
     with zstandard.ZstdDecompressor().stream_reader(file) as stream:
         yield stream

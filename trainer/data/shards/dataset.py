@@ -78,6 +78,7 @@ class ShardedDataset(Dataset):
         form = (self.index.format, self.index.settings)
         self._format = find_format(*form, self._source.url)
         self._open: dict[int, tuple[Path, Stamp, OpenShard]] = {}
+        self._flaws: dict[int, str] = {}
 
     @property
     def source(self) -> str:
@@ -108,10 +109,13 @@ class ShardedDataset(Dataset):
     def _read(self, index: int) -> Any:
         shard = int(self._first.searchsorted(index, side="right")) - 1
         try:
+            if shard in self._flaws:  # it is not read again for each of its examples
+                raise RunError(self._flaws[shard])
             example = self._shard(shard)[index - int(self._first[shard])]
         except ServerError:
             raise
         except RunError as error:
+            self._flaws[shard] = str(error)
             raise ShardError(str(error), int(self.index.rows[shard])) from None
         return example if self._decode is None else self._decode(example)
 
@@ -120,7 +124,7 @@ class ShardedDataset(Dataset):
         places = self._first.searchsorted(indices, side="right") - 1
         shards = dict.fromkeys(places.tolist())
         self._close_changed(shards)
-        self.fetch(shard for shard in shards if shard not in self._open)
+        self.fetch(shard for shard in shards if shard not in {*self._open, *self._flaws})
         return [self._read(index) for index in indices]
 
     def fetch(self, shards: Iterable[int]) -> None:

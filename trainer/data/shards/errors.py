@@ -6,7 +6,7 @@ from trainer.errors import RunError
 
 
 class ServerError(RunError):
-    """A server that does not answer: other files cannot be read either."""
+    """A server that does not answer, or a cache without room: other files cannot be read either."""
 
 
 class ShardError(RunError):
