@@ -4,6 +4,7 @@ import base64
 import gzip
 import os
 import re
+import shutil
 import ssl
 import subprocess
 import threading
@@ -137,6 +138,8 @@ def test_an_address_that_cannot_be_one_is_refused_at_once(address):
 
 
 def test_an_unknown_certificate_is_refused_at_once(folder, tmp_path, monkeypatch):
+    if not shutil.which("openssl"):
+        pytest.skip("needs openssl")
     own = str(tmp_path / "own.pem")
     words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
     words += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", own, "-out", f"{own}.crt"]

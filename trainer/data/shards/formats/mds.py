@@ -27,6 +27,10 @@ _DTYPES = {
     **{8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32"},
     **{33: "int32", 34: "float32", 64: "uint64", 65: "int64", 66: "float64"},
 }
+_LISTS = {
+    **{f"list[{kind}]": kind for kind in ("jpeg", "png", "pil")},
+    **dict.fromkeys(("jpeg_array", "jpegarray"), "jpeg"),
+}
 _SCALARS = (
     *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "float32", "float64"),
@@ -74,11 +78,10 @@ def decoder(encoding: str) -> Callable[[bytes], Any]:
         **{"bytes": bytes, "str": lambda data: data.decode(), "json": json.loads},
         **{"str_int": int, "str_float": float, "str_decimal": lambda data: Decimal(data.decode())},
         **{"jpeg": _image, "png": _image, "pil": _raw_image},
-        **dict.fromkeys(("jpeg_array", "jpegarray"), _images),
     }
-    if kind.startswith("list[") and kind[5:-1] in ("jpeg", "png", "pil"):
-        decode = plain[kind[5:-1]]
-        return lambda data: [*map(decode, _elements(data[4:]))]
+    if kind in _LISTS:
+        decode, begin = plain[_LISTS[kind]], 4 * kind.startswith("list")  # which has 4 bytes free
+        return lambda data: [*map(decode, _elements(data[begin:]))]
     if kind == "int":
         return lambda data: struct.unpack("<q", data)[0]
     if kind in _SCALARS:
@@ -126,10 +129,6 @@ def _image(data: bytes) -> Any:
     from PIL import Image
 
     return Image.open(io.BytesIO(data))
-
-
-def _images(data: bytes) -> list[Any]:
-    return [*map(_image, _elements(data))]
 
 
 def _elements(data: bytes) -> Iterator[bytes]:
