@@ -142,6 +142,10 @@ def test_a_mixture_may_have_fewer_examples_in_shards_than_lanes(tmp_path):
     assert counts.max() - counts.min() <= 1
 
 
+def test_a_group_may_be_a_number_of_numpy():
+    assert Mixture([np.int64(3), range(4), 5]).sizes.tolist() == [3, 4, 5]
+
+
 def test_weights_in_a_list_have_the_precision_of_python():
     assert Weighted([1.0, 1e-50, 16777217.0]).weights.tolist() == [1.0, 1e-50, 16777217.0]
     assert Weighted(np.arange(3.0)[::-1]).weights.tolist() == [2.0, 1.0, 0.0]

@@ -48,7 +48,7 @@ class Mixture(Sampling):
         the number of examples. `members` (examples,): indices of all examples, group by group; by
         default the groups follow each other. Raises ConfigError for other arguments.
         """
-        sizes = [each if isinstance(each, int) else len(each) for each in groups]
+        sizes = [len(each) if hasattr(each, "__len__") else each for each in groups]
         self.sizes = as_vector(sizes, "groups", torch.int64)
         if int(self.sizes.min()) < 1:
             raise ConfigError("groups: each must have at least one example")
