@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ import yaml
 from trainer.errors import ConfigError
 from trainer.prove.__main__ import divide, main, prove
 from trainer.prove.bounds import Bounds, compare_tensors
-from trainer.prove.history import assign_batches, label_batches
+from trainer.prove.comparison import _is_amplified
+from trainer.prove.history import EvalPass, assign_batches, label_batches
 from trainer.prove.merging import Merged
+from trainer.prove.reasons import _explain_evaluation, _explain_rates
 from trainer.prove.table import as_dictionary
 
 HERE = Path(__file__).parent / "prove"
@@ -119,6 +122,7 @@ OTHERS = {
         "split": "the dataset is split or ordered by random numbers that depend on rank or run",
         "mixup": "the loop draws random numbers beside the examples",
         "leaves early": "ranks of B began 3 and 4 steps",
+        "average of rank 0": "not every rank updates them, as an EMA that rank 0 alone updates",
     },
     "by_hand.py": {
         "whole on each rank": "the iterable dataset does not divide its examples among the ranks",
@@ -302,6 +306,7 @@ LOST = {
     "position": "the examples of 4 steps are used again",
     "random": "draws random numbers, whose state is not restored",
     "augmentation": "draws random numbers (augmentation), whose state is not restored",
+    "average": "tensors that no optimizer has (an EMA, a frozen model, buffers) differ; they are",
 }
 
 
@@ -351,6 +356,44 @@ def test_a_command_that_fails_is_named_with_its_last_lines(capsys):
     ):
         main(["echo oh no; exit 3", "true"])
     assert "oh no" in capsys.readouterr().err
+
+
+def of_rates(*rates: float) -> SimpleNamespace:
+    of_steps = [{"w": rate} for rate in rates]
+    steps = [
+        SimpleNamespace(rates=each, ranks=[SimpleNamespace(rates=each)], num_backwards=1)
+        for each in of_steps
+    ]
+    return SimpleNamespace(name="A", size=1, steps=steps)
+
+
+def test_a_rate_that_begins_with_0_is_explained():
+    found = SimpleNamespace(one=of_rates(0.0, 1.0, 2.5), other=of_rates(0.0, 3.0, 7.5))
+    assert _explain_rates(found, 1) == "the learning rate is multiplied by 3"
+    found.other = of_rates(0.0, 3.0, 4.0)
+    assert _explain_rates(found, 1).startswith("the schedule depends on the layout")
+
+
+def test_evaluation_data_with_other_content_are_not_called_repeated():
+    def history(rows: list[str]) -> SimpleNamespace:
+        rank = SimpleNamespace(evaluations=[EvalPass(1, 4, len(rows), rows)], gathers=set())
+        return SimpleNamespace(name="A", ranks=[rank])
+
+    found = SimpleNamespace(one=history(["a", "b", "c"]), other=history(["a", "d", "d"]))
+    assert _explain_evaluation(found, 4).startswith("the examples differ in content")
+
+
+def test_rounding_that_adam_amplifies_is_no_difference():
+    def step(gradient: float, weight: float, epsilon: float) -> SimpleNamespace:
+        tensors = {"w": np.array([gradient])}, {"w": np.array([weight])}
+        gradients, weights = (Merged(each, {}, {}) for each in tensors)
+        ranks = [SimpleNamespace(epsilon=epsilon)]
+        return SimpleNamespace(ranks=ranks, rates={"w": 1e-3}, gradients=gradients, weights=weights)
+
+    one = step(1e-9, 1.0, 1e-8)
+    assert _is_amplified(one, step(1e-9 + 1e-16, 1 + 5e-12, 1e-8), "w")
+    assert not _is_amplified(one, step(1e-9 + 1e-16, 1 + 1e-9, 1e-8), "w")
+    assert not _is_amplified(step(1e-9, 1.0, 0.0), step(1e-9 + 1e-16, 1 + 5e-12, 0.0), "w")
 
 
 # Arithmetic ---------------------------------------------------------------------------------------

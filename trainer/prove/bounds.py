@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from trainer.prove.history import Sketch
 from trainer.prove.merging import CommandHistory, Merged, Step
 
 JUMP = 200.0  # an error begins with a jump, rounding grows from step to step
@@ -98,3 +99,8 @@ def measure(one: CommandHistory, other: CommandHistory) -> Bounds:
 def relative(one: float, other: float) -> float:
     """Return the relative difference of two numbers."""
     return 0.0 if one == other else abs(one - other) / max(abs(one), 1e-300)
+
+
+def relative_norm(one: Sketch, other: Sketch) -> float:
+    """Return the relative difference of two sketches."""
+    return float(np.linalg.norm(one - other) / max(float(np.linalg.norm(one)), 1e-300))

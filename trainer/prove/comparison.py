@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.prove.bounds import PARTLY_FP32, Bounds, compare_tensors, differences, relative
+import numpy as np
+
+from trainer.prove.bounds import (
+    JUMP,
+    PARTLY_FP32,
+    Bounds,
+    compare_tensors,
+    differences,
+    relative,
+    relative_norm,
+)
 from trainer.prove.history import EvalPass, RankHistory
 from trainer.prove.merging import CommandHistory, Step
 
@@ -17,8 +28,9 @@ EARLIER = {
     "initial weights": (),
     "examples": (),
     "lr": ("examples",),  # a schedule by passes, which have other numbers of steps
-    "gradients": ("initial weights", "examples", "lr", "weights", "replicas"),
+    "gradients": ("initial weights", "examples", "lr", "weights", "replicas", "rest"),
     "weights": ("initial weights", "examples", "lr", "gradients", "replicas"),
+    "rest": ("initial weights", "examples", "lr", "gradients", "weights", "replicas"),
     "replicas": ("initial weights", "gradients"),
     "evaluation": (),
     "steps": ("examples", "ranks"),
@@ -29,10 +41,13 @@ SAME_STEP = {
     "gradients": ("initial weights", "examples"),
     "weights": EARLIER["weights"],
     "replicas": EARLIER["replicas"],
+    "rest": EARLIER["rest"],
 }
-NUMBERS = ("initial weights", "gradients", "weights", "replicas", "steps", "ranks")
+NUMBERS = ("initial weights", "gradients", "weights", "replicas", "rest", "steps", "ranks")
 RATE_BOUND = 1e-9
 SPREAD_BOUND = 1e-4  # of replicas on several ranks, where rounding is not measured
+AMPLIFIED = 4.0  # for the error of sketches
+REST = "tensors that no optimizer has (an EMA, a frozen model, buffers)"
 
 
 @dataclass(frozen=True)
@@ -100,6 +115,7 @@ def compare(one: CommandHistory, other: CommandHistory, bounds: Bounds) -> PairC
         _compare_numbers(found),
         _compare_rates(found),
         _compare_replicas(found),
+        _compare_rest(found),
         _compare_evaluations(found),
         _compare_lengths(found),
     ]
@@ -209,11 +225,27 @@ def _compare_numbers(found: PairComparison) -> Deviation | None:
             is_over = not value <= bound
             if kind == "gradients" and is_over and _is_reduced_later(one, other, here, bound):
                 is_over = False
+            if kind == "weights" and is_over and _is_amplified(one, other, name):
+                is_over = False
             if first is None and is_over:
                 apart = f"the {kind[:-1]} of {name} differs by {value:.0e}"
                 first = Deviation(kind, place, f"{apart} (rounding: at most {bound:.0e})")
         before = max([before, *(value for value, _ in here.values())])
     return first
+
+
+def _is_amplified(one: Step, other: Step, name: str) -> bool:
+    """Return True if rounding of the gradient explains a weight: g / (|g| + eps), as in Adam.
+
+    Its derivative is at most 1 / eps.
+    """
+    eps = one.ranks[0].epsilon
+    if not eps or name not in one.gradients.whole or name not in other.gradients.whole:
+        return False
+    rate = one.rates.get(name, 0.0)
+    gradient = np.linalg.norm(one.gradients.whole[name] - other.gradients.whole[name])
+    weight = np.linalg.norm(one.weights.whole[name] - other.weights.whole[name])
+    return bool(weight <= AMPLIFIED * rate / eps * gradient)
 
 
 def _larger(one: float, other: float) -> float:
@@ -251,6 +283,37 @@ def _compare_replicas(found: PairComparison) -> Deviation | None:
                 where = f"the ranks of {history.name} have different weights: {name}"
                 return Deviation("replicas", place, f"{where} {spread[name]:.0e} apart")
     return None
+
+
+def _compare_rest(found: PairComparison) -> Deviation | None:
+    """Return the first step before which tensors that no optimizer has differ.
+
+    Those of BatchNorm depend on the micro-batch, and ranks that start with other ones are left out.
+    """
+    norms = {norm for each in (found.one, found.other) for norm in each.about("norms")}
+    if found.bounds.noise or norms - {"SyncBatchNorm"}:
+        return None
+    for place in range(1, found.num_steps):
+        here = rest_apart(found, place)
+        if who := [name for name in here if name not in rest_apart(found, 0)]:
+            where = f"{REST} of {who[0]} differ by {here[who[0]]:.0e}"
+            return Deviation("rest", place, f"{where} from those of rank 0 of {found.one.name}")
+    return None
+
+
+def rest_apart(found: PairComparison, place: int) -> dict[str, float]:
+    """Return by rank how far its other tensors are from those of the reference's rank 0."""
+    base = found.one.steps[place].ranks[0].rest
+    bound = max(found.bounds.least, JUMP * found.worst["weights"])
+    apart = {}
+    for history in (found.one, found.other):
+        for rank, step in zip(history.ranks, history.steps[place].ranks, strict=True):
+            value = relative_norm(base, step.rest)
+            if rank.num_rest != found.one.ranks[0].num_rest:
+                value = math.inf
+            if value > bound:
+                apart[f"rank {rank.rank} of {history.name}"] = value
+    return apart
 
 
 def _compare_evaluations(found: PairComparison) -> Deviation | None:

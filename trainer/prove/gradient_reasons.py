@@ -7,8 +7,8 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from trainer.prove.bounds import Bounds, compare_tensors, relative
-from trainer.prove.comparison import PairComparison
+from trainer.prove.bounds import Bounds, compare_tensors, relative, relative_norm
+from trainer.prove.comparison import REST, PairComparison
 from trainer.prove.merging import CommandHistory, Merged, Step
 
 APART = 1e-6  # relative: more than rounding of replicas
@@ -284,11 +284,6 @@ def _explain_some(found: PairComparison, one: Step, other: Step) -> str:
     start = f"examples and weights agree, and the losses differ by {loss:.0e}"
     ranks = (*one.ranks, *other.ranks)
     if any(relative_norm(ranks[0].rest, rank.rest) > APART for rank in ranks):
-        return f"{start}: so do tensors that no optimizer has (a frozen model, an EMA, buffers)"
+        return f"{start}: so do {REST}"
     why = "the loss is not a mean over examples (class weights, or negatives from the micro-batch)"
     return f"{start}: probably {why}"
-
-
-def relative_norm(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the relative difference of two sketches."""
-    return float(np.linalg.norm(one - other) / max(float(np.linalg.norm(one)), 1e-300))

@@ -47,6 +47,7 @@ class RankStep:
     rates: dict[str, float]
     random: str
     rest: Sketch  # sum of the tensors that no optimizer has
+    epsilon: float  # of an optimizer that divides by the size of gradients; 0 without
     reads: list[float]  # numbers that the script took from tensors since the step before
 
     @property
@@ -87,6 +88,7 @@ class RankHistory:
     gathers: set[int] = field(default_factory=set)  # evaluations without repeated examples
     errors: list[str] = field(default_factory=list)
     saves: list[str] = field(default_factory=list)
+    num_rest: int | None = None  # elements of the tensors that no optimizer has, at first
     num_begun: int = 0  # steps, with one that has a backward pass and no end
     is_averaging: bool = False  # the script has a collective of small tensors or objects
     time: float = 0.0
@@ -243,6 +245,7 @@ def _read_steps(history: RankHistory, events: Sequence[Event], owners: Mapping[i
         since.append(each)
         if each["event"] == "optimizer":
             history.optimizers.setdefault(each["number"], each)
+            history.num_rest = history.optimizers[0].get("rest")
             names[each["number"]] = each["names"]
         elif each["event"] == "step":
             is_drawn = any(one["event"] == "drawn" for one in since)
@@ -255,7 +258,10 @@ def _read_steps(history: RankHistory, events: Sequence[Event], owners: Mapping[i
             if not owners:  # no DataLoader
                 own = [_read_batch(one) for one in calls if "rows" in one]
             backwards = [one for one in since if one["event"] == "backward"]
-            history.steps.append(_read_step(each, names[each["optimizer"]], own, backwards, calls))
+            number = each["optimizer"]
+            epsilon = history.optimizers[number]["settings"].get("eps", 0.0)
+            step = _read_step(each, names[number], own, backwards, calls, epsilon)
+            history.steps.append(step)
             history.seconds = each["seconds"]
             history.recording = each["recording"]
             since = []
@@ -274,6 +280,7 @@ def _read_step(
     batches: list[MicroBatch],
     backwards: list[Event],
     forwards: list[Event],
+    epsilon: float,
 ) -> RankStep:
     rates = event.get("rates", [])
     return RankStep(
@@ -290,6 +297,7 @@ def _read_step(
         {name: rate for name, rate in zip(names, rates, strict=False) if rate is not None},
         event["random"],
         np.frombuffer(base64.b64decode(event["rest"])),
+        epsilon,
         event["reads"],
     )
 

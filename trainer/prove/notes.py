@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import numpy as np
 
 from trainer.prove.bounds import relative
-from trainer.prove.comparison import PairComparison
+from trainer.prove.comparison import REST, PairComparison, rest_apart
 from trainer.prove.example_reasons import name_repeated, repeats_order
 from trainer.prove.merging import CommandHistory
 
@@ -21,6 +22,9 @@ def find_notes(found: PairComparison) -> list[str]:
         notes.append(name_repeated(repeating))
     for each in both:
         notes += _name_shared_files(each) + _name_own_loss(each) + _name_copies(each)
+    starts = [who for who, apart in rest_apart(found, 0).items() if apart < math.inf]
+    if starts and found.is_same:
+        notes.append(f"{REST} of {starts[0]} start with other values than those of rank 0")
     if not any(step.gradients.norm for each in both for step in each.steps):
         notes.append("no parameter of A and B has a gradient at any step: nothing is learned")
     ratios = [_slowdown(each) for each in both]

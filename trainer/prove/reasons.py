@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from trainer.errors import counted
 from trainer.prove.bounds import relative
-from trainer.prove.comparison import PairComparison, evaluations, pair_evaluations
+from trainer.prove.comparison import PairComparison, evaluations, pair_evaluations, rest_apart
 from trainer.prove.example_reasons import FILLS, are_unseeded, explain_examples
 from trainer.prove.gradient_reasons import explain_gradients, explain_unreduced
 from trainer.prove.merging import CommandHistory
@@ -21,6 +21,7 @@ def explain(found: PairComparison) -> PairComparison:
         "lr": _explain_rates,
         "weights": _explain_weights,
         "replicas": _explain_replicas,
+        "rest": _explain_rest,
         "evaluation": _explain_evaluation,
         "steps": _explain_lengths,
         "ranks": _explain_lengths,
@@ -73,8 +74,9 @@ def _explain_rates(found: PairComparison, place: int) -> str:
                 return _explain_fast_schedule(found.one, times, start > 0)
     if _agree(one[1:], other) or _agree(one, other[1:]):
         return "the schedule is one step ahead on one of the layouts"
-    if all(relative(a * pairs[0][1], b * pairs[0][0]) < 1e-9 for a, b in pairs):
-        return f"the learning rate is multiplied by {pairs[0][1] / pairs[0][0]:.6g}"
+    first, its = next((pair for pair in pairs if pair[0]), (1.0, 0.0))  # a warm-up begins with 0
+    if its and all(relative(a * its, b * first) < 1e-9 for a, b in pairs):
+        return f"the learning rate is multiplied by {its / first:.6g}"
     return "the schedule depends on the layout, for example on the number of batches on a rank"
 
 
@@ -120,12 +122,21 @@ def _explain_replicas(found: PairComparison, place: int) -> str:
     return "their gradients agree, so an optimizer's state or something outside of it differs"
 
 
+def _explain_rest(found: PairComparison, place: int) -> str:
+    apart = rest_apart(found, place).keys() - rest_apart(found, 0).keys()
+    if any(f"rank 0 of {history.name}" in apart for history in (found.one, found.other)):
+        return "an EMA's decay, or how often it is updated, depends on the layout"
+    return "not every rank updates them, as an EMA that rank 0 alone updates"
+
+
 def _explain_evaluation(found: PairComparison, after: int) -> str:
     ours = evaluations(found.one)
     theirs_all = evaluations(found.other)
     later = dict(pair_evaluations(ours, theirs_all))[after]
     one = ours[after]
     other = theirs_all[later]
+    if sum(one.values()) == sum(other.values()) and one.keys() - other.keys():
+        return "the examples differ in content: evaluation data are drawn at random"
     sentences = []
     for history, counts, theirs in ((found.one, one, other), (found.other, other, one)):
         repeats = sum((counts - theirs).values())
@@ -136,8 +147,6 @@ def _explain_evaluation(found: PairComparison, after: int) -> str:
             sentences.append(f"{history.name} counts {numbers}: {FILLS}")
         elif left_out and len(counts) < len(theirs):
             sentences.append(f"{history.name} leaves out {counted(left_out, 'example')}")
-    if not sentences and sum(one.values()) == sum(other.values()):
-        sentences.append("the examples differ in content: evaluation data are drawn at random")
     return "; ".join(sentences) or "the layouts divide the evaluation data in another way"
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from trainer.errors import ConfigError, counted
 from trainer.prove.bounds import Bounds, compare_tensors, relative
-from trainer.prove.comparison import Deviation, PairComparison, compare
+from trainer.prove.comparison import REST, Deviation, PairComparison, compare, rest_apart
 from trainer.prove.example_reasons import have_same_indices
 from trainer.prove.gradient_reasons import draws_random, explain_gradients
 from trainer.prove.history import open_histories
@@ -71,6 +71,8 @@ def _align(
         found.deviations = [Deviation("initial weights", 0, where, "no checkpoint was loaded")]
     else:
         found.notes.append(_describe(place, kill))
+        if f"rank 0 of {resumed.name}" in rest_apart(found, 0) and not found.deviations:
+            found.deviations = [Deviation("rest", 0, f"{REST} differ", "they are not restored")]
     return found
 
 

@@ -1,6 +1,7 @@
 """A loop that saves a checkpoint every 4 steps and resumes; `--lost` names what it forgets."""
 
 import argparse
+import copy
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ kind = Noisy if options.lost == "augmentation" else TensorDataset
 data = kind(torch.randn(40, 6), torch.randn(40, 2))
 drop = nn.Dropout(0.3) if options.lost == "random" else nn.Identity()
 model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), drop, nn.Linear(8, 2))
+average = copy.deepcopy(model).requires_grad_(False)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
 saved = options.folder / "last.pt"
@@ -34,6 +36,8 @@ if options.resume:
     state = torch.load(saved)
     if options.lost != "model":
         model.load_state_dict(state["model"])
+    if options.lost != "average":
+        average.load_state_dict(state["average"])
     if options.lost == "moments":
         state["optimizer"]["state"] = {}
     if options.lost != "optimizer":
@@ -57,8 +61,11 @@ for epoch in range(step // per_epoch, 4):
         loss.backward()
         optimizer.step()
         schedule.step()
+        for mean, weight in zip(average.parameters(), model.parameters(), strict=True):
+            mean.data.mul_(0.9).add_(weight.data, alpha=0.1)
         step += 1
         if step % 4 == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save({**state, "schedule": schedule.state_dict(), "step": step}, saved)
+            state |= {"schedule": schedule.state_dict(), "average": average.state_dict()}
+            torch.save({**state, "step": step}, saved)
 sys.exit(0)

@@ -125,6 +125,7 @@ class Steps:
             settings={k: v for k, v in groups[0].items() if isinstance(v, (int, float, bool))},
             weights=encode([self.sketch(each, each) for each in mine]),
             seed=torch.initial_seed(),
+            rest=self._rest.num_elements,
             **calls.describe_models(every, mine),
         )
 

@@ -113,12 +113,19 @@ def flat_parts() -> dict[int, Part]:
     return found
 
 
+def _state_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what changes with a tensor: changes through `.data` leave its version as it is."""
+    few = tensor.detach().ravel()[:: max(1, tensor.numel() // 8)]
+    return tensor._version, few.tolist()
+
+
 class Rest:
     """Tensors of modules that no optimizer has: frozen models, moving averages, buffers."""
 
     def __init__(self) -> None:
         self._tensors: list[weakref.ref[torch.Tensor]] = []
-        self._known: dict[int, tuple[int, torch.Tensor]] = {}  # version and sketch, by place
+        self._known: dict[int, tuple[Any, torch.Tensor]] = {}  # state and sketch, by place
+        self.num_elements = 0
 
     def watch(self, modules: Sequence[nn.Module], trained: Sequence[torch.Tensor]) -> None:
         """Find the tensors; those of a sharded model are left out."""
@@ -128,12 +135,13 @@ class Rest:
         plain = (t for t in every.values() if t.is_floating_point() and not t.is_inference())
         self._tensors = [weakref.ref(t) for t in plain if not hasattr(t, "placements")]
         self._known.clear()
+        self.num_elements = sum(t.numel() for each in self._tensors if (t := each()) is not None)
 
     def sketch(self) -> torch.Tensor:
-        """Return the sum of their sketches; a tensor is read only if it was changed."""
+        """Return the sum of their sketches; a tensor is read whole only if it was changed."""
         total = torch.zeros(NUM, dtype=torch.float64)
         for place, tensor in enumerate(reference() for reference in self._tensors):
-            if tensor is not None and self._known.get(place, (-1,))[0] != tensor._version:
-                self._known[place] = (tensor._version, sketch(tensor).cpu())
+            if tensor is not None and self._known.get(place, (-1,))[0] != _state_of(tensor):
+                self._known[place] = (_state_of(tensor), sketch(tensor).cpu())
             total = total + self._known[place][1]
         return total
