@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from harness import wait_for
 
 from trainer.errors import ConfigError
 from trainer.prove.__main__ import divide, main, prove
@@ -356,6 +359,30 @@ def test_a_command_that_fails_is_named_with_its_last_lines(capsys):
     ):
         main(["echo oh no; exit 3", "true"])
     assert "oh no" in capsys.readouterr().err
+
+
+def test_the_last_lines_are_the_scripts_own_and_not_the_report_of_torchrun(capsys):
+    agent = "E1126 18:11:06.02 170 torch/distributed/elastic/multiprocessing/api.py:1002] failed"
+    command = f"echo ValueError: the cause; echo '{agent}'; seq 30; exit 1"
+    with pytest.raises(ConfigError, match="failed with code 1"):
+        main([command, "true", "dtype=native"])
+    shown = capsys.readouterr().err.splitlines()
+    assert "ValueError: the cause" in shown and "30" not in shown
+
+
+def test_a_stopped_proof_ends_its_command(tmp_path):
+    place = tmp_path / "pid"
+    words = [f"sleep 0.5; echo $$ > {place}; exec sleep 60", "true"]
+    environment = {**os.environ, "PYTHONPATH": str(RECORDER.parents[2])}
+    proof = subprocess.Popen([sys.executable, "-m", "trainer.prove", *words], env=environment)
+    try:
+        wait_for(lambda: place.exists() and place.read_text().strip())
+        proof.terminate()
+        assert proof.wait(30) != 0
+    finally:
+        proof.kill()
+    pid = int(place.read_text())
+    wait_for(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def of_rates(*rates: float) -> SimpleNamespace:

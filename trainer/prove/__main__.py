@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -110,4 +111,5 @@ def _read_integer(words: dict[str, str], name: str) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the command too
     run(main, HELP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from trainer.errors import ConfigError, visible
 STARTUP = Path(__file__).with_name("startup")
 VARIABLE = "LOCKSTEP_PROVE"
 SHOWN_LINES = 12  # of a failed command
+AGENT = re.compile(r"^[WE]\d{4} \S+ \d+ torch/distributed/elastic/multiprocessing/api", re.M)
 GRACE_S = 5.0  # for the processes of a killed command
 
 
@@ -62,8 +64,9 @@ class CommandRun:
         return self.seconds >= self.limit_s
 
     def last_lines(self) -> str:
-        """Return the end of the command's output."""
+        """Return the end of the command's output, without torchrun's report of the failure."""
         text = (self.folder / "output.txt").read_text(encoding="utf-8", errors="replace")
+        text = re.split(AGENT, text, maxsplit=1)[0] or text
         return "\n".join(visible(line) for line in text.splitlines()[-SHOWN_LINES:])
 
     def check(self) -> None:
