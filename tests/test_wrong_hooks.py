@@ -638,6 +638,12 @@ def test_a_task_whose_init_does_not_take_the_config_is_refused(tmp_path):
         load_task(config)
 
 
+def test_a_task_is_built_from_a_config_alone():
+    line = r"^Tiny: config is a dict: must be what trainer\.load_config\(\[\.\.\.\]\) returns$"
+    with pytest.raises(ConfigError, match=line):
+        Tiny({"run": {"epochs": 2}})
+
+
 def test_a_module_that_imports_from_its_package_must_be_named_with_it(tmp_path, monkeypatch):
     (tmp_path / "alone.py").write_text("from .model import build")
     monkeypatch.syspath_prepend(tmp_path)

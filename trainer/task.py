@@ -56,6 +56,9 @@ class Task:
     Options: type | None = None
 
     def __init__(self, config: Config, world: World | None = None):
+        if not isinstance(config, Config):
+            given = f"{type(self).__name__}: config is a {type(config).__name__}"
+            raise ConfigError(f"{given}: must be what trainer.load_config([...]) returns")
         world = world or World.from_environment()
         self.config = config
         self.world = world.with_devices(find_devices(config.strategy, world))
