@@ -94,6 +94,10 @@ BAD = [
         "verify: must be key=value; that command is python -m trainer.verify",
     ),
     ("task=cifar run.epochs==3", "run.epochs==3: cannot be read as key=value; quote"),
+    (
+        "task=cifar run.name=größe",
+        "run.name=größe: cannot be read as key=value; quote special characters: \"run.name='grö",
+    ),
     ("task=cifar run.name=[a", "run.name=[a: cannot be read as key=value; quote"),
     ("task=cifar optim.lr=0.1,", "optim.lr=0.1,: cannot be read as key=value; quote"),
     ("task=cifar --epochs 3", "--epochs is not a flag: allowed are --config-dir, --help"),

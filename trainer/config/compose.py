@@ -275,7 +275,9 @@ def parse(overrides: Sequence[str], sweeps: Sequence[str] = ()) -> list[Any]:
                 raise ConfigError(f"{text} = ...: write key=value without spaces")
             near = suggest(text, ["--help", "--config-dir"])
             raise ConfigError(f"{text!r} is not a setting: write key=value{near}")
-        advice = "cannot be read as key=value; quote special characters: key=\"'a,b'\""
+        key, _, value = text.partition("=")
+        quoted = f"{key}='a,b'" if "'" in value else f"{key}='{value}'"
+        advice = f'cannot be read as key=value; quote special characters: "{quoted}"'
         with _explained(line=f"{text}: {advice}"):
             override: Any = parser.parse_override(text)
         if override.is_sweep_override() and override.value_type.name not in sweeps:
