@@ -18,7 +18,7 @@ from trainer.data.shards.errors import ServerError, ShardError
 from trainer.data.shards.formats import OpenShard, find_format
 from trainer.data.shards.index import load_index
 from trainer.data.shards.sources import open_source
-from trainer.errors import ConfigError, RunError, one_line
+from trainer.errors import ConfigError, RunError, counted, one_line
 
 CACHE_BYTES = 2**36  # 64 GiB
 MOST_OPEN = 256  # files of one process
@@ -84,7 +84,8 @@ class ShardedDataset(Dataset):
     def source(self) -> str:
         """Words for the start of a run."""
         size = _shown(int(self.index.sizes.clamp(min=0).sum()))
-        shards = f"{self._source.url}, {len(self.index):,} {self.index.format} shards, {size}"
+        count = counted(len(self.index), f"{self.index.format} shard")
+        shards = f"{self._source.url}, {count}, {size}"
         if unknown := int((self.index.digests == 0).all(1).sum()):
             shards += f", {unknown:,} without a SHA-256 in the index, so not verified"
         if self.cache.is_in_place:
