@@ -190,12 +190,12 @@ class ExampleSource(Dataset):
             except (KeyboardInterrupt, ConfigError, ServerError):  # which no other one would mend
                 raise
             except ShardError as error:  # so are the examples after it, in the same shard
-                reason, index = str(error), taken + error.num_examples
+                reason, repair, index = str(error), "", taken + error.num_examples
             except BaseException as error:  # such as SystemExit
-                reason, index = describe_with_place(error), index + 1
+                reason, repair, index = describe_with_place(error), "repair it, ", index + 1
             # Evaluation counts each example exactly once, so it replaces none.
             if self.config.on_error != "skip" or self.split != "train":
-                advice = "repair it, or set data.on_error=skip for training data"
+                advice = f"{repair}or set data.on_error=skip for training data"
                 raise self._unreadable(wanted, reason, advice)
         advice = f"nor can the {MOST_IN_A_ROW - 1} examples after it be read; repair them"
         raise self._unreadable(wanted, reason, advice)
