@@ -75,7 +75,8 @@ MISTAKES = [
     (Unwritten, "has no build_dataset(split); define it in the class"),
     (
         NoSchedule,
-        "build_schedule: must return factor(step), a number: 'NoneType' object is not callable",
+        "build_schedule returned a NoneType: must return one factor(step), a number, for all "
+        "optimizers; for one alone, multiply its param_groups' lr in train_step",
     ),
     (NoOptimizer, "build_optimizer returned a tuple: must be an optimizer, or a list of them"),
 ]

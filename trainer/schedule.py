@@ -32,8 +32,10 @@ class Schedule:
     def check(self, num_steps: int) -> None:
         """Raise ConfigError if the factor of a step is wrong; try some of very many."""
         if not callable(self._factor):
-            given = f"{type(self._factor).__name__!r} object is not callable"
-            raise ConfigError(f"{self._name}: must return factor(step), a number: {given}")
+            kind = type(self._factor).__name__
+            must = "must return one factor(step), a number, for all optimizers"
+            own = "for one alone, multiply its param_groups' lr in train_step"
+            raise ConfigError(f"{self._name} returned a {kind}: {must}; {own}")
         for step in {*range(0, num_steps, max(1, num_steps // MOST_TRIED)), num_steps - 1}:
             self(step)
 
