@@ -249,6 +249,13 @@ class Lazy(Tiny):
         return nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 3))
 
 
+class Hooked(Tiny):
+    def build_model(self):
+        model = super().build_model()
+        model[0].weight.register_hook(lambda gradient: 2 * gradient)
+        return model
+
+
 class Foreign(Tiny):
     def blocks(self, model):
         return [nn.Linear(2, 2)]
@@ -268,6 +275,7 @@ class Unreached(Tiny):
 
 REFUSED = {
     "lazy": (2, Lazy, [], "strategy.mesh: 0 is a LazyLinear; give its sizes, or use ddp"),
+    "gradient hook": (2, Hooked, [], "a divided 0.weight would lose the hook on its gradient"),
     "foreign block": (2, Foreign, [], r"blocks\(model\): must return a list of modules of the"),
     "unreached": (2, Unreached, [], "the loss does not depend on the parameter second.weight"),
     "hook": (2, Tiny, ["strategy.comm_hook=fp16"], "strategy.comm_hook=fp16: strategy=fsdp takes"),

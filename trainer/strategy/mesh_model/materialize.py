@@ -51,7 +51,8 @@ class Values:
     def __init__(self, model: nn.Module, world: World, dtype: torch.dtype):
         """Take the values out of a model, which keeps its structure on the meta device.
 
-        Raises ConfigError for a lazy layer: its parameters do not exist yet.
+        Raises ConfigError for a lazy layer, whose parameters do not exist yet, and for a hook on a
+        parameter, which is replaced.
         """
         self._device = world.device
         self._dtype = dtype
@@ -61,6 +62,10 @@ class Values:
             if any(is_lazy(p) for p in module.parameters(recurse=False)):
                 given = f"{name} is a {type(module).__name__}"
                 raise ConfigError(f"strategy.mesh: {given}; give its sizes, or use ddp")
+        for name, parameter in model.named_parameters():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                why = f"a divided {name} would lose the hook on its gradient"
+                raise ConfigError(f"strategy.mesh: {why}; leave the hook out, or use ddp")
         self._is_kept = world.rank == 0
         replace_tensors(model, self._take_value)
 
