@@ -85,6 +85,8 @@ NAMED = {
     f"{PASSES}; set run.buffers=per_step",
     "Codebook": f"buffers 1.codes, 1.counts, 1.sums: {OF_ROWS}; take strategy=exact",
     "RunningMaximum": f"buffer 1.most: {OF_ROWS}; take strategy=exact",
+    "AverageInForward": "the parameter average.weight is written in the forward pass",
+    "ModelOfItsPasses": f"buffer 1.number: {PASSES}; set run.buffers=per_step",
     "EmbeddingOfMaxNorm": "the parameter table.weight is written in the forward pass",
     "HookClamps": BACKWARD.format("0.weight"),
     "OwnBackward": BACKWARD.format("0.bias"),
@@ -142,6 +144,13 @@ def said_of_wrong_tasks(tmp_path_factory):
 def test_what_would_differ_in_another_layout_is_named_with_its_reason(name, said_of_wrong_tasks):
     (line,) = [line for line in said_of_wrong_tasks[name] if NOTE in line]
     assert NAMED[name] in line and line.count(";") >= 1
+
+
+@pytest.mark.parametrize("name", ["AverageInForward", "EmbeddingOfMaxNorm", "ModelOfItsPasses"])
+def test_a_fixed_tree_refuses_micro_batches_that_depend_on_those_before(name, tmp_path, capfd):
+    words = ["strategy=exact", "data.micro_batch=11"]
+    (line,) = said_at_start(getattr(wrong, name), tmp_path, capfd, *words)
+    assert NAMED[name] in line
 
 
 def test_each_wrong_task_is_named_somewhere():

@@ -598,6 +598,40 @@ class EmbeddingOfMaxNorm(Tiny):
         return Renormed()
 
 
+class Follows(nn.Module):
+    """A frozen layer that follows another one in each forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.leader = nn.Linear(4, 3)
+        self.average = nn.Linear(4, 3).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.average.weight.lerp_(self.leader.weight, 0.1)
+        return self.leader(x) + self.average(x)
+
+
+class AverageInForward(Tiny):
+    def build_model(self):
+        return Follows()
+
+
+class CountsPasses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("number", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.number += 1
+        return x / self.number
+
+
+class ModelOfItsPasses(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 16), CountsPasses(), nn.Linear(16, 3))
+
+
 # Backward passes ----
 
 

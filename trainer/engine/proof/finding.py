@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from trainer.strategy.mesh_model.mesh_proof import apart
 
 NARROW = 0.2
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative; of narrower types NARROW
+BATCHES = "num_batches_tracked"
 ALONE = "compute each row from itself, or take strategy=exact, which fixes the micro-batches"
 
 
@@ -47,7 +48,7 @@ def compare(whole: Passed, parts: Passed, limit: float) -> Mismatch | None:
         return Mismatch("gradient", name)
     for name, value in whole.buffers.items():
         other = parts.buffers.get(name)
-        if other is None or name.endswith("num_batches_tracked"):
+        if other is None or name.endswith(BATCHES):
             continue
         if not apart(value, other) <= limit:
             return Mismatch("buffer", name)
@@ -110,9 +111,9 @@ def explain(difference: Mismatch, whole: Passed, parts: Passed, limit: float) ->
     """Return the reason for a difference of parts from the whole, from traced passes."""
     if difference.kind == "buffer":
         return explain_buffers([difference.name], can_rewind=False)
-    if difference.kind == "parameter":
-        why = "is written in the forward pass, by the rows of a micro-batch"
-        return f"the parameter {difference.name} {why}; write it in train_step, after update"
+    if name := next(iter({**whole.written, **parts.written}), ""):
+        why = "is written in the forward pass, once for each micro-batch"
+        return f"the parameter {name} {why}; write it in train_step, after update"
     if whole.traces and parts.traces:
         found = find_module(whole.traces[0], parts.traces, limit)
         if found is not None:
@@ -148,6 +149,27 @@ def explain_buffers(names: Sequence[str], can_rewind: bool) -> str:
         why = "changed by the rows of a micro-batch, not by those of the global batch"
         advice = "take strategy=exact, which fixes the micro-batches"
     return f"{named}: {why}; {advice}"
+
+
+def find_advancing(
+    module: nn.Module, whole: Passed, run_again: Callable[[], Passed], limit: float, resets: bool
+) -> str:
+    """Return a line if a micro-batch of a fixed tree depends on those before it on its rank.
+
+    Buffers of floating-point numbers start anew in each; with `resets`, integers too.
+    """
+    if whole.written:
+        return explain(Mismatch("parameter"), whole, whole, limit)
+    changed = [name for name in list_changed(module, whole) if not name.endswith(BATCHES)]
+    names = [n for n in changed if not (resets or whole.buffers[n].is_floating_point())]
+    before = {name: module.get_buffer(name).clone() for name in names}
+    for name in names:
+        module.get_buffer(name).copy_(whole.buffers[name])
+    later = compare(whole, run_again(), limit) if names else None
+    for name, value in before.items():
+        module.get_buffer(name).copy_(value)
+    depends = later is not None and later.kind != "buffer"
+    return explain_buffers(names, can_rewind=True) if depends else ""
 
 
 def _explain_module(key: Key, call: Call, whole: CallTrace, parts: Sequence[CallTrace]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -15,9 +16,11 @@ from trainer.data.preparation import MicroBatch
 from trainer.distributed import accelerator
 from trainer.engine.parts import Parts
 from trainer.engine.proof.finding import (
+    Mismatch,
     compare,
     explain,
     explain_buffers,
+    find_advancing,
     limit_of,
     list_changed,
 )
@@ -207,6 +210,11 @@ class Judge:
                 return self._name(subject, passes, cuts, limit)
             except Exception:  # a model may not take the hooks of a trace
                 return Verdict(explain(found, whole, parts, limit))
+        if len(cuts) == 2:  # of a fixed tree, whose micro-batches are not cut
+            again = partial(passes.run, cuts)
+            resets = self._parts.config.run.buffers == "per_step"
+            if line := find_advancing(subject.module, whole, again, limit, resets):
+                return Verdict(line)
         changed = list_changed(subject.module, whole)
         if changed and not subject.rewinds:  # as ranks, whose buffers are combined
             rewound = compare(whole, passes.run(cuts, rewinds=True), limit)
@@ -277,6 +285,8 @@ def _name_draws(first: Passed, again: Passed, limit: float, changed: Sequence[st
     if compare(first, again, limit) is None:
         return ""
     where = _place(first, again, limit)
+    if first.written:
+        return explain(Mismatch("parameter"), first, again, limit)
     if changed:
         why = f"depends on {', '.join(changed)}, which it changes and no buffer holds"
         return f"{where} {why}; make it a buffer, or a function of self.step"

@@ -130,7 +130,8 @@ class ProofPasses:
     def _run(self, first: int, last: int, number: int, leaves: Tensors, is_traced: bool) -> Passed:
         subject = self._subject
         trace = CallTrace(subject.module, subject.draws, last - first)
-        totals = _totals(leaves)
+        every = dict(subject.module.named_parameters())  # the frozen ones too
+        totals = _totals(every)
         inputs, targets = self._cast(subject.take(first, last))
         with self._drawing(first, last, number):
             of_torch = torch.default_generator.get_state()
@@ -139,9 +140,9 @@ class ProofPasses:
                 returned = subject.loss(outputs, targets)
                 total, sums = _sum(returned, targets, outputs, subject.name)
             has_drawn = not torch.equal(of_torch, torch.default_generator.get_state())
-            after = _totals(leaves)
+            after = _totals(every)
             gradients = self._differentiate(total, leaves)
-        written = {n: p.detach().clone() for n, p in leaves.items() if after[n] != totals[n]}
+        written = {n: p.detach().clone() for n, p in every.items() if after[n] != totals[n]}
         found = (sums, gradients, _buffers(subject.module), written, total.dtype)
         return Passed(*found, has_drawn, [trace])
 
