@@ -7,7 +7,7 @@ the model can compute in fp64 it does, or in fp32, so that a difference is no ro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -130,7 +130,7 @@ class ProofPasses:
     def _run(self, first: int, last: int, number: int, leaves: Tensors, is_traced: bool) -> Passed:
         subject = self._subject
         trace = CallTrace(subject.module, subject.draws, last - first)
-        every = dict(subject.module.named_parameters())  # the frozen ones too
+        every: Tensors = dict(subject.module.named_parameters())  # the frozen ones too
         totals = _totals(every)
         inputs, targets = self._cast(subject.take(first, last))
         with self._drawing(first, last, number):
@@ -142,7 +142,7 @@ class ProofPasses:
             has_drawn = not torch.equal(of_torch, torch.default_generator.get_state())
             after = _totals(every)
             gradients = self._differentiate(total, leaves)
-        written = {n: p.detach().clone() for n, p in every.items() if after[n] != totals[n]}
+        written = {n: p.detach().clone() for n, p in every.items() if after.get(n) != totals.get(n)}
         found = (sums, gradients, _buffers(subject.module), written, total.dtype)
         return Passed(*found, has_drawn, [trace])
 
@@ -278,9 +278,17 @@ def _mean(name: str, passed: Sequence[Passed], weights: Sequence[float]) -> torc
     return torch.stack([each * w for each, w in zip(every, weights, strict=True)]).sum(0)
 
 
-def _totals(leaves: Tensors) -> dict[str, float]:
+def _totals(parameters: Tensors) -> dict[str, str]:
+    """Return sums that tell whether a parameter was written; of types that have none, nothing.
+
+    As texts: NaN is equal to itself.
+    """
+    found = {}
     with torch.no_grad():
-        return {name: float(leaf.sum()) for name, leaf in leaves.items()}
+        for name, parameter in parameters.items():
+            with suppress(RuntimeError, TypeError):  # frozen weights may be float8
+                found[name] = repr(float(parameter.sum()))
+    return found
 
 
 @contextmanager
