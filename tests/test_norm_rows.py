@@ -9,8 +9,10 @@ from harness import CONF, PARITY, check_parity, fit, fit_on, on_ranks, slow_but
 from tiny import Tiny
 from torch import nn
 
+from trainer import load_config
 from trainer.data.batch_plan import BatchPlan, Cut, check_batch
 from trainer.errors import ConfigError
+from trainer.record.startup import describe_model
 from trainer.strategy.modules.batchnorm import SMALL, normalize_groups, synchronize
 from trainer.strategy.modules.running_statistics import RunningStatistics
 
@@ -102,10 +104,21 @@ def test_converted_layers_keep_their_class_methods_and_hooks(how):
     assert model[1].name() == "5 channels" and hook.id in model[1]._forward_hooks
 
 
+def test_the_start_advises_no_setting_that_refuses_the_models_layers():
+    config = load_config(["task=tiny"], [CONF])
+    (_, plain) = describe_model(config, nn.BatchNorm2d(5), is_cut_fixed=False)
+    assert plain.endswith("; set run.norm_rows=11 or strategy.sync_batchnorm=true")
+    (_, own) = describe_model(config, WithReLU(5), is_cut_fixed=False)
+    assert own.endswith("; take strategy=exact, which fixes the micro-batches")
+
+
 @pytest.mark.parametrize("how", ["norm_rows", "sync"])
 def test_layers_with_a_forward_pass_of_their_own_are_refused(how):
     given = "run.norm_rows=2" if how == "norm_rows" else "strategy.sync_batchnorm=true"
-    own = "with a forward pass of its own; use nn.BatchNorm2d, and the rest beside it"
+    own = (
+        "with a forward pass of its own; use nn.BatchNorm2d, and the rest beside it, or "
+        "strategy=exact instead"
+    )
     patched = nn.BatchNorm2d(5)
     patched.forward = lambda x: x
     refused = {

@@ -28,7 +28,7 @@ from trainer.errors import counted
 from trainer.record import fingerprint
 from trainer.strategy.base import find_strategy
 from trainer.strategy.mesh import Mesh
-from trainer.strategy.modules.batchnorm import has_plain_batchnorm
+from trainer.strategy.modules.batchnorm import has_own_forward, has_plain_batchnorm
 
 RANK_COLUMNS = ("rank", "local_rank", "node", "host", "pid", "device")
 MOST_RANKS = 16
@@ -229,6 +229,8 @@ def describe_model(config: Config, model: nn.Module, is_cut_fixed: bool) -> list
         why = "normalises the rows of a micro-batch: ranks and data.micro_batch change the result"
         rows = max(n for n in range(1, MOST_ROWS + 1) if config.data.global_batch % n == 0)
         advice = f"set run.norm_rows={rows} or strategy.sync_batchnorm=true"
+        if any(map(has_own_forward, model.modules())):  # both settings would be refused
+            advice = "take strategy=exact, which fixes the micro-batches"
         lines.append(f"plain BatchNorm {why}; {advice}")
     if config.run.ema_decay is not None:
         lines.append("evaluation uses the moving average of the weights (run.ema_decay)")

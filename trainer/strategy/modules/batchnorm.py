@@ -83,11 +83,18 @@ def _convertible(model: nn.Module, given: str, *others: Any) -> list[_BatchNorm]
         is_synced = issubclass(kind, nn.SyncBatchNorm) and not others
         if issubclass(kind, _LazyNormBase) or is_synced:
             raise ConfigError(f"{given}: {name} is a {kind.__name__}; use nn.BatchNorm2d")
-        if kind.forward not in (_BatchNorm.forward, *others) or "forward" in vars(layer):
+        if has_own_forward(layer, *others):
             why = f"{name} is a {kind.__name__} with a forward pass of its own"
-            raise ConfigError(f"{given}: {why}; use nn.BatchNorm2d, and the rest beside it")
+            advice = "use nn.BatchNorm2d, and the rest beside it, or strategy=exact instead"
+            raise ConfigError(f"{given}: {why}; {advice}")
         layers.append(layer)
     return layers
+
+
+def has_own_forward(layer: nn.Module, *others: Any) -> bool:
+    """Return True for a BatchNorm layer whose forward pass is neither torch's nor of `others`."""
+    is_known = type(layer).forward in (_BatchNorm.forward, *others)
+    return isinstance(layer, _BatchNorm) and ("forward" in vars(layer) or not is_known)
 
 
 def _convert(layer: _BatchNorm, base: type) -> None:
