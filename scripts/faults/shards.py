@@ -29,6 +29,7 @@ from faults.runs import _judge
 from trainer import ConfigError, ShardedDataset
 from trainer.data.shards import download
 from trainer.data.shards.index import NAME, OF_MDS, ShardIndex
+from trainer.distributed.watch.watcher import LOST
 from trainer.errors import describe_with_place
 from trainer.shards.writing import write_shards
 
@@ -116,8 +117,12 @@ def end(process: Process) -> Done:
 
 
 def refused(done: Done, code: int, *wanted: str) -> str | None:
-    """Return a problem unless it ended in one line of error that has these words."""
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    """Return a problem unless it ended in one line of error that has these words.
+
+    On a busy machine the other rank may say before it that this one has exited.
+    """
+    every = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    lines = [line for line in every if LOST not in line]
     is_named = len(lines) == 1 and all(re.search(word, lines[0]) for word in wanted)
     if done.returncode in (code, AGENT) and is_named and "Traceback" not in done.stderr:
         return None
