@@ -383,6 +383,26 @@ def test_secret_is_refused_in_files_and_on_the_command_line_without_its_value(
     assert VALUE not in str(raised.value) + "".join(capfd.readouterr())
 
 
+@pytest.mark.parametrize(
+    ("address", "is_refused"),
+    [
+        (f"https://me:{VALUE}@host/data", True),
+        (f"s3://bucket/a?X-Amz-Date=1&X-Amz-Signature={VALUE}", True),
+        (f"https://account.blob/a?sv=1&sig={VALUE}", True),
+        ("https://me@host/data?versionId=1", False),
+        ("tcp://10.0.0.1:29500", False),
+    ],
+)
+def test_address_with_a_password_or_a_signature_is_refused(address, is_refused, tmp_path):
+    given = with_options(tmp_path, f"url: '{address}'")
+    if not is_refused:
+        assert load_config(*given).task.options["url"] == address
+        return
+    told = r"^task\.options\.url: is an address with .* os\.environ\[\"URL\"\]$"
+    with pytest.raises(ConfigError, match=told):
+        load_config(*given)
+
+
 @pytest.mark.parametrize("name", [*INNOCENT, "token_dim", "pad_token", "hf_token"])
 def test_innocent_name_passes(name, tmp_path):
     value = {"token_dim": 64, "pad_token": "<pad>", "hf_token": "null"}.get(name, "abc")

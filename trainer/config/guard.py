@@ -12,10 +12,16 @@ _WORDS = {"token", "password", "passwd", "passphrase", "secret", "apikey", "acce
 _PAIRS = {("api", "key"), ("access", "key"), ("private", "key")}
 # pad_token: "<pad>" is a vocabulary entry, so "token" after one of these is no secret
 _MARKS = {"pad", "bos", "eos", "unk", "sep", "cls", "mask"}
+_IN_ADDRESS = re.compile(
+    r"://[^/\s@]*:[^/\s@]+@|[?&]([\w-]*signature|sig|[\w-]*token)=", re.IGNORECASE
+)
 
 
 def check_no_secret(value: Any, key: str = "") -> None:
-    """Raise ConfigError if a key in a nested value names a secret. The message has no values."""
+    """Raise ConfigError if a key in a nested value names a secret, or an address has one.
+
+    The message has no values.
+    """
     if isinstance(value, Mapping):
         for name, below in value.items():
             check_no_secret(below, f"{key}.{name}" if key else str(name))
@@ -23,9 +29,15 @@ def check_no_secret(value: Any, key: str = "") -> None:
         for number, below in enumerate(value):
             check_no_secret(below, f"{key}.{number}")
     elif _is_secret(key, str(value)):
-        name = re.sub(r"\W", "_", key.rpartition(".")[2]).upper()
-        why = "is the name of a secret, and a configuration is written to files"
-        raise ConfigError(f'{key}: {why}; read it inside the task, as os.environ["{name}"]')
+        raise _refuse(key, "is the name of a secret")
+    elif _IN_ADDRESS.search(str(value)):
+        raise _refuse(key, "is an address with a password or a signature")
+
+
+def _refuse(key: str, why: str) -> ConfigError:
+    name = re.sub(r"\W", "_", key.rpartition(".")[2]).upper()
+    written = "and a configuration is written to files"
+    return ConfigError(f'{key}: {why}, {written}; read it inside the task, as os.environ["{name}"]')
 
 
 def check_override(text: str) -> None:
