@@ -94,7 +94,15 @@ NAMED = {
 }
 # They depend on the rank, the data, the clock or the optimizer, which one rank cannot show.
 ELSEWHERE = {
-    *("OwnData", "OwnAugmentation", "LossOfTheRank", "ModelOfTheRank", "DropsByFunction", "Norm"),
+    *(
+        "OwnData",
+        "OwnAugmentation",
+        "LossOfTheRank",
+        "ModelOfTheRank",
+        "DropsByFunction",
+        "Norm",
+        "NormOfItsOwn",
+    ),
     *("MetricsOfTheRank", "MetricsOfTheBatch", "RateOfTheLayout", "DataOfProcess"),
     *("DataOfTheSystem", "OptimizerOfTheRank", "OptimizerUnseeded", "ScheduleOfTheClock"),
     *("ScheduleOfTheRank", "StepOfTheClock", "DataOfReads", "DataInPlace"),

@@ -58,6 +58,10 @@ METRICS = "training agrees and evaluation does not: metrics, summarize or the ev
 RATE = "here; build_optimizer, schedule or train_step depend on rank or clock"
 WEIGHTS = "the ranks have different weights; optimizer or train_step depend on the rank or on"
 
+PLAIN_NORM = (
+    "plain BatchNorm normalises over the rows of a micro-batch, whose number the layout changes; "
+    "give run.norm_rows=<rows>, strategy.sync_batchnorm=true or strategy=exact"
+)
 # Each mistake that the start of a run names has the reason of the start (test_proof.py); the others
 # mostly have a second one of their kind. The first of a kind is a default test.
 WRONG = {
@@ -70,8 +74,9 @@ WRONG = {
     "DataInPlace": READING.format("inputs"),
     "LossOfTheRank": OF_THE_RANK,
     "ModelOfTheRank": OF_THE_RANK,
-    "Norm": "plain BatchNorm normalises over the rows of a micro-batch, whose number the layout"
-    " changes; give run.norm_rows=",
+    "Norm": PLAIN_NORM,
+    "NormOfItsOwn": PLAIN_NORM,
+    "ModelOfItsPasses": "training agrees and evaluation does not",  # whose passes it counts too
     "MetricsOfTheRank": METRICS,
     "MetricsOfTheBatch": METRICS,
     "RateOfTheLayout": RATE,

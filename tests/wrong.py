@@ -632,6 +632,16 @@ class ModelOfItsPasses(Tiny):
         return nn.Sequential(nn.Linear(4, 16), CountsPasses(), nn.Linear(16, 3))
 
 
+class NormAndReLU(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class NormOfItsOwn(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 16), NormAndReLU(16), nn.Linear(16, 3))
+
+
 # Backward passes ----
 
 

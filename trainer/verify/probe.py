@@ -8,6 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainer.engine.proof.holders import Holders, of_dataset
 from trainer.engine.proof.ranks import digest_rows
 from trainer.run import Run
+from trainer.strategy.modules.batchnorm import GroupBatchNorm, SyncBatchNorm
 from trainer.verify.evidence import Probe
 
 PROBED = 8  # examples, the same on every rank
@@ -36,5 +37,5 @@ def probe(run: Run) -> Probe:
 
 
 def _is_plain_batchnorm(layer: nn.Module) -> bool:
-    is_batchnorm = isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
-    return is_batchnorm and type(layer).__module__.startswith("torch.")
+    known = (GroupBatchNorm, SyncBatchNorm, nn.SyncBatchNorm)
+    return isinstance(layer, _BatchNorm) and not isinstance(layer, known)

@@ -82,7 +82,7 @@ def _explain_place(reference: Evidence, other: Evidence, group: str, where: str)
 def _explain_layers(probe: Probe) -> str:
     if probe.has_batchnorm:
         why = "normalises over the rows of a micro-batch, whose number the layout changes"
-        advice = "give run.norm_rows=<rows>, or strategy.sync_batchnorm=true"
+        advice = "give run.norm_rows=<rows>, strategy.sync_batchnorm=true or strategy=exact"
         return f"plain BatchNorm {why}; {advice}"
     if probe.is_torchs_dropout:
         advice = "leave it out, or keep the size of the micro-batch"
