@@ -223,6 +223,7 @@ def test_the_rest_of_a_killed_download_is_fetched(runs, whole, server, folder):
     rest = (folder / name).stat().st_size - parts[0].stat().st_size
     assert 0 < rest < 500_000
     server.rate = 0.0
+    wait_for(lambda: not server.answering, 30)
     server.sent.clear()
     data = ShardedDataset(server.url, cache=runs.cache, cache_bytes=CACHE_BYTES, lanes=4, window=2)
     data.cache.fetch(shard)

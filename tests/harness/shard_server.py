@@ -12,12 +12,24 @@ PIECES = 10  # of a slow answer
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Sends files, or parts of them; counts them in `server.sent`."""
+    """Sends files, or parts of them; counts their bytes in `server.sent`.
+
+    `server.answering` are the answers that have not ended, also those to a client that was killed.
+    """
 
     def log_message(self, *_):
         pass
 
     def do_GET(self):
+        with self.server.lock:
+            self.server.answering += 1
+        try:
+            self._answer()
+        finally:
+            with self.server.lock:
+                self.server.answering -= 1
+
+    def _answer(self):
         server = self.server
         with server.lock:
             is_hit = server.draw.random() < server.rate
@@ -78,6 +90,7 @@ def serving(folder, rate=0.0, seed=0, has_ranges=True, port=0, faults=FAULTS, sl
     server.has_ranges = has_ranges
     server.lock = threading.Lock()
     server.sent = {}
+    server.answering = 0
     server.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
