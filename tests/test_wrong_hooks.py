@@ -417,6 +417,12 @@ def test_type_that_fits_no_loss_or_model_is_named(tmp_path):
             r"the model's module 0 failed: RuntimeError: .* dtype, but got Long and Double; "
             r"inputs: int64 \(22, 4\); make them fit",
         ),
+        "synchronized BatchNorm": (
+            task_with(build_model=lambda self: nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3))),
+            ConfigError,
+            r"the model's module 1 failed: ValueError: .* on GPU.*; inputs: .*; "
+            r"leave it nn.BatchNorm, and set strategy.sync_batchnorm=true, which CPUs can too",
+        ),
         "list": (
             augmenting(lambda x, y: ([x, x], y)),
             ConfigError,

@@ -234,4 +234,7 @@ def _explain_model(
     how = ""
     if isinstance(inputs, (tuple, list, Mapping)):
         how = f", each an argument of the model ({type(inputs).__name__})"
-    return ConfigError(f"{called} failed: {what}; {_show('inputs', inputs)}{how}; make them fit")
+    advice = "make them fit"
+    if isinstance(model.get_submodule(inside[-1]), nn.SyncBatchNorm) and "on GPU" in what:
+        advice = "leave it nn.BatchNorm, and set strategy.sync_batchnorm=true, which CPUs can too"
+    return ConfigError(f"{called} failed: {what}; {_show('inputs', inputs)}{how}; {advice}")

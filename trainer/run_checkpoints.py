@@ -23,7 +23,7 @@ from trainer.setup.opening import RunDirectory
 
 MOST_NAMED = 4
 AGAIN = "so a resume starts from its first value"
-CHANGED = f"training changes it, {AGAIN}; use self.step, or register_buffer in the model"
+CHANGED = f"training changes it, {AGAIN}; use self.step, torch's own generator, or register_buffer"
 RESHAPED = f"its shape changed in training, {AGAIN}; build it with its final shape"
 ARRIVE_S = 1.5  # between the ranks, after an error that each of them has
 
