@@ -166,8 +166,8 @@ def test_state_that_no_checkpoint_holds_is_named_at_the_first_save(tmp_path, cap
     (line, cache) = [x for x in capfd.readouterr().out.splitlines() if x.startswith("warning:")]
     assert line == (
         "warning: a checkpoint does not hold Stateful.seen, Stateful.random, Stateful.teacher, "
-        f"Stateful.rule and 3 more: training changes it, {again}; use self.step, or "
-        "register_buffer in the model"
+        f"Stateful.rule and 3 more: training changes it, {again}; use self.step, torch's "
+        "own generator, or register_buffer"
     )
     assert cache == (
         f"warning: a checkpoint does not hold 0.cache: its shape changed in training, {again}; "
