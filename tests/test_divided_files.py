@@ -211,3 +211,26 @@ def test_a_file_that_becomes_shorter_while_it_is_open_is_named(files, tmp_path):
     os.truncate(path, 100)
     with pytest.raises((RunError, OSError), match=r"became shorter|Parquet|read"):
         [shard[row] for row in range(NUM)]
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_large_file_of_one_piece_and_a_small_one_beside_a_large_one_are_whole(kind, tmp_path):
+    WRITERS[kind](tmp_path)
+    settings = {**TOKENS, "tokens": NUM * 8} if kind == "bin" else {}
+    (file,) = tmp_path.glob("a.*")
+    if kind == "parquet":
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.parquet.read_table(file), file)
+    most = 10**7 if kind == "tar" else 100
+    index, _ = write_index(str(tmp_path), str(tmp_path), settings, most)
+    assert len(index) == 1 and index.span(0) is None
+    first = values(ShardedDataset(tmp_path)[0])
+    if kind == "bin":  # a small file has its header too, where a large one is divided
+        settings = TOKENS
+        tokens = numpy.arange(9, dtype="u2").tobytes()
+        (tmp_path / "b.bin").write_bytes(b"header" + tokens)
+        index, _ = write_index(str(tmp_path), str(tmp_path), settings, MOST[kind])
+        assert len(index) > 2 and index.span(len(index) - 1) is None
+        assert values(ShardedDataset(tmp_path)[NUM]) == [[*range(8)], [*range(1, 9)]]
+    assert first and shards(["check", str(tmp_path)]) == 0

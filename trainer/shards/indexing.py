@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,17 +36,15 @@ def write_index(
         raise ConfigError(f"{source.url}: has no {OF_MDS}, which names the columns; copy it there")
     if format == "bin":
         settings = {"header": 0, "dtype": "uint16", **settings}
-    found: list[_Shard] = []
+    found: list[tuple[str, int, int, bytes, Span | None]] = []
     for number, name in enumerate(names):
         with _local(source, name) as path:
-            if format == "mds":
-                size = path.stat().st_size
-                parts = [(int(made.rows[number]), (0, size, size, size))]
-            else:
-                parts = _divide(format, path, settings, most_bytes)
-            for rows, span in parts:
-                found.append(_Shard(name, rows, span, bytes.fromhex(digest_file(path, span))))
-    index = _index_of(format, settings, found)
+            parts = _divide(format, path, settings, most_bytes)
+            for rows, span in parts or [(int(made.rows[number]), None)]:
+                size = span.size if span else path.stat().st_size
+                digest = bytes.fromhex(digest_file(path, span))
+                found.append((name, rows, size, digest, span))
+    index = ShardIndex.of(format, settings, *zip(*found, strict=True))
     target = create_source(to)
     target.write(NAME, index.to_bytes())
     return index, f"{target.url}/{NAME}"
@@ -78,38 +75,15 @@ def _without_compression(name: str) -> str:
 
 def _divide(
     format: str, path: Path, settings: Mapping[str, Any], most: int
-) -> list[tuple[int, Span]]:
-    """Return rows and span of each shard of a file."""
-    size, kind = path.stat().st_size, FORMATS[format]
+) -> list[tuple[int, Span | None]]:
+    """Return rows and span of each shard of a file; none for MDS, whose index has them."""
+    divide = FORMATS[format].divide
     try:
-        rows = kind.count_rows(path, settings)
-        if size > most and kind.divide:
-            parts = [*kind.divide(path, settings, most)]
-            if sum(count for count, _ in parts) == rows:
-                return parts
-        return [(rows, (0, size, size, size))]
+        return [] if divide is None else divide(path, settings, most)
     except (ConfigError, RunError):
         raise
     except Exception as error:  # each reader has its own kinds
         raise ConfigError(f"{path.name}: cannot be read as {format}: {error}") from None
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """A shard that was read: its file, rows, bytes in the file, and their SHA-256."""
-
-    name: str
-    rows: int
-    span: Span
-    digest: bytes
-
-
-def _index_of(format: str, settings: Mapping[str, Any], found: list[_Shard]) -> ShardIndex:
-    names, spans = [each.name for each in found], [each.span for each in found]
-    sizes = [end - begin + tail_end - tail for begin, end, tail, tail_end in spans]
-    facts = ([each.rows for each in found], sizes, [each.digest for each in found])
-    is_divided = len(set(names)) < len(names)
-    return ShardIndex.of(format, settings, names, *facts, spans if is_divided else ())
 
 
 def check_shards(url: str) -> tuple[ShardIndex, dict[str, str]]:

@@ -155,7 +155,7 @@ class ShardCache:
         except FileNotFoundError:
             return False
         span = self._index.span(shard)
-        size = self._index.size(shard) if span is None else span[3]
+        size = self._index.size(shard) if span is None else span.tail_end
         # a power cut may leave an empty file with the time of a whole one
         is_as_long = self._compression or size in (None, status.st_size)
         if is_as_long and status.st_mtime_ns == self._stamp(shard):

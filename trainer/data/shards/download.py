@@ -147,7 +147,11 @@ def parts_of(span: Span | None) -> Sequence[tuple[int, int | None]]:
     """Return (begin, end) of the bytes of a file that are a shard; end is None for a whole file."""
     if span is None:
         return [(0, None)]
-    return [(begin, end) for begin, end in (span[:2], span[2:]) if begin < end]
+    return [
+        (begin, end)
+        for begin, end in ((span.begin, span.end), (span.tail, span.tail_end))
+        if begin < end
+    ]
 
 
 def digest_file(path: Path, span: Span | None = None) -> str:

@@ -29,7 +29,7 @@ class ShardIndex:
     `format`: that of the files, such as "mds"; `settings`: what its reader needs. `rows`, `sizes`
     (bytes, -1: unknown) and `digests` (shards, 32; SHA-256, zeros: unknown) have a row for each
     shard. `names` is a blob of UTF-8, in which a file's name ends at `ends[shard]`. `spans`
-    (shards, 4): a shard is the bytes [0, 1) and [2, 3) of its file; (0, 4) if all are whole files.
+    (shards, 4) has a `Span` for each, zeros for a whole file; (0, 4) if all are whole files.
     """
 
     format: str
@@ -50,14 +50,15 @@ class ShardIndex:
         rows: Sequence[int],
         sizes: Sequence[int],
         digests: Sequence[bytes],
-        spans: Sequence[Span] = (),
+        spans: Sequence[Span | None] = (),
     ) -> ShardIndex:
         blobs = [name.encode() for name in names]
         blob = torch.frombuffer(bytearray(b"".join(blobs)), dtype=torch.uint8)
         ends = torch.tensor([len(each) for each in blobs]).cumsum(0)
         hashes = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(-1, 32)
         numbers = (torch.tensor(rows, dtype=torch.int64), torch.tensor(sizes, dtype=torch.int64))
-        parts = torch.tensor(spans, dtype=torch.int64).view(-1, 4)
+        table = [span or (0,) * 4 for span in spans] if any(spans) else []
+        parts = torch.tensor(table, dtype=torch.int64).view(-1, 4)
         return cls(format, settings, blob, ends, *numbers, hashes, parts)
 
     def __len__(self) -> int:
@@ -73,11 +74,9 @@ class ShardIndex:
         return None if size < 0 else size
 
     def span(self, shard: int) -> Span | None:
-        """Return the bytes of its file that are a shard; None if all are."""
-        if not len(self.spans):
-            return None
-        begin, end, tail, tail_end = self.spans[shard].tolist()
-        return begin, end, tail, tail_end
+        """Return the part of its file that is a shard; None if it is the whole file."""
+        span = Span(*self.spans[shard].tolist()) if len(self.spans) else None
+        return span if any(span or ()) else None
 
     def sha256(self, shard: int) -> str:
         """Return the SHA-256 of a shard as it is stored; empty if it is unknown."""
@@ -103,7 +102,7 @@ class ShardIndex:
         names = [self.name(shard) for shard in numbers]
         digests = [bytes(each) for each in self.digests[numbers].tolist()]
         parts = (self.rows[numbers].tolist(), self.sizes[numbers].tolist(), digests)
-        spans = self.spans[numbers].tolist() if len(self.spans) else ()
+        spans = [self.span(shard) for shard in numbers]
         return ShardIndex.of(self.format, self.settings, names, *parts, spans)
 
     def to_bytes(self) -> bytes:
@@ -146,9 +145,11 @@ class ShardIndex:
         has_spans = self.spans.dtype == torch.int64 and self.spans.shape in ((0, 4), (count, 4))
         if not (is_formed and has_digests and has_spans and self.names.dim() == 1):
             return "has tables of other forms"
-        lengths = (self.spans[:, 1::2] - self.spans[:, ::2]).sum(1)
-        is_ordered = bool((self.spans.diff(dim=1) >= 0).all() and (self.spans >= 0).all())
-        if len(self.spans) and not (is_ordered and bool((lengths == self.sizes).all())):
+        is_part = self.spans.any(1)
+        parts = self.spans[is_part]
+        lengths = (parts[:, 1::2] - parts[:, ::2]).sum(1)
+        is_ordered = bool((parts.diff(dim=1) >= 0).all() and (parts >= 0).all())
+        if len(parts) and not (is_ordered and lengths.equal(self.sizes[is_part])):
             return "has parts of files that cannot be"
         if not count:
             return ""

@@ -13,11 +13,9 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from trainer.errors import ConfigError, RunError, one_line
-
-Span = tuple[int, int, int, int]  # bytes [0, 1) and [2, 3) of a file
 
 CHUNK = 2**20  # bytes
 RANGE = 2**24  # bytes of a request to a store
@@ -30,6 +28,19 @@ HEADERS = {"User-Agent": "lockstep", "Accept-Encoding": "identity"}
 LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 OF_LOGINS = ("Credential", "Profile", "Token", "Auth")  # in names of classes: botocore's, azure's
 BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf")  # have no folders to make
+
+
+class Span(NamedTuple):
+    """The part of a file that is a shard: bytes [begin, end), and [tail, tail_end) of its end."""
+
+    begin: int
+    end: int
+    tail: int
+    tail_end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin + self.tail_end - self.tail
 
 
 class TemporaryError(Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,14 +20,13 @@ class OpenShard(Protocol):
 
 @dataclass(frozen=True)
 class Format:
-    """`open(path, settings, rows, span)` returns the examples of a file, or of the bytes `span`;
-    `count_rows(path, settings)` their number; `divide(path, settings, most)` yields rows and span
-    of parts of some `most` bytes; `check(settings)` raises ConfigError for what is not read."""
+    """`open(path, settings, rows, span)` returns the examples of a file, or of its part `span`;
+    `divide(path, settings, most)` rows and span of each part of some `most` bytes, with None for
+    the whole file; `check(settings)` raises ConfigError for what is not read."""
 
     suffixes: tuple[str, ...]
     open: Callable[[Path, Mapping[str, Any], int, Span | None], OpenShard]
-    count_rows: Callable[[Path, Mapping[str, Any]], int]
-    divide: Callable[[Path, Mapping[str, Any], int], Iterator[tuple[int, Span]]] | None = None
+    divide: Callable[[Path, Mapping[str, Any], int], list[tuple[int, Span | None]]] | None
     check: Callable[[Mapping[str, Any]], None] = lambda settings: None
 
 
@@ -44,15 +43,9 @@ def find_format(name: str, settings: Mapping[str, Any], place: str) -> Format:
 
 
 FORMATS = {
-    "mds": Format(mds.SUFFIXES, mds.MdsShard, mds.count_rows, check=mds.check_columns),
-    "tar": Format(tar.SUFFIXES, tar.TarShard, tar.count_rows, tar.divide),
-    "parquet": Format(parquet.SUFFIXES, parquet.ParquetShard, parquet.count_rows, parquet.divide),
-    "safetensors": Format((".safetensors",), tensors.SafetensorsShard, tensors.count_safetensors),
-    "bin": Format(
-        (".bin",),
-        tensors.TokenShard,
-        tensors.count_sequences,
-        tensors.divide,
-        tensors.check_tokens,
-    ),
+    "mds": Format(mds.SUFFIXES, mds.MdsShard, None, mds.check_columns),  # its index has the rows
+    "tar": Format(tar.SUFFIXES, tar.TarShard, tar.divide),
+    "parquet": Format(parquet.SUFFIXES, parquet.ParquetShard, parquet.divide),
+    "safetensors": Format((".safetensors",), tensors.SafetensorsShard, tensors.find_rows),
+    "bin": Format((".bin",), tensors.TokenShard, tensors.divide, tensors.check_tokens),
 }

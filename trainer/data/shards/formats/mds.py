@@ -147,12 +147,6 @@ def _raw_image(data: bytes) -> Any:
     return Image.frombytes(data[12 : 12 + length].decode(), (width, height), data[12 + length :])
 
 
-def count_rows(path: Path, settings: Mapping[str, Any]) -> int:
-    with open(path, "rb") as file:
-        (count,) = struct.unpack("<I", file.read(4))
-        return int(count)
-
-
 class MdsWriter:
     """Encodes rows of equal columns into the bytes of MDS files.
 

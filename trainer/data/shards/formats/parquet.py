@@ -28,7 +28,7 @@ class ParquetShard:
         groups = [*_row_groups(self._file.metadata)]
         self._begin = 0
         if span is not None:
-            own = [n for n, piece in enumerate(groups) if span[0] <= piece.begin < span[1]]
+            own = [n for n, piece in enumerate(groups) if span.begin <= piece.begin < span.end]
             self._begin = own[0] if own else 0
             groups = [groups[n] for n in own]
         found = sum(piece.rows for piece in groups)
@@ -53,18 +53,14 @@ class ParquetShard:
         return self._groups[group]
 
 
-def count_rows(path: Path, settings: Mapping[str, Any]) -> int:
-    return int(_parquet().read_metadata(path).num_rows)
+def divide(path: Path, settings: Mapping[str, Any], most: int) -> list[tuple[int, Span | None]]:
+    """Return rows and span of parts of at most `most` bytes, or one row group.
 
-
-def divide(path: Path, settings: Mapping[str, Any], most: int) -> Iterator[tuple[int, Span]]:
-    """Yield rows and span of parts of at most `most` bytes, or one row group.
-
-    The tail of each is the metadata of the file. Nothing, if groups lie in another order.
+    The tail of each is the metadata of the file. A file is whole if groups lie in another order.
     """
     groups = [*_row_groups(_parquet().read_metadata(path))]
     if any(one.end > other.begin for one, other in pairwise(groups)):
-        return iter(())
+        return [(sum(each.rows for each in groups), None)]
     size = path.stat().st_size
     with open(path, "rb") as file:
         file.seek(size - END)

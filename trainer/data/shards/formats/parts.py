@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,15 +45,17 @@ class Piece:
 
 def join(
     pieces: Iterable[Piece], most: int, tail: tuple[int, int] | None = None
-) -> Iterator[tuple[int, Span]]:
-    """Yield rows and span of parts of at most `most` bytes, or one piece, each with the `tail`."""
-    rows, begin, end = 0, 0, 0
+) -> list[tuple[int, Span | None]]:
+    """Return rows and span of parts of at most `most` bytes, or one piece, each with the `tail`.
+
+    One part is the whole file, whose span is None.
+    """
+    parts: list[Piece] = []
     for piece in pieces:
-        if rows and piece.end - begin > most:
-            yield rows, (begin, end, *(tail or (end, end)))
-            rows = 0
-        if not rows:
-            begin = piece.begin
-        rows, end = rows + piece.rows, piece.end
-    if rows:
-        yield rows, (begin, end, *(tail or (end, end)))
+        if parts and piece.end - parts[-1].begin <= most:
+            last = parts.pop()
+            piece = Piece(last.rows + piece.rows, last.begin, piece.end)
+        parts.append(piece)
+    if len(parts) < 2:
+        return [(sum(part.rows for part in parts), None)]
+    return [(p.rows, Span(p.begin, p.end, *(tail or (p.end, p.end)))) for p in parts]

@@ -32,8 +32,8 @@ class TarShard:
     def __init__(self, path: Path, settings: Mapping[str, Any], rows: int, span: Span | None):
         self._data = FileBytes(path)
         with open(path, "rb") as file:
-            file.seek(span[0] if span else 0)
-            self._members = _examples(_files(file, span[1] if span else math.inf))
+            file.seek(span.begin if span else 0)
+            self._members = _examples(_files(file, span.end if span else math.inf))
         if len(self._members) != rows:
             raise ValueError(f"{path} has {len(self._members)} examples, and {rows} in its index")
 
@@ -102,15 +102,10 @@ def _decode(ending: str, data: bytes) -> Any:
     return plain.get(ending.rpartition(".")[2], bytes)(data)
 
 
-def count_rows(path: Path, settings: Mapping[str, Any]) -> int:
-    with open(path, "rb") as file:
-        return len({each.key for each in _files(file)})
+def divide(path: Path, settings: Mapping[str, Any], most: int) -> list[tuple[int, Span | None]]:
+    """Return rows and span of parts of at most `most` bytes, or one example.
 
-
-def divide(path: Path, settings: Mapping[str, Any], most: int) -> Iterator[tuple[int, Span]]:
-    """Yield rows and span of parts of at most `most` bytes, or one example.
-
-    Nothing, if files of an example lie apart, or links lead to others.
+    A file is whole if files of an example lie apart, or links lead to others.
     """
     with open(path, "rb") as file:
         files = [*_files(file)]
@@ -118,7 +113,9 @@ def divide(path: Path, settings: Mapping[str, Any], most: int) -> Iterator[tuple
     has_links = any(each.data < each.begin for each in files)
     keys = [key for key, _ in groupby(each.key for each in files)]
     if has_links or keys != [each.key for each in first]:
-        return iter(())
+        return [(len(first), None)]
+    if not files:
+        return [(0, None)]
     ends = [each.begin for each in first[1:]]
     ends += [files[-1].data + -(-files[-1].size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE]
     pieces = (Piece(1, each.begin, end) for each, end in zip(first, ends, strict=True))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from trainer.data.shards.formats.parts import FileBytes
+from trainer.data.shards.formats.parts import FileBytes, Piece, join
 from trainer.data.shards.sources import Span
 from trainer.errors import ConfigError
 
@@ -35,8 +35,8 @@ class SafetensorsShard:
         return tuple(values[str(n)] for n in range(len(values))) if self._is_tuple else values
 
 
-def count_safetensors(path: Path, settings: Mapping[str, Any]) -> int:
-    """Return the rows of the tensors. Raises ValueError if they differ."""
+def find_rows(path: Path, settings: Mapping[str, Any], most: int) -> list[tuple[int, Span | None]]:
+    """Return the rows of the tensors; the file is whole. Raises ValueError if they differ."""
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
@@ -44,7 +44,7 @@ def count_safetensors(path: Path, settings: Mapping[str, Any]) -> int:
     rows = {shape[0] if shape else -1 for shape in shapes.values()}
     if len(rows) != 1 or -1 in rows:
         raise ValueError(f"{path}: its tensors must have as many rows, and have {shapes}")
-    return int(rows.pop())
+    return [(int(rows.pop()), None)]
 
 
 class TokenShard:
@@ -57,7 +57,7 @@ class TokenShard:
         self._length = settings["tokens"]
         self._data = FileBytes(path)
         self._dtype = np.dtype(settings["dtype"])
-        self._begin = settings["header"] if span is None else span[0]
+        self._begin = settings["header"] if span is None else span.begin
         if len(self._data) < self._begin + (rows * self._length + 1) * self._dtype.itemsize:
             raise ValueError(f"{path} has fewer than the {rows} sequences of its index")
 
@@ -67,14 +67,6 @@ class TokenShard:
         data = self._data.read(begin, (self._length + 1) * size)
         taken = torch.from_numpy(np.frombuffer(data, self._dtype).astype(np.int64))
         return taken[:-1], taken[1:]
-
-
-def count_sequences(path: Path, settings: Mapping[str, Any]) -> int:
-    """Return the sequences of a file. Raises ConfigError if `settings` do not say their length."""
-    check_tokens(settings)
-    size = np.dtype(settings["dtype"]).itemsize
-    count = (path.stat().st_size - settings["header"]) // size
-    return max(0, (count - 1) // settings["tokens"])
 
 
 def check_tokens(settings: Mapping[str, Any]) -> None:
@@ -87,13 +79,22 @@ def check_tokens(settings: Mapping[str, Any]) -> None:
         raise ConfigError(f"flat tokens: {given}: {need}; give tokens=1024 dtype=uint16")
 
 
-def divide(path: Path, settings: Mapping[str, Any], most: int) -> Iterator[tuple[int, Span]]:
-    """Yield rows and span of parts of at most `most` bytes, or one sequence."""
-    size, length = np.dtype(settings["dtype"]).itemsize, settings["tokens"]
-    total = count_sequences(path, settings)
+def divide(path: Path, settings: Mapping[str, Any], most: int) -> list[tuple[int, Span | None]]:
+    """Return sequences and span of parts of at most `most` bytes, or one sequence.
+
+    Raises ConfigError if `settings` do not say their length.
+    """
+    check_tokens(settings)
+    size, length, header = (
+        np.dtype(settings["dtype"]).itemsize,
+        settings["tokens"],
+        settings["header"],
+    )
+    total = max(0, ((path.stat().st_size - header) // size - 1) // length)
     count = max(1, (most // size - 1) // length)
+    pieces = []
     for first in range(0, total, count):
         rows = min(count, total - first)
-        begin = settings["header"] + first * length * size
-        end = begin + (rows * length + 1) * size
-        yield rows, (begin, end, end, end)
+        begin = header + first * length * size
+        pieces.append(Piece(rows, begin, begin + (rows * length + 1) * size))
+    return join(pieces, most)
