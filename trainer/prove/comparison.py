@@ -293,9 +293,10 @@ def _compare_rest(found: PairComparison) -> Deviation | None:
     norms = {norm for each in (found.one, found.other) for norm in each.about("norms")}
     if found.bounds.noise or norms - {"SyncBatchNorm"}:
         return None
+    before = rest_apart(found, 0) if found.num_steps > 1 else {}
     for place in range(1, found.num_steps):
         here = rest_apart(found, place)
-        if who := [name for name in here if name not in rest_apart(found, 0)]:
+        if who := [name for name in here if name not in before]:
             where = f"{REST} of {who[0]} differ by {here[who[0]]:.0e}"
             return Deviation("rest", place, f"{where} from those of rank 0 of {found.one.name}")
     return None

@@ -141,7 +141,9 @@ class Rest:
         """Return the sum of their sketches; a tensor is read whole only if it was changed."""
         total = torch.zeros(NUM, dtype=torch.float64)
         for place, tensor in enumerate(reference() for reference in self._tensors):
-            if tensor is not None and self._known.get(place, (-1,))[0] != _state_of(tensor):
-                self._known[place] = (_state_of(tensor), sketch(tensor).cpu())
+            if tensor is not None:
+                state = _state_of(tensor)
+                if self._known.get(place, (-1,))[0] != state:
+                    self._known[place] = (state, sketch(tensor).cpu())
             total = total + self._known[place][1]
         return total
