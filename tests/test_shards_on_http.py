@@ -7,7 +7,6 @@ import re
 import shutil
 import ssl
 import subprocess
-import threading
 import time
 from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from harness.shard_rows import rows
+from harness.shard_server import running
 
 from trainer import ConfigError, ShardedDataset
 from trainer.data.shards import download
@@ -71,14 +71,8 @@ def serving(folder, login="", query="", to="", length="", is_packed=False, certi
         context.load_cert_chain(certificate)
         server.socket = context.wrap_socket(server.socket, server_side=True)
     server.place = f"127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
+    with running(server):
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @pytest.fixture(scope="module")

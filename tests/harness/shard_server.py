@@ -92,10 +92,17 @@ def serving(folder, rate=0.0, seed=0, has_ranges=True, port=0, faults=FAULTS, sl
     server.sent = {}
     server.answering = 0
     server.url = f"http://127.0.0.1:{server.server_port}"
+    with running(server):
+        yield server
+
+
+@contextmanager
+def running(server):
+    """Serve in a thread, for the duration of the block."""
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
-        yield server
+        yield
     finally:
         server.shutdown()
         server.server_close()

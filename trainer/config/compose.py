@@ -30,7 +30,7 @@ from trainer.config.packages import check_saved
 from trainer.config.plain_files import (
     MOST_OF_YAML,
     MOST_VALUES,
-    check_aliases,
+    check_yaml,
     format_yaml,
     read_yaml,
 )
@@ -320,10 +320,10 @@ def _compose(
 
 
 def _search_path(config_dirs: Sequence[str]) -> str:
-    """Return Hydra's setting of the folders, after a check of the aliases in their files."""
+    """Return Hydra's setting of the folders, after a check of their files."""
     for path in [path for folder in config_dirs for path in Path(folder).rglob("*.yaml")]:
         with suppress(OSError):  # Hydra names the file, if it reads it
-            check_aliases(path)
+            check_yaml(path)
     folders = ",".join(repr(f"file://{Path(folder).resolve()}") for folder in config_dirs)
     return f"hydra.searchpath=[{folders}]"
 

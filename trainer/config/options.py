@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from codecs import BOM_UTF8
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config import CONF
-from trainer.errors import ConfigError
 
 # Settings without a folder in conf/: a folder of that name is no group of the user's own.
 _BLOCKS = ("run", "data", "checkpoint", "eval", "log", "hydra")
@@ -22,17 +20,7 @@ def find_options(config_dirs: Sequence[str] = ()) -> dict[str, dict[str, list[Pa
     options: dict[str, dict[str, list[Path]]] = {}
     for root in [CONF, *map(Path, config_dirs)]:
         for file in sorted(root.glob("*/[!_]*.yaml")):
-            if root != CONF:
-                _check_start(file)
             group = file.parent.name
             if group.isidentifier() and group not in _BLOCKS:
                 options.setdefault(group, {}).setdefault(file.stem, []).append(file)
     return options
-
-
-def _check_start(file: Path) -> None:
-    """Raise ConfigError for a byte order mark, behind which Hydra finds no `# @package`."""
-    with file.open("rb") as opened:
-        has_mark = opened.read(len(BOM_UTF8)) == BOM_UTF8
-    if has_mark:
-        raise ConfigError(f"{file}: begins with a byte order mark; save it as UTF-8 without one")

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import stat
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -250,9 +251,14 @@ def format_yaml(values: Any) -> str:
     return str(yaml.dump(values, Dumper=_Dumper, default_flow_style=False, **options))
 
 
-def check_aliases(path: Path) -> None:
-    """Raise ConfigError if the aliases of a user's YAML file repeat more than can be composed."""
+def check_yaml(path: Path) -> None:
+    """Raise ConfigError if the aliases of a user's YAML file repeat more than can be composed.
+
+    Also for a byte order mark, behind which Hydra finds no `# @package`.
+    """
     data = path.read_bytes()
+    if data.startswith(BOM_UTF8):
+        raise ConfigError(f"{path}: begins with a byte order mark; save it as UTF-8 without one")
     if b"&" in data and b"*" in data:
         try:
             Loader(data).get_single_node()
