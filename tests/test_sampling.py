@@ -220,6 +220,39 @@ def test_an_example_of_a_damaged_shard_is_replaced_by_one_of_its_group(tmp_path)
         assert other == wanted + first[4] - first[3]
 
 
+class Holed(TensorDataset):
+    """Some of whose examples cannot be read: 4 to 6, and 99, the last of class 0."""
+
+    def __getitem__(self, index):
+        if index in (4, 5, 6, 99):
+            raise OSError("a hole")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: Weighted([*[1.0] * 7, *[0.0] * 100, *[1.0] * 96]), {4: 107, 5: 107, 6: 107}),
+        (lambda: Mixture([100, 103]), {4: 7, 5: 7, 6: 7, 99: 0}),
+        (lambda: ClassBalanced(LABELS), {4: 7, 5: 7, 6: 7, 99: 0}),
+        (lambda: None, {4: 7, 5: 7, 6: 7, 99: 100}),
+    ],
+    ids=["weights", "mixture", "classes", "plain"],
+)
+def test_an_unreadable_example_is_replaced_by_one_that_the_sampling_allows(
+    make, expected, tmp_path
+):
+    task = task_with(make, lambda: Holed(*rows().tensors))
+    words = ("data.on_error=skip", "data.path=streamed")
+    one = fit_on(1, tmp_path / "one", *WORDS, *words, task=task)
+    two = fit_on(2, tmp_path / "two", *WORDS, *words, "data.workers=1", task=task)
+    replaced = newest(one["directory"]).manifest["replaced"]
+    found = {int(place.partition("/")[2]): other for place, other in replaced.items()}
+    assert found == expected
+    assert one["seen"] == two["seen"] and one["losses"] == two["losses"]
+    assert audit([str(two["directory"])]) == 0
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [

@@ -92,7 +92,7 @@ class Batches:
             raise ConfigError(f"data.global_batch={data.global_batch}: {most}")
         micro_batch = check_batch(data.global_batch, cut, size)
         source = ExampleSource(
-            dataset, "train", data, prepare.seed, prepare.device, prepare.collate
+            dataset, "train", data, prepare.seed, prepare.device, prepare.collate, sampling
         )
         self.plan = BatchPlan(sampling.size, data.global_batch, micro_batch, size, cut.unit)
         self.ledger = Ledger(self.plan, rank, is_counted)

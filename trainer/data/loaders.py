@@ -26,6 +26,7 @@ from torch.utils.data import (
 from trainer.config.schema import DataSettings
 from trainer.data.examples import find_flaw, find_odd, form_of, is_complex, length_of
 from trainer.data.order import IndexSampler
+from trainer.data.sampling.base import Sampling
 from trainer.data.shards.errors import ServerError, ShardError
 from trainer.data.workers import (
     POLL_S,
@@ -113,7 +114,7 @@ class ExampleSource(Dataset):
 
     The random generators are seeded for each example, so its transforms are the same in any
     worker, on any rank and after a restart. With data.on_error=skip an unreadable training
-    example is replaced by the next readable one, which is the same in any layout.
+    example is replaced by the next readable one of its group, the same in any layout.
     """
 
     dataset: Any
@@ -122,6 +123,7 @@ class ExampleSource(Dataset):
     seed: int
     device: torch.device
     collate: Collate = default_collate
+    sampling: Sampling | None = None  # of training: it chooses replacements
     one_by_one: list[str] = field(default_factory=list)  # why rows are not read at once
     reading: torch.Tensor | None = None  # (workers, 2), shared: process and example being read
 
@@ -182,21 +184,21 @@ class ExampleSource(Dataset):
         """Return (index, example): the wanted one or, where allowed, the next readable one."""
         index = wanted
         for _ in range(MOST_IN_A_ROW):
-            taken = index % len(self.dataset)
-            self._note(taken)
-            seed_example(seed, epoch, taken)
+            self._note(index)
+            seed_example(seed, epoch, index)
             try:
-                return taken, self.dataset[taken]
+                return index, self.dataset[index]
             except (KeyboardInterrupt, ConfigError, ServerError):  # which no other one would mend
                 raise
             except ShardError as error:  # so are the examples after it, in the same shard
-                reason, repair, index = str(error), "", taken + error.num_examples
+                reason, repair, count = str(error), "", error.num_examples
             except BaseException as error:  # such as SystemExit
-                reason, repair, index = describe_with_place(error), "repair it, ", index + 1
+                reason, repair, count = describe_with_place(error), "repair it, ", 1
             # Evaluation counts each example exactly once, so it replaces none.
-            if self.config.on_error != "skip" or self.split != "train":
+            if self.config.on_error != "skip" or self.sampling is None:
                 advice = f"{repair}or set data.on_error=skip for training data"
                 raise self._unreadable(wanted, reason, advice)
+            index = self.sampling.replacement(index, count)
         advice = f"nor can the {MOST_IN_A_ROW - 1} examples after it be read; repair them"
         raise self._unreadable(wanted, reason, advice)
 

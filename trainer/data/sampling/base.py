@@ -49,6 +49,13 @@ class Sampling:
         """Return words for the start of a run; empty for the plain shuffle."""
         return ""
 
+    def replacement(self, index: int, count: int) -> int:
+        """Return the example to take for one that cannot be read, nor the `count` from it on.
+
+        It is the next one of the same group, or the group's first.
+        """
+        return (index + count) % self.num_examples
+
     def expect(self, epochs: float) -> tuple[float, float]:
         """Return how often `epochs` take an example: expected for the rarest and for the most
         frequent one."""

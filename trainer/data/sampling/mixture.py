@@ -71,7 +71,6 @@ class Mixture(Sampling):
         self._taken[by_group] = torch.arange(len(by_group)) - firsts[self._pattern[by_group]]
         self._each = torch.tensor(shares)
         self._first = self.sizes.cumsum(0) - self.sizes
-        self._order_of = lru_cache(4 * len(self.sizes))(self._make_order)
 
     def order(self, seed: int, epoch: int, global_batch: int) -> MixtureOrder:
         return MixtureOrder(self, seed, epoch, global_batch)
@@ -89,16 +88,10 @@ class Mixture(Sampling):
         for one in self._shards:
             for epoch in turn[group == one].unique().tolist():
                 chosen = (group == one) & (turn == epoch)
-                order = self._order_of(seed, one, epoch)
+                order = _order_of(self._shards[one], seed, one, epoch)
                 within[chosen] = order(number[chosen] % int(self.sizes[one]))
         found = self._first[group] + within
         return found if self.members is None else self.members[found]
-
-    def _make_order(self, seed: int, group: int, epoch: int) -> IndexOrder:
-        """Return an epoch of a group in shards, whose batch is a row of each lane."""
-        shards = self._shards[group]
-        batch = min(shards.lanes, shards.num_examples)
-        return shards.order(key_of(seed, self.kind, group), epoch, batch)
 
     def state(self) -> State:
         tensors = {"sizes": self.sizes, "shares": self._each}
@@ -125,6 +118,14 @@ class Mixture(Sampling):
         shares = [f"{share / total:.3g}" for share in self.shares[:6]]
         more = ", ..." * (len(self.shares) > 6)
         return f"{len(self.shares)} groups by {', '.join(shares)}{more}, {self.size:,} an epoch"
+
+    def replacement(self, index: int, count: int) -> int:
+        members = torch.arange(self.num_examples) if self.members is None else self.members
+        place = int((members == index).nonzero())
+        group = int(torch.searchsorted(self.sizes.cumsum(0), place, right=True))
+        own = members[self._first[group] :][: self.sizes[group]]
+        later = own[own >= index + count]
+        return int((later if len(later) else own).min())
 
     def expect(self, epochs: float) -> tuple[float, float]:
         expected = self._each / self._each.sum() * self.size * epochs / self.sizes
@@ -162,6 +163,13 @@ class MixtureOrder:
         step = self._begin + step
         rows = Permutation(torch.full_like(row, self._batch), self._seed, "rows", numbers=step)
         return self._mixture.take(step * self._batch + rows(row), self._seed)
+
+
+@lru_cache(maxsize=64)  # a step asks for a few epochs of each group
+def _order_of(shards: ShardShuffle, seed: int, group: int, epoch: int) -> IndexOrder:
+    """Return an epoch of a group in shards, whose batch is a row of each lane."""
+    batch = min(shards.lanes, shards.num_examples)
+    return shards.order(key_of(seed, Mixture.kind, group), epoch, batch)
 
 
 def _shares(proportions: Sequence[float]) -> list[int]:

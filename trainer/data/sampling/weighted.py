@@ -64,6 +64,11 @@ class Weighted(Sampling):
         fewest, most = self.expect(1)
         return f"by weight, {self.size:,} an epoch, each {fewest:.3g} to {most:.3g} times"
 
+    def replacement(self, index: int, count: int) -> int:
+        """Return the next example with a weight above 0: the others may be held out."""
+        turned = self.weights.roll(-(index + count))
+        return (index + count + int((turned > 0).int().argmax())) % self.num_examples
+
     def expect(self, epochs: float) -> tuple[float, float]:
         expected = self.weights / self.weights.sum() * self.size * epochs
         return float(expected.min()), float(expected.max())
