@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from harness import fit_on
 from harness.shard_server import serving
+from safetensors.torch import save_file
 from torch import nn
 
 from trainer import RunError, ShardedDataset, Trainer
@@ -211,6 +212,29 @@ def test_a_file_that_becomes_shorter_while_it_is_open_is_named(files, tmp_path):
     os.truncate(path, 100)
     with pytest.raises((RunError, OSError), match=r"became shorter|Parquet|read"):
         [shard[row] for row in range(NUM)]
+
+
+def test_rows_of_safetensors_have_any_type_and_a_file_that_becomes_shorter_is_named(tmp_path):
+    path = tmp_path / "a.safetensors"
+    forms = [(torch.float32, 3, 2), (torch.bfloat16, 5), (torch.bool,), (torch.int64,)]
+    forms += [(torch.uint8, 0), (torch.float64, 2, 1, 2), (torch.float8_e4m3fn, 3)]
+    tensors = {
+        f"t{number}": torch.randint(0, 2, (9, *shape)).to(dtype)
+        for number, (dtype, *shape) in enumerate(forms)
+    }
+    save_file(tensors, path, {"about": "a test"})
+    write_index(str(tmp_path), str(tmp_path), {}, 2**24)
+    data = ShardedDataset(tmp_path)
+    assert len(data) == 9 and [*data[0]] == [*tensors]
+    for row in range(9):
+        for name, value in data[row].items():
+            want = tensors[name][row]
+            assert value.dtype == want.dtype and value.shape == want.shape
+            assert value.tolist() == want.tolist()
+    shard = FORMATS["safetensors"].open(path, {}, 9, None)
+    os.truncate(path, 1000)
+    with pytest.raises(RunError, match="became shorter while it was read; restore it"):
+        [shard[row] for row in range(9)]
 
 
 @pytest.mark.parametrize("kind", WRITERS)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,16 +24,38 @@ class SafetensorsShard:
     def __init__(self, path: Path, settings: Mapping[str, Any], rows: int, span: Span | None):
         from safetensors import safe_open
 
-        file = safe_open(path, "pt")
-        names = sorted(file.keys())
-        self._tensors = {name: file.get_tensor(name) for name in names}  # pages are read when used
-        if any(len(tensor) != rows for tensor in self._tensors.values()):
+        with safe_open(path, "pt") as file:  # which checks the header
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+        if any(len(tensor) != rows for tensor in tensors.values()):
             raise ValueError(f"{path} has tensors with other than {rows} rows")
-        self._is_tuple = names == sorted(map(str, range(len(names))))
+        self._data = FileBytes(path)
+        length = int.from_bytes(self._data.read(0, 8), "little")
+        header = json.loads(self._data.read(8, length))
+        begins = {name: 8 + length + header[name]["data_offsets"][0] for name in tensors}
+        self._tensors = {
+            name: _Rows(begins[name], tensor[0].nbytes, tensor.dtype, tensor.shape[1:])
+            for name, tensor in tensors.items()
+        }
+        self._is_tuple = list(tensors) == sorted(str(number) for number in range(len(tensors)))
 
     def __getitem__(self, row: int) -> Any:
-        values = {name: tensor[row].clone() for name, tensor in self._tensors.items()}
+        values = {name: self._read(tensor, row) for name, tensor in self._tensors.items()}
         return tuple(values[str(n)] for n in range(len(values))) if self._is_tuple else values
+
+    def _read(self, rows: _Rows, row: int) -> torch.Tensor:
+        if not rows.size:
+            return torch.empty(rows.shape, dtype=rows.dtype)
+        data = bytearray(self._data.read(rows.begin + row * rows.size, rows.size))
+        return torch.frombuffer(data, dtype=torch.uint8).view(rows.dtype).view(rows.shape)
+
+
+class _Rows(NamedTuple):
+    """The rows of a tensor in a file: where they begin, the bytes and the form of one."""
+
+    begin: int
+    size: int
+    dtype: torch.dtype
+    shape: torch.Size
 
 
 def find_rows(path: Path, settings: Mapping[str, Any], most: int) -> list[tuple[int, Span | None]]:
