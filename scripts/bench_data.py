@@ -7,8 +7,8 @@
 Makes JPEGs, writes them as MDS shards of 4 MB (litData needs its own format) into an S3 server on
 this machine (moto), and reads an epoch with each loader in a process of its own, in turns:
 seconds to the first batch with an empty cache, with a full one, and in the middle of an epoch with
-an empty one; images/s of an epoch with an empty and a full cache; bytes fetched. `plain` is a bare
-DataLoader over the files of a folder.
+an empty one, beside the seconds that one shard alone takes; images/s of an epoch with an empty and
+a full cache; bytes fetched. `plain` is a bare DataLoader over the files of a folder.
 
 --shuffle: how well the shards' order mixes, beside a full shuffle and py1e of mosaicml-streaming:
 how many different shards a batch of 256 has, how far apart in the epoch the rows of a shard are,
@@ -150,6 +150,16 @@ def read_lockstep(folder: Path, cache: Path, workers: int, middle: bool) -> dict
     return {**found, "first_s": found["first_s"] + opened}
 
 
+def read_one_shard(folder: Path, cache: Path, workers: int, middle: bool) -> dict[str, float]:
+    import s3fs  # noqa: F401  # imports are not counted, of no loader
+
+    from trainer import ShardedDataset
+
+    began = time.perf_counter()
+    ShardedDataset("s3://bench/mds", decode=to_example, cache=cache)[0]
+    return {"first_s": time.perf_counter() - began}
+
+
 def read_mosaicml(folder: Path, cache: Path, workers: int, middle: bool) -> dict[str, float]:
     from streaming import StreamingDataLoader, StreamingDataset
 
@@ -217,6 +227,7 @@ def write_litdata(folder: Path) -> None:
 READ = {
     "plain": read_plain,
     "lockstep": read_lockstep,
+    "one-shard": read_one_shard,
     "mosaicml": read_mosaicml,
     "litdata": read_litdata,
 }
@@ -294,7 +305,9 @@ def measure(name: str, folder: Path, workers: int, into: dict[str, list[float]])
     warm = run_one(name, folder, workers, 0)
     shutil.rmtree(cache, ignore_errors=True)
     middle = run_one(name, folder, workers, 1) if name != "plain" else {}
+    one = run_one("one-shard", folder, 0, 0) if name == "lockstep" else {}
     rows = {
+        "one shard, cold (s)": one.get("first_s"),
         "first batch, cold (s)": cold.get("first_s"),
         "first batch, warm (s)": warm.get("first_s"),
         "first batch in the middle, cold (s)": middle.get("first_s"),
