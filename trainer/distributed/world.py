@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.codec import decode, encode
+from trainer.codec import bytes_of, decode, encode
 from trainer.distributed import accelerator
 from trainer.distributed.launchers import Launcher, find_launcher
 from trainer.errors import ConfigError
@@ -64,6 +64,19 @@ class RankGroup:
         with self.waiting() as group:
             dist.all_gather(found, tensor, group=group)
         return found
+
+    def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """Write the parts of the ranks, contiguous and of one size, one after the other."""
+        with self.waiting() as group:
+            # as bytes: gloo refuses bfloat16 here, and NCCL int16
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            gather(bytes_of(whole), bytes_of(part), group=group)  # torch 2.13 renamed it
+
+    def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Write this rank's part of the sum over the ranks; all are contiguous and of one size."""
+        with self.waiting() as group:
+            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            scatter(part, whole, group=group)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of the ranks, which JSON can hold, in the order of the ranks."""

@@ -8,10 +8,12 @@ get positions as an input, since a rank's part does not begin at 0.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -32,7 +34,6 @@ class Context(TorchFunctionMode):
         self.axis = axis
         self.calls = 0
         self.length = 0
-        self._masks: dict[Any, torch.Tensor] = {}
 
     def forget(self) -> None:
         """Count the calls from now on."""
@@ -95,8 +96,13 @@ class Context(TorchFunctionMode):
         self.calls += 1
         own, length = query.shape[-2], key.shape[-2] * self.axis.size
         whole = [gather_parts(t, t.dim() - 2, length, self.axis) for t in (key, value)]
-        if is_causal:
-            attn_mask = self._causal(own, length, query.device)
+        if is_causal and dropout_p:  # whose draws have a column for each key
+            places = torch.arange(length, device=query.device)
+            attn_mask = places[own * self.axis.rank :][:own, None] >= places
+        elif is_causal:
+            seen = own * (self.axis.rank + 1)
+            whole = [each.narrow(-2, 0, seen) for each in whole]
+            return _causal_attention(query, *whole, **kwargs)
         elif attn_mask is not None:
             if attn_mask.shape[-1] == key.shape[-2]:
                 if attn_mask.dim() > 1 and attn_mask.shape[-2] > 1:
@@ -109,10 +115,21 @@ class Context(TorchFunctionMode):
         args: Any = (query, *whole, attn_mask, dropout_p)
         return F.scaled_dot_product_attention(*args, **kwargs)
 
-    def _causal(self, own: int, length: int, device: torch.device) -> torch.Tensor:
-        """Return (own, length), True where a query of this rank may see a key."""
-        key = (own, length, device)
-        if key not in self._masks:
-            places = torch.arange(length, device=device)
-            self._masks[key] = places[own * self.axis.rank :][:own, None] >= places
-        return self._masks[key]
+
+def _causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any
+) -> Any:
+    """Attend to no later keys; the last query is at the last key.
+
+    torch's flash attention computes this without a mask. A tensor of its class for that, which
+    `causal_lower_right` returns, cannot be made under a dispatch mode, such as that of a dry run.
+    """
+    sizes = (query.shape[-2], key.shape[-2])
+
+    def mask(device: torch.device) -> torch.Tensor:
+        ones = torch.ones(sizes, dtype=torch.bool, device=device)
+        return ones.tril(sizes[1] - sizes[0])
+
+    words = {"seq_len_q": sizes[0], "seq_len_kv": sizes[1], "_materialize": mask}
+    bias: Any = SimpleNamespace(variant=CausalVariant.LOWER_RIGHT, **words)
+    return CausalBias._dispatch(query, key, value, bias, **kwargs)

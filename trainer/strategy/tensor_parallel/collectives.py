@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from trainer.distributed.world import RankGroup
 
@@ -41,11 +42,28 @@ def joined(part: torch.Tensor, dim: int, length: int, axis: RankGroup) -> torch.
     if part.is_meta:
         return part.new_empty([*part.shape[:dim], length, *part.shape[dim + 1 :]])
     moved = part.movedim(dim, 0)
-    sent = moved.new_zeros(max(sizes), *moved.shape[1:])  # as gloo gathers equal parts only
-    sent[: len(moved)] = moved
-    parts = zip(axis.all_gather(sent), sizes, strict=True)
+    is_even = len(moved) * axis.size == length
+    if not is_even:  # equal parts only are gathered
+        moved = F.pad(moved, (0, 0) * (moved.dim() - 1) + (0, max(sizes) - len(moved)))
+    whole = moved.new_empty(max(sizes) * axis.size, *moved.shape[1:])
+    axis.all_gather_into(whole, moved.contiguous())
+    if is_even and not dim:
+        return whole
+    parts = zip(whole.chunk(axis.size), sizes, strict=True)
     # no view, so that a model may change it in place
     return torch.cat([each[:size].movedim(0, dim) for each, size in parts], dim)
+
+
+def scattered_sum(whole: torch.Tensor, dim: int, axis: RankGroup) -> torch.Tensor:
+    """Return this rank's part of the sum over the ranks, in 32 bits or more."""
+    length = whole.shape[dim]
+    if whole.is_meta or length % axis.size:
+        return own_part(summed(whole.clone(), axis), dim, axis).contiguous()
+    wide = whole.float() if whole.itemsize < 4 else whole
+    moved = wide.movedim(dim, 0).contiguous()
+    part = moved.new_empty(length // axis.size, *moved.shape[1:])
+    axis.reduce_scatter(part, moved)
+    return part.to(whole.dtype).movedim(0, dim).contiguous()
 
 
 # Each backward pass is the forward pass of another one: gradients of gradients are right too.
@@ -105,7 +123,7 @@ class _AddSplit(_Split):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, dim: int, axis: RankGroup) -> torch.Tensor:
         ctx.dim, ctx.axis, ctx.length = dim, axis, whole.shape[dim]
-        return own_part(summed(whole.clone(), axis), dim, axis).contiguous()
+        return scattered_sum(whole, dim, axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
