@@ -167,8 +167,8 @@ def lockstep(steps: int, ranks: int) -> dict[str, float]:
         def loss(self, outputs, targets):
             return cross_entropy(outputs, targets, reduction="none")
 
-        def train_step(self, batch):
-            outcome = super().train_step(batch)
+        def update(self, batch, *arguments):  # train_step stays the default, as in most tasks
+            outcome = super().update(batch, *arguments)
             watch()
             return outcome
 

@@ -1,13 +1,16 @@
 """Random draws by example: dropout and noise do not depend on how rows are split (law 11)."""
 
 import math
+import random as of_python
 from collections.abc import Callable
 from functools import partial
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import check_parity, fit_on
+from tiny import Tiny
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -360,3 +363,21 @@ def test_a_boolean_mask_of_attention_hides_keys_under_dropout():
             results.append(attend(values))
     assert torch.equal(*results)
     assert not torch.equal(results[0], F.scaled_dot_product_attention(query, key, value, mask))
+
+
+class Shaken(Tiny):
+    """Draws from the global generators where it should from its own `random`."""
+
+    def augment(self, inputs, targets, random, train):
+        shift = of_python.random() + float(torch.rand(())) + float(numpy.random.rand())
+        return (inputs + 0.1 * shift if train else inputs), targets
+
+
+def test_global_draws_of_a_hook_are_seeded_for_each_step(tmp_path):
+    words = ["task=tiny", "run.prove=false", "run.steps=7"]
+    whole = fit_on(1, tmp_path / "whole", *words, task=Shaken)
+    fit_on(1, tmp_path / "parts", *words, "run.steps=3", task=Shaken)
+    words += ["run.steps=7", "run.resume=auto"]
+    parts = fit_on(1, tmp_path / "parts", *words, task=Shaken)
+    for name, tensor in whole["weights"].items():
+        assert torch.equal(tensor, parts["weights"][name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from torch import nn
@@ -14,6 +15,8 @@ from trainer.engine.means import Values
 from trainer.engine.precision import Precision
 from trainer.rng.forward import Draws
 from trainer.strategy.base import Strategy
+
+OF_A_STEP = ("train_step", "split_batch", "augment", "collate", "build_schedule")
 
 
 class Hooks(Protocol):
@@ -36,3 +39,9 @@ class Parts:
     precision: Precision
     draws: Draws
     ranks: Ranks
+
+    @cached_property
+    def may_draw(self) -> bool:
+        """True if the task has a hook of its own that may draw outside of an update's forward."""
+        found = (getattr(getattr(self.hooks, name), "__module__", "") for name in OF_A_STEP)
+        return any(module not in ("trainer.task", "trainer.trainer") for module in found)

@@ -88,11 +88,12 @@ class Proof:
             return next(iter(self._batches.of_examples(indices)))
 
     def begin_step(self, step: int) -> None:
-        """Begin the 0-based `step`: seed what `train_step` draws itself, and let go of the rows.
+        """Begin the 0-based `step`: seed what its hooks draw themselves, and let go of the rows.
 
         Other rows are read if the step is proved again.
         """
-        seed_step(self._parts.config.run.seed, step, self._parts.ranks.group.world.device)
+        if self._parts.may_draw:  # seeding takes 12 us
+            seed_step(self._parts.config.run.seed, step, self._parts.ranks.group.world.device)
         self._step = step
         self._has_updated = False
         if self._batches is None or step == 0 or not self._proved:
