@@ -171,3 +171,7 @@ def test_files_named_by_contributing_are_there():
     places = (ROOT, ROOT / "trainer")
     missing = [name for name in files if not any((place / name).exists() for place in places)]
     assert not missing
+    written = "\n".join(path.read_text() for path in [*(ROOT / "trainer").rglob("*.py")])
+    names = re.findall(r"`(?:\w+\.)?([A-Za-z_]\w+)(?:\(\w*\)\S*)?`", recipes)
+    code = [name for name in names if not re.search(rf"\b{name}\b", written)]
+    assert not code

@@ -103,5 +103,5 @@ def test_refusal_names_what_must_be_or_the_next_step():
         bare = {text for text in possible if not ADVICE.search(text)}
         if error == "ConfigError" and bare:
             (unknown if all(map(UNKNOWN.fullmatch, bare)) else silent)[place] = bare
-    assert not silent
+    assert not silent, "no next step: must contain 'must', or a verb of VERBS after a semicolon"
     assert len(unknown) <= MOST_UNKNOWN, unknown
