@@ -4,10 +4,12 @@ import bz2
 import gzip
 import io
 import json
+import os
 import struct
 import subprocess
 import tarfile
 from decimal import Decimal
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -17,6 +19,7 @@ from safetensors.torch import save_file
 
 from trainer import ConfigError, ShardedDataset
 from trainer.data.shards.index import ShardIndex
+from trainer.data.shards.sources import FsspecSource, TemporaryError
 from trainer.shards.__main__ import main as shards
 
 
@@ -208,3 +211,25 @@ def test_compressed_files_of_other_formats_than_mds_are_refused_by_name(tmp_path
         add(archive, "1.txt", b"one")
     with pytest.raises(ConfigError, match=r"a\.tar\.gz is compressed: must be tar files as they"):
         shards(["index", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (404, FileNotFoundError),
+        (403, PermissionError),
+        (429, TemporaryError),
+        (502, TemporaryError),
+    ],
+)
+def test_an_answer_of_a_store_with_a_status_is_told_by_it(status, kind):
+    class Refused(Exception):  # as those of httpx, which hf:// raises
+        response = SimpleNamespace(status_code=status)
+
+    def cat_file(name, start, end):
+        raise Refused(f"Client error {status}")
+
+    source = FsspecSource("hf://datasets/org/name")
+    source._opened = (os.getpid(), (SimpleNamespace(cat_file=cat_file), "org/name"))
+    with pytest.raises(kind, match=f"Client error {status}"):
+        list(source.stream("index.json"))

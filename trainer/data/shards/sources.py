@@ -225,8 +225,11 @@ def _translated(error: Exception) -> Exception:
     """Return an error of a store, each of which has its own kinds, as one of a `Source`."""
     if isinstance(error, LASTING):
         return error
-    if any(word in type(error).__name__ for word in OF_LOGINS):
+    status = getattr(getattr(error, "response", None), "status_code", 0)  # httpx's, as of hf://
+    if any(word in type(error).__name__ for word in OF_LOGINS) or status in (401, 403):
         return PermissionError(one_line(error))
+    if 400 <= status < 500 and status not in TEMPORARY:
+        return FileNotFoundError(one_line(error))
     return TemporaryError(one_line(error) or type(error).__name__)
 
 
