@@ -18,12 +18,14 @@ import yaml
 from harness import wait_for
 
 from trainer.errors import ConfigError
+from trainer.prove import runner
 from trainer.prove.__main__ import divide, main, prove
 from trainer.prove.bounds import Bounds, compare_tensors
 from trainer.prove.comparison import _is_amplified
 from trainer.prove.history import EvalPass, assign_batches, label_batches
 from trainer.prove.merging import Merged
 from trainer.prove.reasons import _explain_evaluation, _explain_rates
+from trainer.prove.runner import VARIABLE, Recording
 from trainer.prove.table import as_dictionary
 
 HERE = Path(__file__).parent / "prove"
@@ -39,7 +41,7 @@ def start(words: str, ranks: int = 1) -> str:
 
 
 def found_of(*arguments: str) -> dict:
-    found = as_dictionary(prove([*arguments, "limit=300"]))
+    found = as_dictionary(prove(["limit=300", *arguments]))
     return json.loads(json.dumps(found))
 
 
@@ -370,9 +372,77 @@ def test_the_last_lines_are_the_scripts_own_and_not_the_report_of_torchrun(capsy
     assert "ValueError: the cause" in shown and "30" not in shown
 
 
+LAUNCHER = f"""
+import json, os, pathlib, subprocess, sys, time
+folder = pathlib.Path(json.loads(os.environ["{VARIABLE}"])["folder"])
+rank = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+ranks = [subprocess.Popen([sys.executable, "-c", rank], start_new_session=True) for _ in "01"]
+pathlib.Path(sys.argv[1]).write_text(" ".join(str(each.pid) for each in ranks))
+print("the last line")
+time.sleep(0.3)
+for name in sys.argv[2:]:
+    (folder / name).touch()
+time.sleep(60)
+"""
+
+
+def is_running(pid: str) -> bool:
+    """Return False also for a process that has ended, but that nobody has waited for."""
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "what"),
+    [
+        ("killed", ""),
+        ("", "did not end within 2 s"),
+        ("ended-1", "did nothing for 1 s after one of its ranks had ended,"),
+    ],
+)
+def test_no_process_of_an_ended_command_is_left(tmp_path, monkeypatch, file, what):
+    monkeypatch.setattr(runner, "GRACE_S", 0.5)
+    monkeypatch.setattr(runner, "SILENCE_S", 1.0)
+    place = tmp_path / "pids"
+    command = shlex.join([sys.executable, "-c", LAUNCHER, str(place)]) + f" {file}"
+    limit = 30.0 if file else 2.0
+    recording = Recording(4, "native")
+    done = runner.run_command(command, tmp_path / "A", recording, limit, tmp_path / "work")
+    assert done.stopped == what and done.is_killed == (file == "killed")
+    assert not any(map(is_running, place.read_text().split()))
+    if what:
+        with pytest.raises(ConfigError, match=f"{what} and made no step; read its last lines"):
+            done.check()
+    assert done.last_lines() == "the last line"
+
+
+HANGS = f"""{sys.executable} -c "
+import time, torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(3):
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+print('waits')
+time.sleep(60)"
+"""
+
+
+@pytest.mark.slow
+def test_a_command_that_hangs_is_named_with_its_time(capsys):
+    found = found_of(HANGS.replace("time.sleep(60)", "optimizer.step()"), HANGS, "limit=20")
+    (reason,) = [each["reason"] for each in found["differences"] if each["kind"] == "steps"]
+    assert reason.startswith("B did not end within 20 s and was ended")
+    assert "B did not end within 20 s and was ended" in found["notes"]
+    assert "waits\nB did not end" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"20 s before 7 steps were made; give"):
+        prove([HANGS, "--resume", HANGS, "limit=20"])
+    assert "waits" in capsys.readouterr().err
+
+
 def test_a_stopped_proof_ends_its_command(tmp_path):
     place = tmp_path / "pid"
-    words = [f"sleep 0.5; echo $$ > {place}; exec sleep 60", "true"]
+    words = [f"exec {shlex.join([sys.executable, '-c', LAUNCHER])} {place}", "true"]
     environment = {**os.environ, "PYTHONPATH": str(RECORDER.parents[2])}
     proof = subprocess.Popen([sys.executable, "-m", "trainer.prove", *words], env=environment)
     try:
@@ -381,8 +451,7 @@ def test_a_stopped_proof_ends_its_command(tmp_path):
         assert proof.wait(30) != 0
     finally:
         proof.kill()
-    pid = int(place.read_text())
-    wait_for(lambda: not Path(f"/proc/{pid}").exists())
+    assert not any(map(is_running, place.read_text().split()))
 
 
 def of_rates(*rates: float) -> SimpleNamespace:

@@ -111,5 +111,7 @@ def _read_integer(words: dict[str, str], name: str) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the command too
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.default_int_handler)  # which ends the command too
     run(main, HELP)

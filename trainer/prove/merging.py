@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -85,7 +85,7 @@ class CommandHistory:
     steps: list[Step]
     initial: dict[int, Merged]  # first weights, by optimizer
     size: int = 0  # ranks that the launcher started
-    notes: list[str] = field(default_factory=list)
+    note: str = ""  # how it was ended or failed, although it made steps
 
     @classmethod
     def of(cls, name: str, command: str, ranks: list[RankHistory]) -> CommandHistory:

@@ -21,6 +21,7 @@ def find_notes(found: PairComparison) -> list[str]:
     if repeating:
         notes.append(name_repeated(repeating))
     for each in both:
+        notes += [each.note] if each.note else []
         notes += _name_shared_files(each) + _name_own_loss(each) + _name_copies(each)
     starts = [who for who, apart in rest_apart(found, 0).items() if apart < math.inf]
     if starts and found.is_same:

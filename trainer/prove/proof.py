@@ -49,22 +49,23 @@ class Bench:
         lengths = {rank.num_begun for rank in ranks}
         if len(lengths) < 2 or len(ranks) < ranks[0].world_size:
             done.check()
-        elif done.code:
-            how = "did not end in time" if done.is_late else f"failed with code {done.code}"
-            self.tell(f"{done.last_lines()}\n{name} {how}; the steps that it made are compared")
-        return CommandHistory.of(name, done.command, ranks)
+        history = CommandHistory.of(name, done.command, ranks)
+        if done.code or done.stopped:
+            how = done.stopped or f"failed with code {done.code}"
+            history.note = f"{name} {how} and was ended" if done.stopped else f"{name} {how}"
+            self.tell(f"{done.last_lines()}\n{history.note}; the steps that it made are compared")
+        return history
 
 
 def prove_pair(bench: Bench, first: str, second: str) -> PairComparison:
     """Return how two commands differ."""
     dtype = "native" if bench.dtype == "native" else "fp64"
     done = bench.run("A", first, dtype)
-    if bench.dtype == "auto" and (done.code or not done.records):
+    if bench.dtype == "auto" and done.has_failed:
         return prove_pair(_native(bench, "A"), first, second)
     one = bench.read("A", done)
     other_run = bench.run("B", second, dtype)
-    has_failed = not other_run.is_late and (other_run.code or not other_run.records)
-    if has_failed and dtype == "fp64" and bench.dtype == "auto":
+    if other_run.has_failed and dtype == "fp64" and bench.dtype == "auto":
         return prove_pair(_native(bench, "B"), first, second)
     other = bench.read("B", other_run)
     bounds = find_bounds(bench, one, dtype)

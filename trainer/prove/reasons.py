@@ -155,4 +155,6 @@ def _explain_lengths(found: PairComparison, place: int) -> str:
     if max(map(len, lengths)) > 1:
         return "they have different numbers of batches, or one leaves the loop, fails or hangs"
     short, long = sorted((found.one, found.other), key=lambda each: len(each.steps))
+    if short.note:
+        return f"{short.note}: read the end of its output above"
     return f"{short.name} ends before {long.name}: its ranks have fewer batches in a pass"

@@ -23,23 +23,18 @@ def prove_resume(bench: Bench, command: str, resume: str, kill: int) -> PairComp
     dtype = "native" if bench.dtype == "native" else "fp64"
     work = bench.folder.absolute() / "files-killed"
     killed = bench.run("A killed", command, dtype, work=work, kill=kill)
-    if not killed.records and bench.dtype == "auto":
+    if killed.has_failed and not killed.is_killed and bench.dtype == "auto":
         dtype = "native"
         killed = bench.run("A killed", command, dtype, work=work, kill=kill)
-    if killed.records:
-        _check_killed(killed, kill)
-    else:
+    if not killed.is_killed:
         killed.check()
+        bench.tell(killed.last_lines())
+        what = f"{killed.stopped or 'ended with code 0'} before {counted(kill, 'step')} were made"
+        raise ConfigError(f"{command}: {what}; give kill=STEP, or limit=SECONDS")
     resumed = bench.read("resumed", bench.run("A resumed", resume, dtype, work=work))
     one = bench.read("A", bench.run("A", command, dtype, work=work.with_name("files")))
     bounds = find_bounds(bench, one, dtype)
     return _align(one, resumed, bounds, kill, killed)
-
-
-def _check_killed(killed: CommandRun, kill: int) -> None:
-    if killed.code == 0:
-        what = f"ended with code 0 before it could be killed after {counted(kill, 'step')}"
-        raise ConfigError(f"{killed.command}: {what}; give kill=STEP")
 
 
 def _align(

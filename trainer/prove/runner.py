@@ -13,13 +13,17 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.errors import ConfigError, visible
+from trainer.errors import ConfigError, shortened, visible
 
 STARTUP = Path(__file__).with_name("startup")
 VARIABLE = "LOCKSTEP_PROVE"
+KILLED = "killed"  # file that the recorder makes at the step of the kill
 SHOWN_LINES = 12  # of a failed command
+MOST_BYTES = 1 << 18  # of its output that are read for them
 AGENT = re.compile(r"^[WE]\d{4} \S+ \d+ torch/distributed/elastic/multiprocessing/api", re.M)
-GRACE_S = 5.0  # for the processes of a killed command
+GRACE_S = 5.0  # for the processes of a command that is ended
+SILENCE_S = 60.0  # after the end of a rank, while others neither print nor record: they wait for it
+POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -49,32 +53,42 @@ class Recording:
 
 @dataclass(frozen=True)
 class CommandRun:
-    """A command that has ended: its records are in `folder`, its output in output.txt."""
+    """A command that has ended: its records are in `folder`, its output in output.txt.
+
+    `stopped` says why we ended it; "" if it ended by itself, or was killed at a step.
+    """
 
     command: str
     folder: Path
     code: int
-    seconds: float
-    limit_s: float
+    stopped: str
     records: list[Path] = field(default_factory=list)
 
     @property
-    def is_late(self) -> bool:
-        """Return True if the command was killed because its time was over."""
-        return self.seconds >= self.limit_s
+    def is_killed(self) -> bool:
+        """Return True if the command came to the step at which it was to be killed."""
+        return (self.folder / KILLED).exists()
+
+    @property
+    def has_failed(self) -> bool:
+        """Return True if the command ended by itself, without success or without any step."""
+        return not self.stopped and (self.code != 0 or not self.records)
 
     def last_lines(self) -> str:
         """Return the end of the command's output, without torchrun's report of the failure."""
-        text = (self.folder / "output.txt").read_text(encoding="utf-8", errors="replace")
+        with (self.folder / "output.txt").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_BYTES))
+            text = file.read().decode(errors="replace")
         text = re.split(AGENT, text, maxsplit=1)[0] or text
-        return "\n".join(visible(line) for line in text.splitlines()[-SHOWN_LINES:])
+        return "\n".join(shortened(visible(line)) for line in text.splitlines()[-SHOWN_LINES:])
 
     def check(self) -> None:
         """Raise ConfigError for a command that failed, or that made no optimizer step."""
         what = ""
-        if self.is_late and not self.records:
-            what = f"did not end within {self.limit_s:.0f} s; give limit=SECONDS"
-        elif self.code != 0 and not self.is_late:
+        if self.stopped and not self.records:
+            advice = "read its last lines above, or give limit=SECONDS"
+            what = f"{self.stopped} and made no step; {advice}"
+        elif self.code != 0 and not self.stopped:
             what = f"failed with code {self.code}; read its last lines above"
         elif not self.records:
             what = "must step an optimizer of torch.optim; read its last lines above"
@@ -93,7 +107,7 @@ def run_command(
     folder.mkdir(parents=True)
     work.mkdir(exist_ok=True)
     command_line = command.replace("{dir}", str(work))
-    start = time.monotonic()
+    stopped = ""
     with (folder / "output.txt").open("wb") as output:
         process = subprocess.Popen(  # noqa: S603  # the user's own command
             ["/bin/sh", "-c", command_line],
@@ -104,23 +118,57 @@ def run_command(
             start_new_session=True,
         )
         try:
-            code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = -signal.SIGKILL
+            stopped = _wait(process, folder, limit_s)
         finally:
-            _end_group(process)
-    seconds = time.monotonic() - start
+            _end(process, folder)
     records = sorted(folder.glob("rank*.jsonl"))
-    return CommandRun(command, folder, code, seconds, limit_s, records)
+    return CommandRun(command, folder, process.returncode, stopped, records)
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill what a command has left running in its process group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGTERM if process.poll() is None else signal.SIGKILL)
+def _wait(process: subprocess.Popen[bytes], folder: Path, limit_s: float) -> str:
+    """Wait until a command ends, comes to its kill, or must be ended; return why it must be."""
+    end = time.monotonic() + limit_s
+    while not (folder / KILLED).exists():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(POLL_S)
+            return ""
+        if time.monotonic() > end:
+            return f"did not end within {limit_s:.0f} s"
+        latest = max(each.stat().st_mtime for each in folder.iterdir())
+        if any(folder.glob("ended-*")) and time.time() - latest > SILENCE_S:
+            return f"did nothing for {SILENCE_S:.0f} s after one of its ranks had ended,"
+    return ""
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """End all processes of a command, with time for its launcher unless it is to be killed.
+
+    Ranks of torchrun are in sessions of their own, so processes are found by their environment.
+    """
     try:
-        process.wait(GRACE_S)
+        if process.poll() is None and not (folder / KILLED).exists():
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(GRACE_S)
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
+        pass
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
+        end = time.monotonic() + GRACE_S
+        while (left := _find_processes(folder)) and time.monotonic() < end:
+            for each in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+            time.sleep(0.01)
         process.wait()
+
+
+def _find_processes(folder: Path) -> list[int]:
+    """Return the processes that record in a folder; none where there is no /proc."""
+    mark = json.dumps(str(folder.absolute())).encode()
+    found = []
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in place.read_bytes():
+                found.append(int(place.parent.name))
+    return found

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.optim.optimizer import (
 from . import calls
 from .calls import CALLS, random_state
 from .loaders import PASSES, watch_loaders
-from .log import LOG, SETTINGS, leave, quietly
+from .log import LOG, SETTINGS, meet, quietly
 from .parameters import Part, Rest, find_part, flat_parts, name_parameters, roots, sketch_of
 from .reads import READS, watch_reads
 from .sketches import encode
@@ -86,7 +87,8 @@ class Steps:
             self._parameters.append([])
         done = self._counts[number]
         if done == SETTINGS["kill"]:
-            LOG.flush()
+            meet(*whoami())
+            (Path(SETTINGS["folder"]) / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if done == SETTINGS["steps"]:
             self.leave()
@@ -97,7 +99,7 @@ class Steps:
 
     def leave(self) -> None:
         """End the process as a finished script does."""
-        leave(*whoami())
+        meet(*whoami())
         sys.stdout.flush()
         sys.stderr.flush()
         for child in multiprocessing.active_children():

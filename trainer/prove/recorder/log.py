@@ -17,7 +17,7 @@ from typing import Any
 
 VARIABLE = "LOCKSTEP_PROVE"
 SETTINGS: dict[str, Any] = json.loads(os.environ.get(VARIABLE, "{}"))
-PATIENCE_S = 20.0  # for other ranks, at the end
+PATIENCE_S = 20.0  # for other ranks
 
 
 class Log:
@@ -44,13 +44,19 @@ class Log:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         about = {"rank": rank, "world_size": world_size, "time": time.time()}
         self._lines.insert(0, json.dumps({"event": "start", **about}))
-        atexit.register(self.flush)
+        atexit.register(self.end)
 
     def flush(self) -> None:
         """Write all events with one system call, so that a kill leaves whole lines."""
         if self._file is not None and self._lines:
             os.write(self._file, ("\n".join(self._lines) + "\n").encode())
             self._lines.clear()
+
+    def end(self) -> None:
+        """Write the last events, and a file which says that this process ends."""
+        if self._file is not None:
+            self.flush()
+            (Path(SETTINGS["folder"]) / f"ended-{os.getpid()}").touch()
 
     def forget(self) -> None:
         """Start anew in a forked process, whose events are not those of its parent."""
@@ -85,9 +91,9 @@ def quietly(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def leave(rank: int, world_size: int) -> None:
-    """Exit with code 0 as soon as every rank is here: an earlier exit could break a collective."""
-    LOG.flush()
+def meet(rank: int, world_size: int) -> None:
+    """Write the last events, and wait for every rank: an earlier exit could break a collective."""
+    LOG.end()
     folder = Path(SETTINGS["folder"])
     (folder / f"done-{rank}").touch()
     end = time.monotonic() + PATIENCE_S
