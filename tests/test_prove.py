@@ -98,7 +98,8 @@ FAULTS = {
     "no wrapper": "DistributedDataParallel does not wrap the model",
     "around the wrapper": "the model is called around its wrapper",
     "no_sync": "within no_sync",
-    "fast schedule": "advances 2 times per step, once for each rank",
+    "fast schedule": "advances 2 times at once, once for each rank",
+    "fast schedule of passes": "advances 2 times at once, once for each rank",
     "scaled rate": "multiplied by 2, the ratio of the numbers of ranks",
     "padded evaluation": "22 examples instead of 21 (1 twice)",
     "batchnorm": "BatchNorm2d normalises over the rows of a micro-batch (12 and 6)",
@@ -120,8 +121,13 @@ FAULTS = {
 
 OTHERS = {
     "contrastive.py": {
-        "local negatives": "the loss is not a mean over examples",
+        "local negatives": "it compares the examples of a micro-batch with each other (negatives)",
         "gather without gradient": "gradients are cut off (detach, a gather without gradient)",
+    },
+    DDP: {
+        "skips a step": "rank 1 of B skips an optimizer step that other ranks make",
+        "class weights": "CrossEntropyLoss divides by the sum of the class weights",
+        "own class weights": "perhaps the class weights of CrossEntropyLoss",
     },
     "mean_teacher.py": {
         "split": "the dataset is split or ordered by random numbers that depend on rank or run",
@@ -186,6 +192,7 @@ def test_mistakes_in_other_loops_are_named(script, fault):
 
 SHARED = {
     "no set_epoch": ("mean_teacher.py", "set_epoch is never called"),
+    "scaled clip": (DDP, "B clips gradients before GradScaler.unscale_"),
     "own loss": ("mean_teacher.py", "rank 0 of B reads the loss of its own examples"),
     "whole in each worker": ("by_hand.py --workers 2", "each example comes 2 times in a pass of B"),
 }
@@ -253,7 +260,7 @@ MORE = {
             start("accelerate_nlp.py --schedule", 0),
             start("accelerate_nlp.py --batch-size 4 --schedule", 2),
         ),
-        "advances 2 times per step, once for each rank",
+        "advances 2 times at once, once for each rank",
     ),
     "Accelerate's gather": (
         (

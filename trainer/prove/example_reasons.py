@@ -19,7 +19,8 @@ def explain_examples(found: PairComparison, place: int) -> str:
     one = found.one.steps[place]
     other = found.other.steps[place]
     return (
-        _explain_copies(found.other, other)
+        explain_skipped(found, place)
+        or _explain_copies(found.other, other)
         or _explain_copies(found.one, one)
         or _explain_content(found, one, other)
         or _explain_short_pass(found.other, other)
@@ -30,6 +31,20 @@ def explain_examples(found: PairComparison, place: int) -> str:
         or _explain_draws(found)
         or _explain_order(found)
     )
+
+
+def explain_skipped(found: PairComparison, place: int) -> str:
+    """Name a rank with more backward passes in a step than in its others, and than other ranks."""
+    for history in (found.other, found.one):
+        ranks = history.steps[place].ranks
+        for rank, step in zip(history.ranks, ranks, strict=True):
+            count = len(step.losses)
+            usual = sorted(len(each.losses) for each in rank.steps)[len(rank.steps) // 2]
+            if count > usual and any(len(each.losses) < count for each in ranks):
+                why = "a check for finite values, for example, must decide for all ranks together"
+                who = f"rank {rank.rank} of {history.name}"
+                return f"{who} skips an optimizer step that other ranks make: {why}"
+    return ""
 
 
 def _explain_copies(history: CommandHistory, step: Step) -> str:

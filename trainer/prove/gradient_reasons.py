@@ -9,9 +9,12 @@ import numpy as np
 
 from trainer.prove.bounds import Bounds, compare_tensors, relative, relative_norm
 from trainer.prove.comparison import REST, PairComparison
+from trainer.prove.example_reasons import explain_skipped
 from trainer.prove.merging import CommandHistory, Merged, Step
 
 APART = 1e-6  # relative: more than rounding of replicas
+BY_SCALE = "their norm has the scale in it, and the limit has not"
+FEW = 4  # steps that show a trend
 WEIGHINGS = {
     "rows": "examples",
     "elements": "lengths",
@@ -42,6 +45,8 @@ def explain_gradients(found: PairComparison, place: int) -> str:
 
 def explain_unreduced(history: CommandHistory, place: int, found: PairComparison) -> str:
     """Return why the ranks of a command have different gradients; "" if they have the same."""
+    if reason := explain_skipped(found, place):
+        return reason
     step = history.steps[place]
     if not any(value > APART for value in step.gradients.spread.values()):
         return ""
@@ -111,7 +116,7 @@ def _explain_clipping(found: PairComparison, one: Step, other: Step) -> str:
     if is_raw_apart:
         return ""
     if any(clip["is_scaled"] for clip in clips[0] + clips[1]):
-        return "gradients are clipped before GradScaler.unscale_, so by another limit than meant"
+        return f"gradients are clipped before GradScaler.unscale_: {BY_SCALE}"
     limits = [{clip["max_norm"] for clip in each} for each in clips]
     if limits[0] != limits[1]:
         return f"the gradients agree before clipping, to {limits[0]} and {limits[1]}"
@@ -281,9 +286,23 @@ def _explain_some(found: PairComparison, one: Step, other: Step) -> str:
             why = "the losses agree, and a rank holds parts of the gradients: it changes its parts"
             why += " by a factor of its own (clipping by the norm of the parts, for example)"
         return f"{why}; they differ for {which}"
-    start = f"examples and weights agree, and the losses differ by {loss:.0e}"
+    why = _explain_loss(found, one, other)
+    return f"examples and weights agree, and the losses differ by {loss:.0e}: {why}"
+
+
+def _explain_loss(found: PairComparison, one: Step, other: Step) -> str:
+    """Say why a loss is no mean over examples."""
+    weighted = found.other.about("weighted")
     ranks = (*one.ranks, *other.ranks)
     if any(relative_norm(ranks[0].rest, rank.rest) > APART for rank in ranks):
-        return f"{start}: so do {REST}"
-    why = "the loss is not a mean over examples (class weights, or negatives from the micro-batch)"
-    return f"{start}: probably {why}"
+        what = f", perhaps the class weights of {weighted[0]}" if weighted else ""
+        return f"so do {REST}{what}"
+    if weighted:
+        return f"{weighted[0]} divides by the sum of the class weights of a micro-batch"
+    sizes = [max(len(b.rows) for r in s.ranks for b in r.batches) for s in (one, other) if s.rows]
+    pairs = zip(found.one.steps, found.other.steps, strict=False)
+    lower = [b.losses["mean"] < a.losses["mean"] for a, b in pairs]
+    if len(lower) >= FEW and len(set(sizes)) == 2 and set(lower) == {sizes[1] < sizes[0]}:
+        why = "probably it compares the examples of a micro-batch with each other (negatives)"
+        return f"{why}, as it is lower for smaller micro-batches at each step"
+    return "the loss is not a mean over examples (class weights, or negatives from the micro-batch)"

@@ -10,6 +10,7 @@ import numpy as np
 from trainer.prove.bounds import relative
 from trainer.prove.comparison import REST, PairComparison, rest_apart
 from trainer.prove.example_reasons import name_repeated, repeats_order
+from trainer.prove.gradient_reasons import BY_SCALE
 from trainer.prove.merging import CommandHistory
 
 
@@ -21,6 +22,8 @@ def find_notes(found: PairComparison) -> list[str]:
     if repeating:
         notes.append(name_repeated(repeating))
     for each in both:
+        if any(c["is_scaled"] for step in each.steps for rank in step.ranks for c in rank.clips):
+            notes.append(f"{each.name} clips gradients before GradScaler.unscale_: {BY_SCALE}")
         notes += [each.note] if each.note else []
         notes += _name_shared_files(each) + _name_own_loss(each) + _name_copies(each)
     starts = [who for who, apart in rest_apart(found, 0).items() if apart < math.inf]

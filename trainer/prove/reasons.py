@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 
 from trainer.errors import counted
 from trainer.prove.bounds import relative
@@ -66,12 +67,14 @@ def _explain_rates(found: PairComparison, place: int) -> str:
         return "the ranks of B use different learning rates"
     if ratio != 1 and all(relative(a * ratio, b) < 1e-9 for a, b in pairs):
         return f"the learning rate is multiplied by {ratio:.6g}, the ratio of the numbers of ranks"
+    phases = [[rate for rate, _ in groupby(rates)] for rates in (one, other)]  # of an epoch each
     for times in sorted({found.other.size, found.one.size, 2, 3, 4} - {1}):
         for start in (0, times - 1):  # after a step, or after each micro-batch of it
-            if _agree(one[start::times], other):
-                return _explain_fast_schedule(found.other, times, start > 0)
-            if _agree(one, other[start::times]):
-                return _explain_fast_schedule(found.one, times, start > 0)
+            for ours, theirs in ((one, other), phases):
+                if _agree(ours[start::times], theirs):
+                    return _explain_fast_schedule(found.other, times, start > 0)
+                if _agree(ours, theirs[start::times]):
+                    return _explain_fast_schedule(found.one, times, start > 0)
     if _agree(one[1:], other) or _agree(one, other[1:]):
         return "the schedule is one step ahead on one of the layouts"
     first, its = next((pair for pair in pairs if pair[0]), (1.0, 0.0))  # a warm-up begins with 0
@@ -86,7 +89,7 @@ def _agree(one: list[float], other: list[float]) -> bool:
 
 
 def _explain_fast_schedule(history: CommandHistory, times: int, is_before: bool) -> str:
-    why = f"the schedule of {history.name} advances {times} times per step"
+    why = f"the schedule of {history.name} advances {times} times at once"
     if times == history.size and not is_before:
         why += ", once for each rank"
     elif times == max(step.num_backwards for step in history.steps):

@@ -10,7 +10,7 @@ from trainer.prove.comparison import REST, Deviation, PairComparison, compare, r
 from trainer.prove.example_reasons import have_same_indices
 from trainer.prove.gradient_reasons import draws_random, explain_gradients
 from trainer.prove.history import open_histories
-from trainer.prove.merging import CommandHistory, Merged
+from trainer.prove.merging import CommandHistory
 from trainer.prove.proof import Bench, find_bounds
 from trainer.prove.runner import CommandRun
 
@@ -50,7 +50,7 @@ def _align(
     states = [first, *(step.weights for step in one.steps[: kill + 1])]
     apart = [compare_tensors(each, resumed.initial[0], bounds.weight_floor)[0] for each in states]
     place = min(range(len(apart)), key=lambda each: apart[each])
-    reference = replace(one, steps=one.steps[place:], initial=_initial(one, states[place]))
+    reference = replace(one, steps=one.steps[place:], initial={**one.initial, 0: states[place]})
     found = compare(reference, resumed, bounds)
     found.worst["evaluation"] = 0.0
     found.deviations = [
@@ -65,19 +65,11 @@ def _align(
         where = "the resumed command starts with the first weights"
         found.deviations = [Deviation("initial weights", 0, where, "no checkpoint was loaded")]
     else:
-        found.notes.append(_describe(place, kill))
+        repeats = f"; {counted(kill - place, 'step')} repeated" if place < kill else ""
+        found.notes.append(f"killed after step {kill}, resumed after step {place}{repeats}")
         if f"rank 0 of {resumed.name}" in rest_apart(found, 0) and not found.deviations:
             found.deviations = [Deviation("rest", 0, f"{REST} differ", "they are not restored")]
     return found
-
-
-def _initial(one: CommandHistory, weights: Merged) -> dict[int, Merged]:
-    return {**one.initial, 0: weights}
-
-
-def _describe(place: int, kill: int) -> str:
-    repeats = f"; {counted(kill - place, 'step')} repeated" if place < kill else ""
-    return f"killed after step {kill}, resumed after step {place}{repeats}"
 
 
 def explain_resume(

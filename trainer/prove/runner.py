@@ -71,8 +71,9 @@ class CommandRun:
 
     @property
     def has_failed(self) -> bool:
-        """Return True if the command ended by itself, without success or without any step."""
-        return not self.stopped and (self.code != 0 or not self.records)
+        """Return True if the command ended by itself, and no rank made all steps successfully."""
+        is_done = any(self.folder.glob("done-*")) or (self.code == 0 and self.records)
+        return not self.stopped and not is_done
 
     def last_lines(self) -> str:
         """Return the end of the command's output, without torchrun's report of the failure."""
@@ -88,7 +89,7 @@ class CommandRun:
         if self.stopped and not self.records:
             advice = "read its last lines above, or give limit=SECONDS"
             what = f"{self.stopped} and made no step; {advice}"
-        elif self.code != 0 and not self.stopped:
+        elif self.code != 0 and self.has_failed:
             what = f"failed with code {self.code}; read its last lines above"
         elif not self.records:
             what = "must step an optimizer of torch.optim; read its last lines above"

@@ -71,10 +71,16 @@ def main():
     decay = 0.01 / ranks if fault == "weight decay" else 0.01
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=decay)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    scaler = torch.amp.GradScaler("cpu", enabled=fault == "scaled clip")
     drop = fault != "padding"
     sampler = DistributedSampler(train, drop_last=drop)
     if fault == "no sampler":
         sampler = None
+    weights = None
+    if "class weights" in fault:
+        labels = train.labels[list(sampler)] if fault == "own class weights" else train.labels
+        weights = len(labels) / labels.bincount().to(torch.get_default_dtype())
+    criterion = nn.CrossEntropyLoss(weights)
     loader = DataLoader(train, options.batch_size, sampler=sampler, drop_last=drop)
     for epoch in range(3):
         if sampler is not None and (fault != "no set_epoch" or ranks == 1):
@@ -86,14 +92,14 @@ def main():
             with wrapped.no_sync() if quiet and wrapped is not model else nullcontext():
                 call = model if fault == "around the wrapper" else wrapped
                 branch = fault == "branch" and ranks > 1
-                loss = F.cross_entropy(call(images, branch), labels)
+                loss = criterion(call(images, branch), labels)
                 if fault == "sum loss":
                     loss = F.cross_entropy(call(images), labels, reduction="sum") / 12
                 if fault == "divided twice":
                     loss = loss / ranks
                 if fault == "times ranks":
                     loss = loss * ranks
-                (loss / divisor).backward()
+                scaler.scale(loss / divisor).backward()
             if not is_step:
                 continue
             if fault == "summed":
@@ -111,10 +117,16 @@ def main():
                     nn.utils.clip_grad_norm_(model.parameters(), 0.05)
             else:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            is_finite = fault != "skips a step" or rank == 0 or (epoch, number) != (0, 3)
+            if is_finite:
+                scaler.step(optimizer)
+                scaler.update()
             optimizer.zero_grad()
-            for _ in range(ranks if fault == "fast schedule" else 1):
-                schedule.step()
+            if fault != "fast schedule of passes":
+                for _ in range(ranks if fault == "fast schedule" else 1):
+                    schedule.step()
+        for _ in range(3 * ranks if fault == "fast schedule of passes" else 0):
+            schedule.step()
         evaluate(model, fault)
         if fault == "all save":
             torch.save(model.state_dict(), os.environ.get("CHECKPOINT", "/tmp/prove-test.pt"))

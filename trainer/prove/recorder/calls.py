@@ -238,11 +238,12 @@ def watch_saving() -> None:
 
 
 def describe_models(roots: list[nn.Module], mine: list[torch.Tensor]) -> dict[str, Any]:
-    """Return what matters of the modules: normalisation, dropout, wrappers of an optimizer's."""
+    """Return what matters of the modules: normalisation, dropout, wrappers, class weights."""
     own = set(map(id, mine))
     norms = set()
     dropout = set()
     wrappers = set()
+    weighted = set()
     for each in (m for root in roots for m in root.modules()):
         kind = type(each).__name__
         if isinstance(each, nn.modules.batchnorm._BatchNorm) and each.training:
@@ -250,10 +251,13 @@ def describe_models(roots: list[nn.Module], mine: list[torch.Tensor]) -> dict[st
         rate = getattr(each, "p", getattr(each, "dropout", 0))
         if "Dropout" in kind or isinstance(each, nn.RNNBase):
             dropout |= {kind} if each.training and isinstance(rate, float) and rate > 0 else set()
+        if isinstance(each, nn.modules.loss._WeightedLoss) and each.weight is not None:
+            weighted.add(kind)
         is_wrapper = isinstance(each, DistributedDataParallel) or _is_fsdp(each)
         if is_wrapper and not own.isdisjoint(map(id, each.parameters())):
             wrappers.add("FSDP" if _is_fsdp(each) else kind)
-    return {"norms": sorted(norms), "dropout": sorted(dropout), "wrappers": sorted(wrappers)}
+    found = {"norms": norms, "dropout": dropout, "wrappers": wrappers, "weighted": weighted}
+    return {key: sorted(each) for key, each in found.items()}
 
 
 def _is_fsdp(module: nn.Module) -> bool:
