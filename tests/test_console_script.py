@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # pip writes such a script for `[project.scripts]`.
 SCRIPT = """#!{python}
 import sys
-from trainer.distributed.entry import main
+from lockstep_trainer import main
 if __name__ == "__main__":
     sys.exit(main())
 """
@@ -54,7 +54,7 @@ def run_in(folder, *words):
 
 def test_project_names_the_script_and_all_verbs():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"lockstep": "trainer.distributed.entry:main"}
+    assert project["scripts"] == {"lockstep": "lockstep_trainer:main"}
     package = Path(trainer.__file__).parent
     runnable = [p for p in package.rglob("*.py") if '__name__ == "__main__"' in p.read_text()]
     verbs = {p.parent.name if p.stem == "__main__" else p.stem for p in runnable}

@@ -1,6 +1,7 @@
 """The wheel in an environment of its own, in a folder that has another `trainer`."""
 
 import os
+import shutil
 import site
 import subprocess
 import sys
@@ -40,3 +41,40 @@ def test_lockstep_works_beside_a_trainer_file_and_the_module_is_that_file(place,
     code = "import trainer.config; print(trainer.__file__)"
     shown = run(place / "python", "-c", f"import sys; sys.path.remove(''); {code}")
     assert Path(shown.strip()).is_relative_to(place.parent)
+
+
+@pytest.mark.slow
+def test_lockstep_names_the_package_that_has_overwritten_its_files(place, tmp_path):
+    (packages,) = place.parent.glob("lib/python*/site-packages")
+    about = packages / "coqui_tts_trainer-0.4.0.dist-info"
+    init = packages / "trainer/__init__.py"
+    original = init.read_text()
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def end(*words: object) -> str:
+        done = subprocess.run(words, cwd=tmp_path, env=own, capture_output=True, text=True)
+        assert done.returncode and not done.stdout, done.stdout
+        return f"{done.returncode} {done.stderr}"
+
+    about.mkdir()
+    (about / "METADATA").write_text("Name: coqui-tts-trainer\nVersion: 0.4.0\n")
+    (about / "RECORD").write_text("trainer/__init__.py,,\n")
+    repair = "pip install --force-reinstall --no-deps lockstep-trainer\n"
+    try:
+        init.write_text("from trainer.config import TrainerArgs, TrainerConfig\n")
+        assert end(place / "lockstep", "task=text") == (
+            "2 error: lockstep: coqui-tts-trainer installs a package trainer too, and has "
+            "overwritten files of lockstep-trainer: give each an environment of its own; to "
+            f"repair this one: pip uninstall coqui-tts-trainer, then {repair}"
+        )
+        last = end(place / "python", "-m", "trainer").splitlines()[-1]
+        assert last.startswith("ImportError: trainer/__init__.py is missing, or overwritten by")
+        (about / "RECORD").unlink()
+        line = f"is not Lockstep's: take its folder out of PYTHONPATH, or {repair}"
+        assert end(place / "lockstep") == f"2 error: lockstep: {init} {line}"
+        init.unlink()
+        line = "trainer/__init__.py is missing, as after the removal of another package"
+        assert end(place / "lockstep") == f"2 error: lockstep: {line}: {repair}"
+    finally:
+        init.write_text(original)
+        shutil.rmtree(about)
