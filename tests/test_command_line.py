@@ -174,7 +174,7 @@ def test_ctrl_c_while_modules_are_imported_is_not_lost(command, tmp_path):
         from tiny import Tiny as Mine
         """)
     done = command(*TINY, "task.trainer=mine.Mine")
-    assert (done.returncode, done.stderr) == (1, "interrupted; nothing was saved\n"), done.stdout
+    assert (done.returncode, done.stderr) == (130, "interrupted; nothing was saved\n"), done.stdout
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["mine.py"]
 
 

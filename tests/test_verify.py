@@ -1,20 +1,24 @@
 """`trainer.verify` finds and explains each dependence of a run on its layout, and proves correct
 tasks."""
 
+import os
 import re
+import signal
+from pathlib import Path
 
 import pytest
 import torch
 import wrong
-from harness import CONF, join, on_ranks, slow_but
+from harness import CONF, ended, join, launch, on_ranks, slow_but, wait_for
 from test_proof import NAMED
 from tiny import Tiny
 from torch import nn
 
 from trainer.errors import ConfigError
-from trainer.verify import __main__ as verify
 from trainer.verify import recording
-from trainer.verify.stage import last_words
+from trainer.verify.command import verify
+from trainer.verify.layouts import LAYOUTS
+from trainer.verify.stage import TrialRuns, last_words
 
 
 @pytest.fixture
@@ -26,9 +30,9 @@ def prove(monkeypatch, capfd):
         return 0, ""
 
     def run(task, *words):
-        monkeypatch.setattr(verify.TrialRuns, "launch", launch)
+        monkeypatch.setattr(TrialRuns, "launch", launch)
         trainer = f"task.trainer={task.__module__}.{task.__name__}"
-        code = verify.main(["--config-dir", CONF, "task=tiny", trainer, "optim.lr=0.3", *words])
+        code = verify(["--config-dir", CONF, "task=tiny", trainer, "optim.lr=0.3", *words])
         return code, capfd.readouterr().out
 
     return run
@@ -42,7 +46,7 @@ def test_task_that_is_right_is_proved_in_every_layout(chosen, prove):
     words = [f"layouts={','.join(chosen)}", "steps=5"] if chosen else []
     code, said = prove(Tiny, "task.options.weights=true", "strategy.precision=fp32", *words)
     assert code == 0 and "proved: all runs learned the same" in said
-    every = [name for name, each in verify.LAYOUTS.items() if {*each.axes} <= {"shard"}]
+    every = [name for name, each in LAYOUTS.items() if {*each.axes} <= {"shard"}]
     for layout in chosen or every:
         rows = [line.split() for line in said.splitlines() if line.split()[:1] == [layout]]
         assert [(row[1], row[2], row[-1]) for row in rows] == [
@@ -150,7 +154,7 @@ def test_failed_ranks_are_reported_with_the_error_and_its_location(said, told):
 )
 def test_settings_that_would_prove_nothing_are_refused(word):
     with pytest.raises(ConfigError, match=rf"^'?{re.escape(word.split()[-1])}'?.*"):
-        verify.main(["--config-dir", CONF, "task=tiny", *word.split()])
+        verify(["--config-dir", CONF, "task=tiny", *word.split()])
 
 
 @pytest.mark.slow
@@ -305,6 +309,24 @@ def test_layouts_are_compared_by_the_command_line(command):
     done = command(*WORDS, "layouts=ranks-2", "steps=5", verb="trainer.verify")
     last = done.stdout.splitlines()[-1]
     assert done.returncode == 0 and last == "proved: all runs learned the same", done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["imports", "fork", "training"])
+def test_ctrl_c_ends_all_processes_and_leaves_one_line_and_no_files(moment, tmp_path):
+    """The signal goes to the process group, as from a terminal; the fixture of all tests looks for
+    processes that are left."""
+    words = [*WORDS, "layouts=ranks-2", "steps=4000"]
+    started = launch(tmp_path, *words, verb="trainer.verify", is_session=True, TMPDIR=str(tmp_path))
+    if moment == "imports":
+        wait_for(lambda: "libtorch" in Path(f"/proc/{started.pid}/maps").read_text())
+    else:
+        name = "ranks-2.json" if moment == "fork" else "runs/tiny/ranks-2-fp64/metrics.jsonl"
+        wait_for(lambda: [*tmp_path.glob(f"lockstep-verify-*/{name}")])
+    os.killpg(started.pid, signal.SIGINT)
+    code, out, err = ended(started, limit_s=10)
+    assert (code, err.splitlines()[-1]) == (130, "interrupted; nothing was saved"), out + err
+    assert "Traceback" not in out + err and not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow

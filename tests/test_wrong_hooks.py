@@ -442,6 +442,45 @@ def test_exception_of_the_task_itself_keeps_its_traceback(tmp_path):
     check(tmp_path, expected)
 
 
+class Unrolled(nn.Module):
+    """Keeps its state for the next batch, with the graph that made it."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out, self.state = nn.GRUCell(4, 16), nn.Linear(16, 3), None
+
+    def forward(self, x):
+        is_kept = self.state is not None and len(self.state) == len(x)
+        self.state = self.cell(x, self.state if is_kept else None)
+        return self.out(self.state)
+
+
+def test_backward_in_a_hook_or_through_an_old_graph_is_one_line(tmp_path):
+    leave = "leave it out; the trainer calls it, on the mean of what loss returns"
+    twice = (
+        r"backward\(\) went twice through the graph of loss\(outputs, targets\): leave the call out "
+        r"of hooks, since the trainer makes it; if the model keeps a tensor for the next batch, "
+        r"detach\(\) it"
+    )
+    calls = rf"\(outputs, targets\) calls backward\(\) \(\S+\.py:\d+\): {leave}"
+
+    def back(values, **options):
+        values.mean().backward(**options)
+        return values
+
+    expected = {
+        "loss": (with_loss(back), ConfigError, twice),
+        "retained": (with_loss(lambda v: back(v, retain_graph=True)), ConfigError, f"loss{calls}"),
+        "metrics": (
+            with_metrics(lambda hits: {"hits": back(hits.double())}),
+            ConfigError,
+            f"metrics{calls}",
+        ),
+        "state": (task_with(build_model=lambda self: Unrolled()), ConfigError, twice),
+    }
+    check(tmp_path, expected)
+
+
 def raising(self, outputs, targets):
     raise RuntimeError("of the task")
 
@@ -642,6 +681,21 @@ def test_a_task_whose_init_does_not_take_the_config_is_refused(tmp_path):
         ConfigError, match=r"WithoutConfig: __init__ must take the config, and pass"
     ):
         load_task(config)
+
+
+class WithoutSuper(Tiny):
+    def __init__(self, config):
+        self.width = 3
+
+
+def test_a_task_whose_init_does_not_call_the_trainers_is_one_line(tmp_path):
+    line = r"^WithoutSuper\.__init__: must begin with super\(\)\.__init__\(config\)$"
+    config = compose(tmp_path, *WORDS)
+    for use in (Tiny.fit, Tiny.evaluate, lambda task: task.options, lambda task: task.step):
+        with pytest.raises(ConfigError, match=line):
+            use(WithoutSuper(config))
+    with pytest.raises(AttributeError, match="'WithoutSuper' object has no attribute 'height'"):
+        _ = WithoutSuper(config).height
 
 
 def test_a_task_is_built_from_a_config_alone():

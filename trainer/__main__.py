@@ -48,7 +48,8 @@ flags:
   -m                       run a sweep, as in -m optim.lr=0.1,0.2
   --cfg job                print the composed config
 
-Exit codes: 0 done, 1 failed, 2 bad configuration, 75 stopped by a signal after saving.
+Exit codes: 0 done, 1 failed, 2 bad configuration, 75 stopped by a signal after saving,
+130 interrupted before the first step.
 
 other commands (python -m <command> --help):
   trainer.new              create a starter project

@@ -24,7 +24,12 @@ from trainer.config.schema import Config
 from trainer.config.targets import resolve
 from trainer.distributed import entry
 from trainer.distributed.launchers import CODES, find_launcher
-from trainer.distributed.signals import leave_pid_1, let_go
+from trainer.distributed.signals import (
+    CODE_OF_INTERRUPT,
+    INTERRUPTED,
+    leave_pid_1,
+    let_go,
+)
 from trainer.errors import (
     ConfigError,
     RunError,
@@ -45,7 +50,6 @@ JSON_HELP = f"""
 
 {JSON} prints the result as one JSON object: the exit code, the result in a word, and its parts, or
 the code and the error. Everything else is then written to standard error."""
-INTERRUPTED = "interrupted; nothing was saved"
 SWEEP_FLAGS = ("-m", "--multirun")
 QUESTIONS = ("-c", "--cfg", "-i", "--info", "--hydra-help")
 HYDRA_FLAGS = (*SWEEP_FLAGS, *QUESTIONS, "--resolve", "-p", "--package")
@@ -129,8 +133,10 @@ def _report(error: BaseException) -> int:
     elif not isinstance(error, KeyboardInterrupt):
         where = f"error on rank {_find_rank()}:\n" if _count_ranks() > 1 else ""
         print(where + format_traceback(error), file=sys.stderr, flush=True)
-    elif _find_rank() == 0:
-        print(INTERRUPTED, file=sys.stderr, flush=True)
+    else:
+        if _find_rank() == 0:
+            print(INTERRUPTED, file=sys.stderr, flush=True)
+        return CODE_OF_INTERRUPT
     return 1
 
 

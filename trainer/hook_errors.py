@@ -29,6 +29,7 @@ LOSS = "loss(outputs, targets)"
 METRICS = "metrics(outputs, targets)"
 FAKE = (DataDependentOutputException, DynamicOutputShapeException)  # of tensors without values
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "ALLOC_FAILED")  # in messages of torch's
+BACKWARD = "leave it out; the trainer calls it, on the mean of what loss returns"
 MOST_SHOWN = 300  # characters of a message of torch's
 
 
@@ -78,6 +79,8 @@ def _explain(
         return RunError(f"{name} failed for {rows.named(row)}: {what}; repair it")
     if not is_of_torch(error):
         return None
+    if any(f.f_code.co_name == "backward" and _package(f) == "torch" for f, _ in _frames(error)):
+        return ConfigError(f"{name} calls backward(){_place(error)}: {BACKWARD}")
     shown = ", ".join(_show(n, tree) for n, tree in zip(_arguments(name), given, strict=True))
     return ConfigError(f"{name} failed: {what}; {shown}; make them fit")
 
@@ -166,6 +169,11 @@ def is_explained(error: Exception) -> bool:
 def is_of_compiler(error: BaseException) -> bool:
     """Return True if torch's compiler, which only run.compile imports, cannot compile here."""
     return any(kind.__name__ == "BackendCompilerFailed" for kind in type(error).__mro__)
+
+
+def is_of_second_backward(error: BaseException) -> bool:
+    """Return True if the graph of a forward pass was differentiated a second time."""
+    return isinstance(error, RuntimeError) and "through the graph a second time" in str(error)
 
 
 def is_of_torch(error: Exception) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -71,6 +71,14 @@ class Task:
             task = replace(config.task, options={**values, **defaults})
             implied = [*config.implied, *defaults]
             self.config = replace(config, task=task, implied=implied)  # saved with the run
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            kind = type(self).__name__
+            if name in ("config", "world", "options", "_run"):
+                raise ConfigError(f"{kind}.__init__: must begin with super().__init__(config)")
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 
     # A task must define these -------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -10,7 +11,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,17 @@ def fork_ranks(
     return 0
 
 
+def end_ranks() -> None:
+    """End the ranks of `fork_ranks` at once, and the process that forks them."""
+    for rank in multiprocessing.active_children():
+        rank.kill()
+        rank.join()
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+    util._run_finalizers()  # type: ignore[attr-defined]  # removes the folder of its socket
+
+
 def start_server(module: str, more: Mapping[str, str]) -> None:
     """Start the process that imports `module` and forks the ranks, unless it is running.
 
@@ -144,10 +156,12 @@ def start_server(module: str, more: Mapping[str, str]) -> None:
     forkserver.set_forkserver_preload([module])
     here = Path.cwd()
     os.chdir(Path(trainer.__file__).parents[1])
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which it inherits
     try:
         with _environment({**more, "OMP_NUM_THREADS": "1"}):
             forkserver.ensure_running()
     finally:
+        signal.signal(signal.SIGINT, handler)
         os.chdir(here)
 
 

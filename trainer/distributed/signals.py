@@ -20,6 +20,8 @@ _BY_SUBMITIT = [signal.SIGUSR2] * ("SUBMITIT_EXECUTOR" in os.environ)
 _BY_TERMINAL = [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_BY_SUBMITIT, *_BY_TERMINAL]
 PARENT = os.getppid()  # read as early as possible, so that a launcher that dies later is noticed
+INTERRUPTED = "interrupted; nothing was saved"
+CODE_OF_INTERRUPT = 128 + signal.SIGINT  # as a shell shows it
 REQUEUE = ("SIGUSR1", "SIGUSR2")
 
 
@@ -77,18 +79,18 @@ def catch_early() -> None:
     the process at once.
     """
     _early[:] = [StopRequest()]
-    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGINT, interrupt)
     for number in SIGNALS[1:]:
         signal.signal(number, _early[0].receive)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # launch=spawn blocks them until here
 
 
-def _interrupt(number: int, frame: object) -> None:
+def interrupt(number: int, frame: object) -> None:
     """Exit at once: KeyboardInterrupt in an import may be lost, or leave half a module."""
     with suppress(OSError, ConfigError):
         if find_launcher().variables.get("RANK", "0") == "0":
-            os.write(2, b"interrupted; nothing was saved\n")
-    os._exit(1)
+            os.write(2, f"{INTERRUPTED}\n".encode())
+    os._exit(CODE_OF_INTERRUPT)
 
 
 def check_start(patience_s: float = START_S) -> None:

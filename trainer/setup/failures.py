@@ -14,10 +14,15 @@ from trainer.config.typed import show
 from trainer.data.workers import workers_named
 from trainer.distributed.group import Group
 from trainer.errors import ConfigError, RunError, one_line, place_of
-from trainer.hook_errors import is_of_compiler
+from trainer.hook_errors import LOSS, is_of_compiler, is_of_second_backward
 from trainer.setup.capacity import memory_named
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.mesh_model.divided_parameters import parts_named
+
+TWICE = (
+    f"backward() went twice through the graph of {LOSS}: leave the call out of hooks, "
+    "since the trainer makes it; if the model keeps a tensor for the next batch, detach() it"
+)
 
 
 class EarlyExit(SystemExit):
@@ -28,7 +33,8 @@ class EarlyExit(SystemExit):
 def failures_named(group: Group, config: Config) -> Iterator[None]:
     """Raise RunError, one line, if a peer or data worker exits or hangs, or memory is not enough.
 
-    And ConfigError if torch cannot compile the model on this machine, such as without g++.
+    And ConfigError if torch cannot compile the model on this machine, such as without g++, or if a
+    backward pass was made before the trainer's.
 
     On sys.exit and os._exit too: a run that ends before its last step is not done, even with exit
     code 0. And on a KeyboardInterrupt of the task, since Ctrl-C is a stop request.
@@ -52,6 +58,8 @@ def failures_named(group: Group, config: Config) -> Iterator[None]:
             what = f"KeyboardInterrupt was raised at {place_of(error)}"
             raise RunError(f"{what}") from None
         except RuntimeError as error:
+            if is_of_second_backward(error):
+                raise ConfigError(TWICE) from error
             if not is_of_compiler(error):
                 raise
             why = f"torch cannot compile here: {one_line(error)[:300]}"

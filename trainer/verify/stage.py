@@ -14,7 +14,7 @@ from pathlib import Path
 import trainer
 from trainer.config.schema import Config
 from trainer.distributed import entry
-from trainer.distributed.launch import fork_ranks, start_server
+from trainer.distributed.launch import end_ranks, fork_ranks, start_server
 from trainer.distributed.launchers import CODES
 from trainer.distributed.world import usable_cores
 from trainer.errors import ConfigError, RunError
@@ -114,15 +114,19 @@ class TrialRuns:
             "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
             CODES: str(self._folder / "codes"),
         }
-        if is_apart:
-            start_server(enter.__module__, more)  # it imports torch meanwhile
-            words = [sys.executable, *entry.words("verify.recording"), str(plan)]
-            own = {**os.environ, **more}
-            done = subprocess.run(words, capture_output=True, text=True, env=own)  # noqa: S603
-            return done.returncode, done.stderr
-        log = plan.with_suffix(".log")
-        code = fork_ranks(ranks, enter, [str(plan), str(log)], more)
-        return code, log.read_text(encoding="utf-8", errors="replace")
+        try:
+            if is_apart:
+                start_server(enter.__module__, more)  # it imports torch meanwhile
+                words = [sys.executable, *entry.words("verify.recording"), str(plan)]
+                own = {**os.environ, **more}
+                done = subprocess.run(words, capture_output=True, text=True, env=own)  # noqa: S603
+                return done.returncode, done.stderr
+            log = plan.with_suffix(".log")
+            code = fork_ranks(ranks, enter, [str(plan), str(log)], more)
+            return code, log.read_text(encoding="utf-8", errors="replace")
+        except KeyboardInterrupt:  # their folder is removed next
+            end_ranks()
+            raise
 
     def _write_plan(
         self,

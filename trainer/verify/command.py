@@ -1,0 +1,113 @@
+"""The work of `python -m trainer.verify`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from trainer.cli import JSON, answer, load_task, split_arguments, take_words
+from trainer.config.compose import load_config
+from trainer.distributed import accelerator
+from trainer.engine.precision import OPEN, choose_precision, is_bf16_native, takes_bf16
+from trainer.errors import ConfigError
+from trainer.strategy.base import find_strategy
+from trainer.strategy.modules.comm_hooks import COMPRESSING
+from trainer.task import Task
+from trainer.verify.comparison import Finding
+from trainer.verify.layouts import choose_layouts, prove_layouts
+from trainer.verify.resume import prove_resume
+from trainer.verify.stage import TrialRuns
+from trainer.verify.table import list_left_out, show
+
+RESUME = "--resume"
+BITS = "--bits"
+WORDS = {True: {"steps", "kills", "seed"}, False: {"steps", "layouts"}}  # with and without --resume
+
+
+def verify(arguments: Sequence[str]) -> int:
+    """Prove a task in the layouts that the arguments name, and return the exit code."""
+    if any(os.environ.get(name) for name in ("RANK", "WORLD_SIZE")):
+        advice = "run it with python, not under a launcher"
+        raise ConfigError(f"trainer.verify: starts its own ranks; {advice}")
+    is_resume = RESUME in arguments
+    is_bits = BITS in arguments
+    if is_resume and is_bits:
+        raise ConfigError(f"{BITS}: must not be combined with {RESUME}; leave one out")
+    plain = [word for word in arguments if word not in (RESUME, BITS)]
+    plain += ["strategy.name=exact"] * is_bits
+    words, config_dirs = split_arguments(plain, own=(JSON, BITS, RESUME))
+    own, overrides = _divide(words, is_resume, config_dirs)
+    config = load_config(overrides, config_dirs)
+    task = load_task(config)(config)
+    device = task.world.device
+    if (given := config.strategy.precision) in OPEN:
+        is_taken = takes_bf16(given, accelerator.is_used(device))
+        chosen = choose_precision(is_taken and is_bf16_native(device))
+        overrides = [*overrides, f"strategy.precision={chosen}"]
+        config = load_config(overrides, config_dirs)
+    steps = _read_integer(own, "steps", 10)
+    left_out: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
+        stage = TrialRuns(Path(folder), overrides, config_dirs, config, steps)
+        if is_resume:
+            kills = _read_integer(own, "kills", 3)
+            seed = _read_integer(own, "seed", 0, least=0)
+            findings = prove_resume(stage, kills, seed)
+        else:
+            cut = find_strategy(config.strategy).cut(config)
+            units = config.data.global_batch // cut.unit
+            barred = _find_barred(task)
+            layouts = choose_layouts(own.get("layouts"), units, cut, barred)
+            findings = prove_layouts(stage, layouts, is_bits, "layouts" not in own)
+            if "layouts" not in own:
+                left_out = list_left_out(layouts, units, cut, barred)
+    return _answer(findings, steps, left_out)
+
+
+def _answer(findings: Sequence[Finding], steps: int, left_out: Mapping[str, str]) -> int:
+    """Print the findings, and return the exit code."""
+    is_bad = any(finding.is_bad for finding in findings)
+    rows = [asdict(finding) for finding in findings]
+    facts = {"steps": steps, "findings": rows, "left_out": left_out}
+    result = "not proved" if is_bad else "proved"
+    return answer(int(is_bad), result, facts, lambda: show(findings, steps, left_out))
+
+
+def _find_barred(task: Task) -> dict[str, str]:
+    """Return the axes of the mesh that the task cannot use, each with the reason."""
+    barred: dict[str, str] = {}
+    block = task.config.strategy
+    if block.devices_per_rank > 1 or block.comm_hook in COMPRESSING:
+        why = "a mesh takes no such strategy.comm_hook or strategy.devices_per_rank"
+        return dict.fromkeys(("shard", "tensor", "context", "pipeline"), why)
+    if not task.tensor_plan():
+        barred |= dict.fromkeys(("tensor", "context"), "the task has no tensor_plan")
+    if type(task).blocks is Task.blocks:
+        barred["pipeline"] = "the task has no blocks"
+    if task.config.run.dropout == "torch":
+        why = "run.dropout=torch draws by rank"
+        barred |= dict.fromkeys(("tensor", "context", "pipeline"), why)
+    return barred
+
+
+def _divide(
+    words: Sequence[str], is_resume: bool, config_dirs: Sequence[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Return (the arguments of this verb by name, the overrides of the configuration)."""
+    own, overrides = take_words(words, WORDS[True] | WORDS[False], config_dirs)
+    for name in own:
+        if name not in WORDS[is_resume]:
+            how = "without" if is_resume else "with"
+            word = f"{name}={own[name]}"
+            raise ConfigError(f"{word}: is only valid {how} --resume; leave it out")
+    return own, overrides
+
+
+def _read_integer(words: Mapping[str, str], name: str, default: int, least: int = 1) -> int:
+    word = words.get(name, str(default))
+    if not word.isdecimal() or int(word) < least:
+        raise ConfigError(f"{name}={word}: must be an integer of at least {least}")
+    return int(word)
