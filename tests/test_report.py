@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import fit_on
+from harness import CONF, fit_on
 from test_bad_steps import BadExample
 from test_compare import check_page
 
@@ -56,6 +56,28 @@ def test_page_shows_the_run(finished):
     assert '<th scope="row">data.workers' not in text  # it has its default
     assert text.index('<th scope="row">run.steps') < text.index('<th scope="row">log.every_steps')
     assert not re.search(r"<d[td]></d[td]>", text)
+
+
+def differing(page):
+    """Return the settings that a page shows as changed."""
+    return dict(re.findall(r'<th scope="row">([\w.]+)</th><td>(.*?)</td><td>', page))
+
+
+@pytest.mark.parametrize("how", ["flag", "lockstep.yaml", "conf", "none"])
+def test_settings_of_the_tasks_file_are_defaults(how, finished, tmp_path, monkeypatch):
+    home = tmp_path / ("conf" if how == "conf" else "settings")
+    if how != "none":
+        (home / "task").mkdir(parents=True)
+        (home / "task/tiny.yaml").write_text((Path(CONF) / "task/tiny.yaml").read_text())
+    if how == "lockstep.yaml":
+        (tmp_path / how).write_text("config_dirs: [settings]\n")
+    monkeypatch.chdir(tmp_path)
+    flag = ["--config-dir", "settings"] * (how == "flag")
+    assert report([str(finished[1]), "out=page.html", *flag]) == 0
+    names = {*differing((tmp_path / "page.html").read_text())}
+    of_the_file = {"data.global_batch", "strategy.precision", "task.options.examples"}
+    assert {"log.every_steps", "checkpoint.every_steps"} <= names
+    assert names & of_the_file == (of_the_file if how == "none" else set())
 
 
 def test_both_losses_are_in_the_first_chart_and_a_resume_is_a_line(finished):

@@ -458,9 +458,9 @@ class Unrolled(nn.Module):
 def test_backward_in_a_hook_or_through_an_old_graph_is_one_line(tmp_path):
     leave = "leave it out; the trainer calls it, on the mean of what loss returns"
     twice = (
-        r"backward\(\) went twice through the graph of loss\(outputs, targets\): leave the call out "
-        r"of hooks, since the trainer makes it; if the model keeps a tensor for the next batch, "
-        r"detach\(\) it"
+        r"backward\(\) went twice through the graph of loss\(outputs, targets\): leave the call "
+        r"out of hooks, since the trainer makes it; if the model keeps a tensor for the next "
+        r"batch, detach\(\) it"
     )
     calls = rf"\(outputs, targets\) calls backward\(\) \(\S+\.py:\d+\): {leave}"
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.audit import audit
-from trainer.cli import answer, run, single, take_words
+from trainer.cli import answer, run, single, split_arguments, take_words
 from trainer.config.schema import LAYOUT
 from trainer.errors import ConfigError, counted
 from trainer.record.startup import STOPPED, picture
@@ -17,13 +17,15 @@ from trainer.report.numbers import Cell, duration, rounded, shown, spoken
 from trainer.report.page import MOST_CHARTS, Card, Page, Section, Status
 from trainer.report.reading import EPOCH, PLACE, SPEED, RunFiles, mesh_of, read_runs
 
-HELP = """usage: python -m trainer.report DIR [out=FILE.html]
+HELP = """usage: python -m trainer.report DIR [out=FILE.html] [--config-dir DIR]
 
 Writes one page about a run: best metric, curves of training and evaluation, resumes, skipped steps,
-audit, checkpoints, settings that differ from the defaults, data and versions. The page is one file
-that opens without a network, in light and dark, and prints. DIR is a run directory.
+audit, checkpoints, settings that differ from the task's own, data and versions. The page is one
+file that opens without a network, in light and dark, and prints. DIR is a run directory.
 
-out: the page; by default report.html in the run directory"""
+out: the page; by default report.html in the run directory
+--config-dir: the folder with task/<name>.yaml; by default that of lockstep.yaml or pyproject.toml,
+else conf. Without a file of the task its settings are compared with Lockstep's defaults."""
 
 MOST_LARGE = 3
 USAGE = "python -m trainer.report DIR [out=FILE.html]"
@@ -31,17 +33,18 @@ USAGE = "python -m trainer.report DIR [out=FILE.html]"
 
 def main(arguments: Sequence[str]) -> int:
     own, rest = take_words(arguments, ("out",))
-    place = single(rest, f"give one run directory: {USAGE}")
+    words, config_dirs = split_arguments(rest)
+    place = single(words, f"give one run directory: {USAGE}")
     out = Path(own.get("out", Path(place) / "report.html"))
     if out.suffix != ".html":
         raise ConfigError(f"out={out}: must end with .html")
     (found,) = read_runs([place])
-    make_page(found).write(out)
+    make_page(found, config_dirs).write(out)
     return answer(0, "written", {"file": out}, lambda: print(f"written: {out}"))
 
 
-def make_page(found: RunFiles) -> Page:
-    """Return the page of a run."""
+def make_page(found: RunFiles, config_dirs: Sequence[str]) -> Page:
+    """Return the page of a run; `config_dirs` may have the file of its task."""
     name = found.metric_name
     best = f" · {spoken(name)} {shown(name, found.best[1])}" if found.best else ""
     audited, lines = _audit(found)
@@ -50,7 +53,7 @@ def make_page(found: RunFiles) -> Page:
     page.add(Section("", charts=large, size="large"))
     left_out = [f"The first {MOST_CHARTS} of {len(small):,} charts."] * (len(small) > MOST_CHARTS)
     page.add(Section("", left_out, small[:MOST_CHARTS]))
-    changed, others = _split_settings(found)
+    changed, others = _split_settings(found, _read_defaults(found.task, config_dirs))
     title = "Settings that differ from the defaults"
     columns = ("setting", "value", "default")
     page.add(Section(title, columns=columns, rows=changed, is_beside=True))
@@ -182,9 +185,10 @@ def _checkpoints(found: RunFiles) -> Section:
     )
 
 
-def _split_settings(found: RunFiles) -> tuple[list[list[str]], list[list[str]]]:
-    """Return the settings that differ from the task's defaults, the run's first; and the others."""
-    defaults = _read_defaults(found.task)
+def _split_settings(
+    found: RunFiles, defaults: Mapping[str, Any]
+) -> tuple[list[list[str]], list[list[str]]]:
+    """Return the settings that differ from the defaults, the run's first; and the others."""
     changed, others = [], []
     for name, value in sorted(found.settings.items(), key=lambda item: item[0].startswith(LAYOUT)):
         if name in defaults and value == defaults[name]:
@@ -195,13 +199,14 @@ def _split_settings(found: RunFiles) -> tuple[list[list[str]], list[list[str]]]:
     return changed, others
 
 
-def _read_defaults(task: str) -> dict[str, Any]:
+def _read_defaults(task: str, config_dirs: Sequence[str]) -> dict[str, Any]:
     """Return the settings of a task without changes; without its file, Lockstep's own."""
     from trainer.config.compose import load_config
     from trainer.task import Task
 
+    usual = ["conf"] if Path(f"conf/task/{task}.yaml").is_file() else []
     try:
-        return load_config([f"task={task}"]).flat()
+        return load_config([f"task={task}"], config_dirs or usual).flat()
     except ConfigError:
         return load_config(task=Task).flat()
 
