@@ -1,16 +1,22 @@
 """log.observers: rank 0 tells them about a run, and they cannot change or end it."""
 
 import json
+import re
+import sys
 import time
+import types
+from pathlib import Path
 
 import pytest
 from harness import fit_on
+from harness.training import compose
 
 from trainer import ConfigError
 from trainer.record.trackers import observer
 
 WORDS = ["task=tiny", "run.steps=6", "log.every_steps=2", "eval.every_steps=3", "run.name=a"]
 WORDS += ["checkpoint.every_steps=3", "checkpoint.keep_best=0"]
+TASKS = Path(__file__).resolve().parents[1] / "docs/tasks.md"
 PACKAGES = "task.packages=[watching]"
 
 
@@ -54,6 +60,29 @@ def test_an_observer_that_fails_is_named_and_the_run_goes_on(
         f"warning: log.observers: watching.{name}: has not taken everything" in said
     )
     assert run["losses"] == plain["losses"]
+
+
+def test_the_observer_for_trackio_in_the_documentation_calls_it_as_it_is_called(tmp_path):
+    """trackio itself cannot be installed beside the tested versions; it was tried by hand."""
+    calls = []
+
+    def init(project, name=None, config=None, resume="never"):  # as in trackio 0.43.0
+        calls.append((project, name, config["log.every_steps"], resume))
+        return types.SimpleNamespace(log=log, finish=lambda: calls.append("finished"))
+
+    def log(metrics, step=None):
+        calls.append((step, sorted(metrics)))
+
+    (block,) = re.findall(r"```python\n(import trackio\n.*?)```", TASKS.read_text(), re.DOTALL)
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=init))
+        exec(block, found)
+    watch = found["Trackio"](compose(tmp_path, *WORDS), tmp_path / "a")
+    watch.start(0)
+    watch.scalars(2, types.MappingProxyType({"train/loss": 1.0}))
+    watch.end(0, "done")
+    assert calls == [("tiny", "a", 2, "allow"), (2, ["train/loss"]), "finished"]
 
 
 @pytest.mark.parametrize(
