@@ -86,6 +86,11 @@ BAD = [
     ("task=", "task=: must be one of cifar, finetune, text"),
     ("task=null", "task=null: must be one of cifar, finetune, text"),
     ("task=[cifar]", "task=['cifar']: must be one of cifar, finetune, text"),
+    (
+        "task=conf/task/cifar.yaml",
+        "task=conf/task/cifar.yaml: must be one of cifar, finetune, text; give the name without "
+        "folder and ending: task=cifar",
+    ),
     ("task=cifar task=text", "task=text: task=cifar was given before; give only one"),
     ("task=cifar ~task", "task.name is missing: set it in the task's file"),
     ("task=cifar epochs", "'epochs' is not a setting: write key=value"),

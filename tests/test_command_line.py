@@ -230,6 +230,9 @@ def test_a_second_ctrl_c_ends_the_run_but_not_that_of_torchrun(launcher, monkeyp
 
 
 MISSPELT = {
+    "trainer --resume task=tiny": "--resume is not a flag: allowed are --config-dir, --help, -m, "
+    "--cfg, --info and key=value; use run.resume=<run directory or checkpoint>, or "
+    "run.resume=auto for the newest run of the task",
     "trainer.verify --bit task=tiny": "--bit is not a flag: allowed are --config-dir, --help, "
     "--json, --bits, --resume and key=value; did you mean --bits?",
     "trainer.verify layout=ranks-2 task=tiny": "layout is not a setting; did you mean layouts?",

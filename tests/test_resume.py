@@ -133,9 +133,12 @@ def test_resume_with_more_steps_reports_what_changed(tmp_path, capfd):
     assert (
         "run.steps: 30 -> 40" in said
         and "optim.lr: 0.1 -> 0.05" in said
-        and re.search(r"learning rate: \S+ in the last step, \S+ in the next", said)
+        and re.search(r"learning rate: \S+ in the next; the schedule", said)  # not the last step's
     )
     assert longer["record"][-1]["step"] == 40
+    fit_on(1, tmp_path, *RICH, "run.resume=auto", "run.steps=50", "optim.lr=0.05")
+    said = capfd.readouterr().out
+    assert re.search(r"learning rate: \S+ in the last step, \S+ in the next; the schedule", said)
 
 
 def test_settings_of_a_session_are_recorded_once_it_has_trained(tmp_path, capfd):
@@ -227,7 +230,8 @@ def test_checkpoint_of_another_model_or_other_data_is_refused_on_all_ranks(tmp_p
             "the checkpoint is of another model: 1.weight is not in the model built here"
         )
     for line in on_ranks(2, refusal, tmp_path, "optim=adam"):
-        assert line == "the checkpoint is of another optimizer: SGD in it and Adam here"
+        other = "the checkpoint is of another optimizer: SGD in it and Adam here; "
+        assert line == f"{other}resume with that one, or start a new run with run.init_from"
 
 
 def test_best_checkpoint_outlives_a_stop_at_its_evaluation(tmp_path):

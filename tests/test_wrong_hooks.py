@@ -16,7 +16,7 @@ from trainer import ConfigError, ResidentDataset, RunError
 from trainer.cli import load_task
 from trainer.config.targets import resolve
 from trainer.hook_errors import Rows, call, call_hook
-from trainer.setup.uncalled import find_uncalled
+from trainer.setup.uncalled import check_hooks, find_uncalled
 
 WORDS = ["task=tiny", "run.steps=12", "log.trackers=[]", "eval.every_steps=6"]
 BAD = 57  # an example
@@ -325,7 +325,7 @@ def test_metric_that_is_none_is_one_line(tmp_path):
         "newline": (with_metrics(lambda hits: {"a\nb": hits}), name.format(r"'a\\nb'")),
         "sparse": (
             with_metrics(lambda hits: {"hits": hits.to_sparse()}),
-            r"hits returned values in a sparse tensor .*",
+            r"metrics: hits returned values in a sparse tensor .*",
         ),
         "alternating": (
             alternating(),
@@ -681,6 +681,71 @@ def test_a_task_whose_init_does_not_take_the_config_is_refused(tmp_path):
         ConfigError, match=r"WithoutConfig: __init__ must take the config, and pass"
     ):
         load_task(config)
+
+
+HOOKS = {  # of other arguments: what the line says
+    "loss": (lambda self, outputs: 0, r"\(outputs\): must take \(outputs, targets\)"),
+    "build_model": (lambda self, config: None, r"\(config\): must take \(\)"),
+    "build_dataset": (lambda self: None, r"\(\): must take \(split\)"),
+    "augment": (lambda self, x, y: 0, r"\(x, y\): must take \(inputs, targets, random, train\)"),
+    "train_step": (lambda self: None, r"\(\): must take \(batch\)"),
+}
+
+
+def test_a_hook_that_takes_other_arguments_is_refused_before_it_is_called(tmp_path):
+    config = compose(tmp_path, *WORDS)
+    for name, (method, line) in HOOKS.items():
+        with pytest.raises(ConfigError, match=rf"^Wrong\.{name} takes {line}$"):
+            check_hooks(task_with(**{name: method})(config))
+    for loss in (staticmethod(entropy), lambda self, a, b, scale=1: entropy(a, b), nn.Linear(4, 3)):
+        check_hooks(task_with(loss=loss)(config))
+    task, line = task_with(loss=HOOKS["loss"][0]), rf"Wrong\.loss takes {HOOKS['loss'][1]}"
+    check(tmp_path, {"run": (task, ConfigError, line)})
+
+
+def test_attributes_of_the_trainers_names_are_refused(tmp_path):
+    def set_model(self):
+        self.model = nn.Linear(4, 3)
+
+    expected = {
+        "class": (task_with(step=0), ConfigError, "Wrong.step: is the trainer's; choose .*"),
+        "self": (
+            task_with(build_model=set_model),
+            ConfigError,
+            "self.model: is set by the trainer; choose another name",
+        ),
+    }
+    check(tmp_path, expected)
+
+
+NO_GPU = r"torch sees no GPU here; leave out .cuda\(\) and .to\(\): the trainer moves the model .*"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_task_that_asks_for_a_gpu_that_is_not_there_is_one_line(tmp_path):
+    cases = {
+        "model": task_with(build_model=lambda self: nn.Linear(4, 3).cuda()),
+        "loss": with_loss(lambda values: values.cuda()),
+        "augment": augmenting(lambda x, y: (x.to("cuda"), y)),
+    }
+    line = rf".*CUDA.* \(\S+test_wrong_hooks.py:\d+\): {NO_GPU}"
+    check(tmp_path, {name: (task, ConfigError, line) for name, task in cases.items()})
+
+
+def test_options_that_are_no_dataclass_are_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"^Score: must be a dataclass; write @dataclass above"):
+        task_with(Options=Score)(compose(tmp_path, *WORDS))
+
+
+def test_a_process_group_of_the_tasks_own_is_refused(tmp_path):
+    def init(self, config):
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+        Tiny.__init__(self, config)
+
+    line = r"a process group is open already: leave out init_process_group; the trainer calls it"
+    check(tmp_path, {"init": (task_with(__init__=init), ConfigError, line)})
 
 
 class WithoutSuper(Tiny):

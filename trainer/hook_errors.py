@@ -29,6 +29,7 @@ LOSS = "loss(outputs, targets)"
 METRICS = "metrics(outputs, targets)"
 FAKE = (DataDependentOutputException, DynamicOutputShapeException)  # of tensors without values
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "ALLOC_FAILED")  # in messages of torch's
+WITHOUT_GPU = ("not compiled with CUDA", "No CUDA GPUs are available", "no NVIDIA driver")
 BACKWARD = "leave it out; the trainer calls it, on the mean of what loss returns"
 MOST_SHOWN = 300  # characters of a message of torch's
 
@@ -73,14 +74,14 @@ def _explain(
     name: str, hook: Callable[[Any, Any], Any], given: tuple[Any, Any], error: Exception, rows: Rows
 ) -> Exception | None:
     """Return the line for an exception of a hook; None if its traceback says more."""
-    what = f"{type(error).__name__}: {one_line(error)[:MOST_SHOWN]}{_place(error)}"
+    what = f"{type(error).__name__}: {one_line(error)[:MOST_SHOWN]}{place_in_task(error)}"
     row = _find_row(hook, given, type(error), rows)
     if row is not None:
         return RunError(f"{name} failed for {rows.named(row)}: {what}; repair it")
     if not is_of_torch(error):
         return None
     if any(f.f_code.co_name == "backward" and _package(f) == "torch" for f, _ in _frames(error)):
-        return ConfigError(f"{name} calls backward(){_place(error)}: {BACKWARD}")
+        return ConfigError(f"{name} calls backward(){place_in_task(error)}: {BACKWARD}")
     shown = ", ".join(_show(n, tree) for n, tree in zip(_arguments(name), given, strict=True))
     return ConfigError(f"{name} failed: {what}; {shown}; make them fit")
 
@@ -127,7 +128,7 @@ def _find_row(
 # Where an exception was raised --------------------------------------------------------------------
 
 
-def _frames(error: Exception) -> list[tuple[FrameType, TracebackType]]:
+def _frames(error: BaseException) -> list[tuple[FrameType, TracebackType]]:
     frames = []
     step = error.__traceback__
     while step is not None:
@@ -140,7 +141,7 @@ def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
-def _place(error: Exception) -> str:
+def place_in_task(error: BaseException) -> str:
     """Return ` (file.py:12)`, the last line of the task's own code; empty without one."""
     own = [(f, step) for f, step in _frames(error) if _package(f) not in OWN]
     return f" ({own[-1][0].f_code.co_filename}:{own[-1][1].tb_lineno})" if own else ""
@@ -162,13 +163,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_explained(error: Exception) -> bool:
     """Return True for an exception that no hook is to blame for, or that has its line already."""
+    kinds = (is_out_of_memory, is_of_a_group, is_of_compiler, is_without_gpu)
     is_known = isinstance(error, (ConfigError, RunError, *FAKE))
-    return is_known or is_out_of_memory(error) or is_of_a_group(error) or is_of_compiler(error)
+    return is_known or any(is_one(error) for is_one in kinds)
 
 
 def is_of_compiler(error: BaseException) -> bool:
     """Return True if torch's compiler, which only run.compile imports, cannot compile here."""
     return any(kind.__name__ == "BackendCompilerFailed" for kind in type(error).__mro__)
+
+
+def is_without_gpu(error: BaseException) -> bool:
+    """Return True if the task asks for a GPU, and torch sees none."""
+    is_torchs = not isinstance(error, (ConfigError, RunError))
+    return is_torchs and any(text in message_of(error) for text in WITHOUT_GPU)
 
 
 def is_of_second_backward(error: BaseException) -> bool:
@@ -227,7 +235,7 @@ def _explain_model(
     model: nn.Module, inputs: Any, error: Exception, rows: Rows | None
 ) -> Exception | None:
     """Return the line for an exception of a model; None if its traceback says more."""
-    what = f"{type(error).__name__}: {one_line(error)[:MOST_SHOWN]}{_place(error)}"
+    what = f"{type(error).__name__}: {one_line(error)[:MOST_SHOWN]}{place_in_task(error)}"
     if rows is not None:
         row = _find_row(lambda given, _: _call(model, given), (inputs, None), type(error), rows)
         if row is not None:

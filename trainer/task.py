@@ -78,7 +78,8 @@ class Task:
             kind = type(self).__name__
             if name in ("config", "world", "options", "_run"):
                 raise ConfigError(f"{kind}.__init__: must begin with super().__init__(config)")
-            raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+            line = f"{kind!r} object has no attribute {name!r}"
+            raise AttributeError(line, name=name, obj=self)
 
     # A task must define these -------------------------------------------------------------------
 

@@ -58,6 +58,11 @@ class Trainer(Task):
         super().__init__(config, world)
         self._run: Setup | Run | FitResult | None = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("model", "step", "optimizers"):
+            raise ConfigError(f"self.{name}: is set by the trainer; choose another name")
+        super().__setattr__(name, value)
+
     @property
     def model(self) -> nn.Module:
         """The model as `build_model` returned it.
@@ -275,7 +280,7 @@ def first_steps(task: Trainer) -> None:
 
 def _running(run: object) -> Run:
     if not isinstance(run, Run):
-        raise RuntimeError("available only while fit runs")
+        raise RuntimeError("there only while fit trains; use it in train_step, loss or metrics")
     return run
 
 

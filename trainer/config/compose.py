@@ -346,6 +346,8 @@ def _choose(parsed: Sequence[Any], options: Options) -> dict[str, str]:
         files = options[group].get(name, [])
         if not files:
             own = f"; your own is <folder>/{group}/{name}.yaml, with --config-dir <folder>"
+            if name.endswith((".yaml", ".py")):
+                own = f"; give the name without folder and ending: {group}={Path(name).stem}"
             near = translate(group, name, options[group]) or own * (group not in ("dist", "launch"))
             raise ConfigError(f"{group}={name}: must be one of {', '.join(options[group])}{near}")
         if len(files) > 1:

@@ -52,8 +52,11 @@ def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
 
     Raises ConfigError with the full key, the given value and the allowed values.
     """
+    if not dataclasses.is_dataclass(cls):
+        name = getattr(cls, "__qualname__", type(cls).__name__)
+        raise ConfigError(f"{name}: must be a dataclass; write @dataclass above the class")
     hints = typing.get_type_hints(cls, include_extras=True)
-    known = {f.name: f for f in dataclasses.fields(cls) if not f.metadata}  # type: ignore[arg-type]
+    known = {f.name: f for f in dataclasses.fields(cls) if not f.metadata}
     for name in values:
         if name not in known:
             raise unknown(prefix, str(name), known)

@@ -367,6 +367,9 @@ def process_group(
     several ranks it is not, since that would wait for peers that are blocked in a collective.
     Raises ConfigError if rendezvous fails, or if a fact differs between ranks.
     """
+    if dist.is_initialized():
+        why = "a process group is open already"
+        raise ConfigError(f"{why}: leave out init_process_group; the trainer calls it")
     backend = choose_backend(config, world)
     if config.path:  # the task may change the working directory before `part`
         config = replace(config, path=str(Path(config.path).absolute()))

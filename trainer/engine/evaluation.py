@@ -349,9 +349,10 @@ class Evaluator:
             return
         self._check_names(split.name, set(found))
         for name, value in found.items():
-            values, weights = weigh(name, value, count_rows(targets, outputs))
+            subject = name if name == "loss" else f"metrics: {name}"
+            values, weights = weigh(subject, value, count_rows(targets, outputs))
             if self._is_rehearsing:
-                check_signs(name, weights)
+                check_signs(subject, weights)
             means.add(name, values[:rows], None if weights is None else weights[:rows])
         if split.metrics and (rows or split.batches.is_padding):
             real_outputs, real_targets = tree_map_only(
@@ -374,14 +375,9 @@ class Evaluator:
         shapes to gather, and ignores their errors.
         """
         for name, metric in split.metrics.items():
+            shown = f"{name}.update(outputs, targets)"
             try:
-                call_hook(
-                    f"{name}.update(outputs, targets)",
-                    metric.update,
-                    outputs,
-                    targets,
-                    self._draws.rows,
-                )
+                call_hook(shown, metric.update, outputs, targets, self._draws.rows)
             except (RuntimeError, ValueError):
                 if rows:
                     raise

@@ -13,6 +13,7 @@ from trainer.data.examples import find_flaw
 from trainer.errors import CheckpointError, ConfigError
 
 _WRONG = "the checkpoint is of another optimizer"
+_ADVICE = "resume with that one, or start a new run with run.init_from"
 
 
 def remember_options(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
@@ -136,7 +137,7 @@ def load_named_state(
     built = [_names_of(group, names) for group in optimizer.param_groups]
     kind = type(optimizer).__name__
     if kind != saved["class"]:
-        raise CheckpointError(f"{_WRONG}: {saved['class']} in it and {kind} here")
+        raise CheckpointError(f"{_WRONG}: {saved['class']} in it and {kind} here; {_ADVICE}")
     if built != [group["names"] for group in saved["groups"]]:
         raise CheckpointError(f"{_WRONG}: {kind} has other parameter groups in it than here")
     groups = []

@@ -288,8 +288,11 @@ def resumed(
     is_other_length = any(line.startswith(("run.epochs: ", "run.steps: ")) for line in changes)
     if is_other_length and manifest.step < num_steps and (pair := rates(manifest.step)):
         then, now = pair
+        before = f"{then:.3g} in the last step, "
+        if any(line.startswith("optim.lr: ") for line in changes):
+            before = ""  # the rate of the last step went with the former optim.lr
         length = "the schedule is computed for the new length"
-        lines.append(f"learning rate: {then:.3g} in the last step, {now:.3g} in the next; {length}")
+        lines.append(f"learning rate: {before}{now:.3g} in the next; {length}")
     return lines
 
 

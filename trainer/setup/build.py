@@ -35,7 +35,7 @@ from trainer.record import fingerprint
 from trainer.rng.forward import Draws
 from trainer.rng.philox import seed_all
 from trainer.schedule import Schedule
-from trainer.setup.uncalled import find_uncalled
+from trainer.setup.uncalled import check_hooks, find_uncalled
 from trainer.strategy.base import Blueprint, convert, find_strategy
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.mesh_model.materialize import Values, build_structure
@@ -61,6 +61,7 @@ class Setup:
         precision = Precision(config.strategy.precision, world.device)
         self.config = config
         self.world = world
+        check_hooks(task)
         self.notes = [*find_uncalled(type(task)), *notes]
         self._ranks = ranks
         kind = find_strategy(config.strategy)

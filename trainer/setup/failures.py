@@ -14,7 +14,13 @@ from trainer.config.typed import show
 from trainer.data.workers import workers_named
 from trainer.distributed.group import Group
 from trainer.errors import ConfigError, RunError, one_line, place_of
-from trainer.hook_errors import LOSS, is_of_compiler, is_of_second_backward
+from trainer.hook_errors import (
+    LOSS,
+    is_of_compiler,
+    is_of_second_backward,
+    is_without_gpu,
+    place_in_task,
+)
 from trainer.setup.capacity import memory_named
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.mesh_model.divided_parameters import parts_named
@@ -33,8 +39,8 @@ class EarlyExit(SystemExit):
 def failures_named(group: Group, config: Config) -> Iterator[None]:
     """Raise RunError, one line, if a peer or data worker exits or hangs, or memory is not enough.
 
-    And ConfigError if torch cannot compile the model on this machine, such as without g++, or if a
-    backward pass was made before the trainer's.
+    And ConfigError if torch cannot compile the model on this machine, such as without g++, if the
+    task asks for a GPU that is not there, or if a backward pass was made before the trainer's.
 
     On sys.exit and os._exit too: a run that ends before its last step is not done, even with exit
     code 0. And on a KeyboardInterrupt of the task, since Ctrl-C is a stop request.
@@ -57,14 +63,23 @@ def failures_named(group: Group, config: Config) -> Iterator[None]:
         except KeyboardInterrupt as error:
             what = f"KeyboardInterrupt was raised at {place_of(error)}"
             raise RunError(f"{what}") from None
-        except RuntimeError as error:
-            if is_of_second_backward(error):
-                raise ConfigError(TWICE) from error
-            if not is_of_compiler(error):
-                raise
-            why = f"torch cannot compile here: {one_line(error)[:300]}"
-            line = f"run.compile={show(config.run.compile)}: {why}; use run.compile=false"
-            raise ConfigError(line) from error
+        except (RuntimeError, AssertionError) as error:
+            if line := _explain(error, config):
+                raise ConfigError(line) from error
+            raise
+
+
+def _explain(error: Exception, config: Config) -> str:
+    """Return the line for an exception of torch's that a task or machine causes; empty if none."""
+    if is_of_second_backward(error):
+        return TWICE
+    if is_without_gpu(error):
+        why = "torch sees no GPU here; leave out .cuda() and .to(): the trainer moves the model"
+        return f"{one_line(error)[:300]}{place_in_task(error)}: {why} and its batches"
+    if is_of_compiler(error):
+        why = f"torch cannot compile here: {one_line(error)[:300]}"
+        return f"run.compile={show(config.run.compile)}: {why}; use run.compile=false"
+    return ""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Methods of a task that nothing calls: misspelled hooks, and hooks of other frameworks."""
+"""Methods of a task that the trainer cannot call as they are written, or never calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,40 @@ from types import CodeType
 from typing import Any
 
 from trainer.config.hints import suggest_hook
+from trainer.errors import ConfigError
 from trainer.task import Task
+
+OWN = ("trainer.trainer", "trainer.task")
+
+
+def check_hooks(task: Task) -> None:
+    """Raise ConfigError for a hook that takes other arguments than the trainer gives it.
+
+    And for an attribute of the class in the place of one of the trainer's, such as `model`.
+    """
+    kind = type(task).__name__
+    for base in type(task).__mro__:
+        for name, given in vars(base).items() if base.__module__ in OWN else ():
+            if name.startswith("_") or getattr(type(task), name) is given:
+                continue
+            if isinstance(given, property):
+                raise ConfigError(f"{kind}.{name}: is the trainer's; choose another name")
+            if inspect.isfunction(given):
+                _check_arguments(f"{kind}.{name}", getattr(task, name), given)
+
+
+def _check_arguments(name: str, own: Any, hook: Any) -> None:
+    _, *every = inspect.signature(hook).parameters.values()
+    given = [each.name for each in every if each.default is each.empty]
+    try:
+        taken = inspect.signature(own)
+    except (TypeError, ValueError):  # of a built-in function, or nothing that is called
+        return
+    try:
+        taken.bind(*given)
+    except TypeError:
+        must = f"must take ({', '.join(given)})"
+        raise ConfigError(f"{name} takes {taken}: {must}") from None
 
 
 def find_uncalled(task: type[Task]) -> list[str]:
@@ -16,7 +49,7 @@ def find_uncalled(task: type[Task]) -> list[str]:
     own: dict[str, tuple[type, Any]] = {}
     known: list[str] = []
     for kind in reversed(task.__mro__):
-        if kind.__module__ in ("trainer.trainer", "trainer.task"):
+        if kind.__module__ in OWN:
             known += [name for name in vars(kind) if not name.startswith("_")]
         else:
             own |= {n: (kind, each) for n, each in vars(kind).items() if inspect.isfunction(each)}
