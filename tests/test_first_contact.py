@@ -43,6 +43,10 @@ FOREIGN = {
     "model=resnet18": "the task builds the model",
     "strategy.precision=bf16-mixed": "bf16-mixed is amp_bf16 here",
     "strategy.precision=32": "32 is fp32 here",
+    "save_strategy=epoch": "use checkpoint.every_steps or checkpoint.every_epochs",
+    "load_best_model_at_end=true": "the best checkpoint is kept beside the newest; set checkpoint",
+    "schedule=linear_with_warmup": "linear_with_warmup is linear with schedule.warmup_steps here",
+    "schedule=steplr": "steplr is multistep here",
     "strategy=ddp_spawn": "ddp_spawn is ddp here",
 }
 

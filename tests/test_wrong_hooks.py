@@ -718,6 +718,58 @@ def test_attributes_of_the_trainers_names_are_refused(tmp_path):
     check(tmp_path, expected)
 
 
+def test_an_attribute_that_a_task_does_not_have_is_named_with_what_there_is(tmp_path):
+    cases = {
+        "log": (lambda task: task.log("a", 1), r"use self.record\(name, values\) with a value .*"),
+        "optimizer": (lambda task: task.optimizer, r"use self.optimizers in train_step, or .*"),
+        "wolrd": (lambda task: task.wolrd, r"did you mean self.world\?"),
+        "lr": (lambda task: task.config.optim.lr, r"use \['lr'\]"),
+    }
+    expected = {}
+    for name, (read, advice) in cases.items():
+        task = task_with(loss=lambda self, *given, read=read: read(self))
+        kind = "dict" if name == "lr" else "Wrong"
+        line = rf"{kind} has no attribute {name} \(\S+test_wrong_hooks.py:\d+\); {advice}"
+        expected[name] = (task, ConfigError, line)
+    other = task_with(loss=lambda self, *given: self.criterion(*given))
+    expected["own"] = (other, AttributeError, "'Wrong' object has no attribute 'criterion'")
+    check(tmp_path, expected)
+
+
+class Named(Items):
+    """Examples are dicts, some with more words than others."""
+
+    def __getitem__(self, index):
+        _, target = super().__getitem__(index)
+        return {"words": [0.5] * (4 + (index == BAD)), "label": int(target)}
+
+
+def test_a_batch_by_name_says_which_names_it_has_and_how_long_lists_are(tmp_path):
+    named = {"build_dataset": lambda self, split: Named(split)}
+
+    def collate(self, rows):
+        return {"labels": torch.tensor([row["label"] for row in rows])}
+
+    expected = {
+        "label": (
+            task_with(
+                **named, collate=collate, split_batch=lambda self, batch: (0, batch["label"])
+            ),
+            ConfigError,
+            "split_batch reads 'label': must be one of labels",
+        ),
+        "lists": (
+            task_with(
+                **named, split_batch=lambda self, b: (torch.stack(b["words"], 1), b["label"])
+            ),
+            RunError,
+            rf"{UNREADABLE}it is {{'words': '5 x float', 'label': 'int'}} and the others are "
+            r"{'words': '4 x float', 'label': 'int'}; repair it, pad in collate\(rows\), .*",
+        ),
+    }
+    check(tmp_path, expected)
+
+
 NO_GPU = r"torch sees no GPU here; leave out .cuda\(\) and .to\(\): the trainer moves the model .*"
 
 

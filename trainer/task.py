@@ -39,6 +39,15 @@ Split = str  # "train", "eval", or a name in eval.splits
 FUSED = ("torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW")  # on CPU and CUDA
 
 
+class _Unset:
+    """In the place of an attribute that the trainer's __init__ sets."""
+
+    def __get__(self, task: Task | None, kind: type) -> _Unset:
+        if task is None:
+            return self
+        raise ConfigError(f"{kind.__name__}.__init__: must begin with super().__init__(config)")
+
+
 class Task:
     """Hooks and configuration of a task. Derive from `Trainer`, which adds `fit` and `evaluate`.
 
@@ -54,6 +63,8 @@ class Task:
     """
 
     Options: type | None = None
+    if not TYPE_CHECKING:
+        config = world = options = _run = _Unset()
 
     def __init__(self, config: Config, world: World | None = None):
         if not isinstance(config, Config):
@@ -71,15 +82,6 @@ class Task:
             task = replace(config.task, options={**values, **defaults})
             implied = [*config.implied, *defaults]
             self.config = replace(config, task=task, implied=implied)  # saved with the run
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            kind = type(self).__name__
-            if name in ("config", "world", "options", "_run"):
-                raise ConfigError(f"{kind}.__init__: must begin with super().__init__(config)")
-            line = f"{kind!r} object has no attribute {name!r}"
-            raise AttributeError(line, name=name, obj=self)
 
     # A task must define these -------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+TRANSLATED = ("strategy", "strategy.precision", "schedule")  # settings, with sections of that name
 HINTS = Path(__file__).with_name("hints.yaml")
 
 
@@ -42,7 +43,7 @@ def translate(key: str, value: Any, choices: Iterable[str]) -> str:
     name = str(value).lower()
     if name in choices:
         return f"; did you mean {name}?"
-    own = _read(key).get(name) if key in ("strategy", "strategy.precision") else None
+    own = _read(key).get(name) if key in TRANSLATED else None
     if own == "":
         return f"; {value} is not supported: use fsdp, or zero1 to divide the optimizer's state"
     return f"; {value} is {own} here" if own else suggest(str(value), choices)
@@ -54,6 +55,14 @@ def suggest_hook(name: str, hooks: Iterable[str]) -> str:
         return foreign[name]
     near = difflib.get_close_matches(name, list(hooks), n=1, cutoff=0.85)
     return f"did you mean {near[0]}?" if near else ""
+
+
+def suggest_attribute(name: str, known: Iterable[str]) -> str:
+    """Return advice for an attribute that a task does not have; empty if nothing is similar."""
+    if name in (foreign := _read("attributes")):
+        return foreign[name]
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.8)
+    return f"did you mean self.{near[0]}?" if near else ""
 
 
 def _leaf(name: str) -> str:

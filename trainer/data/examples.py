@@ -99,10 +99,17 @@ def _problem(collate: Any, example: Any) -> str:
 
 def form_of(example: Any) -> str:
     """Return the shapes of the tensors and arrays of an example, and the types of the rest."""
-    return str(tree_map(_form, example))
+    return str(tree_map(_form, example, is_leaf=_is_list_of_numbers))
+
+
+def _is_list_of_numbers(tree: Any) -> bool:
+    is_long = isinstance(tree, (list, tuple)) and len(tree) > 3
+    return is_long and all(isinstance(each, (int, float)) for each in tree)
 
 
 def _form(leaf: Any) -> Any:
+    if isinstance(leaf, (list, tuple)):
+        return f"{len(leaf)} x {type(leaf[0]).__name__}"
     if isinstance(leaf, torch.Tensor) and leaf.is_complex():
         return f"{tuple(leaf.shape)} of {name_of(leaf.dtype)}"
     return tuple(leaf.shape) if hasattr(leaf, "shape") else type(leaf).__name__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ class Preparation:
         """Return the `number`-th micro-batch of `step`, and begin the random draws of its rows."""
         self.draws.end()  # augment draws from its own Random
         batch, indices = accelerator.copy_aside(piece, self.device)
-        inputs, targets = _pair("split_batch", self.split_batch(batch))
+        inputs, targets = _pair("split_batch", self._split(batch))
         random = Random(self.seed, split, epoch, indices)
         augmented = self.augment(inputs, targets, random, split == "train")
         inputs, targets = _pair("augment", augmented)
@@ -58,6 +58,15 @@ class Preparation:
         prepared = self.convert(inputs, targets)
         self.draws.begin(step, number, indices, split)
         return prepared
+
+    def _split(self, batch: Any) -> Any:
+        try:
+            return self.split_batch(batch)
+        except KeyError as error:
+            if not isinstance(batch, Mapping) or error.args[0] in batch:
+                raise
+            names = ", ".join(map(str, batch))
+            raise ConfigError(f"split_batch reads {error}: must be one of {names}") from error
 
     def begin_draws(self, step: int, number: int, indices: torch.Tensor) -> None:
         """Begin the random draws of these training examples once more."""

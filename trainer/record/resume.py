@@ -161,6 +161,8 @@ def find_checkpoint(config: Config, resume: str | None, key: str = "run.resume")
         return Origin(source=path)
     auto = "auto, " * (key == "run.resume")
     allowed = f"give {auto}a run directory, or a directory step-<number> in its checkpoints"
+    if key == "run.init_from":
+        allowed += ", or a file of weights, such as model.safetensors"
     raise ConfigError(f"{key}={resume}: no checkpoint there; {allowed}")
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
 
+from trainer.config.hints import suggest_attribute
 from trainer.config.schema import Config
 from trainer.config.typed import show
 from trainer.data.workers import workers_named
@@ -24,6 +25,7 @@ from trainer.hook_errors import (
 from trainer.setup.capacity import memory_named
 from trainer.strategy.mesh import Mesh
 from trainer.strategy.mesh_model.divided_parameters import parts_named
+from trainer.task import Task
 
 TWICE = (
     f"backward() went twice through the graph of {LOSS}: leave the call out of hooks, "
@@ -63,7 +65,7 @@ def failures_named(group: Group, config: Config) -> Iterator[None]:
         except KeyboardInterrupt as error:
             what = f"KeyboardInterrupt was raised at {place_of(error)}"
             raise RunError(f"{what}") from None
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError, AttributeError) as error:
             if line := _explain(error, config):
                 raise ConfigError(line) from error
             raise
@@ -76,10 +78,22 @@ def _explain(error: Exception, config: Config) -> str:
     if is_without_gpu(error):
         why = "torch sees no GPU here; leave out .cuda() and .to(): the trainer moves the model"
         return f"{one_line(error)[:300]}{place_in_task(error)}: {why} and its batches"
+    if isinstance(error, AttributeError):
+        return _explain_attribute(error, error.obj, error.name or "")
     if is_of_compiler(error):
         why = f"torch cannot compile here: {one_line(error)[:300]}"
         return f"run.compile={show(config.run.compile)}: {why}; use run.compile=false"
     return ""
+
+
+def _explain_attribute(error: AttributeError, owner: object, name: str) -> str:
+    """Return the line for an attribute that a task or a mapping of settings does not have."""
+    missing = f"{type(owner).__name__} has no attribute {name}{place_in_task(error)}"
+    if isinstance(owner, Mapping) and name in owner:
+        return f"{missing}; use [{name!r}]"
+    known = [each for each in dir(owner) if not each.startswith("_")]
+    advice = suggest_attribute(name, known) if isinstance(owner, Task) else ""
+    return f"{missing}; {advice}" if advice else ""
 
 
 @contextmanager
