@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import fit_on, slow_but
+from harness.shard_server import serving
 from harness.training import newest
 from safetensors.torch import save
 from torch import nn
-from torch.utils.data import ConcatDataset, TensorDataset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from trainer import ClassBalanced, ConfigError, Mixture, ShardedDataset, Trainer, Weighted
 from trainer.audit import main as audit
@@ -201,6 +202,24 @@ def test_a_mixture_of_shards_reads_few_of_them_at_a_time(tmp_path):
     two = fit_on(2, tmp_path / "runs", *WORDS, "data.workers=1", task=task)
     assert one["seen"] == two["seen"] and one["losses"] == two["losses"]
     assert audit([str(two["directory"])]) == 0
+
+
+def test_shards_of_a_mixture_are_fetched_at_the_same_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    for name in ("one", "two"):
+        write_shards(rows(), str(tmp_path / name), 600, 0)
+
+    def run(name, place):
+        parts = [ShardedDataset(f"{place}/{each}") for each in ("one", "two")]
+        whole = ConcatDataset([Subset(parts[0], range(150)), parts[1]])
+        task = task_with(lambda: Mixture([150, 203], [0.75, 0.25]), lambda: whole)
+        return fit_on(1, tmp_path / name, *WORDS, "run.steps=3", task=task)
+
+    local = run("local", tmp_path)
+    with serving(tmp_path, 1.0, faults=("slow",), slow_s=0.1) as server:
+        found = run("served", server.url)
+        assert server.most_at_once > 2
+    assert found["seen"] == local["seen"] and found["losses"] == local["losses"]
 
 
 def test_an_example_of_a_damaged_shard_is_replaced_by_one_of_its_group(tmp_path):

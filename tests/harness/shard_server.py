@@ -15,6 +15,7 @@ class Handler(SimpleHTTPRequestHandler):
     """Sends files, or parts of them; counts their bytes in `server.sent`.
 
     `server.answering` are the answers that have not ended, also those to a client that was killed.
+    `server.most_at_once` were under way at the same time.
     """
 
     def log_message(self, *_):
@@ -23,6 +24,7 @@ class Handler(SimpleHTTPRequestHandler):
     def do_GET(self):
         with self.server.lock:
             self.server.answering += 1
+            self.server.most_at_once = max(self.server.most_at_once, self.server.answering)
         try:
             self._answer()
         finally:
@@ -90,7 +92,7 @@ def serving(folder, rate=0.0, seed=0, has_ranges=True, port=0, faults=FAULTS, sl
     server.has_ranges = has_ranges
     server.lock = threading.Lock()
     server.sent = {}
-    server.answering = 0
+    server.answering = server.most_at_once = 0
     server.url = f"http://127.0.0.1:{server.server_port}"
     with running(server):
         yield server

@@ -27,6 +27,7 @@ from trainer.config.schema import DataSettings
 from trainer.data.examples import find_flaw, find_odd, form_of, is_complex, length_of
 from trainer.data.order import IndexSampler
 from trainer.data.sampling.base import Sampling
+from trainer.data.shards.dataset import fetch_together
 from trainer.data.shards.errors import ServerError, ShardError
 from trainer.data.workers import (
     POLL_S,
@@ -150,6 +151,7 @@ class ExampleSource(Dataset):
             seed = key_of(self.seed, self.split, "example")
             rows = self._read_at_once(seed, epoch, wanted)
             if rows is None:
+                fetch_together(self.dataset, wanted)
                 rows = [self._read(seed, epoch, index) for index in wanted]
             taken = [index for index, _ in rows]
             batch = self._collate([example for _, example in rows], taken)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from trainer.data.sampling.shards import LANES, WINDOW, ShardShuffle
 from trainer.data.shards.cache import ShardCache, default_folder
@@ -122,11 +122,15 @@ class ShardedDataset(Dataset):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return several examples; the shards they are in are fetched at the same time."""
+        self.fetch_examples(indices)
+        return [self._read(index) for index in indices]
+
+    def fetch_examples(self, indices: Sequence[int]) -> None:
+        """Have the shards of these examples on this machine."""
         places = self._first.searchsorted(indices, side="right") - 1
         shards = dict.fromkeys(places.tolist())
         self._close_changed(shards)
         self.fetch(shard for shard in shards if shard not in {*self._open, *self._flaws})
-        return [self._read(index) for index in indices]
 
     def fetch(self, shards: Iterable[int]) -> None:
         """Have these shards on this machine."""
@@ -169,6 +173,24 @@ class ShardedDataset(Dataset):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": {}}
+
+
+def fetch_together(dataset: Any, indices: Sequence[int]) -> None:
+    """Fetch the shards of several examples at the same time, also those of a part of `dataset`."""
+    if isinstance(dataset, ShardedDataset):
+        try:
+            dataset.fetch_examples(indices)
+        except ServerError:
+            raise
+        except RunError:
+            pass  # reading them names it
+    elif isinstance(dataset, Subset):
+        fetch_together(dataset.dataset, [dataset.indices[index] for index in indices])
+    elif isinstance(dataset, ConcatDataset):
+        starts = [0, *dataset.cumulative_sizes]
+        for part, first, last in zip(dataset.datasets, starts, starts[1:], strict=False):
+            if own := [index - first for index in indices if first <= index < last]:
+                fetch_together(part, own)
 
 
 def _shown(num_bytes: int) -> str:
