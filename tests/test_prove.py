@@ -346,6 +346,10 @@ def test_bad_words_are_refused():
         main(["a", "b", "dtype=fp8"])
     with pytest.raises(ConfigError, match=r"--jsn is not a flag: .*did you mean --json"):
         main(["a", "b", "--jsn"])
+    with pytest.raises(ConfigError, match=r"stps is not a setting: .*did you mean steps"):
+        main(["a", "b", "stps=3"])
+    with pytest.raises(ConfigError, match="1 commands: give two commands"):
+        main(["a", ""])
     with pytest.raises(ConfigError, match="kill=70: must be below steps=20; give steps=140"):
         main(["a", "--resume", "b", "kill=70"])
     with pytest.raises(ConfigError, match="steps=0: must be an integer of at least 1"):

@@ -90,9 +90,12 @@ def divide(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         name, equals, value = word.partition("=")
         if equals and name in WORDS:
             words[name] = value
-        elif not word.startswith("--"):
+        elif equals and name.isidentifier() and " " not in word:
+            near = suggest(name, WORDS)
+            raise ConfigError(f"{name} is not a setting: allowed are {', '.join(WORDS)}{near}")
+        elif word.strip() and not word.startswith("--"):
             commands.append(word)
-        elif word != "--resume":
+        elif word.strip() and word != "--resume":
             near = suggest(word.lstrip("-"), (JSON[2:], "resume"), "--")
             raise ConfigError(f"{word} is not a flag: allowed are {JSON} and --resume{near}")
     if len(commands) != 2:
