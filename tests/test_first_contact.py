@@ -14,7 +14,7 @@ from harness.training import compose
 from tiny import Tiny
 
 import trainer
-from trainer import ConfigError, limit, load_config
+from trainer import ConfigError, Trainer, limit, load_config
 from trainer.config.hints import HINTS
 from trainer.config.targets import check_target
 from trainer.config.typed import build
@@ -66,6 +66,9 @@ def test_every_hint_names_settings_that_exist():
     assert len(named) > 40 and set(named) <= known
     names = [name.strip() for names in hints["names"] for name in names.split(",")]
     assert len(names) == len(set(names)) > 150
+    advice = " ".join(hints["attributes"].values())
+    named = {name.partition(".")[0] for name in re.findall(r"self\.([a-z_.]+)", advice)}
+    assert len(named) > 5 and named <= {*dir(Trainer)}
 
 
 @dataclass
