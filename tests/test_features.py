@@ -64,6 +64,12 @@ class NoOptimizer(Tiny):
         return (super().build_optimizer(model),)
 
 
+class OptimizerAndSchedule(Tiny):
+    def build_optimizer(self, model):
+        optimizer = super().build_optimizer(model)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3)
+
+
 class MetricsFailOnRank0(Tiny):
     def metrics(self, outputs, targets):
         if self.world.rank == 0:
@@ -79,6 +85,10 @@ MISTAKES = [
         "optimizers; for one alone, multiply its param_groups' lr in train_step",
     ),
     (NoOptimizer, "build_optimizer returned a tuple: must be an optimizer, or a list of them"),
+    (
+        OptimizerAndSchedule,
+        "a tuple: must be an optimizer, or a list of them; return the schedule in build_schedule",
+    ),
 ]
 
 

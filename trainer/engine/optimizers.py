@@ -199,7 +199,7 @@ def check_optimizers(given: Any, subject: str = "build_optimizer returned") -> l
     for item in optimizers:
         if not isinstance(item, Optimizer):
             must = "must be an optimizer, or a list of them"
-            if isinstance(given, (tuple, dict)):
+            if isinstance(given, tuple) and not all(isinstance(each, Optimizer) for each in given):
                 must += "; return the schedule in build_schedule"
             raise ConfigError(f"{subject} a {type(item).__name__}: {must}")
         _check_step(item)
