@@ -4,6 +4,7 @@ tasks."""
 import os
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -327,6 +328,31 @@ def test_ctrl_c_ends_all_processes_and_leaves_one_line_and_no_files(moment, tmp_
     code, out, err = ended(started, limit_s=10)
     assert (code, err.splitlines()[-1]) == (130, "interrupted; nothing was saved"), out + err
     assert "Traceback" not in out + err and not [*tmp_path.iterdir()]
+
+
+def started_in(folder):
+    """Return the processes whose temporary files are in a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            found += [path.parent.name] * (f"TMPDIR={folder}\0".encode() in path.read_bytes())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("layout", ["one-rank", "ranks-2"])
+def test_the_end_of_a_verification_by_any_signal_is_that_of_its_ranks(layout, number, tmp_path):
+    """The signal goes to one process, as of `timeout`; the fixture of all tests looks for others
+    that are left."""
+    words = [*WORDS, "layouts=ranks-2", "steps=4000"]
+    started = launch(tmp_path, *words, verb="trainer.verify", TMPDIR=str(tmp_path))
+    name = f"lockstep-verify-*/runs/tiny/{layout}-fp64/metrics.jsonl"
+    wait_for(lambda: [*tmp_path.glob(name)])
+    os.kill(started.pid, number)
+    code, out, err = ended(started, limit_s=10)
+    assert code == (-number if number == signal.SIGKILL else 130), out + err
+    wait_for(lambda: not started_in(tmp_path), 5)
 
 
 @pytest.mark.slow

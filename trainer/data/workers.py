@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import multiprocessing.util
 import os
 import re
@@ -22,6 +21,7 @@ import torch.multiprocessing
 
 from trainer.distributed.watch.watcher import OF_A_JOB
 from trainer.errors import ConfigError, RunError, one_line
+from trainer.process.ending import end_with_parent
 from trainer.process.streams import outlive_terminal
 
 FILES = 64  # files that a rank opens, besides those open at the start
@@ -32,7 +32,6 @@ MOST_OF_A_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
 BEGIN_S = 5.0  # a forked worker begins within milliseconds
 TRIES = 3
 POLL_S = 0.5  # between two looks whether the workers are alive, while their batch is awaited
-PR_SET_PDEATHSIG = 1  # prctl(2)
 SHARED = (
     "shared memory (/dev/shm), which workers use to send batches, is full: enlarge it"
     " (docker run --shm-size=8g), or set a smaller data.micro_batch or data.workers=0"
@@ -133,16 +132,7 @@ def prepare_worker(number: int) -> None:
     for each in OF_A_JOB:
         signal.signal(each, signal.SIG_IGN)
     outlive_terminal()
-    _end_with_rank()
-
-
-def _end_with_rank() -> None:
-    """Have the kernel kill this worker when its rank dies.
-
-    A worker that hangs in its dataset would live on, and hold the rank's sockets and its output.
-    """
-    with suppress(OSError, AttributeError):  # only Linux has it
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()  # else one that hangs in its dataset holds the sockets and the output
 
 
 def context_of_workers() -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from trainer.cli import JSON, answer, run
 from trainer.config.hints import suggest
 from trainer.errors import ConfigError
+from trainer.process.ending import end_as_by_interrupt
 from trainer.prove.comparison import PairComparison
 from trainer.prove.notes import find_notes
 from trainer.prove.proof import Bench, prove_pair
@@ -114,7 +114,5 @@ def _read_integer(words: dict[str, str], name: str) -> int:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, signal.default_int_handler)  # which ends the command too
+    end_as_by_interrupt()
     run(main, HELP)

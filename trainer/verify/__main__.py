@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from trainer.cli import run
 from trainer.distributed.signals import interrupt
+from trainer.process.ending import end_as_by_interrupt
 
 HELP = """usage: python -m trainer.verify task=<name> [layouts=ranks-2,ranks-3] [steps=10]
            [key=value ...]
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     from trainer.verify.command import verify
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    end_as_by_interrupt()
     return verify(arguments)
 
 

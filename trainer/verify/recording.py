@@ -27,6 +27,7 @@ from trainer.data.batches import LocalBatch
 from trainer.engine.means import Values
 from trainer.engine.outcome import Outcome
 from trainer.engine.proof.ranks import digest_rows
+from trainer.process.ending import end_with_parent
 from trainer.record.files import METRICS, read_entries
 from trainer.rng.philox import Random
 from trainer.strategy.base import Strategy
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     [step, rank], "is_reversed": bool}: that rank kills itself before it trains at that 0-based
     step; rows are taken in reverse order.
     """
+    end_with_parent()
     plan = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     for name, overrides in plan["runs"]:
         config = load_config(overrides, plan["config_dirs"])
