@@ -325,7 +325,7 @@ def test_ctrl_c_ends_all_processes_and_leaves_one_line_and_no_files(moment, tmp_
         name = "ranks-2.json" if moment == "fork" else "runs/tiny/ranks-2-fp64/metrics.jsonl"
         wait_for(lambda: [*tmp_path.glob(f"lockstep-verify-*/{name}")])
     os.killpg(started.pid, signal.SIGINT)
-    code, out, err = ended(started, limit_s=10)
+    code, out, err = ended(started, limit_s=60)  # of a busy machine
     assert (code, err.splitlines()[-1]) == (130, "interrupted; nothing was saved"), out + err
     assert "Traceback" not in out + err and not [*tmp_path.iterdir()]
 
