@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from harness import slow_but
 
+from trainer.completion.candidates import OF_RUNS
+
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
-from faults import damage, power
+from faults import damage, hostile, power
 
 
 @pytest.mark.parametrize(
@@ -26,3 +28,7 @@ def test_first_save_of_our_writer_loses_nothing_in_any_state():
     assert [power.loss_in(announced, tree, shape) for announced, tree in found] == [None] * len(
         found
     )
+
+
+def test_each_verb_that_reads_a_run_is_attacked():
+    assert {*OF_RUNS} <= {name.partition(" ")[0] for name in hostile.VERBS}

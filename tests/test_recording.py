@@ -59,7 +59,7 @@ def values_of(run):
         (entry["step"], name): value
         for entry in run["record"]
         for name, value in entry.items()
-        if name in KEYS or name == "optim/grad_norm"
+        if name.startswith(("train/", "optim/"))
     }
 
 
@@ -86,7 +86,7 @@ def single(tmp_path_factory):
 def test_values_have_their_names_and_intervals(single):
     values = values_of(single())
     assert {step for step, _ in values} == {4, 8, 9}
-    assert {name for _, name in values} == {*KEYS, "optim/grad_norm"}
+    assert {name for _, name in values} == {*KEYS, "optim/grad_norm", "optim/lr"}
     assert (9, "train/sometimes") not in values  # not recorded after step 7
     assert all(values[step, "train/rows"] == 1 for step in (4, 8, 9))
     assert all(0 < values[step, "train/accuracy"] < 1 for step in (4, 8, 9))
