@@ -459,7 +459,7 @@ CASES: dict[str, tuple[str, Case]] = {
     "server_for_5_s": ("server gone for 5 s", gone_for_5_s),
     "server_for_good": ("server gone for good", gone_for_good),
     "server_503": ("server that answers 503", _failing("503", 0.2)),
-    "server_truncates": ("answers that end early", _failing("truncate", 0.6)),
+    "server_truncates": ("answers that end early", _failing("truncate", 0.4)),
     "server_slow": ("slow server", _failing("slow", 1.0)),
     "shard_missing": ("shard missing", missing_shard),
     "shard_changed": ("shard changed before the run", changed_before),
