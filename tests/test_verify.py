@@ -1,9 +1,11 @@
 """`trainer.verify` finds and explains each dependence of a run on its layout, and proves correct
 tasks."""
 
+import multiprocessing.connection
 import os
 import re
 import signal
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from test_proof import NAMED
 from tiny import Tiny
 from torch import nn
 
+from trainer.distributed.launch import end_ranks, fork_ranks
 from trainer.errors import ConfigError
 from trainer.verify import recording
 from trainer.verify.command import verify
@@ -328,6 +331,23 @@ def test_ctrl_c_ends_all_processes_and_leaves_one_line_and_no_files(moment, tmp_
     code, out, err = ended(started, limit_s=60)  # of a busy machine
     assert (code, err.splitlines()[-1]) == (130, "interrupted; nothing was saved"), out + err
     assert "Traceback" not in out + err and not [*tmp_path.iterdir()]
+
+
+def end_after_a_killed_rank(rank, environment):
+    os.kill(os.getpid(), signal.SIGKILL) if rank else sys.exit(1)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_told_from_those_that_lost_it_also_when_all_have_ended(monkeypatch):
+    def wait(sentinels, timeout=None):
+        return [sentinel for sentinel in sentinels if real([sentinel])]  # the survivor's first
+
+    real = multiprocessing.connection.wait
+    monkeypatch.setattr(multiprocessing.connection, "wait", wait)
+    try:
+        assert fork_ranks(2, end_after_a_killed_rank, [], {}) == -signal.SIGKILL
+    finally:
+        end_ranks()
 
 
 def started_in(folder):

@@ -130,7 +130,9 @@ def fork_ranks(
             while not ranks.join():
                 pass
         except mp.ProcessExitedException as error:
-            return error.exit_code
+            # ranks that lose a killed one end soon after it: all may have when torch looks
+            killed = [code for r in ranks.processes if (code := r.exitcode or 0) < 0]
+            return next((code for code in killed if code != -signal.SIGTERM), error.exit_code)
         except mp.ProcessRaisedException:
             return 1
     return 0
