@@ -216,9 +216,10 @@ OPERATIONS = {
     "all-to-all of gradients": "alltoall_base_",
     "all-gather of gradients": "allgather_",
     "all-reduce of activations": "allreduce_",
-    "all-gather of activations": "allgather_",
-    "all-reduce of keys and values": "allreduce_",
-    "all-gather of keys and values": "allgather_",
+    "all-gather of activations": "_allgather_base_",
+    "reduce-scatter of activations": "_reduce_scatter_base_",
+    "reduce-scatter of keys and values": "_reduce_scatter_base_",
+    "all-gather of keys and values": "_allgather_base_",
     "sends of activations": "send",
     "sends of gradients": "send",
 }

@@ -14,7 +14,7 @@ from trainer.distributed.world import RankGroup
 from trainer.strategy.cost import reduced
 from trainer.strategy.mesh import AXES, DATA, Mesh
 
-ALL_REDUCE, ALL_GATHER = "all-reduce", "all-gather"
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = KINDS = ("all-reduce", "all-gather", "reduce-scatter")
 Note = Callable[[str, str, float], None]  # (axis, kind of collective, bytes that a rank sends)
 
 
@@ -31,9 +31,11 @@ class CountedGroup(RankGroup):
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         self.note(self.name, ALL_REDUCE, reduced(tensor.nbytes, self.size))
 
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self.note(self.name, ALL_GATHER, (self.size - 1) * tensor.nbytes)
-        return [torch.empty_like(tensor) for _ in self.ranks]
+    def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        self.note(self.name, ALL_GATHER, whole.nbytes - part.nbytes)
+
+    def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        self.note(self.name, REDUCE_SCATTER, whole.nbytes - part.nbytes)
 
 
 class Traffic:

@@ -17,7 +17,7 @@ from trainer.engine.objective import Objective
 from trainer.errors import ConfigError, one_line
 from trainer.hook_errors import call
 from trainer.micro_batch import take_rows
-from trainer.plan.counting import ALL_GATHER, ALL_REDUCE
+from trainer.plan.counting import KINDS
 from trainer.plan.trial import Trial
 from trainer.strategy.cost import Message
 from trainer.strategy.modules.activation_checkpoint import ActivationCheckpoint, recompute
@@ -122,7 +122,7 @@ class PipelinePass:
 
 def _name_kind(axis: str, kind: str) -> str:
     what = "keys and values" if axis == "context" else "activations"
-    return f"{kind} of {what}" if kind in (ALL_REDUCE, ALL_GATHER) else kind
+    return f"{kind} of {what}" if kind in KINDS else kind
 
 
 def _key(tensor: torch.Tensor) -> int:

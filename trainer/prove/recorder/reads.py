@@ -13,7 +13,10 @@ import torch.distributed as dist
 from .log import LOG, quietly
 
 SMALL = 8  # elements: a tensor of numbers for a log, and no gradient
-COLLECTIVES = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "gather")
+COLLECTIVES = (
+    *("all_reduce", "reduce", "all_gather", "gather"),
+    *("all_gather_into_tensor", "all_gather_single"),  # its name from torch 2.13 on
+)
 READS: deque[float] = deque(maxlen=64)  # since the last step
 
 
