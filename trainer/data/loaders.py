@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch.utils.data import (
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
+    Subset,
     TensorDataset,
     default_collate,
     get_worker_info,
@@ -149,9 +151,10 @@ class ExampleSource(Dataset):
         epoch, wanted = request
         try:
             seed = key_of(self.seed, self.split, "example")
+            if isinstance(self.dataset, (ConcatDataset, Subset)):  # which read one by one
+                fetch_together(self.dataset, wanted)
             rows = self._read_at_once(seed, epoch, wanted)
             if rows is None:
-                fetch_together(self.dataset, wanted)
                 rows = [self._read(seed, epoch, index) for index in wanted]
             taken = [index for index, _ in rows]
             batch = self._collate([example for _, example in rows], taken)

@@ -126,18 +126,26 @@ class ShardedDataset(Dataset):
         return [self._read(index) for index in indices]
 
     def fetch_examples(self, indices: Sequence[int]) -> None:
-        """Have the shards of these examples on this machine."""
+        """Have the shards of these examples on this machine.
+
+        One that cannot be read is named when it is read.
+        """
         places = self._first.searchsorted(indices, side="right") - 1
         shards = dict.fromkeys(places.tolist())
         self._close_changed(shards)
-        self.fetch(shard for shard in shards if shard not in {*self._open, *self._flaws})
-
-    def fetch(self, shards: Iterable[int]) -> None:
-        """Have these shards on this machine."""
-        wanted = [shard for shard in shards if not self.cache.path(shard).exists()]
+        closed = [shard for shard in shards if shard not in {*self._open, *self._flaws}]
+        wanted = [shard for shard in closed if not self.cache.path(shard).exists()]
         if len(wanted) > 1:
             with ThreadPoolExecutor(DOWNLOADS) as pool:
-                [*pool.map(self.cache.fetch, wanted)]
+                [*pool.map(self._fetch, wanted)]
+
+    def _fetch(self, shard: int) -> None:
+        try:
+            self.cache.fetch(shard)
+        except ServerError:
+            raise
+        except RunError as error:
+            self._flaws[shard] = str(error)
 
     def _close_changed(self, shards: Iterable[int]) -> None:
         """Close files that were written to since they were opened: opening verifies them."""
@@ -178,12 +186,7 @@ class ShardedDataset(Dataset):
 def fetch_together(dataset: Any, indices: Sequence[int]) -> None:
     """Fetch the shards of several examples at the same time, also those of a part of `dataset`."""
     if isinstance(dataset, ShardedDataset):
-        try:
-            dataset.fetch_examples(indices)
-        except ServerError:
-            raise
-        except RunError:
-            pass  # reading them names it
+        dataset.fetch_examples(indices)
     elif isinstance(dataset, Subset):
         fetch_together(dataset.dataset, [dataset.indices[index] for index in indices])
     elif isinstance(dataset, ConcatDataset):
