@@ -16,6 +16,8 @@ from trainer.engine.precision import Precision
 from trainer.rng.forward import Draws
 from trainer.strategy.base import Strategy
 
+OWN = ("trainer.task", "trainer.trainer")  # modules of the hooks that a task inherits
+# Hooks that may draw in a step, outside of an update's forward pass and loss
 OF_A_STEP = ("train_step", "split_batch", "augment", "collate", "build_schedule")
 
 
@@ -44,4 +46,4 @@ class Parts:
     def may_draw(self) -> bool:
         """True if the task has a hook of its own that may draw outside of an update's forward."""
         found = (getattr(getattr(self.hooks, name), "__module__", "") for name in OF_A_STEP)
-        return any(module not in ("trainer.task", "trainer.trainer") for module in found)
+        return any(module not in OWN for module in found)

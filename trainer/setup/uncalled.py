@@ -8,10 +8,9 @@ from types import CodeType
 from typing import Any
 
 from trainer.config.hints import suggest_hook
+from trainer.engine.parts import OWN
 from trainer.errors import ConfigError
 from trainer.task import Task
-
-OWN = ("trainer.trainer", "trainer.task")
 
 
 def check_hooks(task: Task) -> None:
