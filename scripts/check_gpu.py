@@ -64,12 +64,14 @@ CHECKS: dict[str, tuple[Callable[[Here], str], int]] = {  # name: (check, second
     "streamed": (waits.streamed, 60),
     "map_location": (resuming.map_location, 120),
     "resume": (resuming.resume, 60),
+    "predict": (resuming.predict, 120),
     "data_parallel": (backends.data_parallel, 60),
     "two_ranks": (backends.two_ranks, 90),
     "syncbn": (backends.syncbn, 90),
     "one_gpu_each": (backends.one_gpu_each, 60),
-    "sharded": (layouts.sharded, 120),
-    **{name: (partial(layouts.divided, strategy=name, ranks=n), 120) for name, n in RANKS.items()},
+    "sharded": (layouts.sharded, 240),
+    **{name: (partial(layouts.divided, strategy=name, ranks=n), 180) for name, n in RANKS.items()},
+    "context_flash": (layouts.context_flash, 120),
     "pipeline": (layouts.pipeline, 120),
     "model_parallel": (layouts.model_parallel, 90),
     "exact": (layouts.exact, 120),
@@ -77,17 +79,18 @@ CHECKS: dict[str, tuple[Callable[[Here], str], int]] = {  # name: (check, second
     "kill": (ends.kill, 120),
     "bits": (arithmetic.bits, 40),
     "precisions": (arithmetic.precisions, 90),
-    "as_on_cpu": (arithmetic.as_on_cpu, 180),
+    "as_on_cpu": (arithmetic.as_on_cpu, 300),
     "compiled": (compiling.compiled, 150),
     "compiled_text": (compiling.compiled_text, 120),
     "compiled_draws": (compiling.compiled_draws, 120),
     "auto_batch": (memory.auto_batch, 180),
     "launches": (waits.launches, 200),
+    "plan": (speed.plan, 120),
     "cifar": (speed.cifar, 180),
     "airbench": (speed.airbench, 300),
 }
 # of speed, of a GPU's memory, or with a deadline
-ALONE = ("hang", "kill", "waits", "auto_batch", "launches", "cifar", "airbench")
+ALONE = ("hang", "kill", "waits", "auto_batch", "launches", "plan", "cifar", "airbench")
 
 
 # The command --------------------------------------------------------------------------------------

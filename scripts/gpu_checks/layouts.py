@@ -7,6 +7,7 @@ import time
 import torch
 from torch.nn.attention import SDPBackend
 
+from .probe import KERNELS
 from .runs import Here, Skip, at_most, check_equal_bits, check_learned, distance, losses
 
 HSDP = ["strategy=hsdp", "strategy.mesh={replicate: 2, shard: 2}"]
@@ -44,6 +45,23 @@ def divided(here: Here, strategy: str, ranks: int) -> str:
     run = here.launch(strategy, *words, f"strategy={strategy}", ranks=ranks, recipe="text")
     place = "" if here.count_gpus(ranks) >= ranks else ", which share a GPU,"
     return at_most(distance(one, run), 1e-10, f"{strategy} on {ranks} ranks{place} and 1 differ")
+
+
+def context_flash(here: Here) -> str:
+    """Check that causal attention of context parallel takes torch's flash attention in bf16, and
+    learns what one rank learns to the accuracy of bf16."""
+    here.needs_ranks(2)
+    words = ["strategy.precision=amp_bf16", "run.steps=8", "task.options.dropout=0"]
+    words += ["data.micro_batch=4", "data.global_batch=16", "log.every_steps=1"]
+    words += ["eval.every_steps=null"]
+    one = here.launch("one", *words, recipe="text")
+    task = "task.trainer=gpu_checks.probe.WithKernels"
+    two = here.launch("two", *words, task, "strategy=cp", ranks=2, recipe="text")
+    kernels = (here.folder / KERNELS).read_text().split()
+    if here.device.type == "cuda":
+        assert any("flash" in name for name in kernels), f"attention by {', '.join(kernels)}"
+    note = at_most(distance(one, two), 2e-2, "cp on 2 ranks and 1 differ")
+    return f"{note}; attention by {', '.join(kernels) or 'no kernel of its own'}"
 
 
 def pipeline(here: Here) -> str:

@@ -1,17 +1,20 @@
 """Small tasks that the checks train."""
 
 import os
+import re
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from trainer import ResidentDataset, Trainer
+from trainer.tasks.text import Text
 
-from .steps import synchronizing_is
+from .steps import profiled, synchronizing_is
 
 RECIPE = """# @package _global_
 task:
@@ -25,6 +28,7 @@ log: {every_steps: 1}
 strategy: {precision: fp64}
 """
 VICTIM, FATAL_STEP = 1, 8  # the rank that a check stops or kills, and the step
+KERNELS = "kernels.txt"  # of attention, in the folder of the runs
 
 
 class Probe(Trainer):
@@ -60,6 +64,9 @@ class Probe(Trainer):
         return self.options.amplify * nn.functional.cross_entropy(
             outputs, targets, reduction="none"
         )
+
+    def predict(self, outputs):
+        return {"probability": outputs.softmax(1)}
 
 
 class Around(nn.Module):
@@ -113,6 +120,26 @@ class Strict(Placed):
     def train_step(self, batch):
         with synchronizing_is("error" if self.step else "default"):
             return super().train_step(batch)
+
+
+class WithKernels(Text):
+    """Write the names of the last rank's kernels of attention in step 5.
+
+    The first rank of a context has as many keys as queries, so its kernels are those of one rank.
+    """
+
+    def train_step(self, batch):
+        if self.step == 5:
+            self.profile = profiled()
+            self.profile.start()
+        elif self.step == 6:
+            self.profile.stop()
+            names = {event.key for event in self.profile.key_averages()}
+            found = {re.split(r"[<(]", n)[0].split()[-1] for n in names if "flash_fwd" in n}
+            found |= {n for n in names if n.startswith("aten::_scaled_dot_product_")}
+            if self.world.rank == self.world.world_size - 1:
+                (Path(self.config.run.dir) / KERNELS).write_text(" ".join(sorted(found)))
+        return super().train_step(batch)
 
 
 class Telling(Probe):

@@ -1,6 +1,8 @@
-"""Resuming: on the same device with equal bits, and on another one."""
+"""Checkpoints: resumed on the same device and on another one; predictions and export from them."""
 
 from __future__ import annotations
+
+import numpy as np
 
 from .runs import Here, at_most, check_equal_bits, distance
 
@@ -25,3 +27,19 @@ def resume(here: Here) -> str:
     check_equal_bits(whole.directory, parts.directory, "after the resume")
     assert whole.metrics == parts.metrics, "different metrics"
     return "30 steps and 13 + 17 end with equal bits"
+
+
+def predict(here: Here) -> str:
+    """Check that predictions of a run on the device are those that a CPU makes of its checkpoint,
+    and that it is exported: onnxruntime's outputs are compared with the model's by the export."""
+    _, summary = here.fit("run", "strategy.precision=fp64")
+    words = [str(summary.directory), "task.trainer=gpu_checks.probe.Probe"]
+    found = {}
+    for device in (None, "cpu"):
+        out = here.folder / f"{device}.npz"
+        here.call("predict", *words, "split=eval", f"out={out}", device=device)
+        found[device] = np.load(out)["probability"]
+    off = float(np.abs(found[None] - found["cpu"]).max())
+    note = at_most(off, 1e-12, "predictions on both devices differ")
+    here.call("export", *words, "format=onnx", f"out={here.folder}/model.onnx")
+    return f"{note}; exported to ONNX"

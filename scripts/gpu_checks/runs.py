@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,9 @@ class Here:
         directory."""
         # all of the start, which has a table of the devices
         words = [*self.words(name, recipe), "log.start=full", *self.backend_of(ranks), *overrides]
+        began = time.monotonic()
         done = self.run(words, launcher_of(ranks), device)
+        print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)  # if a check takes too long
         if done.returncode:
             print(done.stdout[-2000:], done.stderr[-8000:])  # kept with the check's result
             raise RuntimeError(last_error(done.stderr) or done.stdout[-300:])
@@ -113,6 +116,18 @@ class Here:
         command = self.command(words, launcher)
         environment = self.environment(device)
         return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    def call(self, verb: str, *words: str, device: str | None = None) -> str:
+        """Run another command of the trainer, and return what it printed.
+
+        Raises RuntimeError if it fails.
+        """
+        command = [sys.executable, "-m", f"trainer.{verb}", *words]
+        environment = self.environment(device)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if done.returncode:
+            raise RuntimeError(f"{verb}: {last_error(done.stderr)}")
+        return done.stdout
 
     def command(self, words: Sequence[str], launcher: Sequence[str] = ()) -> list[str]:
         own = ["-m", "trainer", "--config-dir", self.config_dir()]

@@ -10,7 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainer import load_config
+from trainer.distributed.devices import find_device, find_known
 from trainer.tasks.cifar import Cifar
 
 from .runs import Here, Skip, last_error
@@ -58,6 +61,36 @@ def cifar(here: Here) -> str:
         note += f"; 94 % after {first:.1f} s" if first else "; 94 % was not reached"
     least = 0.93 if is_full else 0.78 if here.device.type == "cuda" else 0.2
     assert reached >= least, f"{note}, less than {least:.0%}"
+    return note
+
+
+PLANNED = [  # a GPT of 85 M parameters
+    *["task.options.width=768", "task.options.layers=12", "task.options.heads=12"],
+    *["task.options.context=1024", "task.options.dropout=0", "strategy.precision=amp_bf16"],
+    *["data.global_batch=16", "log.every_steps=10", "eval.every_steps=null"],
+]
+
+
+def plan(here: Here) -> str:
+    """Compare the memory and the time of trainer.plan with those of a real run."""
+    is_cuda = here.device.type == "cuda"
+    known = find_known(torch.cuda.get_device_name()) if is_cuda else find_device("cpu", None)
+    if known is None:
+        raise Skip(f"{torch.cuda.get_device_name()} is not in the table of devices")
+    words = PLANNED if is_cuda else []
+    told = json.loads(here.call("plan", "task=text", *words, f"device={known.name}", "--json"))
+    run = here.launch("run", *words, "run.steps=30", recipe="text")
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in logged if "speed/examples_per_s" in row][-1]
+    batch = told["batches"]["global_batch"]
+    seconds = batch / last["speed/examples_per_s"]
+    least, most = told["time"]["least_s"], told["time"]["most_s"]
+    note = f"{1e3 * seconds:.1f} ms a step, planned {1e3 * least:.1f} to {1e3 * most:.1f}"
+    if not is_cuda:
+        return note
+    memory, planned = last["speed/memory_gb"], told["total_bytes"] / 1e9
+    note += f"; {memory:.2f} GB, planned {planned:.2f}; MFU {last['speed/mfu']:.0%}"
+    assert 0.5 < memory / planned < 2, note
     return note
 
 
