@@ -89,7 +89,9 @@ class Cifar(Trainer):
         arguments = {name: value for name, value in self.config.optim.items() if name != "_target_"}
         dtype = torch.bfloat16 if "bf16" in self.config.strategy.precision else None
         muon = Muon([p for p in trained if p.dim() == 4], **arguments, dtype=dtype)
-        return [muon, torch.optim.SGD(groups, momentum=0.85, nesterov=True, fused=True)]
+        # in 16 bits on a CPU torch's fused SGD skips elements (pytorch/pytorch#191763)
+        is_fused = trained[0].dtype.itemsize > 2
+        return [muon, torch.optim.SGD(groups, momentum=0.85, nesterov=True, fused=is_fused)]
 
 
 def normalize(images: torch.Tensor) -> torch.Tensor:
@@ -175,16 +177,20 @@ class Muon(torch.optim.Optimizer):
             if not weights:
                 continue
             gradients = [p.grad for p in weights]
-            momenta = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in weights]
+            for p in weights:
+                if not self.state[p]:
+                    self.state[p]["momentum"] = torch.zeros_like(p)
+            momenta = [self.state[p]["momentum"] for p in weights]
             torch._foreach_mul_(momenta, group["momentum"])
             torch._foreach_add_(momenta, gradients)
             ahead = torch._foreach_mul(momenta, group["momentum"])
             torch._foreach_add_(ahead, gradients)
             updates = self._orthogonalise([x.flatten(1) for x in ahead], group["iterations"])
-            norms = torch._foreach_norm(weights)
-            scales = [len(p) ** 0.5 / norm for p, norm in zip(weights, norms, strict=True)]
+            scales = torch._foreach_reciprocal(torch._foreach_norm(weights))
+            torch._foreach_mul_(scales, [len(p) ** 0.5 for p in weights])
             torch._foreach_mul_(weights, scales)
-            shaped = [x.to(p.dtype).view_as(p) for x, p in zip(updates, weights, strict=True)]
+            updates = cast(updates, weights[0].dtype)
+            shaped = [x.view_as(p) for x, p in zip(updates, weights, strict=True)]
             torch._foreach_mul_(shaped, group["lr"])
             torch._foreach_sub_(weights, shaped)
 
@@ -192,7 +198,8 @@ class Muon(torch.optim.Optimizer):
         """Return matrices near the nearest half-orthogonal ones, in `dtype`."""
         norms = torch._foreach_norm(matrices)
         torch._foreach_add_(norms, 1e-7)
-        xs = [x.to(self.dtype or x.dtype) for x in torch._foreach_div(matrices, norms)]
+        xs = torch._foreach_div(matrices, norms)
+        xs = cast(xs, self.dtype or xs[0].dtype)
         for _ in range(iterations):
             grams = [x @ x.T for x in xs]
             # not in place, which rounds the factor to bf16 (torch 2.13, CPU)
@@ -204,3 +211,12 @@ class Muon(torch.optim.Optimizer):
             xs = torch._foreach_mul(xs, 3.4445)
             torch._foreach_add_(xs, ahead)
         return xs
+
+
+def cast(tensors, dtype):
+    """Return tensors in `dtype`, by one launch."""
+    if tensors[0].dtype == dtype:
+        return tensors
+    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies

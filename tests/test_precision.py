@@ -61,6 +61,29 @@ def test_every_precision_trains_with_every_strategy(name, layout, tmp_path):
     assert run["weights"]["0.weight"].dtype == dtype
 
 
+class OwnOptimizer(Tiny):
+    is_fused = False
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, fused=self.is_fused)
+
+
+class Fused(OwnOptimizer):
+    is_fused = True
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_sgd_steps_every_element_of_16_bits(name, tmp_path):
+    """torch 2.13's fused SGD for CPUs leaves most of them as they are (pytorch/pytorch#191763)."""
+    words = [*MLP, f"strategy.precision={name}", "optim.lr=0.3", "optim.momentum=0.9"]
+    words += ["run.steps=4", "schedule=constant"]
+    own = fit_on(1, tmp_path / "own", *words)["weights"]
+    plain = fit_on(1, tmp_path / "plain", *words, task=OwnOptimizer)["weights"]
+    assert all(torch.equal(own[key], plain[key]) for key in plain)
+    with pytest.raises(AssertionError, match=r"SGD\(fused=True\) skips elements of 16 bits"):
+        fit_on(1, tmp_path / "fused", *words, task=Fused)
+
+
 @pytest.mark.parametrize(
     ("name", "hook"), cells(["fp32", "amp_bf16", "amp_fp16"], ["fp16", "powersgd"])
 )

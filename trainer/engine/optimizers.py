@@ -25,6 +25,7 @@ from trainer.hook_errors import MOST_SHOWN, is_explained, is_of_torch
 from trainer.schedule import Factor
 from trainer.strategy.mesh_model.optimizer_trial import (
     check_closure,
+    check_fused,
     check_silence,
     is_elementwise,
 )
@@ -219,6 +220,7 @@ def _check_step(optimizer: Optimizer) -> None:
         why = f"{kind.__name__} has a scheduler of torch, whose rates schedule= would overwrite"
         advice = "leave it out, and write build_schedule"
         raise ConfigError(f"build_optimizer: {why}; {advice}")
+    check_fused(optimizer)
     check_silence(optimizer)
     if not is_elementwise(optimizer):
         check_closure(optimizer)
@@ -260,7 +262,8 @@ def _step_and_undo(
     optimizer: Optimizer, tensors: Sequence[torch.Tensor], found_inf: torch.Tensor
 ) -> None:
     """Step, and where `found_inf` is 1 write back what the tensors held: a copy of them each."""
-    kept = [tensor.clone() for tensor in tensors]
+    kept = [torch.empty_like(tensor) for tensor in tensors]
+    torch._foreach_copy_(kept, tensors)  # one launch
     _step(optimizer)
     is_skipped = {device: found_inf.to(device) > 0 for device in {t.device for t in tensors}}
     for tensor, before in zip(tensors, kept, strict=True):

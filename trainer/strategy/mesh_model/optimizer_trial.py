@@ -1,15 +1,16 @@
 """Trials of an optimizer before training, on small stand-ins of its parameters.
 
-They find an optimizer that needs a closure, and one whose step of a parameter depends on the other
-parameters, which a rank of a divided model does not have.
+They find an optimizer that needs a closure, one whose step of a parameter depends on the other
+parameters, which a rank of a divided model does not have, and a fused step that skips elements.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from trainer.distributed import accelerator
 from trainer.errors import ConfigError, one_line
 
 # These update each element by itself, so a shard can be updated without the rest of its tensor.
@@ -41,6 +43,34 @@ def check_silence(optimizer: Optimizer) -> None:
                 why = f"{kind.__name__}.{function.__name__} exchanges tensors between ranks itself"
                 instead = "the gradients are summed already; use its version for one process"
                 raise ConfigError(f"build_optimizer: {why}; {instead}, with zero1 or fsdp")
+
+
+def steps_all(parameters: Iterable[nn.Parameter]) -> bool:
+    """Return True if torch's fused SGD steps every element of these parameters.
+
+    On CPUs it leaves most elements of 16 bits as they are, and their momentum without a value
+    (pytorch/pytorch#191763; torch 2.13).
+    """
+    dtypes = {p.dtype for p in parameters if not accelerator.is_used(p.device)}
+    return all(dtype.itemsize > 2 or _is_stepped(dtype) for dtype in dtypes)
+
+
+@cache
+def _is_stepped(dtype: torch.dtype) -> bool:
+    weights = nn.Parameter(torch.ones(64, dtype=dtype))
+    weights.grad = torch.ones_like(weights)
+    optim.SGD([weights], lr=1.0, fused=True).step()
+    return not weights.any()
+
+
+def check_fused(optimizer: Optimizer) -> None:
+    """Raise ConfigError for a fused SGD that would leave elements as they are."""
+    if not isinstance(optimizer, optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if group["fused"] and not steps_all(group["params"]):
+            why = "skips elements of 16 bits on a CPU (pytorch/pytorch#191763)"
+            raise ConfigError(f"build_optimizer: SGD(fused=True) {why}; leave fused out")
 
 
 def _communicates(function: FunctionType) -> bool:
