@@ -263,7 +263,7 @@ def _step_and_undo(
 ) -> None:
     """Step, and where `found_inf` is 1 write back what the tensors held: a copy of them each."""
     kept = [torch.empty_like(tensor) for tensor in tensors]
-    torch._foreach_copy_(kept, tensors)  # one launch
+    torch._foreach_copy_(kept, [*tensors])  # one launch
     _step(optimizer)
     is_skipped = {device: found_inf.to(device) > 0 for device in {t.device for t in tensors}}
     for tensor, before in zip(tensors, kept, strict=True):
