@@ -177,10 +177,8 @@ class Muon(torch.optim.Optimizer):
             if not weights:
                 continue
             gradients = [p.grad for p in weights]
-            for p in weights:
-                if not self.state[p]:
-                    self.state[p]["momentum"] = torch.zeros_like(p)
-            momenta = [self.state[p]["momentum"] for p in weights]
+            new = {p: torch.zeros_like(p) for p in weights if not self.state[p]}
+            momenta = [self.state[p].setdefault("momentum", new.get(p)) for p in weights]
             torch._foreach_mul_(momenta, group["momentum"])
             torch._foreach_add_(momenta, gradients)
             ahead = torch._foreach_mul(momenta, group["momentum"])
@@ -198,8 +196,7 @@ class Muon(torch.optim.Optimizer):
         """Return matrices near the nearest half-orthogonal ones, in `dtype`."""
         norms = torch._foreach_norm(matrices)
         torch._foreach_add_(norms, 1e-7)
-        xs = torch._foreach_div(matrices, norms)
-        xs = cast(xs, self.dtype or xs[0].dtype)
+        xs = cast(torch._foreach_div(matrices, norms), self.dtype)
         for _ in range(iterations):
             grams = [x @ x.T for x in xs]
             # not in place, which rounds the factor to bf16 (torch 2.13, CPU)
@@ -214,8 +211,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def cast(tensors, dtype):
-    """Return tensors in `dtype`, by one launch."""
-    if tensors[0].dtype == dtype:
+    """Return tensors in `dtype`, None for their own, by one launch."""
+    if dtype in (None, tensors[0].dtype):
         return tensors
     copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)

@@ -34,10 +34,9 @@ from trainer.engine.outcome import Outcome
 from trainer.errors import ConfigError
 from trainer.rng.philox import Random
 from trainer.strategy.base import find_devices
-from trainer.strategy.mesh_model.optimizer_trial import steps_all
+from trainer.strategy.mesh_model.optimizer_trial import fused_option
 
 Split = str  # "train", "eval", or a name in eval.splits
-FUSED = ("torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW")  # on CPU and CUDA
 
 
 class _Unset:
@@ -305,8 +304,6 @@ def _unwritten(task: Task, method: str) -> ConfigError:
 def _call_optimizer(config: Config, spec: Spec, parameters: Iterable[nn.Parameter]) -> Optimizer:
     """Build an optimizer of the parameters that are trained, fused where torch supports it."""
     trained = [p for p in parameters if p.requires_grad]
-    kind = spec["_target_"]
-    is_fused = kind in FUSED and (kind != "torch.optim.SGD" or steps_all(trained))
-    fused = {"fused": True} if is_fused else {}
+    fused = fused_option(spec["_target_"], trained)
     made: Optimizer = call_target(spec, "optim", config.packages, Optimizer, trained, **fused)
     return made

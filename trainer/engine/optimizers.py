@@ -23,12 +23,7 @@ from trainer.engine.optimizer_state import (
 from trainer.errors import ConfigError, one_line
 from trainer.hook_errors import MOST_SHOWN, is_explained, is_of_torch
 from trainer.schedule import Factor
-from trainer.strategy.mesh_model.optimizer_trial import (
-    check_closure,
-    check_fused,
-    check_silence,
-    is_elementwise,
-)
+from trainer.strategy.mesh_model.optimizer_trial import check_by_trial
 from trainer.strategy.shards import Shard, TensorSource
 from trainer.strategy.tensors import Tensors
 
@@ -220,10 +215,7 @@ def _check_step(optimizer: Optimizer) -> None:
         why = f"{kind.__name__} has a scheduler of torch, whose rates schedule= would overwrite"
         advice = "leave it out, and write build_schedule"
         raise ConfigError(f"build_optimizer: {why}; {advice}")
-    check_fused(optimizer)
-    check_silence(optimizer)
-    if not is_elementwise(optimizer):
-        check_closure(optimizer)
+    check_by_trial(optimizer)
 
 
 def step_unless(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from trainer.record import resume
 from trainer.setup.early_checks import check_soon
 from trainer.strategy.base import find_devices, find_strategy
 from trainer.strategy.mesh import Mesh
-from trainer.task import FUSED
+from trainer.strategy.mesh_model.optimizer_trial import FUSED
 
 COPIES = MeshSizes("auto", 1, 1, 1, 1)  # of the model, on any number of ranks
 

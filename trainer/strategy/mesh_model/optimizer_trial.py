@@ -27,11 +27,20 @@ ELEMENTWISE = {
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
     *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
 }
+FUSED = ("torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW")  # on CPU and CUDA
 LONGEST = 4  # axis of a stand-in
 TOLERANCE = 1e-9  # relative, in 64 bits
 
 
-def check_silence(optimizer: Optimizer) -> None:
+def check_by_trial(optimizer: Optimizer) -> None:
+    """Raise ConfigError for an optimizer whose step an update cannot call, or should not."""
+    _check_fused(optimizer)
+    _check_silence(optimizer)
+    if not is_elementwise(optimizer):
+        _check_closure(optimizer)
+
+
+def _check_silence(optimizer: Optimizer) -> None:
     """Raise ConfigError for an optimizer whose own code uses torch.distributed."""
     for kind in type(optimizer).__mro__:
         if kind.__module__.startswith(("torch.optim.", "builtins")):
@@ -45,7 +54,13 @@ def check_silence(optimizer: Optimizer) -> None:
                 raise ConfigError(f"build_optimizer: {why}; {instead}, with zero1 or fsdp")
 
 
-def steps_all(parameters: Iterable[nn.Parameter]) -> bool:
+def fused_option(kind: str, parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
+    """Return the option for a fused step of this class; none where torch has no right one."""
+    is_right = kind in FUSED and (kind != "torch.optim.SGD" or _steps_all(parameters))
+    return {"fused": True} if is_right else {}
+
+
+def _steps_all(parameters: Iterable[nn.Parameter]) -> bool:
     """Return True if torch's fused SGD steps every element of these parameters.
 
     On CPUs it leaves most elements of 16 bits as they are, and their momentum without a value
@@ -58,17 +73,17 @@ def steps_all(parameters: Iterable[nn.Parameter]) -> bool:
 @cache
 def _is_stepped(dtype: torch.dtype) -> bool:
     weights = nn.Parameter(torch.ones(64, dtype=dtype))
-    weights.grad = torch.ones_like(weights)
+    weights.sum().backward()
     optim.SGD([weights], lr=1.0, fused=True).step()
     return not weights.any()
 
 
-def check_fused(optimizer: Optimizer) -> None:
+def _check_fused(optimizer: Optimizer) -> None:
     """Raise ConfigError for a fused SGD that would leave elements as they are."""
     if not isinstance(optimizer, optim.SGD):
         return
     for group in optimizer.param_groups:
-        if group["fused"] and not steps_all(group["params"]):
+        if group["fused"] and not _steps_all(group["params"]):
             why = "skips elements of 16 bits on a CPU (pytorch/pytorch#191763)"
             raise ConfigError(f"build_optimizer: SGD(fused=True) {why}; leave fused out")
 
@@ -91,7 +106,7 @@ def _communicates(function: FunctionType) -> bool:
     return any(module.startswith("torch.distributed") for module in modules)
 
 
-def check_closure(optimizer: Optimizer) -> None:
+def _check_closure(optimizer: Optimizer) -> None:
     """Raise ConfigError if an optimizer cannot step without a closure."""
     try:
         step_stand_ins(optimizer)
