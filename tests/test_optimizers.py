@@ -1,6 +1,7 @@
 """Optimizers of users: steps that need a closure, hooks, other parameters, or two gradients."""
 
 import copy
+import itertools
 import re
 from pathlib import Path
 
@@ -81,6 +82,49 @@ def test_sam_as_two_updates_is_sam_in_any_layout_with_whole_weights(tmp_path):
 
 
 # Refused ------------------------------------------------------------------------------------------
+
+
+class InLoop(Plain):
+    """Task that steps a twin of its model in a plain loop, and compares the weights."""
+
+    twin = None
+
+    def train_step(self, batch):
+        if self.twin is None:
+            self.twin = copy.deepcopy(self.model)
+            spec = dict(self.config.optim)
+            kind = getattr(torch.optim, spec.pop("_target_").rpartition(".")[2])
+            self.plain = kind(self.twin.parameters(), **spec)  # not fused
+            self.before = [p.detach().clone() for p in self.model.parameters()]
+        ((inputs, targets),) = batch
+        self.plain.zero_grad()
+        amp = self.config.strategy.precision.startswith("amp")
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            loss = self.loss(self.twin(inputs), targets).mean()
+        loss.backward()
+        self.plain.step()
+        outcome = super().train_step(batch)
+        pairs = zip(self.model.parameters(), self.twin.parameters(), self.before, strict=True)
+        for own, other, first in pairs:
+            moved = (other.double() - first.double()).norm()
+            off = (own.double() - other.double()).norm() / moved
+            assert off < (0.1 if own.dtype == torch.bfloat16 else 1e-5)
+        return outcome
+
+
+KINDS = {
+    "SGD": ["optim=sgd", "optim.nesterov=true", "optim.weight_decay=0.01"],
+    "Adam": ["optim=adam", "optim.lr=0.01"],
+    "AdamW": ["optim=adamw", "optim.lr=0.01"],
+}
+IN_LOOPS = list(itertools.product(KINDS, ("bf16", "fp64", "fp32", "amp_bf16")))
+
+
+@pytest.mark.parametrize(("kind", "precision"), slow_but(IN_LOOPS, *IN_LOOPS[:2], IN_LOOPS[8]))
+def test_fused_optimizers_step_as_in_a_plain_loop(kind, precision, tmp_path):
+    words = [*KINDS[kind], f"strategy.precision={precision}", "strategy=single"]
+    words += ["schedule=constant", "task.options.dropout=0", "run.steps=5"]
+    fit(tmp_path, *WORDS, *words, task=InLoop)
 
 
 class Asserting(torch.optim.SGD):
