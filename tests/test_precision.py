@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 import torch
-from harness import CONF, fit_on, newest, on_ranks, slow_but
-from harness.stored import plain_of
+from harness import CONF, fit, fit_on, newest, on_ranks, slow_but
+from harness.stored import plain_of, tensors_of
 from tiny import Tiny
 from torch import nn
 
@@ -82,6 +82,53 @@ def test_sgd_steps_every_element_of_16_bits(name, tmp_path):
     assert all(torch.equal(own[key], plain[key]) for key in plain)
     with pytest.raises(AssertionError, match=r"SGD\(fused=True\) skips elements of 16 bits"):
         fit_on(1, tmp_path / "fused", *words, task=Fused)
+
+
+class Averaged(Tiny):
+    """Task that averages its weights in 32 bits, and compares the weights of evaluations."""
+
+    average = None
+    evaluated = 0
+
+    def train_step(self, batch):
+        if self.average is None:
+            self.average = [p.detach().float() for p in self.model.parameters()]
+        outcome = super().train_step(batch)
+        self.last = [p.detach().clone() for p in self.model.parameters()]
+        for mean, weight in zip(self.average, self.last, strict=True):
+            mean.lerp_(weight.float(), 0.001)
+        return outcome
+
+    def metrics(self, outputs, targets):
+        if self.average is not None and not self.model.training:
+            type(self).evaluated = self.step
+            for weight, mean in zip(self.model.parameters(), self.average, strict=True):
+                assert torch.equal(weight, mean.to(weight.dtype))
+        return {}
+
+
+AVERAGED = [*MLP, "strategy.precision=bf16", "run.ema_decay=0.999", "run.steps=12"]
+AVERAGED += ["optim.lr=0.01", "eval.every_steps=5"]
+
+
+def test_moving_averages_of_16_bits_are_kept_in_32(tmp_path):
+    """In 16 bits they would stay what they were."""
+    run = fit(tmp_path, *AVERAGED, "strategy=single", task=Averaged)
+    assert Averaged.evaluated == 12
+    ema, model = (tensors_of(newest(run["directory"]), kind) for kind in ("ema", "model"))
+    assert all(not torch.equal(mean, model[name].float()) for name, mean in ema.items())
+    words = ["strategy=single", "run.steps=14", "run.resume=auto"]
+    assert fit(tmp_path, *AVERAGED, *words)["step"] == 14
+
+
+@pytest.mark.slow
+def test_moving_averages_of_16_bits_are_those_of_one_rank_with_fsdp(tmp_path):
+    one = fit_on(1, tmp_path / "one", *AVERAGED, "strategy=single")
+    two = fit_on(2, tmp_path / "two", *AVERAGED, "strategy=fsdp")
+    ours, theirs = (tensors_of(newest(run["directory"]), "ema") for run in (one, two))
+    for name, mean in ours.items():
+        assert mean.dtype == torch.float32
+        torch.testing.assert_close(mean, theirs[name], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.engine.ema import size_of_averages
 from trainer.engine.optimizers import check_optimizers
 from trainer.errors import ConfigError
 from trainer.plan.held import StageTensors
@@ -67,7 +68,7 @@ def list_memory(
         MemoryRow("optimizer state", states.num_bytes, states.source, states.note),
     ]
     if trial.config.run.ema_decay is not None:
-        rows.append(MemoryRow("moving average", size_of(parts.values())))
+        rows.append(MemoryRow("moving average", size_of_averages(parts.values())))
     rows.append(MemoryRow("buffers", size_of(held.buffers)))
     rows += trial.kind.cost.memory(rank)
     if states.gathered:

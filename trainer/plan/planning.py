@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.checkpoints import packing
 from trainer.config.schema import Config
 from trainer.distributed.devices import Device
+from trainer.engine.ema import size_of_averages
 from trainer.plan.fetching import Fetching, measure_fetching
 from trainer.plan.held import StageTensors, hold
 from trainer.plan.memory import ACTIVATIONS, States, list_memory, measure_states
@@ -180,10 +182,13 @@ def _measure_checkpoint(
     is_whole = has_all and not cost.divides_state
     whole = states[0] if is_whole else measure_states(trial, trial.model.whole, Cost)
     has_average = trial.config.run.ema_decay is not None
-    weights = size_of(trial.model.whole.values())
+
+    def size(weights: Collection[torch.Tensor]) -> int:
+        return size_of(weights) + has_average * size_of_averages(weights)
+
     every = [p for _, p in trial.model.module.named_parameters(remove_duplicate=False)]
     buffers = packing.size_of(trial.model.module.state_dict()) - size_of(every)
-    total = buffers + (1 + has_average) * weights + whole.num_bytes
+    total = buffers + size(trial.model.whole.values()) + whole.num_bytes
     if is_whole or trial.config.checkpoint.sharded is False:
         return CheckpointSize(total, total, whole.source)
     most = 0
@@ -191,7 +196,7 @@ def _measure_checkpoint(
         written = {p: part for p, part in held.parts.items() if p in held.written}
         is_all = len(written) == len(held.parts)
         own = state if is_all else measure_states(trial, written, cost)
-        mine = own.num_bytes + (1 + has_average) * size_of(written.values())
+        mine = own.num_bytes + size(written.values())
         if len(stages) == 1:
             mine += buffers
         most = max(most, mine)
