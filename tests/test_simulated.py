@@ -66,6 +66,7 @@ STEADY = [
     (1, ["data.micro_batch=6", "task.options.dropout=0.1", "run.clip_norm=1.0"]),
     *[(ranks, ["log.every_steps=1", "log.train_metrics=true"]) for ranks in (1, 2)],
     (1, ["strategy.precision=amp_fp16", "optim=adamw"]),
+    (1, ["data.path=streamed", "data.workers=2"]),
 ]
 
 
@@ -127,8 +128,9 @@ def test_evaluation_and_checkpoints_wait_a_few_times(path, numbers, tmp_path):
 
 
 @pytest.mark.slow
-def test_streamed_rows_are_copied_beside_what_is_computed(tmp_path):
-    more = ("data.path=streamed", "data.micro_batch=4", "data.workers=0")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streamed_rows_are_copied_beside_what_is_computed(workers, tmp_path):
+    more = ("data.path=streamed", "data.micro_batch=4", f"data.workers={workers}")
     one = together(on_ranks(1, lambda: fit(tmp_path / "cpu", "task=tiny", *PARITY, *more)))
     check_parity(one, together(fit_simulated(2, tmp_path / "sim", "task=tiny", *PARITY, *more)))
 

@@ -299,10 +299,11 @@ class StreamedLoader:
     def __init__(self, source: ExampleSource, sampler: IndexSampler):
         self._replaced: dict[str, int] = {}
         config = source.config
+        is_pinned = accelerator.is_used(source.device)
         if config.workers:
             check_limits(config.workers)
             reading = torch.zeros(config.workers, 2, dtype=torch.int64).share_memory_()
-            source = replace(source, reading=reading)
+            source = replace(source, reading=reading, device=torch.device("cpu"))  # of the rows
         self._source = source
         self._answers = DataLoader(
             source,
@@ -311,7 +312,7 @@ class StreamedLoader:
             num_workers=config.workers,
             timeout=min(POLL_S, config.timeout_s or POLL_S) if config.workers else 0,
             persistent_workers=config.workers > 0 and source.split == "train",
-            pin_memory=accelerator.is_used(source.device),
+            pin_memory=is_pinned,
             worker_init_fn=prepare_worker,
             multiprocessing_context=context_of_workers() if config.workers else None,
         )
