@@ -30,9 +30,8 @@ def hang(here: Here) -> str:
     assert f"detected: rank {VICTIM} (" in named and "stopped by a signal" in named, report
     assert "rank 0 waits in" in report, report
     assert seconds < HANG_S + LIMIT_S, f"{report}; all ended only after {seconds:.0f} s"
-    call = re.search(
-        r"rank 0 waits in (\w+ number \d+ of .*)", output
-    )  # of torch's flight recorder
+    of_recorder = r"rank 0 waits in (\w+ number \d+ of .*)"
+    call = re.search(of_recorder, output)
     assert call is not None, f"no collective is named; {output[-600:]}"
     return f"rank {VICTIM} is named, rank 0 waits in {call[1]}; all ended {seconds:.0f} s later"
 

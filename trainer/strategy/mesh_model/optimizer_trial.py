@@ -19,7 +19,6 @@ from torch import nn, optim
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from trainer.distributed import accelerator
 from trainer.errors import ConfigError, one_line
 
 # These update each element by itself, so a shard can be updated without the rest of its tensor.
@@ -66,13 +65,14 @@ def _steps_all(parameters: Iterable[nn.Parameter]) -> bool:
     On CPUs it leaves most elements of 16 bits as they are, and their momentum without a value
     (pytorch/pytorch#191763; torch 2.13).
     """
-    dtypes = {p.dtype for p in parameters if not accelerator.is_used(p.device)}
+    dtypes = {p.dtype for p in parameters if p.device.type == "cpu"}
     return all(dtype.itemsize > 2 or _is_stepped(dtype) for dtype in dtypes)
 
 
 @cache
+@torch.enable_grad()
 def _is_stepped(dtype: torch.dtype) -> bool:
-    weights = nn.Parameter(torch.ones(64, dtype=dtype))
+    weights = nn.Parameter(torch.ones(64, dtype=dtype, device="cpu"))
     weights.sum().backward()
     optim.SGD([weights], lr=1.0, fused=True).step()
     return not weights.any()
