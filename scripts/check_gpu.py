@@ -87,7 +87,7 @@ CHECKS: dict[str, tuple[Callable[[Here], str], int]] = {  # name: (check, second
     "launches": (waits.launches, 200),
     "plan": (speed.plan, 120),
     "cifar": (speed.cifar, 180),
-    "airbench": (speed.airbench, 300),
+    "airbench": (speed.airbench, 480),
 }
 # of speed, of a GPU's memory, or with a deadline
 ALONE = ("hang", "kill", "waits", "auto_batch", "launches", "plan", "cifar", "airbench")
