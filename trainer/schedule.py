@@ -109,7 +109,8 @@ def one_cycle(
 ) -> Factor:
     """One cycle (Smith and Topin, arXiv:1708.07120): cosine from `initial` to 1, then to `final`.
 
-    The warm-up takes 30 % of the run unless `warmup_steps` is given.
+    The warm-up takes 30 % of the run unless `warmup_steps` is given. It ends one step later than
+    torch's OneCycleLR, and the decay ends after the last step, as in the other schedules.
     """
     peak = int(0.3 * num_steps) if warmup_steps is None else warmup_steps
     _check_warmup(peak)

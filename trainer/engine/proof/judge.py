@@ -165,8 +165,10 @@ class Judge:
     ) -> Verdict:
         """Compare by the first trial that no rank fails. A collective."""
         if has_batch_statistics(subject.module):
-            why = "left out for BatchNorm without running statistics, which normalises the rows"
-            return Verdict(unproved=why)
+            why = "which normalises the rows of a micro-batch, in evaluation too"
+            changes = "ranks and eval.micro_batch change the result"
+            line = f"left out for BatchNorm without running statistics, {why}: {changes}"
+            return Verdict(unproved=line)
         lengths = {len(leaf) for leaf in tensors_with_axes(subject.batch)}
         (is_odd,) = self._parts.ranks.group.max(lengths != {len(subject.indices)})
         if is_odd:
