@@ -366,7 +366,11 @@ def test_the_end_of_a_verification_by_any_signal_is_that_of_its_ranks(layout, nu
     """The signal goes to one process, as of `timeout`; the fixture of all tests looks for others
     that are left."""
     words = [*WORDS, "layouts=ranks-2", "steps=4000"]
-    started = launch(tmp_path, *words, verb="trainer.verify", TMPDIR=str(tmp_path))
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and inherited
+    try:
+        started = launch(tmp_path, *words, verb="trainer.verify", TMPDIR=str(tmp_path))
+    finally:
+        signal.signal(signal.SIGHUP, hangup)
     name = f"lockstep-verify-*/runs/tiny/{layout}-fp64/metrics.jsonl"
     wait_for(lambda: [*tmp_path.glob(name)])
     os.kill(started.pid, number)
