@@ -84,6 +84,14 @@ def test_sgd_steps_every_element_of_16_bits(name, tmp_path):
         fit_on(1, tmp_path / "fused", *words, task=Fused)
 
 
+@pytest.mark.parametrize("layout", slow_but(["tp", "pp", "zero1", "fsdp"], "pp"))
+def test_sgd_of_16_bits_learns_in_divided_models_what_one_rank_learns(layout, tmp_path):
+    words = ["task=meshed", "strategy.precision=bf16", "optim.lr=0.01", "run.steps=6"]
+    one = fit_on(1, tmp_path / "one", *words, "strategy=single")["losses"]
+    two = fit_on(2, tmp_path / "two", *words, f"strategy={layout}")["losses"]
+    assert all(two[step] == pytest.approx(loss, rel=0.02) for step, loss in one.items())
+
+
 class Averaged(Tiny):
     """Task that averages its weights in 32 bits, and compares the weights of evaluations."""
 

@@ -239,11 +239,11 @@ class Task:
         """
         spec = self.config.optim
         if spec["_target_"] != "torch.optim.Muon":
-            return _call_optimizer(self.config, spec, model.parameters())
+            return _call_optimizer(self, spec, model.parameters())
         shared: dict[str, Any] = {key: spec[key] for key in ("lr", "weight_decay") if key in spec}
         adamw = {"_target_": "torch.optim.AdamW", **shared}
         parts = zip((spec, adamw), split_for_muon(model), strict=True)
-        return [_call_optimizer(self.config, each, part) for each, part in parts if part]
+        return [_call_optimizer(self, each, part) for each, part in parts if part]
 
     def build_schedule(self, num_steps: int) -> Callable[[int], float]:
         """Return `factor(step)`, which multiplies the base rate of every parameter group.
@@ -301,9 +301,9 @@ def _unwritten(task: Task, method: str) -> ConfigError:
     return ConfigError(f"task.trainer={name}: has no {method}; define it in the class")
 
 
-def _call_optimizer(config: Config, spec: Spec, parameters: Iterable[nn.Parameter]) -> Optimizer:
+def _call_optimizer(task: Task, spec: Spec, parameters: Iterable[nn.Parameter]) -> Optimizer:
     """Build an optimizer of the parameters that are trained, fused where torch supports it."""
     trained = [p for p in parameters if p.requires_grad]
-    fused = fused_option(spec["_target_"], trained)
-    made: Optimizer = call_target(spec, "optim", config.packages, Optimizer, trained, **fused)
+    fused = fused_option(spec["_target_"], {p.dtype for p in trained}, task.world.device)
+    made: Optimizer = call_target(spec, "optim", task.config.packages, Optimizer, trained, **fused)
     return made

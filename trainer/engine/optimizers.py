@@ -23,7 +23,7 @@ from trainer.engine.optimizer_state import (
 from trainer.errors import ConfigError, one_line
 from trainer.hook_errors import MOST_SHOWN, is_explained, is_of_torch
 from trainer.schedule import Factor
-from trainer.strategy.mesh_model.optimizer_trial import check_by_trial
+from trainer.strategy.mesh_model.optimizer_trial import check_by_trial, check_fused
 from trainer.strategy.shards import Shard, TensorSource
 from trainer.strategy.tensors import Tensors
 
@@ -44,6 +44,7 @@ class Optimizers:
         for optimizer in self._all:
             remember_options(optimizer, tensors.names())
             self._updated[optimizer] = tensors.adopt(optimizer)
+            check_fused(optimizer)
         self._groups = self._list_groups()
 
     def __iter__(self) -> Iterator[Optimizer]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cache
 from types import CodeType, FunctionType
@@ -33,7 +33,6 @@ TOLERANCE = 1e-9  # relative, in 64 bits
 
 def check_by_trial(optimizer: Optimizer) -> None:
     """Raise ConfigError for an optimizer whose step an update cannot call, or should not."""
-    _check_fused(optimizer)
     _check_silence(optimizer)
     if not is_elementwise(optimizer):
         _check_closure(optimizer)
@@ -53,20 +52,21 @@ def _check_silence(optimizer: Optimizer) -> None:
                 raise ConfigError(f"build_optimizer: {why}; {instead}, with zero1 or fsdp")
 
 
-def fused_option(kind: str, parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
+def fused_option(
+    kind: str, dtypes: Collection[torch.dtype], device: torch.device
+) -> dict[str, Any]:
     """Return the option for a fused step of this class; none where torch has no right one."""
-    is_right = kind in FUSED and (kind != "torch.optim.SGD" or _steps_all(parameters))
+    is_right = kind in FUSED and (kind != "torch.optim.SGD" or _steps_all(dtypes, device))
     return {"fused": True} if is_right else {}
 
 
-def _steps_all(parameters: Iterable[nn.Parameter]) -> bool:
-    """Return True if torch's fused SGD steps every element of these parameters.
+def _steps_all(dtypes: Collection[torch.dtype], device: torch.device) -> bool:
+    """Return True if torch's fused SGD steps every element of parameters of these dtypes.
 
     On CPUs it leaves most elements of 16 bits as they are, and their momentum without a value
     (pytorch/pytorch#191763; torch 2.13).
     """
-    dtypes = {p.dtype for p in parameters if p.device.type == "cpu"}
-    return all(dtype.itemsize > 2 or _is_stepped(dtype) for dtype in dtypes)
+    return device.type != "cpu" or all(d.itemsize > 2 or _is_stepped(d) for d in dtypes)
 
 
 @cache
@@ -78,12 +78,12 @@ def _is_stepped(dtype: torch.dtype) -> bool:
     return not weights.any()
 
 
-def _check_fused(optimizer: Optimizer) -> None:
-    """Raise ConfigError for a fused SGD that would leave elements as they are."""
+def check_fused(optimizer: Optimizer) -> None:
+    """Raise ConfigError for a fused SGD that would leave elements of this rank as they are."""
     if not isinstance(optimizer, optim.SGD):
         return
     for group in optimizer.param_groups:
-        if group["fused"] and not _steps_all(group["params"]):
+        if group["fused"] and not all(_steps_all([p.dtype], p.device) for p in group["params"]):
             why = "skips elements of 16 bits on a CPU (pytorch/pytorch#191763)"
             raise ConfigError(f"build_optimizer: SGD(fused=True) {why}; leave fused out")
 
