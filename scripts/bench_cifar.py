@@ -34,6 +34,7 @@ class Stopwatch:
         import torch
 
         self.steps, self.count, self.seconds, self.cpu_seconds = steps, -1, 0.0, 0.0
+        self.is_paused = True
         self.accuracies: list[tuple[float, float]] = []
         self.wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
@@ -48,9 +49,14 @@ class Stopwatch:
             self.pause()
 
     def resume(self) -> None:
+        self.is_paused = False
         self.began, self.cpu_began = time.perf_counter(), time.process_time()
 
     def pause(self) -> None:
+        """Count the time since `resume`, once: the last evaluation follows the last step."""
+        if self.is_paused:
+            return
+        self.is_paused = True
         self.wait()
         self.seconds += time.perf_counter() - self.began
         self.cpu_seconds += time.process_time() - self.cpu_began
