@@ -10,6 +10,10 @@ from torch.nn.attention import SDPBackend
 from .probe import KERNELS
 from .runs import Here, Skip, at_most, check_equal_bits, check_learned, distance, losses
 
+TEXT = [  # of task=text, in 4 micro-batches on one rank
+    *["task.options.layers=2", "data.micro_batch=4", "data.global_batch=16"],
+    *["log.every_steps=1", "eval.every_steps=null"],
+]
 HSDP = ["strategy=hsdp", "strategy.mesh={replicate: 2, shard: 2}"]
 
 
@@ -38,9 +42,7 @@ def sharded(here: Here) -> str:
 def divided(here: Here, strategy: str, ranks: int) -> str:
     """Check a strategy that divides the model, its rows or its optimizer state, with task=text and
     dropout, against one rank: over nccl, or over gloo on the CPU and on a GPU that ranks share."""
-    words = ["strategy.precision=fp64", "run.steps=12", "task.options.layers=2"]
-    words += ["data.micro_batch=4", "data.global_batch=16", "log.every_steps=1"]
-    words += ["eval.every_steps=null"]
+    words = [*TEXT, "strategy.precision=fp64", "run.steps=12"]
     one = here.launch("one", *words, recipe="text")
     run = here.launch(strategy, *words, f"strategy={strategy}", ranks=ranks, recipe="text")
     place = "" if here.count_gpus(ranks) >= ranks else ", which share a GPU,"
@@ -51,9 +53,7 @@ def context_flash(here: Here) -> str:
     """Check that causal attention of context parallel takes torch's flash attention in bf16, and
     learns what one rank learns to the accuracy of bf16."""
     here.needs_ranks(2)
-    words = ["strategy.precision=amp_bf16", "run.steps=8", "task.options.dropout=0"]
-    words += ["data.micro_batch=4", "data.global_batch=16", "log.every_steps=1"]
-    words += ["eval.every_steps=null"]
+    words = [*TEXT, "strategy.precision=amp_bf16", "run.steps=8", "task.options.dropout=0"]
     one = here.launch("one", *words, recipe="text")
     task = "task.trainer=gpu_checks.probe.WithKernels"
     two = here.launch("two", *words, task, "strategy=cp", ranks=2, recipe="text")

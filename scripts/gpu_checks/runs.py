@@ -113,21 +113,21 @@ class Here:
         self, words: Sequence[str], launcher: Sequence[str] = (), device: str | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run the command of a training run, and return its output also if it fails."""
-        command = self.command(words, launcher)
-        environment = self.environment(device)
-        return subprocess.run(command, capture_output=True, text=True, env=environment)
+        return self._do(self.command(words, launcher), device)
 
     def call(self, verb: str, *words: str, device: str | None = None) -> str:
         """Run another command of the trainer, and return what it printed.
 
         Raises RuntimeError if it fails.
         """
-        command = [sys.executable, "-m", f"trainer.{verb}", *words]
-        environment = self.environment(device)
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        done = self._do([sys.executable, "-m", f"trainer.{verb}", *words], device)
         if done.returncode:
             raise RuntimeError(f"{verb}: {last_error(done.stderr)}")
         return done.stdout
+
+    def _do(self, command: list[str], device: str | None) -> subprocess.CompletedProcess[str]:
+        environment = self.environment(device)
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
 
     def command(self, words: Sequence[str], launcher: Sequence[str] = ()) -> list[str]:
         own = ["-m", "trainer", "--config-dir", self.config_dir()]
@@ -159,9 +159,13 @@ def last_error(text: str) -> str:
 # Comparisons --------------------------------------------------------------------------------------
 
 
+def record_of(directory: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(directory: Path) -> dict[int, float]:
-    record = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return {r["step"]: r["train/loss"] for r in record if "train/loss" in r}
+    return {r["step"]: r["train/loss"] for r in record_of(directory) if "train/loss" in r}
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from trainer import load_config
 from trainer.distributed.devices import find_device, find_known
 from trainer.tasks.cifar import Cifar
 
-from .runs import Here, Skip, last_error
+from .runs import Here, Skip, last_error, record_of
 
 TURNS = 2
 CONTESTANTS = ("airbench-eager", "lockstep", "lockstep-compiled", "airbench")
@@ -83,8 +83,7 @@ def plan(here: Here) -> str:
     words = PLANNED if is_cuda else []
     told = json.loads(here.call("plan", "task=text", *words, f"device={known.name}", "--json"))
     run = here.launch("run", *words, "run.steps=30", recipe="text")
-    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    last = [row for row in logged if "speed/examples_per_s" in row][-1]
+    last = [row for row in record_of(run) if "speed/examples_per_s" in row][-1]
     batch = told["batches"]["global_batch"]
     seconds = batch / last["speed/examples_per_s"]
     least, most = told["time"]["least_s"], told["time"]["most_s"]
