@@ -166,8 +166,8 @@ def test_each_wrong_task_is_named_somewhere():
     assert not {*NAMED} & ELSEWHERE
 
 
-AGREES = "proof   examples, draws and buffers agree in any layout ("
-OUTSIDE = AGREES.replace("examples", "apart from plain BatchNorm, examples")
+AGREES = "proof   data, random numbers and buffers do not depend on the layout ("
+OUTSIDE = AGREES.replace("data", "apart from plain BatchNorm, data")
 
 
 EVERY = [(name, 1) for name in ("fp32", "fp64", "amp_bf16")]
@@ -367,9 +367,9 @@ class ClassWeights(Tiny):
         return {}
 
 
-def test_a_tensor_without_rows_is_left_out(tmp_path, capfd):
+def test_a_tensor_without_rows_is_prepared_with_each_micro_batch(tmp_path, capfd):
     (line,) = said_at_start(ClassWeights, tmp_path, capfd)
-    assert line.startswith("proof   left out for tensors in the batch that have no axis of rows (")
+    assert line.startswith(f"{AGREES}22 rows tried, ")
 
 
 class Noisy(Tiny):

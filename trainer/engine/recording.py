@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from trainer.engine.means import Means, Values, check_name, check_named, weigh
+from trainer.engine.means import (
+    Means,
+    Values,
+    check_name,
+    check_named,
+    sum_up,
+    weigh,
+    weigh_all,
+)
 from trainer.engine.parts import Hooks
 from trainer.errors import ConfigError
 from trainer.micro_batch import count_rows
@@ -46,6 +54,7 @@ class Recorder:
         self._compiled: dict[Loss, Loss] = {}
         self._eager: set[Loss | None] = set()  # what stays as it is
         self._loss: Loss | None = None  # while it is computed
+        self._sums: dict[str, torch.Tensor] | None = None  # by name, while they are collected
 
     def begin_step(self) -> None:
         self.is_open = True
@@ -68,12 +77,25 @@ class Recorder:
         finally:
             self.is_open = was
 
+    @contextmanager
+    def collecting(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Add the sums (3,) of what is recorded in the block to a dict, and log nothing."""
+        found: dict[str, torch.Tensor] = {}
+        self._sums = found
+        try:
+            yield found
+        finally:
+            self._sums = None
+
     def record(self, name: str, returned: Values) -> None:
         """Add values, or (values, weights), of the examples of a micro-batch.
 
         Raises ConfigError for a name of an update, and for values that are not one per example.
         """
         if not self.is_open:
+            if self._sums is not None:
+                sums = sum_up(*weigh_all(f"record({name!r})", returned, self._rows_of(returned)))
+                self._sums[name] = self._sums.get(name, 0) + sums.detach()
             return
         self._eager.add(self._loss)
         given = f"record({name!r})"
@@ -85,13 +107,16 @@ class Recorder:
 
     def _add(self, name: str, returned: Values) -> None:
         given = f"record({name!r})"
-        values = returned[0] if isinstance(returned, tuple) and returned else returned
-        rows = self._rows
-        if rows is None and isinstance(values, torch.Tensor) and values.dim():
-            rows = len(values)
-        values, weights = weigh(given, returned, rows or 0, "got")
+        values, weights = weigh(given, returned, self._rows_of(returned), "got")
         if self._is_counted:
             self.means.add(name, values, weights)
+
+    def _rows_of(self, returned: Values) -> int:
+        """Return the rows of the micro-batch whose loss is computed; outside, those of values."""
+        values = returned[0] if isinstance(returned, tuple) and returned else returned
+        if self._rows is None and isinstance(values, torch.Tensor) and values.dim():
+            return len(values)
+        return self._rows or 0
 
     def _add_metrics(self, metrics: Mapping[str, Values]) -> None:
         if not self.is_open:

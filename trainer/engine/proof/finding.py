@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from trainer.engine.proof.limits import LEAST_OF_ALL
 from trainer.engine.proof.passes import Passed
 from trainer.engine.proof.trace import (
     Call,
@@ -20,8 +19,6 @@ from trainer.engine.proof.trace import (
 )
 from trainer.strategy.mesh_model.mesh_proof import apart
 
-NARROW = 0.2
-LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative; of narrower types NARROW
 BATCHES = "num_batches_tracked"
 ALONE = "compute each row from itself, or take strategy=exact, which fixes the micro-batches"
 
@@ -30,12 +27,8 @@ ALONE = "compute each row from itself, or take strategy=exact, which fixes the m
 class Mismatch:
     """The first thing in which parts differ from the whole: of `kind`, by its `name`."""
 
-    kind: str  # loss, weights, gradient, buffer or parameter
+    kind: str  # loss, weights, recorded, gradient, buffer or parameter
     name: str = ""
-
-
-def limit_of(passed: Passed, is_narrow: bool) -> float:
-    return NARROW if is_narrow else LIMITS.get(passed.dtype, NARROW)
 
 
 def compare(whole: Passed, parts: Passed, limit: float) -> Mismatch | None:
@@ -46,43 +39,33 @@ def compare(whole: Passed, parts: Passed, limit: float) -> Mismatch | None:
             return Mismatch(kind)
     if name := _find_gradient(whole, parts, limit):
         return Mismatch("gradient", name)
+    for name in {**whole.recorded, **parts.recorded}:
+        sums, others = (each.recorded.get(name) for each in (whole, parts))
+        if sums is None or others is None or not _are_sums_equal(sums, others, limit):
+            return Mismatch("recorded", name)
     for name, value in whole.buffers.items():
         other = parts.buffers.get(name)
         if other is None or name.endswith(BATCHES):
             continue
         if not apart(value, other) <= limit:
             return Mismatch("buffer", name)
+    name = find_written(whole, parts, limit)
+    return Mismatch("parameter", name) if name else None
+
+
+def find_written(whole: Passed, parts: Passed, limit: float) -> str:
+    """Return a parameter that forward passes changed to other values, else an empty string."""
     for name in {**whole.written, **parts.written}:
         one, other = whole.written.get(name), parts.written.get(name)
         if one is None or other is None or not apart(one, other) <= limit:
-            return Mismatch("parameter", name)
-    return None
+            return name
+    return ""
 
 
-def is_prepared_alike(whole: Any, parts: Sequence[Any]) -> bool:
-    """Return False if rows of a micro-batch differ from the same rows prepared in parts.
-
-    Rows of other sizes, as those that are padded to the longest, are not compared.
-    """
-    every = zip(*map(tree_leaves, (whole, *parts)), strict=False)
-    for one, *others in every:
-        if not isinstance(one, torch.Tensor) or not one.dim():
-            continue
-        if all(other.dim() and other.shape[1:] == one.shape[1:] for other in others):
-            joined = torch.cat(others)
-            limit = LIMITS.get(one.dtype, NARROW) if one.is_floating_point() else 0.0
-            if joined.shape == one.shape and not apart(joined, one) <= limit:
-                return False
-    return True
-
-
-def has_other_sizes(whole: Any, parts: Sequence[Any]) -> bool:
-    """Return True if rows are of other sizes in parts, such as padded to the longest one."""
-    sizes = [
-        [leaf.shape[1:] for leaf in tree_leaves(each) if isinstance(leaf, torch.Tensor)]
-        for each in (whole, *parts)
-    ]
-    return any(each != sizes[0] for each in sizes[1:])
+def _are_sums_equal(one: torch.Tensor, other: torch.Tensor, limit: float) -> bool:
+    """Compare what `sum_up` returns: values relative to their sizes, and weights."""
+    values = _is_equal(one[0], other[0], limit * max(float(one[1]), 1e-30))
+    return values and _is_equal(one[2], other[2], limit * max(float(one[2].abs()), 1e-30))
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor, limit: float) -> bool:
@@ -102,7 +85,8 @@ def _find_gradient(whole: Passed, parts: Passed, limit: float) -> str:
             continue
         zero = torch.zeros((), dtype=torch.float64)
         one, other = (zero if each is None else each.double() for each in (one, other))
-        if float((one - other).norm()) > limit * max(norms[name], limit * total, 1e-30):
+        least = max(limit * limit, LEAST_OF_ALL) * total
+        if float((one - other).norm()) > max(limit * norms[name], least, 1e-30):
             found = name
     return found
 
@@ -111,13 +95,16 @@ def explain(difference: Mismatch, whole: Passed, parts: Passed, limit: float) ->
     """Return the reason for a difference of parts from the whole, from traced passes."""
     if difference.kind == "buffer":
         return explain_buffers([difference.name], can_rewind=False)
-    if name := next(iter({**whole.written, **parts.written}), ""):
-        why = "is written in the forward pass, once for each micro-batch"
-        return f"the parameter {name} {why}; write it in train_step, after update"
+    if name := find_written(whole, parts, limit):
+        return explain_written(name)
     if whole.traces and parts.traces:
         found = find_module(whole.traces[0], parts.traces, limit)
         if found is not None:
             return _explain_module(*found, whole.traces[0], parts.traces)
+    if difference.kind == "recorded":
+        what = f"what self.record({difference.name!r}) gets depends on the micro-batch"
+        why = "on its other rows, or on draws without a key by example"
+        return f"{what}: {why}; record a value of each row, and draw with torch.rand(rows, ...)"
     if difference.kind == "gradient":
         why = "a hook on it, or a backward pass behind it, depends on the other rows"
         what = f"the gradient of {difference.name} is not the sum over the rows"
@@ -126,6 +113,11 @@ def explain(difference: Mismatch, whole: Passed, parts: Passed, limit: float) ->
     why = f"{what} for an example depends on the other examples"
     advice = "return a value per example from its own row, or use gather_rows"
     return f"the loss mixes the rows of a micro-batch: {why}; {advice}"
+
+
+def explain_written(name: str) -> str:
+    why = "is written in the forward pass, once for each micro-batch"
+    return f"the parameter {name} {why}; write it in train_step, after update"
 
 
 def list_changed(module: nn.Module, passed: Passed) -> list[str]:
@@ -159,7 +151,7 @@ def find_advancing(
     Buffers of floating-point numbers start anew in each; with `resets`, integers too.
     """
     if whole.written:
-        return explain(Mismatch("parameter"), whole, whole, limit)
+        return explain_written(next(iter(whole.written)))
     changed = [name for name in list_changed(module, whole) if not name.endswith(BATCHES)]
     names = [n for n in changed if not (resets or whole.buffers[n].is_floating_point())]
     before = {name: module.get_buffer(name).clone() for name in names}

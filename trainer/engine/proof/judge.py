@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, pairwise
-from typing import NamedTuple
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -16,18 +15,18 @@ from trainer.data.preparation import MicroBatch
 from trainer.distributed import accelerator
 from trainer.engine.parts import Parts
 from trainer.engine.proof.finding import (
-    Mismatch,
     compare,
     explain,
     explain_buffers,
+    explain_written,
     find_advancing,
-    limit_of,
+    find_written,
     list_changed,
 )
 from trainer.engine.proof.gathering import Gathering
 from trainer.engine.proof.holders import Holders, of_model, of_task, undone
+from trainer.engine.proof.limits import NARROW, OF_RANKS, NarrowTypes, limit_of_type
 from trainer.engine.proof.passes import (
-    Loss,
     Passed,
     ProofPasses,
     Subject,
@@ -37,23 +36,23 @@ from trainer.engine.proof.passes import (
     tensors_with_axes,
 )
 from trainer.engine.proof.ranks import digest_pass
+from trainer.engine.proof.rows import (
+    FP64_FLOPS,
+    Costs,
+    Cuts,
+    ProofRows,
+    count_rows_to_try,
+    list_cuts,
+)
 from trainer.engine.proof.trace import describe, find_module
+from trainer.engine.recording import Loss, Recorder
 from trainer.errors import one_line
 from trainer.hook_errors import is_out_of_memory
 from trainer.micro_batch import count_rows, take_rows
 from trainer.strategy.mesh_model.full_model import PROVED_BYTES
 
-# Of rows, times run.norm_rows: more rows see more; the second ones if one row is too few.
-MANY_CUTS = ((0, 3, 6, 8),)  # two of one size: a model may keep state as long as that stays
-CUTS = ((0, 1, 3), (0, 2, 4))
 MOST_FLOPS = 2e13  # of a proof: a minute or more on a CPU
-FP64_FLOPS = 2e10  # more of them are computed in fewer bits, on fewer rows
 FASTER = 50  # times are accelerators: a second where fp64 has a 64th of the speed of fp32
-FEW_CUTS = ((0, 1, 2), (0, 2, 4))
-MANY = 8  # rows that are read
-EVERY = (*MANY_CUTS, *CUTS, *FEW_CUTS)
-# All that is taken of them, between neighbouring cuts or whole.
-TAKEN = {*chain(*map(pairwise, EVERY)), *((0, cuts[-1]) for cuts in EVERY)}
 FP64_BYTES = 2**27  # of a model that is copied in fp64
 MIXED = (
     "a row is prepared otherwise with other rows beside it, by __getitems__, collate, split_batch"
@@ -64,22 +63,7 @@ PADDED = (
     " divide by its own tokens, as a loss of (values, weights) does, or pad all rows to one length"
 )
 VERIFY = "use python -m trainer.verify"
-Trial = tuple[torch.dtype | None, Sequence[int], bool]
-
-
-class ProofRows(NamedTuple):
-    """Rows of the run, prepared together.
-
-    `prepared` has some of them prepared alone, by first and last, if the others change their sizes.
-    If they are `mixed`, the others change their values.
-    """
-
-    batch: MicroBatch
-    indices: torch.Tensor
-    prepared: Mapping[tuple[int, int], MicroBatch]
-    is_mixed: bool
-
-
+Trial = tuple[torch.dtype | None, Cuts, bool]
 Running = AbstractContextManager[None]
 
 
@@ -89,7 +73,7 @@ class Verdict:
 
     `among` tells where it shows: among "ranks", among the "micro-batches" of a rank, or both.
     `unproved` says why nothing could be found out. `results` are digests of a pass, which agree on
-    all ranks up to `limit`.
+    all ranks up to `limit`. `rows` were tried.
     """
 
     line: str = ""
@@ -97,35 +81,44 @@ class Verdict:
     unproved: str = ""
     results: Sequence[float] = ()
     limit: float = 0.0
+    rows: int = 0
 
 
 class Judge:
     """Compares whole rows with parts of them, in a model and a loss."""
 
-    def __init__(self, parts: Parts, batch: MicroBatch):
-        """`batch` is a micro-batch of the run: so many rows fit into memory."""
+    def __init__(self, parts: Parts, recorder: Recorder, batch: MicroBatch):
+        """`batch` is a micro-batch of the run."""
         self.gathering = Gathering()
         self.few_rows = take_rows(batch, 3 * (parts.config.norm_rows or 1))
-        self._most_rows = count_rows(batch)
-        self._is_fast = accelerator.is_used(parts.strategy.world.device)
+        self._row_bytes = sum(t.nbytes for t in tensors_with_axes(batch)) / count_rows(batch)
         self._parts = parts
+        self._recorder = recorder
+        self._flops = 0.0  # of norm_rows rows, on any rank
+
+    def list_cuts(self, is_resident: bool) -> list[Cuts]:
+        """Return the cuts of rows to try, in units of run.norm_rows. A collective.
+
+        Rows may differ in length, so the ranks agree on what one costs.
+        """
+        unit = self._parts.config.norm_rows or 1
+        is_fast = accelerator.is_used(self._parts.strategy.world.device)
+        flops = unit * self._parts.strategy.flops / (FASTER if is_fast else 1)
+        self._flops, size = self._parts.ranks.group.max(flops, unit * self._row_bytes)
+        costs = Costs(self._flops, int(size), is_resident)
+        count = count_rows_to_try(costs, self._parts.config.data.global_batch // unit)
+        return list_cuts(count, self._flops)
 
     def examine(
-        self, name: str, loss: Loss, rows: ProofRows, is_late: bool, running: Running
+        self, name: str, loss: Loss, rows: ProofRows, running: Running
     ) -> Verdict:
         """Compare whole rows with parts of them. A collective."""
         strategy = self._parts.strategy
         size = sum(p.nbytes for p in strategy.tensors.structure.parameters())
-        passed = 2 * CUTS[0][-1] * (self._parts.config.norm_rows or 1)
-        # rows may differ in length and number
-        work = passed * strategy.flops / (FASTER if self._is_fast else 1)
-        flops, least = self._parts.ranks.group.max(work, -self._most_rows)
         is_fixed = type(strategy).cut(self._parts.config).is_fixed
-        if rows.is_mixed and not is_fixed:
-            return Verdict(MIXED)
         if size > PROVED_BYTES:
             return Verdict(unproved=f"left out for a model of {size / 1e9:.1f} GB; {VERIFY}")
-        if flops > MOST_FLOPS:
+        if 6 * self._flops > MOST_FLOPS:
             return Verdict(unproved=f"left out, since a few rows would take too long; {VERIFY}")
         with (
             strategy.tensors.whole() as module,
@@ -134,9 +127,10 @@ class Judge:
             running,
         ):
             subject = self._subject(module, name, loss, rows)
-            fp32 = [torch.float32] * self._parts.precision.is_rounded
-            trials = _list_trials(flops, size, -int(least) // subject.unit, fp32)
-            verdict = self._judge(subject, trials, is_late, is_fixed)
+            is_large = 6 * self._flops > FP64_FLOPS or size > FP64_BYTES
+            wide = [torch.float64] * (not is_large)
+            wide += [torch.float32] * self._parts.precision.is_rounded
+            verdict = self._judge(subject, _list_trials(rows.cuts, wide), is_fixed)
         strategy.tensors.refresh()
         return verdict
 
@@ -156,57 +150,63 @@ class Judge:
             is_plain=not is_sharded,
             rewinds=strategy.statistics.rows is not None,
             gathering=self.gathering,
+            recorder=self._recorder,
             devices=strategy.world.devices,
             prepared=rows.prepared,
+            is_mixed=rows.is_mixed,
+            has_rows=rows.has_rows,
         )
 
-    def _judge(
-        self, subject: Subject, trials: Iterable[Trial], is_late: bool, is_fixed: bool
-    ) -> Verdict:
+    def _judge(self, subject: Subject, trials: Iterable[Trial], is_fixed: bool) -> Verdict:
         """Compare by the first trial that no rank fails. A collective."""
         if has_batch_statistics(subject.module):
             why = "which normalises the rows of a micro-batch, in evaluation too"
             changes = "ranks and eval.micro_batch change the result"
             line = f"left out for BatchNorm without running statistics, {why}: {changes}"
             return Verdict(unproved=line)
-        lengths = {len(leaf) for leaf in tensors_with_axes(subject.batch)}
-        (is_odd,) = self._parts.ranks.group.max(lengths != {len(subject.indices)})
-        if is_odd:
-            return Verdict(unproved="left out for tensors in the batch that have no axis of rows")
         look_behind_batchnorm(subject.module)
         if not subject.draws.is_by_example:
             subject.module.eval()
         why = ""
-        for wide, every, differentiates in trials:
-            cuts = (*every[:1], *every[-1:]) if is_fixed else every
-            scaled = [cut * subject.unit for cut in cuts]
-            passes = ProofPasses(subject, wide, differentiates and not is_late)
+        too_many = None
+        for wide, cuts, differentiates in trials:
+            if too_many is not None and cuts[-1] >= too_many:
+                continue
+            passes = ProofPasses(subject, wide, differentiates)
             verdict = None
             has_room = True
             try:
-                verdict = self._compare(subject, passes, scaled)
+                verdict = self._compare(subject, passes, (0, cuts[-1]) if is_fixed else cuts)
             except Exception as error:
                 has_room = not is_out_of_memory(error)
                 why = one_line(error)
             failed, is_full = self._parts.ranks.group.max(verdict is None, not has_room)
             if verdict is not None and not failed:
-                return verdict
+                return replace(verdict, rows=cuts[-1])
             if is_full:
-                return Verdict(unproved="left out: memory is not enough for a few rows more")
+                too_many = cuts[-1]
+        if too_many is not None:
+            return Verdict(unproved="left out: memory is not enough for a few rows more")
         return Verdict(unproved=f"{subject.name} cannot run on a few rows: {why}")
 
     def _compare(self, subject: Subject, passes: ProofPasses, cuts: Sequence[int]) -> Verdict:
         whole = passes.run((0, cuts[-1]))
         parts = passes.run(cuts)
-        limit = limit_of(whole, self._parts.precision.is_narrow and passes.wide is None)
+        is_narrow = self._parts.precision.is_narrow and passes.wide is None
+        limit = NARROW if is_narrow else limit_of_type(whole.dtype)
         found = compare(whole, parts, limit)
+        if found is not None and not is_narrow:
+            with NarrowTypes() as types:
+                passes.run((0, cuts[-1]))
+            limit = max(limit, types.limit)
+            found = compare(whole, parts, limit)
         if found is not None and whole.has_drawn and not subject.draws.is_by_example:
             return Verdict(unproved="left out: draws are by micro-batch with run.dropout=torch")
         if found is not None and subject.prepared:
-            subject = replace(subject, prepared={})
-            passes = ProofPasses(subject, passes.wide)
-            if compare(whole, passes.run(cuts), limit) is None:
-                return Verdict(PADDED)
+            together = replace(subject, prepared={})
+            sliced = ProofPasses(together, passes.wide)
+            if subject.has_rows and compare(whole, sliced.run(cuts), limit) is None:
+                return Verdict(MIXED if subject.is_mixed else PADDED)
         if found is not None:
             try:
                 return self._name(subject, passes, cuts, limit)
@@ -222,10 +222,13 @@ class Judge:
             rewound = compare(whole, passes.run(cuts, rewinds=True), limit)
             if rewound is not None:
                 return Verdict(explain_buffers(changed, can_rewind=False), "ranks")
+        for bounds in pairwise(cuts) if whole.written else ():
+            if name := find_written(whole, passes.run(bounds), limit):
+                return Verdict(explain_written(name), "ranks")
         if name := _find_late_hook(subject.module):
             why = "has a hook on its accumulated gradient, which is that of some rows only"
             return Verdict(f"the parameter {name} {why}; change gradients in train_step, or clip")
-        return Verdict(results=digest_pass(whole), limit=limit)
+        return Verdict(results=digest_pass(whole), limit=max(limit, OF_RANKS))
 
     def _name(
         self, subject: Subject, passes: ProofPasses, cuts: Sequence[int], limit: float
@@ -264,22 +267,14 @@ def _find_late_hook(module: nn.Module) -> str:
     return ""
 
 
-def _list_trials(
-    flops: float, size: int, most_rows: int, fp32: Sequence[torch.dtype]
-) -> Iterator[Trial]:
-    """Yield what to try in turn: fp64, fp32 or the run's precision (None), cuts of rows, gradients.
+def _list_trials(cuts: Sequence[Cuts], wide: Sequence[torch.dtype]) -> Iterator[Trial]:
+    """Yield what to try in turn: a wide type or the run's own (None), cuts of rows, gradients.
 
-    `size` is that of the model in bytes, `most_rows` the units of a micro-batch, which fit into
-    memory. The last trial is without gradients: a reentrant recomputation has none.
+    The last trial is without gradients: a reentrant recomputation has none.
     """
-    cuts: Sequence[Sequence[int]] = FEW_CUTS if flops > FP64_FLOPS else CUTS
-    if flops * MANY / CUTS[0][-1] < FP64_FLOPS:
-        cuts = MANY_CUTS
-    fitting = [each for each in cuts if each[-1] <= max(2, most_rows)] or FEW_CUTS[:1]
-    is_large = flops > FP64_FLOPS or size > FP64_BYTES
-    for wide in (*[torch.float64] * (not is_large), *fp32, None):
-        yield from ((wide, each, True) for each in fitting)
-    yield None, fitting[-1], False
+    for dtype in (*wide, None):
+        yield from ((dtype, each, True) for each in cuts)
+    yield None, cuts[-1], False
 
 
 def _name_draws(first: Passed, again: Passed, limit: float, changed: Sequence[str]) -> str:
@@ -287,8 +282,8 @@ def _name_draws(first: Passed, again: Passed, limit: float, changed: Sequence[st
     if compare(first, again, limit) is None:
         return ""
     where = _place(first, again, limit)
-    if first.written:
-        return explain(Mismatch("parameter"), first, again, limit)
+    if name := find_written(first, again, limit):
+        return explain_written(name)
     if changed:
         why = f"depends on {', '.join(changed)}, which it changes and no buffer holds"
         return f"{where} {why}; make it a buffer, or a function of self.step"

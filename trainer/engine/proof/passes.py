@@ -22,6 +22,7 @@ from trainer.data.preparation import MicroBatch
 from trainer.engine.means import Values, sum_up, weigh_all
 from trainer.engine.proof.gathering import Gathering
 from trainer.engine.proof.trace import CallTrace
+from trainer.engine.recording import Loss, Recorder
 from trainer.hook_errors import call
 from trainer.micro_batch import copied, count_rows
 from trainer.rng.forward import Draws
@@ -30,7 +31,6 @@ from trainer.strategy.modules.batchnorm import GroupBatchNorm
 from trainer.strategy.modules.dry_run import stir
 from trainer.strategy.shards import replace_tensors
 
-Loss = Callable[[Any, Any], Values]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -44,8 +44,9 @@ class Passed:
     sums: torch.Tensor
     gradients: dict[str, torch.Tensor | None]
     buffers: Tensors
-    written: Tensors  # parameters that the first micro-batch's forward pass has changed
+    written: Tensors  # parameters that a forward pass has changed
     dtype: torch.dtype  # of the values
+    recorded: Tensors = field(default_factory=dict)  # sums of what the loss records, by name
     has_drawn: bool = False  # from torch's generator
     traces: list[CallTrace] = field(default_factory=list)
 
@@ -69,8 +70,11 @@ class Subject:
     is_plain: bool
     rewinds: bool  # each micro-batch starts with the buffers from the start of the step
     gathering: Gathering
+    recorder: Recorder
     devices: Sequence[torch.device]
-    prepared: Mapping[tuple[int, int], MicroBatch]  # rows whose sizes the others change, alone
+    prepared: Mapping[tuple[int, int], MicroBatch]  # as in ProofRows
+    is_mixed: bool
+    has_rows: bool
 
     def take(self, first: int, last: int) -> MicroBatch:
         """Return a copy of some rows, which a model may change in place."""
@@ -135,7 +139,8 @@ class ProofPasses:
         inputs, targets = self._cast(subject.take(first, last))
         with self._drawing(first, last, number):
             of_torch = torch.default_generator.get_state()
-            with trace if is_traced else nullcontext(), self._autocast():
+            recording = subject.recorder.collecting()
+            with trace if is_traced else nullcontext(), self._autocast(), recording as recorded:
                 outputs = call(subject.module, inputs)
                 returned = subject.loss(outputs, targets)
                 total, sums = _sum(returned, targets, outputs, subject.name)
@@ -144,7 +149,7 @@ class ProofPasses:
             gradients = self._differentiate(total, leaves)
         written = {n: p.detach().clone() for n, p in every.items() if after.get(n) != totals.get(n)}
         found = (sums, gradients, _buffers(subject.module), written, total.dtype)
-        return Passed(*found, has_drawn, [trace])
+        return Passed(*found, recorded, has_drawn, [trace])
 
     def _run_together(
         self,
@@ -253,7 +258,12 @@ def _joined(passed: Sequence[Passed], weights: Sequence[float] | None) -> Passed
     """Add the results of micro-batches; buffers are the last ones, or the mean by `weights`."""
     first = passed[0]
     gradients = dict(first.gradients)
+    written = dict(first.written)
+    recorded = dict(first.recorded)
     for other in passed[1:]:
+        written |= other.written
+        for name, added in other.recorded.items():
+            recorded[name] = recorded.get(name, 0) + added
         for name, gradient in other.gradients.items():
             own = gradients[name]
             if own is None or gradient is None:
@@ -265,8 +275,8 @@ def _joined(passed: Sequence[Passed], weights: Sequence[float] | None) -> Passed
         buffers = {name: _mean(name, passed, weights) for name in first.buffers}
     traces = [trace for each in passed for trace in each.traces]
     sums = torch.stack([each.sums for each in passed]).sum(0)
-    found = (sums, gradients, buffers, first.written, first.dtype)
-    return Passed(*found, first.has_drawn, traces)
+    found = (sums, gradients, buffers, written, first.dtype)
+    return Passed(*found, recorded, first.has_drawn, traces)
 
 
 def _mean(name: str, passed: Sequence[Passed], weights: Sequence[float]) -> torch.Tensor:

@@ -7,15 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from trainer.data.batches import Batches
 from trainer.data.preparation import MicroBatch
 from trainer.engine.parts import Parts
-from trainer.engine.proof.finding import has_other_sizes, is_prepared_alike
 from trainer.engine.proof.holders import undone
-from trainer.engine.proof.judge import MANY, TAKEN, Judge, ProofRows, Verdict
-from trainer.engine.proof.passes import Loss
+from trainer.engine.proof.judge import Judge, Verdict
 from trainer.engine.proof.ranks import (
     CLOSE,
     RESULTS,
@@ -26,9 +22,10 @@ from trainer.engine.proof.ranks import (
     is_alike,
     padded,
 )
-from trainer.engine.recording import Recorder
+from trainer.engine.proof.rows import Cuts, ProofRows, RowReader
+from trainer.engine.recording import Loss, Recorder
 from trainer.errors import ConfigError
-from trainer.rng.philox import generators_kept, seed_step
+from trainer.rng.philox import seed_step
 from trainer.strategy.modules.batchnorm import has_plain_batchnorm
 from trainer.strategy.modules.dry_run import eager
 
@@ -43,12 +40,13 @@ class Proof:
 
     def __init__(self, parts: Parts, recorder: Recorder, batch: MicroBatch):
         """`batch` is a micro-batch, on a few rows of which draws are rehearsed."""
-        self.judge = Judge(parts, batch)
+        self.judge = Judge(parts, recorder, batch)
         self._parts = parts
         self._recorder = recorder
         self.is_running = False
         self._has_updated = False  # in this step
         self._batches: Batches | None = None
+        self._cuts: list[Cuts] = []
         self._rows: ProofRows | None = None
         self._say: Callable[[str], None] = print
         self._step = 0
@@ -61,6 +59,7 @@ class Proof:
         if self._parts.config.run.prove:
             self._batches = batches
             self._say = say
+            self._cuts = self.judge.list_cuts(not batches.is_streamed)
             self._read(0)
 
     def close(self) -> None:
@@ -70,22 +69,9 @@ class Proof:
     def _read(self, first: int) -> None:
         """Read a few rows, the same on every rank: those from the `first` one of the run."""
         assert self._batches is not None
-        rows = MANY * (self._parts.config.norm_rows or 1)
-        indices = self._batches.first_examples(first, rows)
-        unit, middle = rows // MANY, rows * 3 // MANY
-        whole = self._prepare(indices)
-        parts = [self._prepare(indices[:middle]), self._prepare(indices[middle:])]
-        prepared: dict[tuple[int, int], MicroBatch] = {}
-        if has_other_sizes(whole, parts):
-            scaled = [(first * unit, last * unit) for first, last in TAKEN]
-            prepared = {each: self._prepare(indices[slice(*each)]) for each in scaled}
-        self._rows = ProofRows(whole, indices, prepared, not is_prepared_alike(whole, parts))
-
-    def _prepare(self, indices: torch.Tensor) -> MicroBatch:
-        """Prepare these examples as a micro-batch, with the generators as they were."""
-        assert self._batches is not None
-        with generators_kept(self._parts.strategy.world.devices):
-            return next(iter(self._batches.of_examples(indices)))
+        unit = self._parts.config.norm_rows or 1
+        reader = RowReader(self._batches, self._parts.strategy.world.devices, unit)
+        self._rows = reader.read(first, self._cuts)
 
     def begin_step(self, step: int) -> None:
         """Begin the 0-based `step`: seed what its hooks draw themselves, and let go of the rows.
@@ -100,7 +86,7 @@ class Proof:
             return
         self._rows = None
         if step in LATE and not self._told:
-            self._read(MANY * step)
+            self._read(max(self._cuts[0]) * step)
 
     def end_update(self) -> None:
         """Note that this step has changed the weights."""
@@ -123,7 +109,7 @@ class Proof:
         assert self._rows is not None
         self._proved |= {key, (name, self._step)}
         begun = time.monotonic()
-        found = self.judge.examine(name, loss, self._rows, not is_first, self._running())
+        found = self.judge.examine(name, loss, self._rows, self._running())
         verdict = self._agreed(found, is_first)
         self._tell(verdict, name, time.monotonic() - begun, is_first)
 
@@ -156,8 +142,9 @@ class Proof:
         if not line:
             what = f"{'proof':<7} " + f"of {name}: " * (name != "loss")
             if is_first:
-                agreed = f"{self._exception()}examples, draws and buffers agree in any layout"
-                self._say(f"{what}{verdict.unproved or agreed} ({seconds:.2f} s)")
+                said = verdict.unproved or self._agreement()
+                tried = f"{verdict.rows} rows tried, " * (not verdict.unproved)
+                self._say(f"{what}{said} ({tried}{seconds:.2f} s)")
             return
         if line in self._told:
             return
@@ -179,12 +166,13 @@ class Proof:
             self._recorder.end_step()  # so the state is complete, and is saved
         raise ConfigError(f"run.prove=true: {line}; set run.prove=warn to go on all the same")
 
-    def _exception(self) -> str:
-        """Return the words before what agrees: plain BatchNorm is outside the proof."""
+    def _agreement(self) -> str:
+        """Return what does not depend on the layout: plain BatchNorm is outside the proof."""
         strategy, config = self._parts.strategy, self._parts.config
         is_chosen = type(strategy).cut(config).is_fixed or config.strategy.sync_batchnorm
         is_outside = has_plain_batchnorm(strategy.module) and not is_chosen
-        return "apart from plain BatchNorm, " if is_outside else ""
+        outside = "apart from plain BatchNorm, " * is_outside
+        return f"{outside}data, random numbers and buffers do not depend on the layout"
 
     def _agreed(self, verdict: Verdict, is_first: bool) -> Verdict:
         """Return the first verdict of any rank with a line, or that ranks differ. A collective.
@@ -192,22 +180,21 @@ class Proof:
         First by a reduction, which fails soon where a rank has ended.
         """
         assert self._rows is not None
-        batch, indices, *_ = self._rows
+        batch, indices = self._rows.batch, self._rows.indices
         group = self._parts.ranks.group
         facts = [*padded(digest_rows(batch), len(indices)), *padded(verdict.results, RESULTS)]
-        facts = facts if is_first else []
         most = group.max(bool(verdict.line or verdict.unproved), *facts, *(-f for f in facts))
         if not most[0] and is_alike(most[1 : len(facts) + 1], most[len(facts) + 1 :]):
             return verdict
         own = [verdict.line, verdict.among, verdict.unproved]
         every = group.gather([*own, digest_rows(batch), list(verdict.results), verdict.limit])
         found = next((each for each in every if each[0]), every[0])
-        if is_first and (other := find_rank([each[3] for each in every], CLOSE)):
+        if other := find_rank([each[3] for each in every], CLOSE):
             rank, number = other
             return Verdict(explain_rows(rank, int(indices[number])))
-        is_judged = is_first and not found[0] and not found[2]
+        is_judged = not found[0] and not found[2]
         if is_judged and (
             other := find_rank([each[4] for each in every], max(each[5] for each in every))
         ):
             return Verdict(explain_results(other[0]))
-        return Verdict(*found[:3])
+        return Verdict(found[0], found[1], found[2], rows=verdict.rows)
