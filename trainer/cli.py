@@ -7,6 +7,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -213,6 +214,8 @@ def _exit(code: int) -> None:
         sys.exit(0)
     if code == 0:
         _finish()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for a killed worker
     for child in multiprocessing.active_children():
         child.kill()  # data workers inherit open sockets: peers would not notice the exit
     # A normal exit would wait for peers in a collective, and takes torch half a second.
