@@ -1,12 +1,15 @@
 """Right tasks that look like wrong ones: the start of a run has no note about them."""
 
+import copy
 import random
+import time
 import warnings
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tiny import Tiny
+import wrong
+from tiny import Tiny, points
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from wrong import Norm, net
@@ -327,3 +330,183 @@ class Teacher(nn.Module):
 class HeldTeacher(Tiny):
     def build_model(self):
         return Teacher(self)
+
+
+class SortedRows(Tiny):
+    """A collate that sorts the rows of a micro-batch, which changes no sum."""
+
+    def build_dataset(self, split):
+        return wrong.Items(split)
+
+    def collate(self, examples):
+        ordered = sorted(examples, key=lambda example: float(example[0][0]))
+        return torch.utils.data.default_collate(ordered)
+
+    def augment(self, inputs, targets, random, train):
+        return inputs, targets
+
+
+class Graphs(torch.utils.data.Dataset):
+    def __init__(self, split):
+        self.inputs, self.targets = points(203, split)
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, index):
+        count = 2 + index % 3
+        nodes = self.inputs[index].repeat(count, 1) + torch.arange(count)[:, None] / 10
+        edges = torch.stack([torch.arange(count), torch.arange(count).roll(1)])
+        return nodes, edges, self.targets[index]
+
+
+class Convolves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(4, 16), nn.Linear(16, 3)
+
+    def forward(self, nodes, edges, graph, sizes):
+        x = self.into(nodes)
+        source, target = edges
+        x = F.gelu(x + torch.zeros_like(x).index_add(0, target, x[source]))
+        sums = x.new_zeros(len(sizes), 16).index_add(0, graph, x)
+        return self.out(sums / sizes[:, None])
+
+
+class GraphBatches(Tiny):
+    """Nodes of graphs joined, with offsets of edges: no axis of rows."""
+
+    def build_model(self):
+        return Convolves()
+
+    def build_dataset(self, split):
+        return Graphs(split)
+
+    def collate(self, examples):
+        sizes = torch.tensor([len(nodes) for nodes, _, _ in examples])
+        firsts = sizes.cumsum(0) - sizes
+        edges = [e + first for (_, e, _), first in zip(examples, firsts, strict=True)]
+        graphs = {
+            "nodes": torch.cat([nodes for nodes, _, _ in examples]),
+            "edges": torch.cat(edges, 1),
+            "graph": torch.arange(len(sizes)).repeat_interleave(sizes),
+            "sizes": sizes,
+        }
+        return graphs, torch.stack([target for _, _, target in examples])
+
+    def augment(self, inputs, targets, random, train):
+        return inputs, targets
+
+
+class InBfloat16(nn.Module):
+    """Computes a layer in bfloat16 by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x):
+        weight = self.inner.weight.bfloat16()
+        return x + F.linear(x.bfloat16(), weight).to(x.dtype) + self.inner.bias
+
+
+class ModelInBfloat16(Tiny):
+    def build_model(self):
+        return net(InBfloat16())
+
+
+class Rope(nn.Module):
+    """A table that grows with the longest sequence that it meets, as rotary positions have."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+        self.cache = {}
+
+    def forward(self, x):
+        if len(self.table) < x.shape[1]:
+            self.table = torch.linspace(0, 1, x.shape[1], dtype=x.dtype)
+        if x.shape[1] not in self.cache:
+            self.cache[x.shape[1]] = torch.linspace(1, 2, x.shape[1])
+        return x * self.cache[x.shape[1]].to(x) + self.table.to(x)
+
+
+class GrowingCache(Tiny):
+    def build_model(self):
+        return net(Rope())
+
+
+class EmptiesList(Tiny):
+    """Keeps the parts of a loss in a list that each step empties."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.parts = []
+
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        self.parts.append(values.detach())
+        return values
+
+    def train_step(self, batch):
+        self.parts.clear()
+        return super().train_step(batch)
+
+
+class CountsAndPrints(Tiny):
+    """Keeps what only a reader looks at: its rank's rows, losses and times."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.rows, self.last, self.begun = 0, None, 0.0
+
+    def train_step(self, batch):
+        self.rows += sum(len(indices) for indices in batch.indices)
+        self.begun = time.time()
+        with torch.no_grad():
+            self.last = [self.model(inputs) for inputs, _ in batch]
+        return super().train_step(batch)
+
+
+class EmaTeacher(Tiny):
+    """A teacher that train_step averages, and a loss towards it."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.teacher = None
+
+    def train_step(self, batch):
+        if self.teacher is None:
+            self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+        outcome = super().train_step(batch)
+        with torch.no_grad():
+            pairs = zip(self.teacher.parameters(), self.model.parameters(), strict=True)
+            for kept, own in pairs:
+                kept.lerp_(own.detach().to(kept), 0.1)
+        return outcome
+
+
+class TwoUpdates(Tiny):
+    """Two updates a step, the second with a loss of its own."""
+
+    def other(self, outputs, targets):
+        return outputs.square().mean(1)
+
+    def train_step(self, batch):
+        return super().train_step(batch) + self.update(batch, self.other, name="other")
+
+
+class RateByHand(Tiny):
+    """Changes the rate of its optimizer, alike on all ranks."""
+
+    def train_step(self, batch):
+        for group in self.optimizers[0].param_groups:
+            group["lr"] *= 0.99
+        return super().train_step(batch)
+
+
+class RecordsAccuracy(Tiny):
+    def loss(self, outputs, targets):
+        self.record("accuracy", (outputs.argmax(1) == targets).float())
+        self.record("noise", torch.rand(len(targets)))
+        return super().loss(outputs, targets)

@@ -37,6 +37,7 @@ BACKWARD = (
     "depends on the other rows"
 )
 # Each mistake, and the line about it at the start of a run on one rank.
+KEEPS = "train_step keeps {} of its rank's rows, on which the next step depends"
 COINS = "{} draws from numpy's or Python's generator, per micro-batch and not per example"
 PREPARED = "a row is prepared otherwise with other rows beside it, by __getitems__, collate, split"
 NAMED = {
@@ -91,6 +92,23 @@ NAMED = {
     "HookClamps": BACKWARD.format("0.weight"),
     "OwnBackward": BACKWARD.format("0.bias"),
     "Curriculum": MIXED_LOSS,
+    "QueueOfKeys": KEEPS.format("self.queue"),
+    "QueueInBuffer": KEEPS.format("queue"),
+    "MeanOfLosses": KEEPS.format("self.mean"),
+    "ReplayMemory": KEEPS.format("self.memory"),
+    "PastInModule": KEEPS.format("PAST"),
+    "LateQueue": KEEPS.format("self.queue"),
+    "GradNorm": "train_step computes something of its rank's rows on which its own update depends",
+    "LossOfFirstRows": MIXED_LOSS,
+    "RollsRows": MIXED_LOSS,
+    "LossGuard": MIXED_LOSS,
+    "ExpertsOfCapacity": MIXED.format("1 (Routed)"),
+    "ScaledByFrequency": BACKWARD.format("table.weight"),
+    "ModelOfDrawsForSubset": MIXED.format("1 (DrawsForSubset)"),
+    "ModelOfChunks": "1 (DropsInChunks) draws as often as a micro-batch has rows",
+    "RecordsDraws": "what self.record('noise') gets depends on the micro-batch: on its other rows, "
+    "or on draws without a key by example",
+    "LateWithGradients": MIXED_LOSS,
 }
 # They depend on the rank, the data, the clock or the optimizer, which one rank cannot show.
 ELSEWHERE = {
@@ -418,3 +436,78 @@ def test_a_coin_is_the_same_in_all_micro_batches(tmp_path):
         for key, tensor in one.items():
             assert (tensor - parts[key]).norm() <= 1e-12 * tensor.norm(), key
             assert (tensor - two[key]).norm() <= 1e-12 * tensor.norm(), key
+
+
+# State outside of the model ---
+
+COUNTERS = ["Module", "Class", "Iterator", "Environment", "Closure"]
+
+
+class WithCounter(Tiny):
+    layer: type[nn.Module]
+
+    def build_model(self):
+        return wrong.net(self.layer())
+
+
+@pytest.mark.parametrize("place", COUNTERS)
+def test_trial_passes_do_not_advance_a_counter_outside_of_the_model(place, tmp_path):
+    task = type("Counted", (WithCounter,), {"layer": getattr(wrong, f"CountsIn{place}")})
+    words = ["task=tiny", "run.steps=60", "strategy.precision=fp64", "eval.every_epochs=null"]
+    runs = [
+        fit_on(1, tmp_path / prove, *words, f"run.prove={prove}", task=task)
+        for prove in ("true", "false")
+    ]
+    assert runs[0]["losses"] == runs[1]["losses"]
+
+
+class CountsInFile(nn.Module):
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def forward(self, x):
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write("x")
+        return x
+
+
+class WritesFile(Tiny):
+    def build_model(self):
+        return wrong.net(CountsInFile("passes.txt"))
+
+
+def numbers():
+    number = 0
+    while True:
+        yield number
+        number += 1
+
+
+class CountsInGenerator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.numbers = numbers()
+
+    def forward(self, x):
+        next(self.numbers)
+        return x
+
+
+class HoldsGenerator(Tiny):
+    def build_model(self):
+        return wrong.net(CountsInGenerator())
+
+
+LEFT = "in the trial passes of the start, too: runs with another run.prove may differ"
+
+
+@pytest.mark.parametrize(
+    ("task", "what"),
+    [(WritesFile, "the file passes.txt was written"), (HoldsGenerator, "the generator numbers")],
+)
+def test_what_trial_passes_cannot_undo_is_said(task, what, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    on_ranks(1, error_of, task, tmp_path)
+    notes = [line for line in capfd.readouterr().out.splitlines() if LEFT in line]
+    assert len(notes) == 1 and notes[0].startswith(f"note: {what}")

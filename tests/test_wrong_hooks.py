@@ -257,11 +257,11 @@ def test_loss_that_has_no_real_sum_is_one_line(tmp_path):
             f"loss returned values of dtype complex64: {real}",
         ),
         "late": (
-            after(8, lambda v: v.to(torch.complex64)),
+            after(4, lambda v: v.to(torch.complex64)),
             f"loss returned values of dtype complex64: {real}",
         ),
         "detached": (with_loss(torch.Tensor.detach), gradient.format("float64")),
-        "late detached": (after(8, torch.Tensor.detach), gradient.format("float64")),
+        "late detached": (after(4, torch.Tensor.detach), gradient.format("float64")),
         "integer": (with_loss(torch.Tensor.long), gradient.format("int64")),
         "boolean": (with_loss(lambda v: v > 1), gradient.format("bool")),
         "negative weights": (weighed(lambda w: w - 3), negative),

@@ -1,5 +1,7 @@
 """Wrong tasks: each depends on its layout in its own way, and otherwise works."""
 
+import collections
+import itertools
 import math
 import os
 import random
@@ -797,3 +799,269 @@ class FirstBatch(nn.Module):
 class ModelOfFirstBatch(Tiny):
     def build_model(self):
         return net(FirstBatch())
+
+
+# What train_step makes of this rank's rows ----
+
+
+class QueueOfKeys(Tiny):
+    """Contrasts rows with keys of earlier ones, as MoCo does, from this rank's rows only."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.queue = torch.zeros(6, 3, dtype=torch.float64)
+
+    def loss(self, outputs, targets):
+        near = outputs @ self.queue.to(outputs).T
+        return super().loss(outputs, targets) + 0.1 * near.logsumexp(1)
+
+    def train_step(self, batch):
+        outcome = super().train_step(batch)
+        with torch.no_grad():
+            keys = torch.cat([self.model(inputs) for inputs, _ in batch])
+        self.queue = torch.cat([keys.to(self.queue), self.queue])[:6]
+        return outcome
+
+
+class QueueInBuffer(Tiny):
+    def build_model(self):
+        model = net()
+        model.register_buffer("queue", torch.zeros(5, 3))
+        return model
+
+    def loss(self, outputs, targets):
+        near = outputs @ self.model.queue.to(outputs).T
+        return super().loss(outputs, targets) + 0.1 * near.logsumexp(1)
+
+    def train_step(self, batch):
+        outcome = super().train_step(batch)
+        inputs, _ = next(iter(batch))
+        with torch.no_grad():
+            self.model.queue.copy_(self.model(inputs[:2]).repeat(3, 1)[:5])
+        return outcome
+
+
+class MeanOfLosses(Tiny):
+    """Divides its loss by the running mean of this rank's losses."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.mean = 1.0
+
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) / self.mean
+
+    def train_step(self, batch):
+        outcome = super().train_step(batch)
+        with torch.no_grad():
+            values = [Tiny.loss(self, self.model(x), t).mean() for x, t in batch]
+        self.mean = 0.9 * self.mean + 0.1 * float(sum(values) / len(values))
+        return outcome
+
+
+class ReplayMemory(Tiny):
+    """Trains a second update on rows that this rank has seen before."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.memory = []
+
+    def train_step(self, batch):
+        outcome = super().train_step(batch)
+        for inputs, _ in self.memory[-1:]:
+            self.again = inputs.mean()
+        self.memory.append(next(iter(batch)))
+        return outcome
+
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) * (1 + 0.1 * getattr(self, "again", 0.0))
+
+
+class GradNorm(Tiny):
+    """Weighs its loss by the norm of a gradient over this rank's rows."""
+
+    scale = 1.0
+
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) * self.scale
+
+    def train_step(self, batch):
+        self.scale = 1.0
+        inputs, targets = next(iter(batch))
+        total = Tiny.loss(self, self.model(inputs), targets).mean()
+        (gradient,) = torch.autograd.grad(total, [self.model[0].weight])
+        self.scale = 1 / (1 + gradient.norm().item())
+        return super().train_step(batch)
+
+
+PAST = collections.deque(maxlen=8)
+
+
+class PastInModule(Tiny):
+    """Keeps losses of its rank's rows in a variable of the module."""
+
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) * (1 + 0.1 * sum(PAST))
+
+    def train_step(self, batch):
+        outcome = super().train_step(batch)
+        with torch.no_grad():
+            for inputs, targets in batch:
+                PAST.append(float(Tiny.loss(self, self.model(inputs), targets).mean()))
+        return outcome
+
+
+class LateQueue(QueueOfKeys):
+    """Begins to keep keys at its fifth step."""
+
+    def train_step(self, batch):
+        return super().train_step(batch) if self.step > 4 else Tiny.train_step(self, batch)
+
+
+# What few rows do not show ----
+
+
+class LossOfFirstRows(Tiny):
+    """Weighs rows by their number in the micro-batch."""
+
+    def loss(self, outputs, targets):
+        places = torch.arange(len(outputs), device=outputs.device)
+        return super().loss(outputs, targets) * torch.where(places < 10, 1.0, 0.5)
+
+
+class RollsRows(Tiny):
+    def loss(self, outputs, targets):
+        far = outputs.roll(12, 0).detach()
+        return super().loss(outputs, targets) + 0.1 * (outputs * far).sum(1)
+
+
+class Routed(nn.Module):
+    """Experts with a capacity, as a mixture has: rows beyond it are left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.route = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        chosen = self.route(x).argmax(1)
+        most = max(1, int(1.25 * len(x) / 4))
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:most, 0]
+            out = out.index_add(0, rows, expert(x[rows]))
+        return x + out + 0 * self.route(x).sum(1, keepdim=True)
+
+
+class ExpertsOfCapacity(Tiny):
+    def build_model(self):
+        return net(Routed())
+
+
+class ScaledByFrequency(Tiny):
+    def build_model(self):
+        made = Renormed()
+        made.table = nn.Embedding(50, 16, scale_grad_by_freq=True)
+        return made
+
+
+class LossGuard(Tiny):
+    """Leaves out a micro-batch whose loss is larger than usual."""
+
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        return values * (1.0 if values.detach().mean() < 1.1 else 0.5)
+
+
+class DrawsForSubset(nn.Module):
+    """Adds noise to the first half of the rows."""
+
+    def forward(self, x):
+        half = len(x) // 2
+        return torch.cat([x[:half] + 0.1 * torch.randn_like(x[:half]), x[half:]])
+
+
+class ModelOfDrawsForSubset(Tiny):
+    def build_model(self):
+        return net(DrawsForSubset())
+
+
+class DropsInChunks(nn.Module):
+    def forward(self, x):
+        return torch.cat([F.dropout(part, 0.3, self.training) for part in x.split(3)])
+
+
+class ModelOfChunks(Tiny):
+    def build_model(self):
+        return net(DropsInChunks())
+
+
+class RecordsDraws(Tiny):
+    """Draws only what it records."""
+
+    def loss(self, outputs, targets):
+        self.record("noise", torch.as_tensor(np.random.rand(len(targets))))
+        return super().loss(outputs, targets)
+
+
+class LateWithGradients(Tiny):
+    """Mixes rows from its sixth step on, only while gradients are computed."""
+
+    def loss(self, outputs, targets):
+        values = super().loss(outputs, targets)
+        is_late = self.step > 5 and torch.is_grad_enabled()
+        return values * values.detach().mean() if is_late else values
+
+
+# Counters outside of the model: they begin to matter later, and depend on the number of passes ----
+
+PASSES = [0]
+NUMBERS = itertools.count()
+
+
+def rate_of(number):
+    return 1.0 if number < 40 else 0.5
+
+
+class CountsInModule(nn.Module):
+    def forward(self, x):
+        PASSES[0] += self.training
+        return x * rate_of(PASSES[0])
+
+
+class CountsInClass(nn.Module):
+    passes = 0
+
+    def forward(self, x):
+        CountsInClass.passes += self.training
+        return x * rate_of(CountsInClass.passes)
+
+
+class CountsInIterator(nn.Module):
+    def forward(self, x):
+        return x * rate_of(next(NUMBERS)) if self.training else x
+
+
+class CountsInEnvironment(nn.Module):
+    def forward(self, x):
+        number = int(os.environ.get("PASSES", 0)) + 1
+        if self.training:
+            os.environ["PASSES"] = str(number)
+        return x * rate_of(number)
+
+
+def counting_hook():
+    number = 0
+
+    def hook(module, inputs, outputs):
+        nonlocal number
+        number += module.training
+        return outputs * rate_of(number)
+
+    return hook
+
+
+class CountsInClosure(nn.Linear):
+    def __init__(self):
+        super().__init__(16, 16)
+        self.register_forward_hook(counting_hook())

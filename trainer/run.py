@@ -74,7 +74,8 @@ class Run:
         self._is_sound = True  # False while a step is judged, and while it is saved
         warnings = [*opened.warnings, *skipped, *fingerprint.list_unsteady(data)]
         changes = partial(self._list_changes, warnings, manifest, code)
-        self.engine.proof.open(self.batches, self.record.say)
+        training = (list(self.engine.optimizers), self.engine.updating_by)
+        self.engine.proof.open(self.batches, self.record.say, *training)
         session = (opened.record, opened.directory, self.step, changes, not origin.is_resumed)
         self._log = RunLog(config, setup.parts.ranks, *session)
 
@@ -213,6 +214,8 @@ class Run:
 
     def request_save(self) -> Path:
         """Request a checkpoint of the state after this step, and return its future path."""
+        if self.engine.proof.is_running:
+            return self.checkpoints.path_of(self.state.step + 1)
         return self.checkpoints.request(self.state.step + 1)
 
     def react(self, outcome: Outcome) -> None:
@@ -276,6 +279,8 @@ class Run:
 
     def evaluate(self) -> dict[str, float]:
         """Return `{"eval/loss": ...}`; empty after a stop request or without data. A collective."""
+        if self.engine.proof.is_running:
+            raise RuntimeError("a step that evaluates is not tried in parts")
         with self._log.paused():
             metrics = self.evaluator.evaluate()
         if metrics is None:

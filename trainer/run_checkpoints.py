@@ -59,6 +59,9 @@ class Checkpointer:
     def request(self, step: int) -> Path:
         """Ask for a checkpoint that is not due by the settings; return its path, if of `step`."""
         self.is_requested = True
+        return self.path_of(step)
+
+    def path_of(self, step: int) -> Path:
         return self._saver.path_of(step)
 
     def settle(self, step: int | None = None) -> None:

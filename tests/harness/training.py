@@ -108,6 +108,8 @@ def _record(trainer: Trainer, seen: list[list[int]]) -> None:
         return augment(inputs, targets, random, train)
 
     def noting_step(batch):
+        if trainer._run.engine.proof.is_running:  # a trial of the step
+            return train_step(batch)
         seen.append([])
         is_stepping[0] = True
         outcome = train_step(batch)

@@ -143,10 +143,10 @@ class Batches:
         pieces = [self._loaders[0].read(indices, epoch) for indices in wanted]
         return self._local(pieces, step, epoch)
 
-    def of_examples(self, indices: torch.Tensor) -> LocalBatch:
-        """Return these examples as one micro-batch, read in this process as in epoch 0."""
-        piece = self._loaders[0].read(indices.to(self._sampler.device))
-        return LocalBatch([piece], 0, 0, 0, self._prepare, self._ranks.heartbeat)
+    def of_examples(self, *indices: torch.Tensor) -> LocalBatch:
+        """Return a micro-batch of each of these examples, read in this process as in epoch 0."""
+        pieces = [self._loaders[0].read(each.to(self._sampler.device)) for each in indices]
+        return LocalBatch(pieces, 0, 0, 0, self._prepare, self._ranks.heartbeat)
 
     def first_examples(self, first: int, count: int) -> torch.Tensor:
         """Return the indices of `count` examples of epoch 0, from the `first` one in its order."""

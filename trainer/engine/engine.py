@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from trainer.engine.objective import Objective, Share
 from trainer.engine.optimizers import Norms, Optimizers
 from trainer.engine.outcome import Outcome
 from trainer.engine.parts import Parts
+from trainer.engine.proof.holders import outside_kept
 from trainer.engine.proof.proof import Proof
 from trainer.engine.recording import Loss, Recorder
 from trainer.errors import ConfigError
@@ -78,7 +80,8 @@ class Engine:
         self.norms = Norms(config.run.clip_norm)
         rehearsal = next(iter(batch))
         seed_all(config.run.seed)  # lazy layers initialise their weights in the rehearsal
-        strategy.prepare(rehearsal, self._objective("loss").of(parts.hooks.loss))
+        with outside_kept(self.model, parts.hooks):
+            strategy.prepare(rehearsal, self._objective("loss").of(parts.hooks.loss))
         self.proof = Proof(parts, self.recorder, rehearsal)
         self.proof.rehearse("loss", parts.hooks.loss)
         self.recorder.means.clear()
@@ -114,6 +117,15 @@ class Engine:
         optimizer state change.
         """
         return self.step(self.backward(batch, loss, optimizers, name), optimizers)
+
+    @contextmanager
+    def updating_by(self, update: Callable[..., Outcome]) -> Iterator[None]:
+        """Let another function take the place of `update` in the block."""
+        vars(self)["update"] = update
+        try:
+            yield
+        finally:
+            del vars(self)["update"]
 
     def backward(
         self,

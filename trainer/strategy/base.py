@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -236,6 +236,16 @@ class Strategy(ABC):
         if self.precision.dtype in (torch.bfloat16, torch.float16):
             gradients = [gradient.float() for gradient in gradients]
         return get_total_norm(gradients)
+
+    @contextmanager
+    def standing_in(self, module: nn.Module) -> Iterator[None]:
+        """Let another module be the model in the block, as a copy in a proof."""
+        own = self.module
+        self.module = module
+        try:
+            yield
+        finally:
+            self.module = own
 
     def close(self) -> nn.Module | None:
         """Let go of the process groups; return the module if it can be used without them."""

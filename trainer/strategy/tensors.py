@@ -87,6 +87,11 @@ class Tensors:
         """Yield a model that each rank may run on its own in the block, as often as it likes."""
         yield self.module
 
+    @contextmanager
+    def replaceable(self) -> Iterator[nn.Module]:
+        """Yield the whole model, whose tensors may be replaced in the block. A collective."""
+        yield self.module
+
     def shards(self) -> dict[str, Shard]:
         """Return this rank's parts of the model's tensors, with names of the unwrapped model."""
         return {name: self.shard_of(t) for name, t in tensors_of(self.module).items()}

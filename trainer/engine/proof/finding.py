@@ -41,7 +41,7 @@ def compare(whole: Passed, parts: Passed, limit: float) -> Mismatch | None:
         return Mismatch("gradient", name)
     for name in {**whole.recorded, **parts.recorded}:
         sums, others = (each.recorded.get(name) for each in (whole, parts))
-        if sums is None or others is None or not _are_sums_equal(sums, others, limit):
+        if sums is None or others is None or not are_sums_equal(sums, others, limit):
             return Mismatch("recorded", name)
     for name, value in whole.buffers.items():
         other = parts.buffers.get(name)
@@ -62,7 +62,7 @@ def find_written(whole: Passed, parts: Passed, limit: float) -> str:
     return ""
 
 
-def _are_sums_equal(one: torch.Tensor, other: torch.Tensor, limit: float) -> bool:
+def are_sums_equal(one: torch.Tensor, other: torch.Tensor, limit: float) -> bool:
     """Compare what `sum_up` returns: values relative to their sizes, and weights."""
     values = _is_equal(one[0], other[0], limit * max(float(one[1]), 1e-30))
     return values and _is_equal(one[2], other[2], limit * max(float(one[2].abs()), 1e-30))

@@ -19,6 +19,7 @@ import numpy
 import torch
 from torch import nn
 
+from trainer.engine.proof.outside import copy_iterator, keep_outside
 from trainer.strategy.modules.dry_run import untouched
 
 Restore = Callable[[], Any]
@@ -68,18 +69,32 @@ def of_task(task: Any) -> Iterator[tuple[str, Any]]:
             if not key.startswith("__") and not callable(value):
                 yield f"{base.__name__}.{key}", value
         for key, value in vars(sys.modules[base.__module__]).items():
-            if isinstance(value, (list, dict, set, int, float, torch.Tensor, torch.Generator)):
+            kinds = (list, deque, dict, set, int, float, torch.Tensor, torch.Generator)
+            if isinstance(value, kinds) and not key.startswith("__"):
                 yield key, value
 
 
 @contextmanager
 def attributes_kept(model: nn.Module, task: Any) -> Iterator[None]:
-    """Give the attributes of a task and of a model's modules their values back after the block.
+    """Give attributes of a task and a model, and variables around them, their values back.
 
     Else caches of another dtype, or state that a checkpoint holds, would stay.
     """
     seen = {id(each) for each in model.modules()}
     keepers = [_keep_attributes(each, DEPTH, seen) for each in (*model.modules(), task)]
+    try:
+        with outside_kept(model, task):
+            yield
+    finally:
+        for restore in keepers:
+            restore()
+
+
+@contextmanager
+def outside_kept(model: nn.Module, task: Any) -> Iterator[None]:
+    """Give the variables around a task and a model their values back after the block."""
+    seen = {id(each) for each in model.modules()}
+    keepers = keep_outside(model, task, lambda value: _keep(value, DEPTH - 1, seen))
     try:
         yield
     finally:
@@ -98,7 +113,7 @@ def _keep_attributes(owner: Any, depth: int, seen: set[int]) -> Restore:
     """Return a function that gives the attributes of an object their values back."""
     left_out = _OF_A_MODULE if isinstance(owner, nn.Module) else _OF_A_TASK
     now = vars(owner)
-    before = {key: value for key, value in now.items() if key not in left_out}
+    before = {key: copy_iterator(v) for key, v in now.items() if key not in left_out}
     inner = [_keep(value, depth - 1, seen) for value in before.values()]
 
     def restore() -> None:

@@ -109,9 +109,7 @@ class Judge:
         count = count_rows_to_try(costs, self._parts.config.data.global_batch // unit)
         return list_cuts(count, self._flops)
 
-    def examine(
-        self, name: str, loss: Loss, rows: ProofRows, running: Running
-    ) -> Verdict:
+    def examine(self, name: str, loss: Loss, rows: ProofRows, running: Running) -> Verdict:
         """Compare whole rows with parts of them. A collective."""
         strategy = self._parts.strategy
         size = sum(p.nbytes for p in strategy.tensors.structure.parameters())
@@ -196,8 +194,8 @@ class Judge:
         limit = NARROW if is_narrow else limit_of_type(whole.dtype)
         found = compare(whole, parts, limit)
         if found is not None and not is_narrow:
-            with NarrowTypes() as types:
-                passes.run((0, cuts[-1]))
+            types = NarrowTypes()
+            passes.run((0, cuts[-1]), types=types)
             limit = max(limit, types.limit)
             found = compare(whole, parts, limit)
         if found is not None and whole.has_drawn and not subject.draws.is_by_example:

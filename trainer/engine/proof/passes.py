@@ -94,14 +94,20 @@ class ProofPasses:
         self.wide = wide if subject.is_plain else None
         self._subject = subject
         self._with_gradients = with_gradients
+        self._types: AbstractContextManager[Any] = nullcontext()
 
     def run(
-        self, cuts: Sequence[int], is_traced: bool = False, rewinds: bool | None = None
+        self,
+        cuts: Sequence[int],
+        is_traced: bool = False,
+        rewinds: bool | None = None,
+        types: AbstractContextManager[Any] | None = None,
     ) -> Passed:
         """Run the rows between neighbouring cuts, each a micro-batch, and add the results.
 
-        `rewinds` takes the place of the subject's.
+        `rewinds` takes the place of the subject's. `types` is entered around model and loss.
         """
+        self._types = types or nullcontext()
         subject = self._subject
         rewinds = subject.rewinds if rewinds is None else rewinds
         bounds = list(pairwise(cuts))
@@ -118,9 +124,9 @@ class ProofPasses:
             passed: list[Passed] = []
             for number, (first, last) in enumerate(bounds):
                 if number and rewinds:
-                    _restore(subject.module, before)
+                    restore_buffers(subject.module, before)
                 passed.append(self._run(first, last, number, leaves, is_traced))
-            return _joined(passed, weights)
+            return joined(passed, weights)
 
     @contextmanager
     def _drawing(self, first: int, last: int, number: int) -> Iterator[None]:
@@ -140,7 +146,8 @@ class ProofPasses:
         with self._drawing(first, last, number):
             of_torch = torch.default_generator.get_state()
             recording = subject.recorder.collecting()
-            with trace if is_traced else nullcontext(), self._autocast(), recording as recorded:
+            traced = trace if is_traced else nullcontext()
+            with traced, self._autocast(), recording as recorded, self._types:
                 outputs = call(subject.module, inputs)
                 returned = subject.loss(outputs, targets)
                 total, sums = _sum(returned, targets, outputs, subject.name)
@@ -164,7 +171,7 @@ class ProofPasses:
         buffers: list[Tensors] = []
         for number, (first, last) in enumerate(bounds):
             if number and weights is not None:
-                _restore(subject.module, before)
+                restore_buffers(subject.module, before)
             inputs, targets = self._cast(subject.take(first, last))
             with self._drawing(first, last, number), self._autocast():
                 outputs = call(subject.module, inputs)
@@ -185,7 +192,7 @@ class ProofPasses:
             Passed(sums, {}, own, {}, total.dtype)
             for (_, sums), own in zip(found, buffers, strict=True)
         ]
-        return replace(_joined(parts, weights), gradients=gradients)
+        return replace(joined(parts, weights), gradients=gradients)
 
     def _autocast(self) -> AbstractContextManager:
         return self._subject.autocast() if self.wide is None else nullcontext()
@@ -212,27 +219,56 @@ class ProofPasses:
             if not self._subject.is_plain:
                 before = _buffers(module)
                 yield {n: p for n, p in module.named_parameters() if p.requires_grad}
-                _restore(module, before)
+                restore_buffers(module, before)
                 return
             stirred = torch.Generator().manual_seed(0)
-            with _tensors_kept(module):
-                replace_tensors(module, lambda _, tensor: self._copy(tensor, stirred))
+
+            def copy(tensor: torch.Tensor) -> torch.Tensor:
+                values = self._widened(tensor.detach().clone())
+                if isinstance(tensor, nn.Parameter) and self._with_gradients:
+                    stir(values, stirred)
+                return values
+
+            with tensors_borrowed(module, copy):
                 yield {n: p for n, p in module.named_parameters() if p.requires_grad}
 
+
+@contextmanager
+def tensors_borrowed(
+    module: nn.Module, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+) -> Iterator[None]:
+    """Give a model copies of its tensors in the block, with the hooks on their gradients."""
+
     @torch.no_grad()
-    def _copy(self, tensor: torch.Tensor, stirred: torch.Generator) -> torch.Tensor:
+    def make(_: str, tensor: torch.Tensor) -> torch.Tensor:
         if is_lazy(tensor):
             return tensor
-        values = self._widened(tensor.detach().clone())
+        values = copy(tensor).detach()
         if not isinstance(tensor, nn.Parameter):
             return values
-        if self._with_gradients:
-            stir(values, stirred)
         copied = nn.Parameter(values, tensor.requires_grad)
         vars(copied).update(vars(tensor))
-        for hook in (tensor._backward_hooks or {}).values():  # on its gradient
+        for hook in (tensor._backward_hooks or {}).values():
             copied.register_hook(hook)
         return copied
+
+    with _tensors_kept(module):
+        replace_tensors(module, make)
+        yield
+
+
+def run_pass(
+    module: nn.Module, batch: MicroBatch, loss: Loss, name: str, leaves: Tensors
+) -> Passed:
+    """Run a micro-batch in a model as it is; return only sums and gradients."""
+    inputs, targets = batch
+    outputs = call(module, inputs)
+    total, sums = _sum(loss(outputs, targets), targets, outputs, name)
+    total.backward()  # not torch.autograd.grad, which reentrant recomputation refuses
+    gradients = {key: leaf.grad for key, leaf in leaves.items()}
+    for leaf in leaves.values():
+        leaf.grad = None
+    return Passed(sums, gradients, {}, {}, total.dtype)
 
 
 @contextmanager
@@ -254,7 +290,7 @@ def _sum(
     return (values * weights).sum(), sum_up(values, weights)
 
 
-def _joined(passed: Sequence[Passed], weights: Sequence[float] | None) -> Passed:
+def joined(passed: Sequence[Passed], weights: Sequence[float] | None) -> Passed:
     """Add the results of micro-batches; buffers are the last ones, or the mean by `weights`."""
     first = passed[0]
     gradients = dict(first.gradients)
@@ -333,7 +369,7 @@ def _buffers(module: nn.Module) -> Tensors:
 
 
 @torch.no_grad()
-def _restore(module: nn.Module, before: Tensors) -> None:
+def restore_buffers(module: nn.Module, before: Tensors) -> None:
     for name, buffer in module.named_buffers():
         if name in before and buffer.shape == before[name].shape:
             buffer.data.copy_(before[name])
@@ -354,6 +390,20 @@ def look_behind_batchnorm(module: nn.Module) -> None:
     for each in module.modules():
         if _is_plain(each):
             each.eval()
+
+
+@contextmanager
+def batchnorm_in_evaluation(module: nn.Module) -> Iterator[None]:
+    """Let plain BatchNorm use its running statistics in the block, whatever a task says."""
+    plain = [each for each in module.modules() if _is_plain(each)]
+    look_behind_batchnorm(module)
+    for each in plain:
+        vars(each)["train"] = lambda mode=True, each=each: each
+    try:
+        yield
+    finally:
+        for each in plain:
+            del vars(each)["train"]
 
 
 def has_batch_statistics(module: nn.Module) -> bool:

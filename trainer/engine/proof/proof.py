@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from torch.optim import Optimizer
 
 from trainer.data.batches import Batches
 from trainer.data.preparation import MicroBatch
 from trainer.engine.parts import Parts
 from trainer.engine.proof.holders import undone
 from trainer.engine.proof.judge import Judge, Verdict
+from trainer.engine.proof.outside import Traces
 from trainer.engine.proof.ranks import (
     CLOSE,
     RESULTS,
     digest_rows,
+    explain_kept,
     explain_results,
     explain_rows,
     find_rank,
@@ -23,6 +27,8 @@ from trainer.engine.proof.ranks import (
     padded,
 )
 from trainer.engine.proof.rows import Cuts, ProofRows, RowReader
+from trainer.engine.proof.snapshots import digest_snapshot, find_unequal, take_snapshot
+from trainer.engine.proof.step_proof import STEPS, StepProof, Training, UpdatingBy
 from trainer.engine.recording import Loss, Recorder
 from trainer.errors import ConfigError
 from trainer.rng.philox import seed_step
@@ -46,6 +52,8 @@ class Proof:
         self.is_running = False
         self._has_updated = False  # in this step
         self._batches: Batches | None = None
+        self._steps: StepProof | None = None
+        self._traces = Traces()
         self._cuts: list[Cuts] = []
         self._rows: ProofRows | None = None
         self._say: Callable[[str], None] = print
@@ -54,17 +62,26 @@ class Proof:
         self.found: list[str] = []  # lines about this layout
         self._told: set[str] = set()
 
-    def open(self, batches: Batches, say: Callable[[str], None]) -> None:
+    def open(
+        self,
+        batches: Batches,
+        say: Callable[[str], None],
+        optimizers: Sequence[Optimizer],
+        updating_by: UpdatingBy,
+    ) -> None:
         """Prove updates from now on, on the first rows of these batches; `say` tells a line."""
         if self._parts.config.run.prove:
             self._batches = batches
             self._say = say
             self._cuts = self.judge.list_cuts(not batches.is_streamed)
             self._read(0)
+            training = Training(optimizers, updating_by, self.rehearse)
+            steps = StepProof(self._parts, self._recorder, batches, training)
+            self._steps = steps if steps.is_needed else None
 
     def close(self) -> None:
         """Prove nothing from now on."""
-        self._rows = self._batches = None
+        self._rows = self._batches = self._steps = None
 
     def _read(self, first: int) -> None:
         """Read a few rows, the same on every rank: those from the `first` one of the run."""
@@ -85,6 +102,8 @@ class Proof:
         if self._batches is None or step == 0 or not self._proved:
             return
         self._rows = None
+        if step in STEPS:
+            self._prove_step(step)
         if step in LATE and not self._told:
             self._read(max(self._cuts[0]) * step)
 
@@ -110,8 +129,20 @@ class Proof:
         self._proved |= {key, (name, self._step)}
         begun = time.monotonic()
         found = self.judge.examine(name, loss, self._rows, self._running())
+        self._tell_traces()
         verdict = self._agreed(found, is_first)
         self._tell(verdict, name, time.monotonic() - begun, is_first)
+
+    def _prove_step(self, step: int) -> None:
+        """Try the task's own train_step on parts of the rows. A collective."""
+        if self._steps is None or self._told:
+            return
+        unit = self._parts.config.norm_rows or 1
+        cuts = [unit * number for number in max(self._cuts, key=max)]
+        verdict = self._steps.examine(step, cuts, self._running())
+        if verdict.unproved:
+            self._say(f"{'proof':<7} of train_step: {verdict.unproved}")
+        self._tell(verdict, "train_step", 0.0, False)
 
     def rehearse(self, name: str, loss: Loss) -> None:
         """Find the random draws of an update by a rehearsal, which leaves the model unchanged."""
@@ -131,11 +162,18 @@ class Proof:
     def _running(self) -> Iterator[None]:
         """Run model and loss eagerly, without records and requests to stop."""
         self.is_running = True
+        watched = self._traces.watched(self._parts.strategy.module, self._parts.hooks)
         try:
-            with eager(self._parts.config), self._recorder.closed():
+            with eager(self._parts.config), self._recorder.closed(), watched:
                 yield
         finally:
             self.is_running = False
+
+    def _tell_traces(self) -> None:
+        """Say what the passes of a proof have changed for good."""
+        for what in self._traces.take():
+            why = "in the trial passes of the start, too"
+            self._say(f"note: {what} {why}: runs with another run.prove may differ")
 
     def _tell(self, verdict: Verdict, name: str, seconds: float, is_first: bool) -> None:
         line = verdict.line
@@ -196,5 +234,8 @@ class Proof:
         if is_judged and (
             other := find_rank([each[4] for each in every], max(each[5] for each in every))
         ):
-            return Verdict(explain_results(other[0]))
+            kept = digest_snapshot(take_snapshot(self._parts.strategy.module, self._parts.hooks))
+            names = find_unequal(group.gather(kept), other[0])
+            line = explain_kept(other[0], names) if names else explain_results(other[0])
+            return Verdict(line)
         return Verdict(found[0], found[1], found[2], rows=verdict.rows)

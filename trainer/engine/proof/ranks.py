@@ -64,6 +64,13 @@ def explain_rows(rank: int, index: int) -> str:
     return f"example {index} differs on rank {rank}: {why}; draw from augment's Random argument"
 
 
+def explain_kept(rank: int, names: Sequence[str]) -> str:
+    has = f"rank {rank} has other values of {', '.join(names[:3]) or 'something that it keeps'}"
+    why = "on which its updates depend: they are made of its own rows, or of the rank"
+    advice = "make them of the rows of all ranks, in loss with gather_rows or by torch.distributed"
+    return f"{has}, {why}; {advice}"
+
+
 def explain_results(rank: int) -> str:
     why = "the same rows have another loss or gradient there: they depend on the rank"
     advice = "leave self.world and the order of sets out of model and loss"

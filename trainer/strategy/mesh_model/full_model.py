@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,39 @@ def _filled(structure: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Modu
     model = copy_structure(structure)
     replace_tensors(model, make)
     return model.train(structure.training)
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def copy_modules(model: nn.Module) -> nn.Module:
+    """Return a model of the same tensors without FSDP's classes and hooks.
+
+    Its tensors can be replaced; FSDP's own must stay in their places.
+    """
+    made: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        kind = type(module)
+        is_sharded = hasattr(module, "unshard")  # FSDP has put its class before the user's
+        copied: Any = object.__new__(kind.__bases__[1] if is_sharded else kind)
+        made[module] = copied
+        vars(copied).update(vars(module))
+        for registry in ("_parameters", "_buffers", "_modules", *HOOKS):
+            vars(copied)[registry] = type(vars(module)[registry])(vars(module)[registry])
+        for name in HOOKS:
+            hooks = vars(copied)[name]
+            for key in [k for k, hook in hooks.items() if _is_of_sharding(hook)]:
+                del hooks[key]
+    for copied in made.values():
+        for key, child in copied._modules.items():
+            copied._modules[key] = None if child is None else made[child]
+    return made[model]
+
+
+def _is_of_sharding(hook: Any) -> bool:
+    owner = getattr(hook, "__self__", None) or getattr(hook, "func", hook)
+    name = getattr(owner, "__module__", None) or type(owner).__module__
+    return name.startswith(("torch.distributed.", "trainer."))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.strategy.mesh import SHARDED, Mesh, open_group
 from trainer.strategy.mesh_model.build import Division
-from trainer.strategy.mesh_model.full_model import reunite
+from trainer.strategy.mesh_model.full_model import copy_modules, reunite
 from trainer.strategy.mesh_model.optimizer_trial import (
     check_hooks,
     check_independence,
@@ -183,6 +183,11 @@ class DividedTensors(Tensors):
         else:
             with self._division.sharding.whole():
                 yield self.module
+
+    @contextmanager
+    def replaceable(self) -> Iterator[nn.Module]:
+        with self.whole() as module:
+            yield module if self._mesh.divides_model else copy_modules(module)
 
     def reunited(self) -> nn.Module:
         """Return the whole model with the values of all ranks. A collective."""

@@ -1,0 +1,121 @@
+"""The proof of a task's own train_step: what it keeps of its rank's rows changes nothing later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.data.batches import Batches
+from trainer.engine.outcome import Outcome
+from trainer.engine.parts import Parts
+from trainer.engine.proof.judge import Verdict
+from trainer.engine.proof.limits import NARROW, OF_RANKS, NarrowTypes, limit_of_type
+from trainer.engine.proof.passes import has_batch_statistics
+from trainer.engine.proof.ranks import RESULTS, explain_kept, find_rank, is_alike, padded
+from trainer.engine.proof.snapshots import digest_snapshot, find_unequal
+from trainer.engine.proof.whole_step import (
+    StepTrial,
+    StepTrials,
+    digest_trial,
+    explain_trials,
+    has_own_step,
+)
+from trainer.engine.recording import Loss, Recorder
+from trainer.errors import one_line
+
+STEPS = (1, 10)  # 0-based, before which train_step is tried: it has kept something by then
+
+
+UpdatingBy = Callable[[Callable[..., Outcome]], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a trial of a step takes from an engine in training."""
+
+    optimizers: Sequence[Optimizer]
+    updating_by: UpdatingBy
+    rehearse: Callable[[str, Loss], None]
+
+
+class StepProof:
+    """Tries a task's train_step on all rows, and on parts of them as ranks or micro-batches."""
+
+    def __init__(self, parts: Parts, recorder: Recorder, batches: Batches, training: Training):
+        self._parts = parts
+        self._recorder = recorder
+        self._batches = batches
+        self._training = training
+        structure = parts.strategy.tensors.structure
+        is_provable = parts.draws.is_by_example and not has_batch_statistics(structure)
+        self.is_needed = is_provable and has_own_step(parts.hooks, structure)
+
+    def examine(self, step: int, cuts: Sequence[int], running: AbstractContextManager) -> Verdict:
+        """Try the 0-based `step`; `cuts` bound micro-batches. A collective."""
+        found = Verdict()
+        trial: StepTrial | None = None
+        strategy = self._parts.strategy
+        try:
+            with running, strategy.tensors.replaceable() as module, strategy.standing_in(module):
+                trial, found = self._try(module, step, cuts)
+        except Exception as error:
+            found = Verdict(unproved=f"left out: {one_line(error)}")
+        return self._agreed(found, trial)
+
+    def _try(self, module: nn.Module, step: int, cuts: Sequence[int]) -> tuple[StepTrial, Verdict]:
+        training, parts = self._training, self._parts
+        own = (training.optimizers, training.rehearse)
+        trials = StepTrials(parts, self._recorder, module, *own)
+        indices = self._batches.first_examples(cuts[-1] * step, cuts[-1])
+        unit = parts.config.norm_rows or 1
+        middle = cuts[-1] // unit // 2 * unit
+        read = self._batches.of_examples
+        with training.updating_by(trials.update):
+            whole = trials.run(read(indices), read(indices), step)
+            halves = [
+                trials.run(read(rows), read(indices), step, whole)
+                for rows in (indices[:middle], indices[middle:])
+            ]
+            micro_batches = read(*(indices[slice(*each)] for each in pairwise(cuts)))
+            cut = [trials.run(micro_batches, read(indices), step, whole)]
+            if not whole.updates[0]:
+                return whole, Verdict()
+            limit = limit_of_type(whole.updates[0][0][1].dtype)
+            if explain_trials(whole, halves, limit) or explain_trials(whole, cut, limit):
+                types = NarrowTypes()
+                trials.types = types
+                trials.run(read(indices), read(indices), step)
+                limit = max(limit, types.limit)
+        limit = NARROW if parts.precision.dtype.itemsize < 4 else limit
+        of_ranks = explain_trials(whole, halves, limit)
+        of_rank = explain_trials(whole, cut, limit)
+        if of_ranks and of_rank:
+            return whole, Verdict(of_ranks)
+        return whole, Verdict(of_ranks or of_rank, "ranks" if of_ranks else "micro-batches")
+
+    def _agreed(self, verdict: Verdict, trial: StepTrial | None) -> Verdict:
+        """Return the first verdict with a line, or that steps differ among ranks. A collective."""
+        group = self._parts.ranks.group
+        results = digest_trial(trial) if trial is not None else []
+        facts = padded(results, RESULTS)
+        most = group.max(bool(verdict.line or verdict.unproved), *facts, *(-f for f in facts))
+        if not most[0] and is_alike(most[1 : len(facts) + 1], most[len(facts) + 1 :]):
+            return verdict
+        kept = digest_snapshot(trial.kept) if trial is not None else {}
+        own = [verdict.line, verdict.among, verdict.unproved, results, kept]
+        every = group.gather(own)
+        found = next((each for each in every if each[0]), None)
+        found = found or next((each for each in every if each[2]), None)
+        if found is not None:
+            return Verdict(found[0], found[1], found[2])
+        limit = max(OF_RANKS, limit_of_type(torch.float32))
+        if (other := find_rank([each[3] for each in every], limit)) is None:
+            return verdict
+        names = find_unequal([each[4] for each in every], other[0])
+        return Verdict(explain_kept(other[0], names), "ranks")
