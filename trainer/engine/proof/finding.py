@@ -115,9 +115,9 @@ def explain(difference: Mismatch, whole: Passed, parts: Passed, limit: float) ->
     return f"the loss mixes the rows of a micro-batch: {why}; {advice}"
 
 
-def explain_written(name: str) -> str:
-    why = "is written in the forward pass, once for each micro-batch"
-    return f"the parameter {name} {why}; write it in train_step, after update"
+def explain_written(name: str, why: str = "once for each micro-batch") -> str:
+    what = f"the parameter {name} is written in the forward pass, {why}"
+    return f"{what}; write it in train_step, after update"
 
 
 def list_changed(module: nn.Module, passed: Passed) -> list[str]:
@@ -150,8 +150,6 @@ def find_advancing(
 
     Buffers of floating-point numbers start anew in each; with `resets`, integers too.
     """
-    if whole.written:
-        return explain_written(next(iter(whole.written)))
     changed = [name for name in list_changed(module, whole) if not name.endswith(BATCHES)]
     names = [n for n in changed if not (resets or whole.buffers[n].is_floating_point())]
     before = {name: module.get_buffer(name).clone() for name in names}

@@ -119,7 +119,8 @@ class Judge:
         if 6 * self._flops > MOST_FLOPS:
             return Verdict(unproved=f"left out, since a few rows would take too long; {VERIFY}")
         with (
-            strategy.tensors.whole() as module,
+            strategy.tensors.replaceable() as module,
+            strategy.standing_in(module),
             undone(module, self._parts.hooks),
             modes_kept(module),
             running,
@@ -135,7 +136,6 @@ class Judge:
     def _subject(self, module: nn.Module, name: str, loss: Loss, rows: ProofRows) -> Subject:
         parts = self._parts
         strategy = parts.strategy
-        is_sharded = strategy.mesh.shard > 1 and not strategy.mesh.divides_model
         return Subject(
             module=module,
             loss=loss,
@@ -145,7 +145,7 @@ class Judge:
             unit=parts.config.norm_rows or 1,
             draws=parts.draws,
             autocast=parts.precision.autocast,
-            is_plain=not is_sharded,
+            keeps_writes=strategy.mesh.shard == 1,
             rewinds=strategy.statistics.rows is not None,
             gathering=self.gathering,
             recorder=self._recorder,
@@ -174,7 +174,7 @@ class Judge:
             verdict = None
             has_room = True
             try:
-                verdict = self._compare(subject, passes, (0, cuts[-1]) if is_fixed else cuts)
+                verdict = self._compare(subject, passes, cuts, is_fixed)
             except Exception as error:
                 has_room = not is_out_of_memory(error)
                 why = one_line(error)
@@ -187,8 +187,14 @@ class Judge:
             return Verdict(unproved="left out: memory is not enough for a few rows more")
         return Verdict(unproved=f"{subject.name} cannot run on a few rows: {why}")
 
-    def _compare(self, subject: Subject, passes: ProofPasses, cuts: Sequence[int]) -> Verdict:
+    def _compare(
+        self, subject: Subject, passes: ProofPasses, every: Cuts, is_fixed: bool
+    ) -> Verdict:
+        """Compare all rows with those between cuts, or only with themselves if that `is_fixed`."""
+        cuts = (0, every[-1]) if is_fixed else every
         whole = passes.run((0, cuts[-1]))
+        if whole.written and not subject.keeps_writes:
+            return Verdict(explain_written(next(iter(whole.written)), "which sharding undoes"))
         parts = passes.run(cuts)
         is_narrow = self._parts.precision.is_narrow and passes.wide is None
         limit = NARROW if is_narrow else limit_of_type(whole.dtype)
@@ -210,7 +216,7 @@ class Judge:
                 return self._name(subject, passes, cuts, limit)
             except Exception:  # a model may not take the hooks of a trace
                 return Verdict(explain(found, whole, parts, limit))
-        if len(cuts) == 2:  # of a fixed tree, whose micro-batches are not cut
+        if is_fixed:
             again = partial(passes.run, cuts)
             resets = self._parts.config.run.buffers == "per_step"
             if line := find_advancing(subject.module, whole, again, limit, resets):
@@ -220,9 +226,9 @@ class Judge:
             rewound = compare(whole, passes.run(cuts, rewinds=True), limit)
             if rewound is not None:
                 return Verdict(explain_buffers(changed, can_rewind=False), "ranks")
-        for bounds in pairwise(cuts) if whole.written else ():
-            if name := find_written(whole, passes.run(bounds), limit):
-                return Verdict(explain_written(name), "ranks")
+        for some in (every, *pairwise(every)) if whole.written else ():
+            if name := find_written(whole, passes.run(some), limit):
+                return Verdict(explain_written(name), "" if is_fixed else "ranks")
         if name := _find_late_hook(subject.module):
             why = "has a hook on its accumulated gradient, which is that of some rows only"
             return Verdict(f"the parameter {name} {why}; change gradients in train_step, or clip")

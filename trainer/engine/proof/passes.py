@@ -55,8 +55,8 @@ class Passed:
 class Subject:
     """The subject of a proof: a model and the loss of an update, on a few rows.
 
-    `is_plain` is False for a model whose tensors must stay in their places, as FSDP's. `unit` is
-    the number of rows that no layout separates.
+    `unit` is the number of rows that no layout separates. Without `keeps_writes` a parameter that
+    is written in a forward pass has its old values afterwards, as under FSDP.
     """
 
     module: nn.Module
@@ -67,7 +67,7 @@ class Subject:
     unit: int
     draws: Draws
     autocast: Callable[[], AbstractContextManager]
-    is_plain: bool
+    keeps_writes: bool
     rewinds: bool  # each micro-batch starts with the buffers from the start of the step
     gathering: Gathering
     recorder: Recorder
@@ -91,7 +91,7 @@ class ProofPasses:
     """Passes over a subject in a `wide` dtype, or in the run's own precision if that is None."""
 
     def __init__(self, subject: Subject, wide: torch.dtype | None, with_gradients: bool = True):
-        self.wide = wide if subject.is_plain else None
+        self.wide = wide
         self._subject = subject
         self._with_gradients = with_gradients
         self._types: AbstractContextManager[Any] = nullcontext()
@@ -216,11 +216,6 @@ class ProofPasses:
         """Give the model copies of its tensors, with stirred weights; yield those to be trained."""
         module = self._subject.module
         with torch.set_grad_enabled(self._with_gradients):
-            if not self._subject.is_plain:
-                before = _buffers(module)
-                yield {n: p for n, p in module.named_parameters() if p.requires_grad}
-                restore_buffers(module, before)
-                return
             stirred = torch.Generator().manual_seed(0)
 
             def copy(tensor: torch.Tensor) -> torch.Tensor:

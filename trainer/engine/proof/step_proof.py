@@ -32,6 +32,7 @@ from trainer.errors import one_line
 STEPS = (1, 10)  # 0-based, before which train_step is tried: it has kept something by then
 
 
+Micro = tuple[torch.Tensor, ...]  # the examples of each micro-batch
 UpdatingBy = Callable[[Callable[..., Outcome]], AbstractContextManager[None]]
 
 
@@ -72,32 +73,46 @@ class StepProof:
         training, parts = self._training, self._parts
         own = (training.optimizers, training.rehearse)
         trials = StepTrials(parts, self._recorder, module, *own)
-        indices = self._batches.first_examples(cuts[-1] * step, cuts[-1])
-        unit = parts.config.norm_rows or 1
-        middle = cuts[-1] // unit // 2 * unit
+        whole_rows, halves_of_rows, cut_rows = self._list_rows(step, cuts)
         read = self._batches.of_examples
         with training.updating_by(trials.update):
-            whole = trials.run(read(indices), read(indices), step)
-            halves = [
-                trials.run(read(rows), read(indices), step, whole)
-                for rows in (indices[:middle], indices[middle:])
-            ]
-            micro_batches = read(*(indices[slice(*each)] for each in pairwise(cuts)))
-            cut = [trials.run(micro_batches, read(indices), step, whole)]
+            later = read(*whole_rows)
+            whole = trials.run(read(*whole_rows), later, step)
+            halves = [trials.run(read(*rows), later, step, whole) for rows in halves_of_rows]
+            cut = [trials.run(read(*rows), later, step, whole) for rows in cut_rows]
             if not whole.updates[0]:
                 return whole, Verdict()
             limit = limit_of_type(whole.updates[0][0][1].dtype)
-            if explain_trials(whole, halves, limit) or explain_trials(whole, cut, limit):
+            if explain_trials(whole, halves, limit) or (cut and explain_trials(whole, cut, limit)):
                 types = NarrowTypes()
                 trials.types = types
-                trials.run(read(indices), read(indices), step)
+                trials.run(read(*whole_rows), later, step)
                 limit = max(limit, types.limit)
         limit = NARROW if parts.precision.dtype.itemsize < 4 else limit
         of_ranks = explain_trials(whole, halves, limit)
-        of_rank = explain_trials(whole, cut, limit)
+        of_rank = explain_trials(whole, cut, limit) if cut else ""
         if of_ranks and of_rank:
             return whole, Verdict(of_ranks)
         return whole, Verdict(of_ranks or of_rank, "ranks" if of_ranks else "micro-batches")
+
+    def _list_rows(
+        self, step: int, cuts: Sequence[int]
+    ) -> tuple[Micro, tuple[Micro, Micro], list[Micro]]:
+        """Return the micro-batches of all rows, of two ranks, and of one rank with more of them.
+
+        Those of a fixed tree are not cut.
+        """
+        config = self._parts.config
+        first = self._batches.first_examples
+        if type(self._parts.strategy).cut(config).is_fixed:
+            size = self._batches.plan.micro_batch
+            leaves = first(2 * size * step, 2 * size).split(size)
+            return leaves, (leaves[:1], leaves[1:]), []
+        indices = first(cuts[-1] * step, cuts[-1])
+        unit = config.norm_rows or 1
+        middle = cuts[-1] // unit // 2 * unit
+        halves = ((indices[:middle],), (indices[middle:],))
+        return (indices,), halves, [tuple(indices[slice(*each)] for each in pairwise(cuts))]
 
     def _agreed(self, verdict: Verdict, trial: StepTrial | None) -> Verdict:
         """Return the first verdict with a line, or that steps differ among ranks. A collective."""

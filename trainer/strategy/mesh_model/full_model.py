@@ -14,6 +14,7 @@ from trainer.codec import bytes_of
 from trainer.distributed import accelerator
 from trainer.distributed.world import RankGroup, World
 from trainer.strategy.mesh_model.materialize import copy_structure
+from trainer.strategy.modules.activation_checkpoint import ActivationCheckpoint
 from trainer.strategy.shards import Shard, join_boxes, list_boxes, replace_tensors
 
 PROVED_BYTES = 2**30  # of a model whose outputs are compared at each start
@@ -63,6 +64,8 @@ def copy_modules(model: nn.Module) -> nn.Module:
         copied: Any = object.__new__(kind.__bases__[1] if is_sharded else kind)
         made[module] = copied
         vars(copied).update(vars(module))
+        if isinstance(vars(copied).get("forward"), ActivationCheckpoint):  # of the divided module
+            del vars(copied)["forward"]
         for registry in ("_parameters", "_buffers", "_modules", *HOOKS):
             vars(copied)[registry] = type(vars(module)[registry])(vars(module)[registry])
         for name in HOOKS:
