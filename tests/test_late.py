@@ -8,6 +8,8 @@ from harness.training import compose
 from meshed import Meshed
 from tiny import Tiny
 
+from trainer import ConfigError
+
 EARLY = ["data.global_batch=12", "run.ema_decay=0.9", "run.clip_norm=1", "optim=adamw"]
 LATE = [
     *("run.steps=14", "log.every_steps=3", "log.train_metrics=true", "eval.splits=[eval,more]"),
@@ -81,3 +83,31 @@ def test_everything_that_happens_late_in_a_run(case, tmp_path, capfd):
     checkpoints = sorted(path.name for path in (first["directory"] / "checkpoints").iterdir())
     assert checkpoints[-1] == "step-00000009" and len(checkpoints) <= 2
     assert PROFILE not in words or list(first["directory"].rglob("*trace.json*"))
+
+
+class LatePositions(Meshed):
+    """Compares the positions of a row from the third step on."""
+
+    def loss(self, outputs, targets):
+        values, weights = super().loss(outputs, targets)
+        late = values * values.detach().mean(1, keepdim=True)
+        return (late if self.step > 2 else values), weights
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), slow_but([("cp", 2), ("tp", 2)], ("cp", 2)))
+def test_a_loss_that_compares_positions_later_is_named_under_context_parallel(
+    strategy, ranks, tmp_path
+):
+    words = ["task=meshed", f"strategy={strategy}", "data.global_batch=12", "run.steps=12"]
+    words.append("strategy.precision=fp64")
+
+    def body():
+        with pytest.raises(ConfigError) as told:
+            LatePositions(compose(tmp_path, *words)).fit()
+        return str(told.value)
+
+    if strategy == "tp":
+        assert on_ranks(ranks, lambda: fit(tmp_path, *words, task=LatePositions))[0]["code"] == 0
+        return
+    line = on_ranks(ranks, body)[0]
+    assert "the loss of the divided model is " in line and "from that of the whole" in line

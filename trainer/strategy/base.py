@@ -247,6 +247,10 @@ class Strategy(ABC):
         finally:
             self.module = own
 
+    def prove(self, batch: MicroBatch, objective: ObjectiveProtocol) -> str:
+        """Return a line if a model that ranks divide computes something else than the whole one."""
+        return ""
+
     def close(self) -> nn.Module | None:
         """Let go of the process groups; return the module if it can be used without them."""
         return self.module

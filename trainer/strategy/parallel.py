@@ -116,8 +116,8 @@ class MeshParallel(Strategy):
             why = "the model never calls scaled_dot_product_attention"
             raise ConfigError(f"strategy.mesh.context={self.mesh.context}: {why}; set 1")
         prove = self.blueprint.config.run.prove
-        if prove and self.mesh.divides_model and not self._is_unproved:
-            self.finding = self._prove(batch, objective)
+        if prove:
+            self.finding = self.prove(batch, objective)
             if self.finding and prove != "warn":
                 raise ConfigError(self.finding)
         self._compile(self._division.compiled)
@@ -127,12 +127,14 @@ class MeshParallel(Strategy):
         size = sum(p.nbytes for p in self.tensors.structure.parameters())
         return self.mesh.divides_model and size > PROVED_BYTES
 
-    def _prove(self, batch: MicroBatch, objective: ObjectiveProtocol) -> str:
-        """Return a line if the divided model has other outputs, gradients, or another loss.
+    def prove(self, batch: MicroBatch, objective: ObjectiveProtocol) -> str:
+        """Return a line if a divided model has other outputs, gradients, or another loss.
 
         These mistakes cause no other error: a wrong tensor plan (columns instead of columns/3, or
         no positions), and a loss that compares positions, or that reads the model's parameters.
         """
+        if not self.mesh.divides_model or self._is_unproved:
+            return ""
         inputs, targets = take_rows(batch, 2 * (self.blueprint.config.norm_rows or 1))
         divided = self.module.eval()
         with untouched(self.module), stirred(self.tensors) as whole:

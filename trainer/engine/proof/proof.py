@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch.optim import Optimizer
 
 from trainer.data.batches import Batches
 from trainer.data.preparation import MicroBatch
+from trainer.engine.objective import Objective
 from trainer.engine.parts import Parts
 from trainer.engine.proof.holders import undone
 from trainer.engine.proof.judge import Judge, Verdict
 from trainer.engine.proof.outside import Traces
+from trainer.engine.proof.passes import modes_kept
 from trainer.engine.proof.ranks import (
     CLOSE,
     RESULTS,
@@ -44,11 +47,21 @@ class Proof:
     A collective: every rank must make the same updates.
     """
 
-    def __init__(self, parts: Parts, recorder: Recorder, batch: MicroBatch):
-        """`batch` is a micro-batch, on a few rows of which draws are rehearsed."""
+    def __init__(
+        self,
+        parts: Parts,
+        recorder: Recorder,
+        batch: MicroBatch,
+        open_objective: Callable[[str], Objective],
+    ):
+        """`batch` is a micro-batch, on a few rows of which draws are rehearsed.
+
+        `open_objective` makes an objective whose means nobody reads, by the name of an update.
+        """
         self.judge = Judge(parts, recorder, batch)
         self._parts = parts
         self._recorder = recorder
+        self._open_objective = open_objective
         self.is_running = False
         self._has_updated = False  # in this step
         self._batches: Batches | None = None
@@ -131,7 +144,15 @@ class Proof:
         found = self.judge.examine(name, loss, self._rows, self._running())
         self._tell_traces()
         verdict = self._agreed(found, is_first)
+        if not is_first and not verdict.line:
+            verdict = replace(verdict, line=self._prove_mesh(name, loss, self._rows.batch))
         self._tell(verdict, name, time.monotonic() - begun, is_first)
+
+    def _prove_mesh(self, name: str, loss: Loss, batch: MicroBatch) -> str:
+        """Compare a divided model with the whole one, as before the first step. A collective."""
+        strategy = self._parts.strategy
+        with self._running(), modes_kept(strategy.module):
+            return strategy.prove(batch, self._open_objective(name).of(loss))
 
     def _prove_step(self, step: int) -> None:
         """Try the task's own train_step on parts of the rows. A collective."""
