@@ -23,6 +23,7 @@ from trainer.engine.diagnosis import name_bad_examples
 from trainer.engine.drift import check_drift
 from trainer.engine.engine import Engine
 from trainer.engine.outcome import Outcome
+from trainer.engine.proof.step_proof import Training
 from trainer.errors import ConfigError, RunError, describe
 from trainer.record import fingerprint, resume, startup
 from trainer.record.files import BAD_STEP
@@ -74,8 +75,9 @@ class Run:
         self._is_sound = True  # False while a step is judged, and while it is saved
         warnings = [*opened.warnings, *skipped, *fingerprint.list_unsteady(data)]
         changes = partial(self._list_changes, warnings, manifest, code)
-        training = (list(self.engine.optimizers), self.engine.updating_by)
-        self.engine.proof.open(self.batches, self.record.say, *training)
+        engine = self.engine
+        training = Training(list(engine.optimizers), engine.updating_by, engine.open_unread)
+        engine.proof.open(self.batches, self.record.say, training)
         session = (opened.record, opened.directory, self.step, changes, not origin.is_resumed)
         self._log = RunLog(config, setup.parts.ranks, *session)
 

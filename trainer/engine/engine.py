@@ -82,7 +82,7 @@ class Engine:
         seed_all(config.run.seed)  # lazy layers initialise their weights in the rehearsal
         with outside_kept(self.model, parts.hooks):
             strategy.prepare(rehearsal, self._objective("loss").of(parts.hooks.loss))
-        self.proof = Proof(parts, self.recorder, rehearsal, self._open_unread)
+        self.proof = Proof(parts, self.recorder, rehearsal)
         self.proof.rehearse("loss", parts.hooks.loss)
         self.recorder.means.clear()
         built = parts.hooks.build_optimizer(self.tensors.structure)
@@ -169,7 +169,7 @@ class Engine:
             self._objectives[name] = self._open_objective(name)
         return self._objectives[name]
 
-    def _open_unread(self, name: str) -> Objective:
+    def open_unread(self, name: str) -> Objective:
         """Return an objective like that of an update, whose means nobody reads."""
         means = Means(self.strategy.leaves)
         return self._open_objective(name, means=means, elements=self._objective(name).elements)

@@ -84,12 +84,7 @@ class Tensors:
 
     @contextmanager
     def whole(self) -> Iterator[nn.Module]:
-        """Yield a model that each rank may run on its own in the block, as often as it likes."""
-        yield self.module
-
-    @contextmanager
-    def replaceable(self) -> Iterator[nn.Module]:
-        """Yield the whole model, whose tensors may be replaced in the block. A collective."""
+        """Yield the whole model, to run and to replace tensors in the block. A collective."""
         yield self.module
 
     def shards(self) -> dict[str, Shard]:

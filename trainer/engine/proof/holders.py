@@ -18,9 +18,11 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from trainer.engine.proof.outside import copy_iterator, keep_outside
 from trainer.strategy.modules.dry_run import untouched
+from trainer.strategy.shards import replace_tensors
 
 Restore = Callable[[], Any]
 DEPTH = 4  # of attributes of attributes
@@ -107,6 +109,53 @@ def undone(model: nn.Module, task: Any) -> Iterator[None]:
     """Run a block, then give tensors and attributes of a model and a task their values back."""
     with untouched(model), attributes_kept(model, task):
         yield
+
+
+@contextmanager
+def tensors_borrowed(
+    module: nn.Module, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+) -> Iterator[None]:
+    """Give a model copies of its tensors in the block, with the hooks on their gradients."""
+
+    @torch.no_grad()
+    def make(_: str, tensor: torch.Tensor) -> torch.Tensor:
+        if is_lazy(tensor):
+            return tensor
+        values = copy(tensor).detach()
+        if not isinstance(tensor, nn.Parameter):
+            return values
+        copied = nn.Parameter(values, tensor.requires_grad)
+        vars(copied).update(vars(tensor))
+        for hook in (tensor._backward_hooks or {}).values():
+            copied.register_hook(hook)
+        return copied
+
+    with _tensors_kept(module):
+        replace_tensors(module, make)
+        yield
+
+
+@contextmanager
+def _tensors_kept(module: nn.Module) -> Iterator[None]:
+    """Put the tensors that a model has now back at the end of the block."""
+    kept = [(each, dict(each._parameters), dict(each._buffers)) for each in module.modules()]
+    try:
+        yield
+    finally:
+        for owner, parameters, buffers in kept:
+            _put_back(owner, owner._parameters, parameters)
+            _put_back(owner, owner._buffers, buffers)
+
+
+def _put_back(owner: nn.Module, register: dict[str, Any], before: dict[str, Any]) -> None:
+    now = dict(register)  # TorchScript's is no dict
+    for key in now.keys() - before.keys():
+        del register[key]
+    for key, tensor in before.items():
+        if tensor is None:
+            register[key] = None
+        elif now.get(key) is not tensor:
+            setattr(owner, key, tensor)
 
 
 def _keep_attributes(owner: Any, depth: int, seen: set[int]) -> Restore:

@@ -119,7 +119,7 @@ class Judge:
         if 6 * self._flops > MOST_FLOPS:
             return Verdict(unproved=f"left out, since a few rows would take too long; {VERIFY}")
         with (
-            strategy.tensors.replaceable() as module,
+            strategy.tensors.whole() as module,
             strategy.standing_in(module),
             undone(module, self._parts.hooks),
             modes_kept(module),
@@ -216,6 +216,19 @@ class Judge:
                 return self._name(subject, passes, cuts, limit)
             except Exception:  # a model may not take the hooks of a trace
                 return Verdict(explain(found, whole, parts, limit))
+        return self._find_changes(subject, passes, every, is_fixed, whole, limit)
+
+    def _find_changes(
+        self,
+        subject: Subject,
+        passes: ProofPasses,
+        every: Cuts,
+        is_fixed: bool,
+        whole: Passed,
+        limit: float,
+    ) -> Verdict:
+        """Look for what passes change although their results agree: buffers and parameters."""
+        cuts = (0, every[-1]) if is_fixed else every
         if is_fixed:
             again = partial(passes.run, cuts)
             resets = self._parts.config.run.buffers == "per_step"

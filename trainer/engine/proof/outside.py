@@ -166,7 +166,7 @@ def _functions_of(module: nn.Module) -> Iterator[FunctionType]:
 
 
 class Traces:
-    """What a block does that nothing undoes: files that it writes, generators that it advances."""
+    """Effects of a block that nothing undoes: files that it writes, generators that it advances."""
 
     def __init__(self) -> None:
         self._found: dict[str, bool] = {}  # True if it was taken

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from trainer.data.preparation import MicroBatch
 from trainer.engine.means import Values, sum_up, weigh_all
 from trainer.engine.proof.gathering import Gathering
+from trainer.engine.proof.holders import tensors_borrowed
 from trainer.engine.proof.trace import CallTrace
 from trainer.engine.recording import Loss, Recorder
 from trainer.hook_errors import call
@@ -29,7 +30,6 @@ from trainer.rng.forward import Draws
 from trainer.rng.philox import generators_kept
 from trainer.strategy.modules.batchnorm import GroupBatchNorm
 from trainer.strategy.modules.dry_run import stir
-from trainer.strategy.shards import replace_tensors
 
 Tensors = dict[str, torch.Tensor]
 
@@ -228,30 +228,6 @@ class ProofPasses:
                 yield {n: p for n, p in module.named_parameters() if p.requires_grad}
 
 
-@contextmanager
-def tensors_borrowed(
-    module: nn.Module, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone
-) -> Iterator[None]:
-    """Give a model copies of its tensors in the block, with the hooks on their gradients."""
-
-    @torch.no_grad()
-    def make(_: str, tensor: torch.Tensor) -> torch.Tensor:
-        if is_lazy(tensor):
-            return tensor
-        values = copy(tensor).detach()
-        if not isinstance(tensor, nn.Parameter):
-            return values
-        copied = nn.Parameter(values, tensor.requires_grad)
-        vars(copied).update(vars(tensor))
-        for hook in (tensor._backward_hooks or {}).values():
-            copied.register_hook(hook)
-        return copied
-
-    with _tensors_kept(module):
-        replace_tensors(module, make)
-        yield
-
-
 def run_pass(
     module: nn.Module, batch: MicroBatch, loss: Loss, name: str, leaves: Tensors
 ) -> Passed:
@@ -330,29 +306,6 @@ def _totals(parameters: Tensors) -> dict[str, str]:
             with suppress(RuntimeError, TypeError):  # frozen weights may be float8
                 found[name] = repr(float(parameter.sum()))
     return found
-
-
-@contextmanager
-def _tensors_kept(module: nn.Module) -> Iterator[None]:
-    """Put the tensors that a model has now back at the end of the block."""
-    kept = [(each, dict(each._parameters), dict(each._buffers)) for each in module.modules()]
-    try:
-        yield
-    finally:
-        for owner, parameters, buffers in kept:
-            _put_back(owner, owner._parameters, parameters)
-            _put_back(owner, owner._buffers, buffers)
-
-
-def _put_back(owner: nn.Module, register: dict[str, Any], before: dict[str, Any]) -> None:
-    now = dict(register)  # TorchScript's is no dict
-    for key in now.keys() - before.keys():
-        del register[key]
-    for key, tensor in before.items():
-        if tensor is None:
-            register[key] = None
-        elif now.get(key) is not tensor:
-            setattr(owner, key, tensor)
 
 
 def tensors_with_axes(tree: Any) -> list[torch.Tensor]:

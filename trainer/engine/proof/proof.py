@@ -5,14 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
-
-from torch.optim import Optimizer
 
 from trainer.data.batches import Batches
 from trainer.data.preparation import MicroBatch
-from trainer.engine.objective import Objective
 from trainer.engine.parts import Parts
 from trainer.engine.proof.holders import undone
 from trainer.engine.proof.judge import Judge, Verdict
@@ -31,14 +28,26 @@ from trainer.engine.proof.ranks import (
 )
 from trainer.engine.proof.rows import Cuts, ProofRows, RowReader
 from trainer.engine.proof.snapshots import digest_snapshot, find_unequal, take_snapshot
-from trainer.engine.proof.step_proof import STEPS, StepProof, Training, UpdatingBy
+from trainer.engine.proof.step_proof import STEPS, StepProof, Training
 from trainer.engine.recording import Loss, Recorder
 from trainer.errors import ConfigError
 from trainer.rng.philox import seed_step
 from trainer.strategy.modules.batchnorm import has_plain_batchnorm
 from trainer.strategy.modules.dry_run import eager
 
+MESH = "ranks of the mesh"
 LATE = (1, 9, 99, 999)  # steps, 0-based, before which forward and loss are proved again
+
+
+@dataclass(frozen=True)
+class Proving:
+    """Parts of a run in training that a proof uses; `say` tells a line."""
+
+    batches: Batches
+    say: Callable[[str], None]
+    cuts: Sequence[Cuts]
+    training: Training
+    steps: StepProof
 
 
 class Proof:
@@ -47,61 +56,38 @@ class Proof:
     A collective: every rank must make the same updates.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        recorder: Recorder,
-        batch: MicroBatch,
-        open_objective: Callable[[str], Objective],
-    ):
-        """`batch` is a micro-batch, on a few rows of which draws are rehearsed.
-
-        `open_objective` makes an objective whose means nobody reads, by the name of an update.
-        """
+    def __init__(self, parts: Parts, recorder: Recorder, batch: MicroBatch):
+        """`batch` is a micro-batch, on a few rows of which draws are rehearsed."""
         self.judge = Judge(parts, recorder, batch)
         self._parts = parts
         self._recorder = recorder
-        self._open_objective = open_objective
         self.is_running = False
         self._has_updated = False  # in this step
-        self._batches: Batches | None = None
-        self._steps: StepProof | None = None
-        self._traces = Traces()
-        self._cuts: list[Cuts] = []
+        self._open: Proving | None = None
         self._rows: ProofRows | None = None
-        self._say: Callable[[str], None] = print
         self._step = 0
         self._proved: set[tuple[str, int]] = set()
         self.found: list[str] = []  # lines about this layout
         self._told: set[str] = set()
+        self._traces = Traces()
 
-    def open(
-        self,
-        batches: Batches,
-        say: Callable[[str], None],
-        optimizers: Sequence[Optimizer],
-        updating_by: UpdatingBy,
-    ) -> None:
+    def open(self, batches: Batches, say: Callable[[str], None], training: Training) -> None:
         """Prove updates from now on, on the first rows of these batches; `say` tells a line."""
         if self._parts.config.run.prove:
-            self._batches = batches
-            self._say = say
-            self._cuts = self.judge.list_cuts(not batches.is_streamed)
-            self._read(0)
-            training = Training(optimizers, updating_by, self.rehearse)
-            steps = StepProof(self._parts, self._recorder, batches, training)
-            self._steps = steps if steps.is_needed else None
+            cuts = self.judge.list_cuts(not batches.is_streamed)
+            steps = StepProof(self._parts, self._recorder, batches, training, self.rehearse)
+            self._open = Proving(batches, say, cuts, training, steps)
+            self._rows = self._read(self._open, 0)
 
     def close(self) -> None:
         """Prove nothing from now on."""
-        self._rows = self._batches = self._steps = None
+        self._rows = self._open = None
 
-    def _read(self, first: int) -> None:
+    def _read(self, proving: Proving, first: int) -> ProofRows:
         """Read a few rows, the same on every rank: those from the `first` one of the run."""
-        assert self._batches is not None
         unit = self._parts.config.norm_rows or 1
-        reader = RowReader(self._batches, self._parts.strategy.world.devices, unit)
-        self._rows = reader.read(first, self._cuts)
+        reader = RowReader(proving.batches, self._parts.strategy.world.devices, unit)
+        return reader.read(first, proving.cuts)
 
     def begin_step(self, step: int) -> None:
         """Begin the 0-based `step`: seed what its hooks draw themselves, and let go of the rows.
@@ -112,13 +98,14 @@ class Proof:
             seed_step(self._parts.config.run.seed, step, self._parts.ranks.group.world.device)
         self._step = step
         self._has_updated = False
-        if self._batches is None or step == 0 or not self._proved:
+        proving = self._open
+        if proving is None or step == 0 or not self._proved:
             return
         self._rows = None
         if step in STEPS:
-            self._prove_step(step)
+            self._prove_step(proving, step)
         if step in LATE and not self._told:
-            self._read(max(self._cuts[0]) * step)
+            self._rows = self._read(proving, max(proving.cuts[0]) * step)
 
     def end_update(self) -> None:
         """Note that this step has changed the weights."""
@@ -134,36 +121,35 @@ class Proof:
         is_first = (name, -1) not in self._proved
         key = (name, -1 if is_first else self._step)
         is_due = is_first or (self._step in LATE and not self._told)
-        if self._batches is None or key in self._proved or not is_due:
+        proving = self._open
+        if proving is None or key in self._proved or not is_due:
             return
         if self._rows is None:
-            self._read(0)
-        assert self._rows is not None
+            self._rows = self._read(proving, 0)
         self._proved |= {key, (name, self._step)}
         begun = time.monotonic()
         found = self.judge.examine(name, loss, self._rows, self._running())
-        self._tell_traces()
+        for what in self._traces.take():
+            why = "in the trial passes of the start, too"
+            proving.say(f"note: {what} {why}: runs with another run.prove may differ")
         verdict = self._agreed(found, is_first)
         if not is_first and not verdict.line:
-            verdict = replace(verdict, line=self._prove_mesh(name, loss, self._rows.batch))
-        self._tell(verdict, name, time.monotonic() - begun, is_first)
+            objective = proving.training.open_objective(name).of(loss)
+            with self._running(), modes_kept(self._parts.strategy.module):
+                line = self._parts.strategy.prove(self._rows.batch, objective)
+            verdict = replace(verdict, line=line, among=MESH)
+        self._tell(proving, verdict, name, time.monotonic() - begun, is_first)
 
-    def _prove_mesh(self, name: str, loss: Loss, batch: MicroBatch) -> str:
-        """Compare a divided model with the whole one, as before the first step. A collective."""
-        strategy = self._parts.strategy
-        with self._running(), modes_kept(strategy.module):
-            return strategy.prove(batch, self._open_objective(name).of(loss))
-
-    def _prove_step(self, step: int) -> None:
+    def _prove_step(self, proving: Proving, step: int) -> None:
         """Try the task's own train_step on parts of the rows. A collective."""
-        if self._steps is None or self._told:
+        if not proving.steps.is_needed or self._told:
             return
         unit = self._parts.config.norm_rows or 1
-        cuts = [unit * number for number in max(self._cuts, key=max)]
-        verdict = self._steps.examine(step, cuts, self._running())
+        cuts = [unit * number for number in max(proving.cuts, key=max)]
+        verdict = proving.steps.examine(step, cuts, self._running())
         if verdict.unproved:
-            self._say(f"{'proof':<7} of train_step: {verdict.unproved}")
-        self._tell(verdict, "train_step", 0.0, False)
+            proving.say(f"{'proof':<7} of train_step: {verdict.unproved}")
+        self._tell(proving, verdict, "train_step", 0.0, False)
 
     def rehearse(self, name: str, loss: Loss) -> None:
         """Find the random draws of an update by a rehearsal, which leaves the model unchanged."""
@@ -190,36 +176,32 @@ class Proof:
         finally:
             self.is_running = False
 
-    def _tell_traces(self) -> None:
-        """Say what the passes of a proof have changed for good."""
-        for what in self._traces.take():
-            why = "in the trial passes of the start, too"
-            self._say(f"note: {what} {why}: runs with another run.prove may differ")
-
-    def _tell(self, verdict: Verdict, name: str, seconds: float, is_first: bool) -> None:
+    def _tell(
+        self, proving: Proving, verdict: Verdict, name: str, seconds: float, is_first: bool
+    ) -> None:
         line = verdict.line
         if not line:
             what = f"{'proof':<7} " + f"of {name}: " * (name != "loss")
             if is_first:
                 said = verdict.unproved or self._agreement()
                 tried = f"{verdict.rows} rows tried, " * (not verdict.unproved)
-                self._say(f"{what}{said} ({tried}{seconds:.2f} s)")
+                proving.say(f"{what}{said} ({tried}{seconds:.2f} s)")
             return
         if line in self._told:
             return
         self._told.add(line)
-        assert self._batches is not None
         parts = {"ranks": self._parts.strategy.mesh.data_size}
-        parts["micro-batches"] = self._batches.plan.accumulation
-        if verdict.among:
-            parts = {verdict.among: parts[verdict.among]}
+        parts["micro-batches"] = proving.batches.plan.accumulation
+        parts[MESH] = self._parts.strategy.mesh.size
+        among = [verdict.among] if verdict.among else ["ranks", "micro-batches"]
+        parts = {each: parts[each] for each in among}
         if max(parts.values()) == 1:
             where = verdict.among or "ranks or micro-batches"
-            self._say(f"with more {where} this run would differ: {line}")
+            proving.say(f"with more {where} this run would differ: {line}")
             return
         self.found.append(line)
         if self._parts.config.run.prove == "warn":
-            self._say(f"warning: this run differs from one with a single micro-batch: {line}")
+            proving.say(f"warning: this run differs from one with a single micro-batch: {line}")
             return
         if not self._has_updated:
             self._recorder.end_step()  # so the state is complete, and is saved

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.data.batches import Batches
+from trainer.engine.objective import Objective
 from trainer.engine.outcome import Outcome
 from trainer.engine.parts import Parts
 from trainer.engine.proof.judge import Verdict
@@ -38,21 +39,33 @@ UpdatingBy = Callable[[Callable[..., Outcome]], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Training:
-    """What a trial of a step takes from an engine in training."""
+    """Parts of an engine that proofs use.
+
+    `updating_by` lets a function take the place of its update; `open_objective` returns an
+    objective whose means nobody reads, by the name of an update.
+    """
 
     optimizers: Sequence[Optimizer]
     updating_by: UpdatingBy
-    rehearse: Callable[[str, Loss], None]
+    open_objective: Callable[[str], Objective]
 
 
 class StepProof:
     """Tries a task's train_step on all rows, and on parts of them as ranks or micro-batches."""
 
-    def __init__(self, parts: Parts, recorder: Recorder, batches: Batches, training: Training):
+    def __init__(
+        self,
+        parts: Parts,
+        recorder: Recorder,
+        batches: Batches,
+        training: Training,
+        rehearse: Callable[[str, Loss], None],
+    ):
         self._parts = parts
         self._recorder = recorder
         self._batches = batches
         self._training = training
+        self._rehearse = rehearse
         structure = parts.strategy.tensors.structure
         is_provable = parts.draws.is_by_example and not has_batch_statistics(structure)
         self.is_needed = is_provable and has_own_step(parts.hooks, structure)
@@ -63,7 +76,7 @@ class StepProof:
         trial: StepTrial | None = None
         strategy = self._parts.strategy
         try:
-            with running, strategy.tensors.replaceable() as module, strategy.standing_in(module):
+            with running, strategy.tensors.whole() as module, strategy.standing_in(module):
                 trial, found = self._try(module, step, cuts)
         except Exception as error:
             found = Verdict(unproved=f"left out: {one_line(error)}")
@@ -71,7 +84,7 @@ class StepProof:
 
     def _try(self, module: nn.Module, step: int, cuts: Sequence[int]) -> tuple[StepTrial, Verdict]:
         training, parts = self._training, self._parts
-        own = (training.optimizers, training.rehearse)
+        own = (training.optimizers, self._rehearse)
         trials = StepTrials(parts, self._recorder, module, *own)
         whole_rows, halves_of_rows, cut_rows = self._list_rows(step, cuts)
         read = self._batches.of_examples

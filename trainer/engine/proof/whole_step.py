@@ -30,7 +30,7 @@ from trainer.data.batches import LocalBatch
 from trainer.engine.outcome import Outcome
 from trainer.engine.parts import OWN, Parts
 from trainer.engine.proof.finding import are_sums_equal, compare
-from trainer.engine.proof.holders import undone
+from trainer.engine.proof.holders import tensors_borrowed, undone
 from trainer.engine.proof.passes import (
     Passed,
     Tensors,
@@ -39,7 +39,6 @@ from trainer.engine.proof.passes import (
     modes_kept,
     restore_buffers,
     run_pass,
-    tensors_borrowed,
 )
 from trainer.engine.proof.ranks import digest_pass
 from trainer.engine.proof.snapshots import Snapshot, find_different, take_snapshot

@@ -182,12 +182,7 @@ class DividedTensors(Tensors):
             yield self.module
         else:
             with self._division.sharding.whole():
-                yield self.module
-
-    @contextmanager
-    def replaceable(self) -> Iterator[nn.Module]:
-        with self.whole() as module:
-            yield module if self._mesh.divides_model else copy_modules(module)
+                yield copy_modules(self.module)
 
     def reunited(self) -> nn.Module:
         """Return the whole model with the values of all ranks. A collective."""
