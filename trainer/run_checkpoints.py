@@ -110,14 +110,15 @@ class Checkpointer:
     def _name_lost_state(self) -> None:
         """Show, once for each, the state that this checkpoint does not hold. A collective."""
         own = [self._python_state.changed(), self._engine.buffers.reshaped()]
-        every = self._ranks.group.collect(own)
-        for kind, why in enumerate((CHANGED, RESHAPED)):
-            names = dict.fromkeys(name for each in every for name in each[kind])
-            new = [name for name in names if name not in self._named]
-            self._named.update(new)
-            if new:
-                more = f" and {len(new) - MOST_NAMED} more" * (len(new) > MOST_NAMED)
-                named = ", ".join(new[:MOST_NAMED]) + more
+        every = self._ranks.group.gather(own)
+        kinds = [dict.fromkeys(n for each in every for n in each[kind]) for kind in range(2)]
+        new = [name for names in kinds for name in names if name not in self._named]
+        self._named.update(new)
+        lost = self._engine.proof.find_lost(new) if new else []
+        for names, why in zip(kinds, (CHANGED, RESHAPED), strict=True):
+            if told := [name for name in names if name in lost]:
+                more = f" and {len(told) - MOST_NAMED} more" * (len(told) > MOST_NAMED)
+                named = ", ".join(told[:MOST_NAMED]) + more
                 self._record.say(f"warning: a checkpoint does not hold {named}: {why}")
 
     def save_after_error(self, state: TrainState, flush: Callable[[], None]) -> bool:

@@ -28,9 +28,9 @@ Restore = Callable[[], Any]
 DEPTH = 4  # of attributes of attributes
 MOST_BYTES = 2**24  # of a tensor whose changes in place are undone
 MOST_ITEMS = 1000  # of a container that are compared
-_OF_A_TASK = {"config", "world", "options", "_run"}
+OF_A_TASK = {"config", "world", "options", "_run"}
 _LIBRARIES = ("torch", "numpy", "trainer.", "builtins", "collections", "threading", "_")
-_OF_A_MODULE = set(vars(nn.Module()))
+OF_A_MODULE = set(vars(nn.Module()))
 
 
 class Holders:
@@ -54,7 +54,7 @@ def of_model(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the public attributes of all modules, except parameters, buffers and submodules."""
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            if key not in _OF_A_MODULE and not key.startswith("_"):
+            if key not in OF_A_MODULE and not key.startswith("_"):
                 yield f"{name}.{key}" if name else key, value
 
 
@@ -62,7 +62,7 @@ def of_task(task: Any) -> Iterator[tuple[str, Any]]:
     """Yield attributes of the task, of its class, and variables of the module that defines it."""
     kind = type(task)
     for key, value in vars(task).items():
-        if key not in _OF_A_TASK:
+        if key not in OF_A_TASK:
             yield f"self.{key}", value
     for base in kind.__mro__:
         if base.__module__.startswith(("trainer.", "builtins")):
@@ -160,7 +160,7 @@ def _put_back(owner: nn.Module, register: dict[str, Any], before: dict[str, Any]
 
 def _keep_attributes(owner: Any, depth: int, seen: set[int]) -> Restore:
     """Return a function that gives the attributes of an object their values back."""
-    left_out = _OF_A_MODULE if isinstance(owner, nn.Module) else _OF_A_TASK
+    left_out = OF_A_MODULE if isinstance(owner, nn.Module) else OF_A_TASK
     now = vars(owner)
     before = {key: copy_iterator(v) for key, v in now.items() if key not in left_out}
     inner = [_keep(value, depth - 1, seen) for value in before.values()]

@@ -151,6 +151,14 @@ class Proof:
             proving.say(f"{'proof':<7} of train_step: {verdict.unproved}")
         self._tell(proving, verdict, "train_step", 0.0, False)
 
+    def find_lost(self, names: Sequence[str]) -> list[str]:
+        """Return those of some attributes that a resume would miss. A collective."""
+        if self._open is None:
+            return list(names)
+        unit = self._parts.config.norm_rows or 1
+        cuts = [unit * number for number in max(self._open.cuts, key=max)]
+        return self._open.steps.find_lost(names, self._step, cuts, self._running())
+
     def rehearse(self, name: str, loss: Loss) -> None:
         """Find the random draws of an update by a rehearsal, which leaves the model unchanged."""
         parts = self._parts

@@ -1,7 +1,8 @@
-"""Values that a task and a model keep, as they are after a step, to find which of two differ."""
+"""Values that a task and a model keep: after a step, to find which of two differ, and at first."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,16 +12,24 @@ import numpy
 import torch
 from torch import nn
 
-from trainer.engine.proof.holders import MOST_BYTES, MOST_ITEMS, of_model, of_task
+from trainer.engine.proof.holders import (
+    MOST_BYTES,
+    MOST_ITEMS,
+    OF_A_MODULE,
+    OF_A_TASK,
+    of_model,
+    of_task,
+)
 from trainer.strategy.mesh_model.mesh_proof import apart
 
 DEPTH = 3  # of containers, and of attributes of attributes
+ABSENT = object()
 Snapshot = dict[str, Any]  # by the name of what holds the value
 
 
 def take_snapshot(model: nn.Module, task: Any) -> Snapshot:
     """Return copies of the attributes of a task and a model, and of the model's buffers."""
-    return {name: _copied(value, DEPTH) for name, value in _named(model, task)}
+    return {name: copy_plain(value, DEPTH) for name, value in _named(model, task)}
 
 
 def _named(model: nn.Module, task: Any) -> Iterator[tuple[str, Any]]:
@@ -44,7 +53,7 @@ def find_unequal(ranks: Sequence[Mapping[str, float]], rank: int) -> list[str]:
     return [name for name, value in ranks[0].items() if ranks[rank].get(name) != value]
 
 
-def _copied(value: Any, depth: int) -> Any:
+def copy_plain(value: Any, depth: int) -> Any:
     """Return a plain copy of a value; None for what cannot be compared."""
     if isinstance(value, torch.Tensor):
         is_readable = not value.is_meta and value.layout is torch.strided
@@ -57,14 +66,14 @@ def _copied(value: Any, depth: int) -> Any:
     if not depth:
         return None
     if isinstance(value, nn.Module):
-        return {n: _copied(t, 1) for n, t in value.state_dict(keep_vars=True).items()}
+        return {n: copy_plain(t, 1) for n, t in value.state_dict(keep_vars=True).items()}
     if isinstance(value, (list, tuple, deque)) and len(value) <= MOST_ITEMS:
-        return [_copied(item, depth - 1) for item in value]
+        return [copy_plain(item, depth - 1) for item in value]
     if isinstance(value, Mapping) and len(value) <= MOST_ITEMS:
-        return {str(key): _copied(item, depth - 1) for key, item in value.items()}
+        return {str(key): copy_plain(item, depth - 1) for key, item in value.items()}
     is_own = hasattr(value, "__dict__") and not isinstance(value, type)
     if is_own and not type(value).__module__.startswith(("torch", "numpy", "trainer.")):
-        return {key: _copied(item, depth - 1) for key, item in vars(value).items()}
+        return {key: copy_plain(item, depth - 1) for key, item in vars(value).items()}
     return None
 
 
@@ -94,3 +103,58 @@ def _number(value: Any) -> float:
     if isinstance(value, (int, float)):
         return float(value) if math.isfinite(value) else -1.0
     return float(len(value)) if isinstance(value, str) else 0.0
+
+
+class FirstValues:
+    """Attributes of a task and of the modules of a model, and buffers, as a run begins with them.
+
+    Their names are those of `PythonState`, and of buffers.
+    """
+
+    def __init__(self, task: Any, model: nn.Module):
+        self._task = task
+        self._values = {
+            name: copy.deepcopy(values[key])
+            for name, values, key in self._places(model)
+            if _is_plain(values[key], DEPTH)
+        }
+        self._known = {name for name, _, _ in self._places(model)}
+
+    def knows(self, name: str) -> bool:
+        """Return True if `reset` can give this its first value, or remove it."""
+        return name in self._values or name not in self._known
+
+    def reset(self, model: nn.Module, names: set[str]) -> None:
+        """Give what has these names its first value."""
+        for name, values, key in list(self._places(model)):
+            if name not in names:
+                continue
+            first = self._values.get(name, ABSENT)
+            if first is ABSENT:
+                del values[key]
+            else:
+                values[key] = copy.deepcopy(first)
+
+    def _places(self, model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Yield each name, the dict that holds its value, and the key there."""
+        for key in vars(self._task).keys() - OF_A_TASK:
+            yield f"{type(self._task).__name__}.{key}", vars(self._task), key
+        for place, module in model.named_modules():
+            for key in vars(module).keys() - OF_A_MODULE:
+                yield f"model.{place}".rstrip(".") + f".{key}", vars(module), key
+            for key in module._buffers:
+                yield f"{place}.{key}".lstrip("."), module._buffers, key
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    """Return True for numbers, strings and small tensors, and for containers of them."""
+    if isinstance(value, torch.Tensor):
+        return value.is_leaf and not value.is_meta and value.nbytes <= MOST_BYTES
+    if isinstance(value, numpy.ndarray):
+        return value.dtype.kind in "biuf" and value.nbytes <= MOST_BYTES
+    if isinstance(value, (list, tuple, set, deque, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        return (
+            depth > 0 and len(value) <= MOST_ITEMS and all(_is_plain(v, depth - 1) for v in items)
+        )
+    return isinstance(value, (bool, int, float, str, bytes, type(None)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -19,13 +20,15 @@ from trainer.engine.proof.judge import Verdict
 from trainer.engine.proof.limits import NARROW, OF_RANKS, NarrowTypes, limit_of_type
 from trainer.engine.proof.passes import has_batch_statistics
 from trainer.engine.proof.ranks import RESULTS, explain_kept, find_rank, is_alike, padded
-from trainer.engine.proof.snapshots import digest_snapshot, find_unequal
+from trainer.engine.proof.snapshots import FirstValues, digest_snapshot, find_unequal
 from trainer.engine.proof.whole_step import (
     StepTrial,
     StepTrials,
     digest_trial,
     explain_trials,
     has_own_step,
+    have_other_results,
+    needs_all_ranks,
 )
 from trainer.engine.recording import Loss, Recorder
 from trainer.errors import one_line
@@ -67,8 +70,13 @@ class StepProof:
         self._training = training
         self._rehearse = rehearse
         structure = parts.strategy.tensors.structure
-        is_provable = parts.draws.is_by_example and not has_batch_statistics(structure)
-        self.is_needed = is_provable and has_own_step(parts.hooks, structure)
+        self._first = FirstValues(parts.hooks, structure)
+        self._is_possible = (
+            parts.draws.is_by_example
+            and not has_batch_statistics(structure)
+            and not needs_all_ranks(parts.hooks, structure)
+        )
+        self.is_needed = self._is_possible and has_own_step(parts.hooks)
 
     def examine(self, step: int, cuts: Sequence[int], running: AbstractContextManager) -> Verdict:
         """Try the 0-based `step`; `cuts` bound micro-batches. A collective."""
@@ -81,6 +89,37 @@ class StepProof:
         except Exception as error:
             found = Verdict(unproved=f"left out: {one_line(error)}")
         return self._agreed(found, trial)
+
+    def find_lost(
+        self, names: Sequence[str], step: int, cuts: Sequence[int], running: AbstractContextManager
+    ) -> list[str]:
+        """Return those of these attributes whose first values change steps from now on.
+
+        A resume would start with them. All are returned if that cannot be tried.
+        """
+        if not self._is_possible or not all(map(self._first.knows, names)):
+            return list(names)
+        strategy, training = self._parts.strategy, self._training
+        rows, _, _ = self._list_rows(step, cuts)
+        batch = self._batches.of_examples(*rows)
+        try:
+            with running, strategy.tensors.whole() as module, strategy.standing_in(module):
+                own = (training.optimizers, self._rehearse)
+                trials = StepTrials(self._parts, self._recorder, module, *own)
+                with training.updating_by(trials.update):
+                    now = trials.run(batch, batch, step)
+                    limit = limit_of_type(now.updates[0][0][1].dtype)
+
+                    def differs(some: set[str]) -> bool:
+                        reset = partial(self._first.reset, module, some)
+                        resumed = trials.run(batch, batch, step, change=reset)
+                        return have_other_results(now, resumed, limit)
+
+                    if not differs(set(names)):
+                        return []
+                    return [name for name in names if differs({name})] or list(names)
+        except Exception:
+            return list(names)
 
     def _try(self, module: nn.Module, step: int, cuts: Sequence[int]) -> tuple[StepTrial, Verdict]:
         training, parts = self._training, self._parts

@@ -98,15 +98,23 @@ class StepTrials:
         self.types: AbstractContextManager[Any] = nullcontext()  # around the passes of updates
 
     def run(
-        self, first: LocalBatch, later: LocalBatch, step: int, given: StepTrial | None = None
+        self,
+        first: LocalBatch,
+        later: LocalBatch,
+        step: int,
+        given: StepTrial | None = None,
+        change: Callable[[], None] | None = None,
     ) -> StepTrial:
         """Return a trial of a first and two later steps, all as the 0-based `step`.
 
-        With `given`, the updates of the first step end with the states of that trial.
+        With `given`, the updates of the first step end with the states of that trial. `change` is
+        called before the steps, and undone after them.
         """
         self._trial = StepTrial()
         config, device = self._parts.config, self._parts.strategy.world.device
         with self._isolated():
+            if change is not None:
+                change()
             for number, batch in enumerate((first, later, later)):
                 self._number = number
                 self._trial.updates.append([])
@@ -219,16 +227,30 @@ def explain_trials(whole: StepTrial, parts: Sequence[StepTrial], limit: float) -
     return ""
 
 
+def have_other_results(one: StepTrial, other: StepTrial, limit: float) -> bool:
+    """Return True if the updates of two trials have other losses or gradients."""
+    for updates, others in zip(one.updates, other.updates, strict=True):
+        if [name for name, _ in updates] != [name for name, _ in others]:
+            return True
+        pairs = zip(updates, others, strict=True)
+        if any(compare(passed, again, limit) is not None for (_, passed), (_, again) in pairs):
+            return True
+    return False
+
+
 def digest_trial(trial: StepTrial) -> list[float]:
     """Return numbers that change with the results of the later steps."""
     found = [digest_pass(passed) for _, passed in chain(*trial.updates[1:])]
     return [sum(each) for each in zip(*found, strict=True)]
 
 
-def has_own_step(hooks: Any, model: nn.Module) -> bool:
-    """Return True if a task has a train_step of its own that needs no rows of other ranks."""
-    if getattr(hooks.train_step, "__module__", "") in OWN:
-        return False
+def has_own_step(hooks: Any) -> bool:
+    """Return True if a task has a train_step of its own."""
+    return getattr(hooks.train_step, "__module__", "") not in OWN
+
+
+def needs_all_ranks(hooks: Any, model: nn.Module) -> bool:
+    """Return True if code of a task or a model calls for the rows of all ranks."""
     kinds = {type(hooks), *map(type, model.modules())}
     functions = [each for kind in kinds for each in _functions_of(kind)]
     seen: set[Any] = set()
@@ -239,10 +261,10 @@ def has_own_step(hooks: Any, model: nn.Module) -> bool:
         seen.add(function)
         names = set(_names_in(function.__code__))
         if names & COLLECTIVES:
-            return False
+            return True
         called = (function.__globals__.get(name) for name in names)
         functions += [each for each in called if isinstance(each, FunctionType) and _is_own(each)]
-    return True
+    return False
 
 
 def _functions_of(kind: type) -> Iterator[FunctionType]:
