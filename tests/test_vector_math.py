@@ -26,7 +26,7 @@ class Noting(TorchDispatchMode):
         self.calls.append([function.overloadpacket.__name__, str(dtype)])
         return function(*arguments, **(options or {}))
 with Noting():
-    import trainer.task
+    from trainer import Trainer
 print(json.dumps(Noting.calls))
 """
 

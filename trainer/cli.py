@@ -324,7 +324,7 @@ def load_task(config: Config) -> Any:
     name = config.task.trainer
     if "." not in name:
         raise ConfigError(f"task.trainer={name}: must be <module>.<class>")
-    from trainer.trainer import Trainer  # first, as trainer/task.py prepares what a task computes
+    from trainer.trainer import Trainer  # first: it calls vector_math.resolve
 
     task = resolve(name, "task.trainer", config.packages)
     if not (isinstance(task, type) and issubclass(task, Trainer)) or task is Trainer:

@@ -32,13 +32,11 @@ from trainer.engine.means import Values
 from trainer.engine.optimizers import split_for_muon
 from trainer.engine.outcome import Outcome
 from trainer.errors import ConfigError
-from trainer.process import vector_math
 from trainer.rng.philox import Random
 from trainer.strategy.base import find_devices
 from trainer.strategy.mesh_model.optimizer_trial import fused_option
 
 Split = str  # "train", "eval", or a name in eval.splits
-vector_math.resolve()  # before any code of a task computes
 
 
 class _Unset:
