@@ -20,6 +20,7 @@ from harness import stored
 
 from trainer.checkpoints import packing
 from trainer.checkpoints import transaction as checkpoint
+from trainer.checkpoints.files import replace_file
 from trainer.checkpoints.tensor_files import KINDS
 from trainer.errors import CheckpointError, RunError
 from trainer.strategy.shards import Shard
@@ -265,6 +266,15 @@ def test_everything_is_on_the_disk_before_the_rename_and_the_rename_before_anyth
         ("fsync", tmp_path.name),
         ("rename", "step-00000001"),
     ]
+
+
+def test_a_file_is_replaced_as_a_whole_and_the_old_one_keeps_its_content(tmp_path):
+    path, old = tmp_path / "exit.json", tmp_path / "old"
+    path.write_text("the whole old content")
+    os.link(path, old)  # as for a reader that has it open
+    replace_file(path, "new")
+    assert (path.read_text(), old.read_text()) == ("new", "the whole old content")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["exit.json", "old"]
 
 
 def test_existing_step_is_not_overwritten(tmp_path):
