@@ -24,15 +24,15 @@ def rows_of(inputs: Any, targets: Any, most: int) -> list[Row]:
         if isinstance(leaf, torch.Tensor) and leaf.dim()
     ]
     columns = {
-        name: _plain(leaf.detach()).reshape(len(leaf), -1)[:, :most].tolist()
+        name: _real(leaf.detach()).reshape(len(leaf), -1)[:, :most].cpu().double().tolist()
         for name, leaf in named
         if len(leaf) == len(named[0][1])
     }
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).cpu().double()
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def describe_difference(one: Row, other: Row, place: str) -> str:
