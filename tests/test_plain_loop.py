@@ -18,6 +18,7 @@ WORDS = [
     *("task.options.weights=true", "task.options.dropout=0", "data.micro_batch=4"),
     *(f"data.global_batch={GLOBAL_BATCH}", f"run.steps={STEPS}", f"optim.lr={LR}"),
     *(f"schedule.warmup_steps={WARMUP}", f"run.ema_decay={DECAY}", f"run.clip_norm={LIMIT}"),
+    *("run.lr_scaling=sqrt", "run.lr_batch=11"),
     *("log.every_steps=1", "eval.every_steps=6", "checkpoint.every_steps=6"),
 ]
 
@@ -60,7 +61,7 @@ def test_a_run_is_a_plain_loop_with_weights_clipping_schedule_and_moving_average
     for step, parts in enumerate(zip(mine, theirs, strict=True)):
         assert [len(rows) for part in parts for rows, _ in part] == [4, 4, 3, 4, 4, 3]
         rows, labels = (torch.cat(each) for each in zip(*parts[0], *parts[1], strict=True))
-        optimizer.param_groups[0]["lr"] = rates[step + 1] = LR * factor(step)
+        optimizer.param_groups[0]["lr"] = rates[step + 1] = LR * factor(step) * math.sqrt(2)
         optimizer.zero_grad()
         loss = weighted_mean(model, rows, labels)
         loss.backward()
