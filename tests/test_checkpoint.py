@@ -327,6 +327,28 @@ def test_bit_flipped_anywhere_in_the_manifest_is_noticed(tmp_path):
     )
 
 
+def test_a_fact_changed_in_the_manifest_is_noticed(tmp_path):
+    manifest = save(tmp_path, 1, metric=0.25) / "manifest.json"
+    text = manifest.read_text()
+    assert text.count("0.25") == 1
+    manifest.write_text(text.replace("0.25", "0.75"))
+    why = "its SHA-256 differs from the one stored in it, so it has changed"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(manifest))}: {why}$"):
+        checkpoint.load(manifest.parent)
+
+
+def test_a_writer_that_was_taken_over_while_it_wrote_publishes_nothing(tmp_path):
+    save(tmp_path, 1)
+
+    def check_owner():
+        if list(tmp_path.glob(".staging-*/manifest.json")):
+            raise CheckpointError("another process has taken over this run")
+
+    with pytest.raises(CheckpointError, match="another process has taken over"):
+        save(tmp_path, 2, check_owner=check_owner)
+    assert newest(tmp_path) == 1 and not list(tmp_path.glob(".staging-*"))
+
+
 def test_truncated_file_is_refused(tmp_path):
     for step, name in enumerate(FILES, 1):
         file = save(tmp_path, step) / name
