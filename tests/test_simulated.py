@@ -68,6 +68,7 @@ STEADY = [
     *[(ranks, ["log.every_steps=1", "log.train_metrics=true"]) for ranks in (1, 2)],
     (1, ["strategy.precision=amp_fp16", "optim=adamw"]),
     (1, ["data.path=streamed", "data.workers=2"]),
+    (1, ["data.path=streamed", "data.workers=0"]),
 ]
 
 
@@ -80,7 +81,7 @@ def count(ranks, folder, *words):
     return on_simulated(ranks, count_steps, words, [CONF])[0]
 
 
-@pytest.mark.parametrize(("ranks", "words"), slow_but(STEADY, STEADY[0], STEADY[5]))
+@pytest.mark.parametrize(("ranks", "words"), slow_but(STEADY, STEADY[0], STEADY[5], STEADY[-1]))
 def test_the_host_waits_once_in_a_steady_step(ranks, words, tmp_path):
     for _, _, _, waits in count(ranks, tmp_path, *words):
         assert [what for what, _ in waits] == [WAIT], waits
