@@ -20,6 +20,7 @@ from harness import stored
 
 from trainer.checkpoints import packing
 from trainer.checkpoints import transaction as checkpoint
+from trainer.checkpoints.files import replace_file
 from trainer.checkpoints.tensor_files import KINDS
 from trainer.errors import CheckpointError, RunError
 from trainer.strategy.shards import Shard
@@ -267,6 +268,15 @@ def test_everything_is_on_the_disk_before_the_rename_and_the_rename_before_anyth
     ]
 
 
+def test_a_file_is_replaced_as_a_whole_and_the_old_one_keeps_its_content(tmp_path):
+    path, old = tmp_path / "exit.json", tmp_path / "old"
+    path.write_text("the whole old content")
+    os.link(path, old)  # as for a reader that has it open
+    replace_file(path, "new")
+    assert (path.read_text(), old.read_text()) == ("new", "the whole old content")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["exit.json", "old"]
+
+
 def test_existing_step_is_not_overwritten(tmp_path):
     path = save(tmp_path, 1)
     before = {file.name: file.read_bytes() for file in path.iterdir()}
@@ -315,6 +325,28 @@ def test_bit_flipped_anywhere_in_the_manifest_is_noticed(tmp_path):
     assert not unnoticed, (
         f"{len(unnoticed)} of {8 * len(text)} bits, such as in {unnoticed[len(unnoticed) // 2]!r}"
     )
+
+
+def test_a_fact_changed_in_the_manifest_is_noticed(tmp_path):
+    manifest = save(tmp_path, 1, metric=0.25) / "manifest.json"
+    text = manifest.read_text()
+    assert text.count("0.25") == 1
+    manifest.write_text(text.replace("0.25", "0.75"))
+    why = "its SHA-256 differs from the one stored in it, so it has changed"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(manifest))}: {why}$"):
+        checkpoint.load(manifest.parent)
+
+
+def test_a_writer_that_was_taken_over_while_it_wrote_publishes_nothing(tmp_path):
+    save(tmp_path, 1)
+
+    def check_owner():
+        if list(tmp_path.glob(".staging-*/manifest.json")):
+            raise CheckpointError("another process has taken over this run")
+
+    with pytest.raises(CheckpointError, match="another process has taken over"):
+        save(tmp_path, 2, check_owner=check_owner)
+    assert newest(tmp_path) == 1 and not list(tmp_path.glob(".staging-*"))
 
 
 def test_truncated_file_is_refused(tmp_path):

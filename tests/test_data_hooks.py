@@ -171,15 +171,16 @@ def test_rows_are_read_at_once_where_a_dataset_can(tmp_path):
 
 
 @pytest.mark.slow
-def test_random_rows_are_read_one_by_one_and_are_the_same_in_every_layout(single, tmp_path):
+def test_random_rows_are_read_one_by_one(tmp_path):
     ((_, counts),) = on_ranks(1, counted, tmp_path, OfRandomTable)
     assert counts["at once"] <= 2 < counts["one"]
-    one = single(OfRandomTable)
-    for layout in ("2", "3, workers"):
-        ranks, words = LAYOUTS[layout]
-        check_parity(
-            one, fit_on(ranks, tmp_path / layout, *WORDS, *words, task=OfRandomTable), falls=False
-        )
+
+
+@pytest.mark.parametrize("layout", slow_but(["2", "3, workers"], "2"))
+def test_random_rows_are_the_same_in_every_layout(layout, single, tmp_path):
+    ranks, words = LAYOUTS[layout]
+    other = fit_on(ranks, tmp_path, *WORDS, *words, task=OfRandomTable)
+    check_parity(single(OfRandomTable), other, falls=False)
 
 
 class Torn(Padded):
@@ -237,13 +238,14 @@ def test_a_preparation_that_fails_ends_all_ranks(tmp_path):
 
 class Slow(Prepared):
     def prepare(self):
-        time.sleep(4)
+        time.sleep(8)
         super().prepare()
 
 
 @pytest.mark.slow
 def test_a_preparation_may_take_longer_than_a_collective(tmp_path):
-    words = [*WORDS, "strategy=ddp", "dist.timeout_s=2", "run.steps=2"]
+    # on busy cores a rank may be two seconds late in any collective
+    words = [*WORDS, "strategy=ddp", "dist.timeout_s=6", "run.steps=2"]
     assert fit_on(2, tmp_path, *words, task=Slow)["step"] == 2
 
 

@@ -17,7 +17,7 @@ from harness import CONF, check_equal_bits, fit, fit_on, newest, on_ranks, slow_
 from harness.internals import checkpoint, packing
 from harness.stored import check_same_bits, content_of, save
 
-from trainer.checkpoints import tensor_files
+from trainer.checkpoints import tensor_files, transaction
 from trainer.checkpoints.saver import DiskSaver, Snapshot
 from trainer.errors import CheckpointError, ConfigError, RunError
 from trainer.record.lease import Lease
@@ -226,6 +226,30 @@ def test_background_checkpoint_is_of_its_step_though_training_continues(tmp_path
         theirs = checkpoint.load(behind["directory"] / "checkpoints" / path.name)
         assert list(ours.files) == list(theirs.files)
         check_same_bits(content_of(ours), content_of(theirs), f"step {step}")
+
+
+def test_the_record_is_on_the_disk_before_a_checkpoint_exists(tmp_path, monkeypatch):
+    """After a power cut a resume from it finds every line up to its step."""
+    synced, sizes = {}, []
+    sync, publish = os.fsync, transaction.publish
+
+    def noted_sync(descriptor):
+        sync(descriptor)
+        synced[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
+
+    def noted_publish(staging, root, *arguments):
+        record = (root.parent / "metrics.jsonl").stat()
+        sizes.append((record.st_size, synced.get(record.st_ino)))
+        publish(staging, root, *arguments)
+
+    def train(folder):
+        monkeypatch.setattr(os, "fsync", noted_sync)
+        monkeypatch.setattr(transaction, "publish", noted_publish)
+        fit(folder, *RECIPE, *EVERY_3, "log.every_steps=1", "checkpoint.background=false")
+        return sizes
+
+    (found,) = on_ranks(1, train, tmp_path)
+    assert len(found) == 10 and all(size == on_disk for size, on_disk in found), found
 
 
 def test_optimizer_steps_do_not_reach_a_private_copy():

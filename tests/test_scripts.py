@@ -41,6 +41,7 @@ CASES = {
     "figure_one_run.py": Smoke("--steps 4 --out ."),
     "figure_pages.py": Smoke("--help", program="chromium"),  # writes to docs/images
     "figure_same_run.py": Smoke("--steps 4 --out same-run.svg"),
+    "first_calls.py": Smoke("20 resolved"),
     "make_api.py": Smoke("--check"),
     "make_schema.py": Smoke("--check"),
     "make_settings.py": Smoke("--check"),

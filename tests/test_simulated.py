@@ -23,7 +23,8 @@ from trainer.distributed.devices import find_known
 from trainer.distributed.group import process_group
 from trainer.distributed.watch.phases import PATIENCE, Phase, State
 from trainer.distributed.world import RankGroup, World
-from trainer.engine.outcome import HostCopy
+from trainer.engine.outcome import HostCopy, LateRows
+from trainer.engine.precision import AUTOCAST, Precision
 from trainer.record.startup import slow_reasons
 from trainer.strategy.base import find_devices
 from trainer.strategy.dp import DataParallel
@@ -67,6 +68,7 @@ STEADY = [
     *[(ranks, ["log.every_steps=1", "log.train_metrics=true"]) for ranks in (1, 2)],
     (1, ["strategy.precision=amp_fp16", "optim=adamw"]),
     (1, ["data.path=streamed", "data.workers=2"]),
+    (1, ["data.path=streamed", "data.workers=0"]),
 ]
 
 
@@ -79,7 +81,7 @@ def count(ranks, folder, *words):
     return on_simulated(ranks, count_steps, words, [CONF])[0]
 
 
-@pytest.mark.parametrize(("ranks", "words"), slow_but(STEADY, STEADY[0], STEADY[5]))
+@pytest.mark.parametrize(("ranks", "words"), slow_but(STEADY, STEADY[0], STEADY[5], STEADY[-1]))
 def test_the_host_waits_once_in_a_steady_step(ranks, words, tmp_path):
     for _, _, _, waits in count(ranks, tmp_path, *words):
         assert [what for what, _ in waits] == [WAIT], waits
@@ -92,6 +94,15 @@ def test_the_host_waits_once_in_a_steady_step(ranks, words, tmp_path):
 )
 def test_a_step_has_few_launches(words, most, tmp_path):
     assert max(launches for launches, *_ in count(1, tmp_path, *words)) <= most
+
+
+def test_gradients_are_reduced_once_a_step_with_any_number_of_micro_batches(tmp_path):
+    counts = []
+    for size in (6, 2):
+        words = [f"data.micro_batch={size}", "data.global_batch=12", "strategy=ddp"]
+        steps = count(2, tmp_path / str(size), *words)
+        counts.append([launched.get("nccl:all_reduce", 0) for _, launched, *_ in steps])
+    assert counts[0] == counts[1] and max(counts[0]) >= 1
 
 
 AMP = ["strategy.precision=amp_bf16", "run.norm_rows=null"]
@@ -127,8 +138,7 @@ def test_evaluation_and_checkpoints_wait_a_few_times(path, numbers, tmp_path):
     assert [what for what, _ in waits] == [WAIT, *reads, "Stream.synchronize"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", slow_but([0, 2], 0))
 def test_streamed_rows_are_copied_beside_what_is_computed(workers, tmp_path):
     more = ("data.path=streamed", "data.micro_batch=4", f"data.workers={workers}")
     one = together(on_ranks(1, lambda: fit(tmp_path / "cpu", "task=tiny", *PARITY, *more)))
@@ -151,6 +161,17 @@ def without_a_wait(folder):
 def test_a_removed_wait_is_seen(tmp_path):
     (said,) = on_simulated(1, without_a_wait, tmp_path)
     assert said.count("the gradient is not finite") >= 2  # a copy under way reads as NaN
+
+
+def without_record_stream(folder):
+    """Let the memory of rows that were copied aside be used again while they are read."""
+    torch.Tensor.record_stream = lambda self, stream: None
+    return fit(folder, "task=tiny", "data.path=streamed", "run.steps=4")
+
+
+def test_memory_that_is_used_again_too_early_is_seen(tmp_path):
+    with pytest.raises(AssertionError, match=r"allocates memory that stream -\d+ still uses"):
+        on_simulated(1, without_record_stream, tmp_path)
 
 
 def with_one_group_for_both_ways(folder):
@@ -196,6 +217,39 @@ def count_with_a_reader(folder):
 def test_a_number_read_in_an_optimizer_is_seen(tmp_path):
     for _, _, _, waits in on_simulated(1, count_with_a_reader, tmp_path)[0]:
         assert "_local_scalar_dense" in [what for what, _ in waits]
+
+
+# Rows of predictions, and autocast ----
+
+
+def late_rows():
+    rows = LateRows(torch.device("sim"))
+    for number in range(3):
+        rows.add({"prediction": torch.full((4,), number, device="sim")})
+    rows.settle()
+    parts = rows.parts["prediction"]
+    return [part.tolist() for part in parts], [part.is_pinned() for part in parts]
+
+
+def test_predictions_do_not_keep_the_pinned_memory_of_their_copies():
+    ((values, are_pinned),) = on_simulated(1, late_rows)
+    assert values == [[number] * 4 for number in range(3)] and not any(are_pinned)
+
+
+def dtypes_of_products():
+    """Return the dtype of a product in each precision."""
+    device = torch.device("sim")
+    matrix = torch.ones(2, 2, device=device)
+    found = {}
+    for name in AUTOCAST:
+        with Precision(name, device).autocast():
+            found[name] = (matrix @ matrix).dtype
+    return found
+
+
+def test_autocast_computes_in_the_type_of_the_precision():
+    """Without a dtype, CUDA's autocast computes in fp16, and that of a CPU in bf16."""
+    assert on_simulated(1, dtypes_of_products) == [AUTOCAST]
 
 
 # The backend and the devices ----

@@ -22,6 +22,7 @@ from trainer.errors import ConfigError
 from trainer.verify import recording
 from trainer.verify.command import verify
 from trainer.verify.layouts import LAYOUTS
+from trainer.verify.rows import describe_difference, rows_of
 from trainer.verify.stage import TrialRuns, last_words
 
 
@@ -112,6 +113,24 @@ def test_dependence_of_a_run_on_its_layout_is_found_and_explained(name, prove):
         line for line in said.splitlines() if line.startswith(f"{layout}, fp64: DIFFERENT: first: ")
     ]
     assert len(lines) == 1 and WRONG[name] in lines[0], said
+    if name == "OwnData":
+        values = r"; inputs\[\d\] is \S+ there and \S+ on one rank, 1e-01 apart"
+        assert re.search(values, lines[0]), said
+
+
+def test_the_values_that_differ_most_are_shown_and_nan_is_equal_to_nan():
+    nan = float("nan")
+    inputs = {"a": torch.tensor([[1.0, nan, 2.0], [3.0, nan, nan]])}
+    one = rows_of(inputs, torch.tensor([0, 1]), 3)
+    other = rows_of({"a": inputs["a"] + 0.25}, torch.tensor([0, 3]), 3)
+    assert describe_difference(one[0], one[0], "A") == ""
+    line = "inputs['a'][0] is 1.25 there and 1 on A, 2e-01 apart"
+    assert describe_difference(one[0], other[0], "A") == line
+    line = "targets[0] is 3 there and 1 on A, 2e+00 apart"
+    assert describe_difference(one[1], other[1], "A") == line
+    assert describe_difference({"x": [0.0]}, {"x": [nan]}, "A").endswith(", inf apart")
+    line = "x has 2 elements there and 1 on A"
+    assert describe_difference({"x": [0.0]}, {"x": [0.0, 1.0]}, "A") == line
 
 
 @pytest.mark.parametrize("name", slow_but(["DropsByFunction", "Norm"], "Norm"))

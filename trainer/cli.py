@@ -327,9 +327,9 @@ def load_task(config: Config) -> Any:
     name = config.task.trainer
     if "." not in name:
         raise ConfigError(f"task.trainer={name}: must be <module>.<class>")
-    task = resolve(name, "task.trainer", config.packages)
-    from trainer.trainer import Trainer
+    from trainer.trainer import Trainer  # first: it calls vector_math.resolve
 
+    task = resolve(name, "task.trainer", config.packages)
     if not (isinstance(task, type) and issubclass(task, Trainer)) or task is Trainer:
         raise ConfigError(f"task.trainer={name}: must be a subclass of trainer.Trainer")
     try:

@@ -558,7 +558,7 @@ def register(devices: int = COUNT, first: int = 0) -> None:
     _first, simulated_memory.visible = first, devices
     _fill_module()
     torch.compile = _compile  # type: ignore[assignment]
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+    torch.Tensor.record_stream = simulated_streams.record_stream  # type: ignore[method-assign]
     _setup_privateuseone_for_python_backend(NAME, module)
     library, rest = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
     _libraries.extend([library, rest])
@@ -583,7 +583,7 @@ def register(devices: int = COUNT, first: int = 0) -> None:
         "native_dropout": _native_dropout,
         "convolution_overrideable": lambda *args: convolution(*args),
         "convolution_backward_overrideable": backward,
-        "record_stream": lambda self, stream: None,
+        "record_stream": simulated_streams.record_stream,
         "is_pinned": lambda self, device=None: False,
     }
     for name, kernel in own.items():

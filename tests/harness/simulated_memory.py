@@ -56,15 +56,23 @@ class Memory:
 class Block:
     """A storage on the device: its host memory, and who uses it (streams, a collective)."""
 
-    __slots__ = ("held_by", "index", "key", "memory", "nbytes", "uses")
+    __slots__ = ("held_by", "home", "index", "key", "memory", "nbytes", "recorded", "uses")
 
     def __init__(self, memory: torch.UntypedStorage, index: int):
         self.memory, self.index, self.key = memory, index, 0
         self.nbytes = memories[index].take(index, memory.nbytes())
         self.held_by = ""  # "read by" or "written by" a collective that was not waited for
         self.uses: dict[int, tuple[int, bool]] = {}  # (tick, was it written) by stream
+        self.home: Any = None  # the stream that allocated it, and will allocate its memory again
+        self.recorded: set[int] = set()  # streams of record_stream
+        allocated(self)
 
 
+def ignore(block: Block) -> None:
+    """Stand for what simulated_streams does with a block."""
+
+
+allocated = freed = ignore
 memories = [Memory() for _ in range(COUNT)]
 _blocks: dict[int, Block] = {}  # by the address of torch's storage
 _owners: dict[int, Block] = {}  # by row
@@ -80,6 +88,7 @@ def reap() -> None:
             if _blocks.get(block.key) is block:
                 del _blocks[block.key]
             memories[block.index].used -= block.nbytes
+            freed(block)
             _rows[row, 0] = 1
             _free.append(row)
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from harness.simulated_memory import NAME, block_of
+from harness import simulated_memory
+from harness.simulated_memory import NAME, Block, block_of
 
 _PLACES = ("/trainer/", "/tasks/", "/torch/optim/", "/tests/tasks/")
 
@@ -55,6 +56,7 @@ class Stream:
         self.stream_id = number
         self.clock: dict[int, int] = {}
         self.copies: list[Callable[[], Any]] = []
+        self.freed: list[dict[int, int]] = []  # uses of its freed memory by other streams
         _every.add(self)
 
     @property
@@ -263,3 +265,34 @@ def use(tensor: torch.Tensor, is_write: bool, name: str) -> None:
         block.uses.clear()
     was_written = block.uses.get(here.stream_id, (0, False))[1]
     block.uses[here.stream_id] = (now, is_write or was_written)
+
+
+def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+    """Keep the memory, once the tensor is freed, until the stream has done what it was asked."""
+    block_of(tensor).recorded.add(stream.stream_id)
+
+
+def _note_freed(block: Block) -> None:
+    others = {stream: when for stream, (when, _) in block.uses.items()}
+    for stream in (block.home.stream_id, *block.recorded):
+        others.pop(stream, None)
+    if others:
+        block.home.freed.append(others)
+
+
+def _note_allocated(block: Block) -> None:
+    """Note a race if the block may get memory that another stream still uses, as on CUDA.
+
+    Freed memory goes back to the stream that allocated it, whose next block may be there.
+    """
+    block.home = here = current_stream(block.index)
+    for uses in here.freed:
+        for other, when in uses.items():
+            if max(here.clock.get(other, 0), _host.get(other, 0)) < when:
+                what = f"stream {here.stream_id} allocates memory that stream {other} still uses"
+                races.append(f"{what}, at {_place_of_call()}")
+    here.freed.clear()
+
+
+simulated_memory.allocated = _note_allocated
+simulated_memory.freed = _note_freed

@@ -21,8 +21,10 @@ from trainer.codec import bytes_of, decode, encode
 from trainer.distributed import accelerator
 from trainer.distributed.launchers import Launcher, find_launcher
 from trainer.errors import ConfigError
+from trainer.process import vector_math
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+vector_math.resolve()  # before any code of a task computes: every task imports this module
 
 
 def unnoticed(group: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from trainer.strategy.shards import slices
+from trainer.verify.rows import Row
 
 Tensors = dict[str, torch.Tensor]
 
@@ -19,11 +20,12 @@ class Probe:
     """A few examples on one rank, the same on every rank, and facts about its model.
 
     `changed_by_reading` lists attributes of the data set that change when examples are read.
-    `digests` has a number per example.
+    `digests` has a number per example, and `rows` its values.
     """
 
     indices: list[int]
     digests: list[float]
+    rows: list[Row]
     changed_by_reading: list[str]
     is_torchs_dropout: bool
     has_batchnorm: bool
@@ -39,6 +41,7 @@ class Notes:
     digests: dict[str, float] = field(
         default_factory=dict
     )  # of augmented examples, by "<epoch>/<index>"
+    rows: dict[str, Row] = field(default_factory=dict)  # their first elements
     gradients: Tensors = field(default_factory=dict)  # first update, reduced, before clipping
     first_weights: Tensors = field(default_factory=dict)
     last_weights: Tensors = field(default_factory=dict)
@@ -108,6 +111,10 @@ class Evidence:
     @property
     def digests(self) -> dict[str, float]:
         return {key: digest for rank in self.ranks for key, digest in rank.digests.items()}
+
+    @property
+    def rows(self) -> dict[str, Row]:
+        return {key: row for rank in self.ranks for key, row in rank.rows.items()}
 
     @property
     def probes(self) -> list[Probe]:

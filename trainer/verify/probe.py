@@ -10,6 +10,7 @@ from trainer.engine.proof.ranks import digest_rows
 from trainer.run import Run
 from trainer.strategy.modules.batchnorm import GroupBatchNorm, SyncBatchNorm
 from trainer.verify.evidence import Probe
+from trainer.verify.rows import OF_A_PROBE, rows_of
 
 PROBED = 8  # examples, the same on every rank
 
@@ -28,6 +29,7 @@ def probe(run: Run) -> Probe:
     return Probe(
         indices=indices.tolist(),
         digests=digest_rows(batch),
+        rows=rows_of(*batch, OF_A_PROBE),
         changed_by_reading=changed_by_reading,
         is_torchs_dropout=config.run.dropout == "torch",
         has_batchnorm=any(_is_plain_batchnorm(layer) for layer in layers),

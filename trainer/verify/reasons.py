@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from trainer.verify.evidence import Evidence, Probe
+from trainer.verify.rows import describe_difference
 
 
 def explain(reference: Evidence, other: Evidence, group: str, where: str) -> str:
@@ -34,15 +35,17 @@ def _explain_data(reference: Evidence, other: Evidence) -> str:
     if any(probe.indices != first.indices for _, probe in named):
         return "the data sets differ in length: build_dataset must not depend on the rank"
     for name, probe in named:
-        for index, one, two in zip(first.indices, first.digests, probe.digests, strict=True):
-            if not _is_close(one, two) and probe.changed_by_reading:
-                changed = ", ".join(probe.changed_by_reading)
-                why = f"it depends on {changed} of the data set, which reading changes"
-                return f"example {index} differs on {name}: {why}"
-            if not _is_close(one, two):
-                depends = "the data set, or augment, depends on the rank"
-                why = f"{depends} or draws unseeded random numbers"
-                return f"example {index} differs on {name}: {why}"
+        pairs = zip(first.digests, probe.digests, strict=True)
+        number = next((n for n, pair in enumerate(pairs) if not _is_close(*pair)), None)
+        if number is None:
+            continue
+        depends = "the data set, or augment, depends on the rank"
+        why = f"{depends} or draws unseeded random numbers"
+        if probe.changed_by_reading:
+            changed = ", ".join(probe.changed_by_reading)
+            why = f"it depends on {changed} of the data set, which reading changes"
+        values = describe_difference(first.rows[number], probe.rows[number], "one rank")
+        return _joined(f"example {first.indices[number]} differs on {name}: {why}", values)
     return ""
 
 
@@ -53,8 +56,14 @@ def _explain_augmentation(reference: Evidence, other: Evidence) -> str:
             epoch, index = key.split("/")
             why = "augment does not draw all random numbers from its Random argument"
             why += ", or collate pads rows to a length that depends on the others"
-            return f"example {index} of epoch {epoch} differs: {why}"
+            rows = [each.rows.get(key, {}) for each in (reference, other)]
+            values = describe_difference(rows[0], rows[1], "one rank")
+            return _joined(f"example {index} of epoch {epoch} differs: {why}", values)
     return ""
+
+
+def _joined(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
 
 
 def _explain_place(reference: Evidence, other: Evidence, group: str, where: str) -> str:

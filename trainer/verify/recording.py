@@ -34,6 +34,7 @@ from trainer.strategy.base import Strategy
 from trainer.trainer import Trainer
 from trainer.verify.evidence import Notes, Tensors
 from trainer.verify.probe import probe
+from trainer.verify.rows import OF_A_STEP, rows_of
 
 # In an evaluation, and half of one more, so that shards are padded. A whole split took 61 % of the
 # time with task=text.
@@ -121,9 +122,9 @@ class StepRecorder:
         """Record an augmented micro-batch if it belongs to a training step."""
         if not self._is_stepping:
             return
-        digests = digest_rows((inputs, targets))
-        for index, digest in zip(random.indices.tolist(), digests, strict=True):
-            self.notes.digests[f"{random.epoch}/{index}"] = digest
+        keys = [f"{random.epoch}/{index}" for index in random.indices.tolist()]
+        self.notes.digests |= zip(keys, digest_rows((inputs, targets)), strict=True)
+        self.notes.rows |= zip(keys, rows_of(inputs, targets, OF_A_STEP), strict=True)
 
     def gradients(self, strategy: Strategy) -> None:
         """Record the gradients of the first update."""

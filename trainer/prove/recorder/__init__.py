@@ -58,6 +58,8 @@ class HookedLoader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
+        if module.__name__ == "torch":  # before the script computes on several threads
+            importlib.import_module(f"{__name__}.vector_math").resolve()
         hooks = importlib.import_module(f"{__name__}.hooks")
         getattr(hooks, self._hook)(module)
 
