@@ -21,9 +21,10 @@ import torch.distributed as dist
 
 import trainer
 from trainer.config.schema import Config
-from trainer.data.shards.download import NO_PARTS, parts_of
+from trainer.data.shards.addresses import open_source
+from trainer.data.shards.download import parts_of
 from trainer.data.shards.index import load_index
-from trainer.data.shards.sources import ResumeError, TemporaryError, open_source
+from trainer.data.shards.sources import ResumeError, TemporaryError
 from trainer.distributed import accelerator
 from trainer.distributed.backend import choose_backend
 from trainer.distributed.world import NVIDIA_DRIVER, World, explain_unseen_gpu
@@ -174,8 +175,9 @@ def check_shards(url: str) -> Check:
         opened = time.monotonic()
         parts = (source.stream(index.name(0), *part) for part in parts_of(index.span(0)))
         size = sum(len(block) for part in parts for block in part)
-    except ResumeError:
-        return Check("data", "fail", f"data.url={url}: {NO_PARTS[0]}", NO_PARTS[1])
+    except ResumeError as error:
+        why, _, advice = str(error).partition("; ")
+        return Check("data", "fail", f"data.url={url}: {why}", advice)
     except (ConfigError, RunError, TemporaryError, OSError) as error:
         return Check("data", "fail", f"data.url: {one_line(error)}", advice)
     seconds = time.monotonic() - opened

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trainer.data.shards.addresses import create_source, open_source
 from trainer.data.shards.download import digest_file, download, read_whole
 from trainer.data.shards.errors import ServerError
 from trainer.data.shards.formats import FORMATS
+from trainer.data.shards.formats.parts import FileBytes
 from trainer.data.shards.index import MOST_BYTES, NAME, OF_MDS, ShardIndex, load_index, of_mds
-from trainer.data.shards.sources import LocalSource, Source, Span, create_source, open_source
+from trainer.data.shards.sources import LocalSource, Source, Span, open_file
 from trainer.errors import ConfigError, RunError
 
 
@@ -42,7 +44,8 @@ def write_index(
             parts = _divide(format, path, settings, most_bytes)
             for rows, span in parts or [(int(made.rows[number]), None)]:
                 size = span.size if span else path.stat().st_size
-                digest = bytes.fromhex(digest_file(path, span))
+                with open_file(path) as file:
+                    digest = bytes.fromhex(digest_file(file, span))
                 found.append((name, rows, size, digest, span))
     index = ShardIndex.of(format, settings, *zip(*found, strict=True))
     target = create_source(to)
@@ -101,7 +104,9 @@ def check_shards(url: str) -> tuple[ShardIndex, dict[str, str]]:
             with _local(source, name, *facts) as path:
                 if not index.settings.get("compression"):
                     rows = int(index.rows[shard])
-                    FORMATS[index.format].open(path, index.settings, rows, index.span(shard))
+                    FORMATS[index.format].open(
+                        FileBytes(path), index.settings, rows, index.span(shard)
+                    )
         except ServerError:
             raise
         except (OSError, RunError, ConfigError) as error:
@@ -121,10 +126,12 @@ def _local(
     """
     if isinstance(source, LocalSource):
         path = source.folder / name
-        found = path.stat().st_size
-        if size is not None and span is None and found != size:
-            raise RunError(f"has {found:,} bytes, and {size:,} in the index")
-        if sha256 and (digest := digest_file(path, span)) != sha256:
+        with open_file(path) as opened:
+            found = path.stat().st_size
+            if size is not None and span is None and found != size:
+                raise RunError(f"has {found:,} bytes, and {size:,} in the index")
+            digest = digest_file(opened, span) if sha256 else ""
+        if digest != sha256:
             raise RunError(f"has SHA-256 {digest[:12]}, and {sha256[:12]} in the index")
         yield path
         return
