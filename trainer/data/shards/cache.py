@@ -9,9 +9,8 @@ import gzip
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,7 +19,17 @@ import numpy as np
 
 from trainer.data.shards.download import digest_file, download
 from trainer.data.shards.errors import ServerError
+from trainer.data.shards.eviction import (
+    FREE,
+    PART,
+    RAW,
+    CacheRoom,
+    Grow,
+    NextUse,
+    name_in_cache,
+)
 from trainer.data.shards.folder import (
+    bytes_at,
     create,
     delete,
     is_at,
@@ -32,20 +41,12 @@ from trainer.data.shards.folder import (
 from trainer.data.shards.formats.parts import FileBytes, stamp_of
 from trainer.data.shards.index import ShardIndex
 from trainer.data.shards.sources import CHUNK, LocalSource, Source, is_lasting
-from trainer.data.shards.waiting import check_stop, lock
+from trainer.data.shards.waiting import lock
 from trainer.errors import ConfigError, RunError, one_line
 
-PART = ".part"  # an unfinished download, locked by the process that writes it
-RAW = ".raw"  # what has been decompressed of it
 TRIES = 10  # while others delete the folder or its files
 OPENERS: dict[str, Callable[[BinaryIO], Any]] = {"gz": gzip.open, "bz2": bz2.open}
-FREE = "free"  # the lock of whoever makes room
-MOST_OF_A_NAME = 60  # characters: a file's name has at most 255 bytes
-MOST_DIGITS = 18
 FULL = (errno.ENOSPC, errno.EDQUOT)
-STRIDE = 2**24  # bytes of a file of unknown size, after which room is made for it again
-Grow = Callable[[int], None]
-NextUse = Callable[[int], float]  # the step at which a shard is next needed; inf: not known
 
 
 class ShardCache:
@@ -70,7 +71,7 @@ class ShardCache:
         self._verified = np.frombuffer(mmap.mmap(-1, 8 * len(index)), np.int64)
         has_sizes = not self._compression and int(index.sizes.min()) >= 0
         # then no download looks at all files, which takes 1 s for 10**5
-        self._holds_all = has_sizes and int(index.sizes.sum()) <= most_bytes
+        holds_all = has_sizes and int(index.sizes.sum()) <= most_bytes
         self._is_in_place = isinstance(source, LocalSource) and not self._compression
         if isinstance(source, LocalSource) and self._is_in_place:
             self.folder = source.folder
@@ -81,6 +82,7 @@ class ShardCache:
             raise ConfigError(f"cache_bytes={most_bytes}: {need}")
         root = folder.expanduser().absolute()
         self.folder = root / index.digest
+        self._room = CacheRoom(self.folder, index, most_bytes, holds_all)
         try:
             _check_link(root)
             with open_folder(self.folder) as place:
@@ -103,10 +105,8 @@ class ShardCache:
         return self.folder / self._name(shard)
 
     def _name(self, shard: int) -> str:
-        name = self._index.name(shard)
-        if self._is_in_place:
-            return name
-        return f"{shard:08d}-{name.replace('/', '_')[-MOST_OF_A_NAME:]}"
+        is_own = self._is_in_place
+        return self._index.name(shard) if is_own else name_in_cache(self._index, shard)
 
     def is_ready(self, shard: int) -> bool:
         """Return True if a shard can probably be opened at once."""
@@ -145,7 +145,7 @@ class ShardCache:
             try:
                 with open_folder(self.folder) as folder:
                     if is_full:
-                        self._evict(folder, shard, float("inf"), next_use)
+                        self._room.evict(folder, shard, float("inf"), next_use)
                     found = self._open_finished(folder, shard)
                     if found is None:
                         found = self._download(folder, shard, next_use)
@@ -176,7 +176,8 @@ class ShardCache:
         status = file.status
         if self._verified[shard] == stamp_of(status):
             return True
-        span, sha256 = self._index.span(shard), self._sha256(shard)
+        span = self._index.span(shard)
+        sha256 = self._sha256(shard)
         size = self._index.size(shard) if span is None else span.tail_end
         is_as_long = status.st_size == size
         if self._compression or size is None:
@@ -198,7 +199,9 @@ class ShardCache:
     def _open_in_place(self, shard: int) -> FileBytes:
         """Open a file, and verify one that was not verified since it was last written."""
         path = self.path(shard)
-        size, span, sha256 = self._index.size(shard), self._index.span(shard), self._sha256(shard)
+        size = self._index.size(shard)
+        span = self._index.span(shard)
+        sha256 = self._sha256(shard)
         try:
             file = FileBytes(path)
             is_new = self._verified[shard] != stamp_of(file.status)
@@ -210,8 +213,10 @@ class ShardCache:
                     is_same = digest_file(stream, span) == sha256
                 why = "" if is_same else "has another SHA-256 than in its index"
         except OSError as error:
-            kind = RunError if is_lasting(error) else ServerError
-            raise kind(f"shard {path}: {error.strerror}; restore it") from None
+            if is_lasting(error):
+                raise RunError(f"shard {path}: {error.strerror}; restore it") from None
+            advice = "check the disk and the limits (ulimit -a), and start again"
+            raise ServerError(f"shard {path}: {error.strerror}; {advice}") from None
         if why:
             advice = f"restore it: python -m trainer.shards check {self._source.url}"
             raise RunError(f"shard {path}: {why}; {advice}")
@@ -228,9 +233,10 @@ class ShardCache:
             try:
                 return self._write(folder, shard, part, next_use)
             except BaseException:
-                delete(folder, name + RAW)
-                if not self._index.sha256(shard):  # nor can the next try use it
-                    delete(folder, name + PART)
+                with suppress(OSError):
+                    delete(folder, name + RAW)
+                    if not self._index.sha256(shard):  # the next try begins at the start
+                        delete(folder, name + PART)
                 raise
 
     def _write(
@@ -239,15 +245,19 @@ class ShardCache:
         """Download a shard into its part; return the finished file."""
         index = self._index
         name = self._name(shard)
-        self._evict(folder, shard, self.size(shard), next_use)
+        self._room.evict(folder, shard, self.size(shard), next_use)
         facts = (index.size(shard), index.sha256(shard), index.span(shard))
         download(
-            self._source, index.name(shard), part, *facts, self._grower(folder, shard, next_use)
+            self._source,
+            index.name(shard),
+            part,
+            *facts,
+            self._room.grower(folder, shard, next_use),
         )
         if not self._compression:
             return self._publish(folder, shard, part, name + PART, next_use)
         with open(create(folder, name + RAW), "w+b") as raw:
-            self._decompress(shard, part, raw, self._grower(folder, shard, next_use))
+            self._decompress(shard, part, raw, self._room.grower(folder, shard, next_use))
             found = self._publish(folder, shard, raw, name + RAW, next_use)
         delete(folder, name + PART)
         return found
@@ -259,7 +269,7 @@ class ShardCache:
         A process that is killed leaves its part, which the next one of its user continues.
         """
         part = name + PART
-        written = partial(_bytes_at, folder, (part, name + RAW))
+        written = partial(bytes_at, folder, (part, name + RAW))
         foreign = 0
         while foreign < TRIES:
             descriptor = open_to_lock(folder, part)
@@ -292,24 +302,6 @@ class ShardCache:
             why = f"cannot be decompressed as {self._compression}: {one_line(error)}"
             raise RunError(f"{self._source.url}/{name}: {why}; restore it") from None
 
-    def _grower(self, folder: int, shard: int, next_use: NextUse | None) -> Grow:
-        """Return what makes room for a file of unknown size, and ends one without end."""
-        name = self._index.name(shard)
-        step = min(STRIDE, self.most_bytes // 64)
-        reserved = 0
-
-        def grow(num_bytes: int) -> None:
-            nonlocal reserved
-            check_stop(f"fetching shard {name}")
-            if num_bytes > self.most_bytes:
-                need = f"must hold shard {name}, which has more bytes"
-                raise ServerError(f"cache_bytes={self.most_bytes}: {need}")
-            if num_bytes > reserved:
-                reserved = num_bytes + step
-                self._evict(folder, shard, num_bytes, next_use)
-
-        return grow
-
     def _no_room(self, shard: int, error: OSError) -> ServerError:
         need = f"shard {self._index.name(shard)} cannot be written: {error.strerror}"
         advice = {errno.EFBIG: "raise ulimit -f, or give"}.get(error.errno or 0, "give")
@@ -317,103 +309,17 @@ class ShardCache:
             advice = "make room, or give"
         return ServerError(f"{self.folder}: {need}; {advice} another cache= folder")
 
-    def _evict(self, folder: int, shard: int, need: float, next_use: NextUse | None) -> None:
-        """Delete other shards until `need` bytes fit for this one.
-
-        Its unfinished download already counts for other processes.
-        """
-        if self._holds_all and need < float("inf"):
-            return
-        with self._locked(folder):
-            self._make_room(folder, self._survey(folder, shard), need, next_use)
-
     def _publish(
         self, folder: int, shard: int, file: BinaryIO, name: str, next_use: NextUse | None
     ) -> FileBytes:
         """Give a finished file its name; all finished ones have at most the bytes of the cache."""
-        final = self._name(shard)
         digest = self._sha256(shard) or digest_file(file, self._index.span(shard))
         os.utime(file.fileno(), ns=(_time_of(digest),) * 2)
-        with self._locked(folder):
-            if not self._holds_all:
-                finished = [each for each in self._survey(folder, shard) if not each.ending]
-                need = self._on_disk(shard, os.fstat(file.fileno()))
-                self._make_room(folder, finished, need, next_use)
-            os.rename(name, final, src_dir_fd=folder, dst_dir_fd=folder)
+        self._room.publish(folder, shard, file.fileno(), name, next_use)
         fcntl.flock(file, fcntl.LOCK_UN)  # else it is locked as long as it is open
-        found = FileBytes(self.folder / final, os.dup(file.fileno()))
+        found = FileBytes(self.path(shard), os.dup(file.fileno()))
         self._verified[shard] = stamp_of(found.status)
         return found
-
-    @contextmanager
-    def _locked(self, folder: int) -> Iterator[None]:
-        descriptor = open_to_lock(folder, FREE)
-        try:
-            lock(descriptor, str(self.folder / FREE))
-            yield
-        finally:
-            os.close(descriptor)
-
-    def _make_room(
-        self, folder: int, files: list[_CachedFile], need: float, next_use: NextUse | None
-    ) -> None:
-        room = self.most_bytes - need - sum(each.num_bytes for each in files)
-        when = next_use or (lambda _: float("inf"))
-        # downloads that nobody finishes; then the farthest use first, of equals the oldest
-        order = sorted(files, key=lambda e: (e.ending != PART, -when(e.shard), e.time_ns))
-        for each in order:
-            if room >= 0:
-                break
-            if each.ending == PART:
-                room += each.num_bytes if self._drop_part(folder, each.shard) else 0
-            elif not each.ending:
-                with suppress(OSError):  # that of another user
-                    delete(folder, self._name(each.shard))
-                    room += each.num_bytes
-
-    def _drop_part(self, folder: int, shard: int) -> bool:
-        """Delete an unfinished download that a killed process has left; return True if it was."""
-        name = self._name(shard)
-        with suppress(OSError), open(open_to_lock(folder, name + PART), "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if is_at(folder, name + PART, file.fileno()):
-                delete(folder, name + RAW)
-                delete(folder, name + PART)
-                return True
-        return False
-
-    def _on_disk(self, shard: int, status: os.stat_result) -> int:
-        """Return the bytes of a file; one with a part of another has holes."""
-        return status.st_size if self._index.span(shard) is None else self.size(shard)
-
-    def _survey(self, folder: int, but: int) -> list[_CachedFile]:
-        """Return the files of other shards; unfinished downloads count as if they were finished."""
-        found = []
-        for entry in os.scandir(folder):
-            word = entry.name.partition("-")[0]
-            shard = int(word) if word.isdecimal() and len(word) < MOST_DIGITS else but
-            if shard == but or shard >= len(self._index):
-                continue
-            ending = Path(entry.name).suffix if entry.name.endswith((PART, RAW)) else ""
-            if entry.name != self._name(shard) + ending:
-                continue
-            with suppress(FileNotFoundError):
-                status = entry.stat(follow_symlinks=False)
-                size = self._on_disk(shard, status)
-                if ending == PART:
-                    size = self.size(shard) or size
-                found.append(_CachedFile(shard, ending, size, status.st_ctime_ns))
-        return found
-
-
-@dataclass(frozen=True)
-class _CachedFile:
-    """A file of the cache: a finished shard, an unfinished one (PART), or one of RAW."""
-
-    shard: int
-    ending: str
-    num_bytes: int
-    time_ns: int
 
 
 def default_folder() -> Path:
@@ -436,14 +342,6 @@ def _time_of(digest: str) -> int:
     It is a whole number of seconds, and even: some file systems keep no other times.
     """
     return int(digest[:7], 16) * 2 * 10**9
-
-
-def _bytes_at(folder: int, names: Sequence[str]) -> int:
-    found = 0
-    for name in names:
-        with suppress(OSError):
-            found += os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
-    return found
 
 
 @contextmanager

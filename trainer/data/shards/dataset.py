@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from trainer.data.sampling.base import check_bytes
 from trainer.data.sampling.shards import LANES, WINDOW, ShardShuffle
 from trainer.data.shards.addresses import open_source
 from trainer.data.shards.cache import ShardCache, default_folder
@@ -50,8 +51,8 @@ class ShardedDataset(Dataset):
         lanes: int = LANES,
         window: int = WINDOW,
         cache: str | os.PathLike[str] | None = None,
-        cache_bytes: int = CACHE_BYTES,
-        ahead_bytes: int = 2**31,
+        cache_bytes: int | str = CACHE_BYTES,
+        ahead_bytes: int | str = 2**31,
     ):
         """Read the index. Raises ConfigError without a valid one, and for invalid arguments.
 
@@ -59,11 +60,18 @@ class ShardedDataset(Dataset):
         part of them, such as slice(0, -4), to split a data set. `index`: the address that has the
         index, if it does not lie beside the files. `lanes`, `window`: see `ShardShuffle`. `cache`:
         a folder on the node's disk, by default LOCKSTEP_CACHE or ~/.cache/lockstep. `cache_bytes`:
-        most bytes of this data on it. `ahead_bytes`: fetched before they are needed, at most half
-        of the cache.
+        most bytes of this data on it, such as 10**9 or "5GB". `ahead_bytes`: fetched before they
+        are needed, at most half of the cache.
         """
-        self._source = open_source(os.fspath(url))
-        self.index = load_index(self._source if index is None else open_source(os.fspath(index)))
+        most_bytes = check_bytes("cache_bytes", cache_bytes)
+        ahead = check_bytes("ahead_bytes", ahead_bytes)
+        if decode is not None and not callable(decode):
+            must = "must be a function of an example"
+            raise ConfigError(f"decode={decode!r:.60}: {must}, such as decode=to_tensors")
+        folder = default_folder() if cache is None else Path(_address("cache", cache))
+        self._source = open_source(_address("url", url))
+        of_index = self._source if index is None else open_source(_address("index", index))
+        self.index = load_index(of_index)
         if shards is not None:
             self.index = self.index.select(shards)
         if not len(self.index) or not int(self.index.rows.sum()):
@@ -72,10 +80,8 @@ class ShardedDataset(Dataset):
         self.sampling = ShardShuffle(self.index.rows, lanes, window)
         # a copy: a process that is spawned moves the tensor to shared memory
         self._first = self.sampling.first.numpy().copy()
-        self.cache = ShardCache(
-            self._source, self.index, Path(cache or default_folder()), cache_bytes
-        )
-        self.ahead_bytes = min(ahead_bytes, cache_bytes // 2)
+        self.cache = ShardCache(self._source, self.index, folder, most_bytes)
+        self.ahead_bytes = min(ahead, most_bytes // 2)
         form = (self.index.format, self.index.settings)
         self._format = find_format(*form, self._source.url)
         self._open: dict[int, tuple[FileBytes, OpenShard]] = {}
@@ -207,6 +213,15 @@ def fetch_together(dataset: Any, indices: Sequence[int]) -> None:
         for part, first, last in zip(dataset.datasets, starts, starts[1:], strict=False):
             if own := [index - first for index in indices if first <= index < last]:
                 fetch_together(part, own)
+
+
+def _address(name: str, given: Any) -> str:
+    """Return a path or an address. Raises ConfigError, which names the argument, for others."""
+    text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else ""
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        must = "must be a folder or an address such as https://host/folder"
+        raise ConfigError(f"{name}={given!r:.60}: {must}")
+    return text
 
 
 def _shown(num_bytes: int) -> str:

@@ -10,8 +10,8 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # to open a pipe would wait
@@ -125,3 +125,12 @@ def delete(folder: int, name: str) -> None:
         except OSError as problem:
             why = f"{name} is a folder and cannot be deleted ({problem.strerror})"
             raise OSError(problem.errno, why) from None
+
+
+def bytes_at(folder: int, names: Sequence[str]) -> int:
+    """Return the bytes of those of these files that are there."""
+    found = 0
+    for name in names:
+        with suppress(OSError):
+            found += os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
+    return found

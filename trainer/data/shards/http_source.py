@@ -101,13 +101,16 @@ class _PatientReader(io.RawIOBase):
     def __init__(self, file: Any, connection: socket.socket):
         self._file = file  # which keeps the socket open
         self._socket = connection
-        self.until = time.monotonic() + HEAD_S
+        self._until = time.monotonic() + HEAD_S
+
+    def end_head(self) -> None:
+        self._until = float("inf")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        until = min(self.until, time.monotonic() + TIMEOUT_S)
+        until = min(self._until, time.monotonic() + TIMEOUT_S)
         before = self._socket.gettimeout()
         self._socket.settimeout(POLL_S)
         try:
@@ -145,7 +148,7 @@ class _Answer(http.client.HTTPResponse):
 
     def begin(self) -> None:
         super().begin()
-        self._patient.until = float("inf")
+        self._patient.end_head()
 
 
 class _HttpConnection(http.client.HTTPConnection):

@@ -68,11 +68,15 @@ class ResumeError(Exception):
 
 def open_file(path: Path) -> BinaryIO:
     """Open a file to read its bytes, through links. Raises OSError for a pipe, which would wait."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
     raise OSError(errno.EINVAL, "is not a regular file", str(path))
+
+
+def _open_at_once(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NONBLOCK)
 
 
 def is_lasting(error: OSError) -> bool:

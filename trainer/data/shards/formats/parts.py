@@ -58,7 +58,8 @@ class FileBytes:
 
         Its time of change can be set by nobody; to delete the file changes it too.
         """
-        old, new = self.status, os.fstat(self._file)
+        old = self.status
+        new = os.fstat(self._file)
         if new.st_nlink == 0:
             return (old.st_mtime_ns, old.st_size) != (new.st_mtime_ns, new.st_size)
         return stamp_of(old) != stamp_of(new)

@@ -58,7 +58,8 @@ def _read_header(file: FileBytes) -> dict[str, tuple[int, torch.dtype, list[int]
     found = {}
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
-        dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
+        dtype = DTYPES[entry["dtype"]]
+        shape = entry["shape"]
         is_right = begin >= 0 and end - begin == math.prod(shape) * dtype.itemsize
         if not is_right or min(shape, default=0) < 0 or 8 + length + end > len(file):
             raise ValueError(f"its tensor {name} does not fill its bytes")
