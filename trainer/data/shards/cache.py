@@ -112,12 +112,17 @@ class ShardCache:
         """Return True if a shard can probably be opened at once."""
         return bool(self._verified[shard]) and (self._is_in_place or self.path(shard).exists())
 
-    def is_stale(self, file: FileBytes) -> bool:
+    def is_stale(self, shard: int, file: FileBytes) -> bool:
         """Return True if an open file must be opened again, which verifies it.
 
         One that was deleted to make room is read to its end; a folder has another in its place.
         """
-        return file.is_changed or (self._is_in_place and file.is_deleted)
+        if not file.is_changed:
+            return False
+        if self._is_in_place or not file.is_deleted:
+            return True
+        file.accept()
+        return not self._is_right(shard, file)
 
     def fetch(self, shard: int, next_use: NextUse | None = None) -> Path:
         """Have a shard on this node, verified; return its path. See `open`."""
@@ -173,12 +178,18 @@ class ShardCache:
         return None
 
     def _is_sound(self, shard: int, file: FileBytes) -> bool:
-        status = file.status
-        if self._verified[shard] == stamp_of(status):
-            return True
+        stamp = stamp_of(file.status)
+        is_sound = self._verified[shard] == stamp or self._is_right(shard, file)
+        if is_sound:
+            self._verified[shard] = stamp
+        return is_sound
+
+    def _is_right(self, shard: int, file: FileBytes) -> bool:
+        """Return True if a file has the bytes of its shard: it is read to its end."""
         span = self._index.span(shard)
         sha256 = self._sha256(shard)
         size = self._index.size(shard) if span is None else span.tail_end
+        status = file.status
         is_as_long = status.st_size == size
         if self._compression or size is None:
             is_as_long = status.st_size <= self.most_bytes
@@ -186,11 +197,9 @@ class ShardCache:
             return False
         with file.open() as stream:
             digest = digest_file(stream, span)
-        is_own = status.st_uid == os.geteuid() and status.st_mtime_ns == _time_of(digest)
-        is_sound = digest == sha256 if sha256 else is_own
-        if is_sound:
-            self._verified[shard] = stamp_of(status)
-        return is_sound
+        if sha256:
+            return digest == sha256
+        return status.st_uid == os.geteuid() and status.st_mtime_ns == _time_of(digest)
 
     def _sha256(self, shard: int) -> str:
         """Return the digest of a finished file, as far as the index has it."""

@@ -136,7 +136,7 @@ class ShardedDataset(Dataset):
             try:
                 return opened[row]
             except Exception as error:
-                if not self.cache.is_stale(file):
+                if not self.cache.is_stale(shard, file):
                     raise
                 problem = one_line(error)
                 del self._open[shard]
@@ -178,7 +178,7 @@ class ShardedDataset(Dataset):
     def _close_changed(self, shards: Iterable[int]) -> None:
         """Close files that were written to since they were opened: opening verifies them."""
         for shard in shards:
-            if shard in self._open and self.cache.is_stale(self._open[shard][0]):
+            if shard in self._open and self.cache.is_stale(shard, self._open[shard][0]):
                 del self._open[shard]
 
     def _add(self, shard: int, file: FileBytes) -> None:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from trainer.config.plain_files import hash_rest
 from trainer.data.shards.errors import ServerError
 from trainer.data.shards.sources import CHUNK, ResumeError, Source, Span, TemporaryError, is_lasting
-from trainer.data.shards.waiting import Wait
+from trainer.data.shards.waiting import Wait, check_wait
 from trainer.errors import RunError, one_line
 
 DOWNLOADS = 8  # at once, of one process
@@ -30,13 +30,12 @@ def read_whole(
     `check` gets its first bytes, and may raise ConfigError before the rest is read.
     """
     place = f"{source.url}/{name}"
-    wait = Wait(f"reading {place}")
 
     def read() -> bytes:
         found = bytearray()
         try:
             for block in source.stream(name):
-                wait.check()
+                check_wait(f"reading {place}")
                 if not found:
                     check(bytes(block[:CHUNK]))
                 found += block
@@ -46,7 +45,8 @@ def read_whole(
             raise FileNotFoundError(str(error)) from None
         return bytes(found)
 
-    return _retried(read, place, wait)
+    with Wait(f"reading {place}") as wait:
+        return _retried(read, place, wait)
 
 
 def _retried(action: Callable[[], Any], place: str, wait: Wait) -> Any:
@@ -89,8 +89,21 @@ def download(
     differ each time. Raises RunError if it is damaged or cannot be read, ServerError after eight
     tries without a new byte, and OSError for an error of the disk.
     """
+    with Wait(f"downloading {source.url}/{name}") as wait:
+        _download(source, name, file, size, sha256, span, grow, wait)
+
+
+def _download(
+    source: Source,
+    name: str,
+    file: BinaryIO,
+    size: int | None,
+    sha256: str,
+    span: Span | None,
+    grow: Callable[[int], None],
+    wait: Wait,
+) -> None:
     place = f"{source.url}/{name}"
-    wait = Wait(f"downloading {place}")
     attempt = 0
     farthest = 0
     before = ""
@@ -100,7 +113,7 @@ def download(
             file.truncate(0)
         farthest = max(farthest, file.seek(0, os.SEEK_END))
         try:
-            why = _continue(source, name, file, size, sha256, span, wait, grow)
+            why = _continue(source, name, file, size, sha256, span, grow)
             if not why:
                 return
             if why == before:
@@ -127,7 +140,6 @@ def _continue(
     size: int | None,
     sha256: str,
     span: Span | None,
-    wait: Wait,
     grow: Callable[[int], None],
 ) -> str:
     """Write the rest of a file; return how the whole differs from its index, empty if it does not.
@@ -145,7 +157,7 @@ def _continue(
         if end is None and done and done == size:
             break
         for block in _blocks(source, name, place, end) if place != end else ():
-            wait.check()
+            check_wait(f"downloading {name}")
             done += len(block)
             if size is None:
                 grow(done)

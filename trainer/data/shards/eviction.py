@@ -12,7 +12,7 @@ from pathlib import Path
 from trainer.data.shards.errors import ServerError
 from trainer.data.shards.folder import delete, is_at, open_to_lock
 from trainer.data.shards.index import ShardIndex
-from trainer.data.shards.waiting import check_stop, lock
+from trainer.data.shards.waiting import check_wait, lock
 
 PART = ".part"  # an unfinished download, locked by the process that writes it
 RAW = ".raw"  # what has been decompressed of it
@@ -67,7 +67,7 @@ class CacheRoom:
 
         def grow(num_bytes: int) -> None:
             nonlocal reserved
-            check_stop(f"fetching shard {name}")
+            check_wait(f"fetching shard {name}")
             if num_bytes > self._most_bytes:
                 need = f"must hold shard {name}, which has more bytes"
                 raise ServerError(f"cache_bytes={self._most_bytes}: {need}")

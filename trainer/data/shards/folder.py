@@ -112,19 +112,16 @@ def create(folder: int, name: str) -> int:
 
 def delete(folder: int, name: str) -> None:
     """Delete a file, a link or an empty folder. Raises OSError, which names it, for others."""
+    is_folder = False
     try:
-        os.unlink(name, dir_fd=folder)
+        is_folder = stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+        (os.rmdir if is_folder else os.unlink)(name, dir_fd=folder)
     except FileNotFoundError:
         pass
     except OSError as error:
-        try:
-            os.rmdir(name, dir_fd=folder)
-        except NotADirectoryError:
-            why = f"{name} is another user's and cannot be deleted ({error.strerror})"
-            raise OSError(error.errno, why) from None
-        except OSError as problem:
-            why = f"{name} is a folder and cannot be deleted ({problem.strerror})"
-            raise OSError(problem.errno, why) from None
+        what = "a folder" if is_folder else "another user's"
+        why = f"{name} is {what} and cannot be deleted ({error.strerror})"
+        raise OSError(error.errno, why) from None
 
 
 def bytes_at(folder: int, names: Sequence[str]) -> int:

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 from trainer.data.shards.sources import CHUNK, LASTING, TEMPORARY, ResumeError, TemporaryError
-from trainer.data.shards.waiting import POLL_S, check_stop
+from trainer.data.shards.waiting import POLL_S, check_wait
 from trainer.errors import ConfigError, one_line
 
 CONNECT_S = 10.0
@@ -115,7 +115,7 @@ class _PatientReader(io.RawIOBase):
         self._socket.settimeout(POLL_S)
         try:
             while True:
-                check_stop("waiting for a server")
+                check_wait("waiting for a server")
                 if time.monotonic() > until:
                     raise TimeoutError("the server sends nothing, or a head without end")
                 try:
@@ -170,6 +170,16 @@ class _HttpsHandler(urllib.request.HTTPSHandler):
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
+    def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
+        """Follow a redirect. Raises ValueError if its address cannot be one."""
+        try:
+            return super().http_error_302(req, fp, code, msg, headers)
+        except ValueError:
+            fp.close()
+            raise
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+
     def redirect_request(self, *args: Any) -> urllib.request.Request | None:
         """Follow a redirect, but not to another protocol."""
         address = args[-1]

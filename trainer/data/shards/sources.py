@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from trainer.data.shards.errors import ServerError
-from trainer.data.shards.waiting import POLL_S, check_stop
+from trainer.data.shards.waiting import POLL_S, check_wait
 from trainer.errors import ConfigError, RunError, one_line
 
 CHUNK = 2**20  # bytes
@@ -195,7 +195,7 @@ def _in_a_thread(call: Callable[[], Any], what: str) -> Any:
     thread.start()
     while thread.is_alive():
         thread.join(POLL_S)
-        check_stop(what)
+        check_wait(what)
     if raised:
         raise raised[0]
     return found[0]

@@ -6,6 +6,7 @@ import fcntl
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,21 +22,33 @@ MOST_POLL_S = 0.1  # between two tries to lock a file
 STUCK_S = 600.0  # without progress: a download's eight tries take less
 STUCK_IF_STOPPED_S = 60.0
 _announced: set[str] = set()
+_open_waits = threading.local()
 
 
 class Wait:
-    """One wait. `what` says what is waited for, such as "downloading a from b"."""
+    """A wait, open in its thread for the duration of a block.
+
+    `what` says what is waited for, such as "downloading a from b".
+    """
 
     def __init__(self, what: str):
         self.what = what
         self._begun = time.monotonic()
 
+    def __enter__(self) -> Wait:
+        _open_waits.wait = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _open_waits.wait = None
+
     def check(self) -> None:
-        """Announce a long wait, the first of its process. Raises ServerError if asked to stop."""
-        check_stop(self.what)
+        """Announce a long wait, the first of its kind. Raises ServerError if asked to stop."""
+        if name := signal_to_stop(PATIENCE_S):
+            raise ServerError(f"asked to stop ({name}) while {self.what}")
         is_worker = multiprocessing.current_process().daemon  # of data: its rank announces
         if not is_worker and time.monotonic() - self._begun > ANNOUNCE_S:
-            announce("download", f"{self.what} ...")
+            announce(self.what.partition(" ")[0], f"{self.what} ...")
 
     def pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -45,10 +58,9 @@ class Wait:
         self.check()
 
 
-def check_stop(what: str) -> None:
-    """Raise ServerError if this process was asked to stop some seconds ago."""
-    if name := signal_to_stop(PATIENCE_S):
-        raise ServerError(f"asked to stop ({name}) while {what}")
+def check_wait(what: str) -> None:
+    """Check the open wait of this thread, or a new one. Raises ServerError if asked to stop."""
+    (getattr(_open_waits, "wait", None) or Wait(what)).check()
 
 
 def announce(kind: str, line: str) -> None:
@@ -66,7 +78,7 @@ def lock(file: int, place: str, progress: Callable[[], int] = lambda: 0) -> None
     while True:
         with suppress(BlockingIOError):
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        check_stop(f"waiting for the lock of {place}")
+        check_wait(f"waiting for the lock of {place}")
         if (now := progress()) != seen:
             seen = now
             since = time.monotonic()

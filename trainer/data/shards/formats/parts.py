@@ -54,15 +54,15 @@ class FileBytes:
 
     @property
     def is_changed(self) -> bool:
-        """True if somebody has written to the file since it was opened, or may have.
+        """True if somebody may have written to the file since it was opened, or has deleted it.
 
-        Its time of change can be set by nobody; to delete the file changes it too.
+        Nobody can set its time of change, unlike that of its modification.
         """
-        old = self.status
-        new = os.fstat(self._file)
-        if new.st_nlink == 0:
-            return (old.st_mtime_ns, old.st_size) != (new.st_mtime_ns, new.st_size)
-        return stamp_of(old) != stamp_of(new)
+        return stamp_of(self.status) != stamp_of(os.fstat(self._file))
+
+    def accept(self) -> None:
+        """Take the file as it is now for unchanged."""
+        self.status = os.fstat(self._file)
 
 
 def stamp_of(status: os.stat_result) -> int:
