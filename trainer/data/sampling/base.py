@@ -115,7 +115,7 @@ def check_size(name: str, size: Any) -> None:
 def check_bytes(name: str, size: Any) -> int:
     """Return a number of bytes, given as one or in words such as "5GB" or "512 MiB"."""
     if isinstance(size, str) and (
-        found := re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kMGT])(i?))?B?", size)
+        found := re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?(?:([kMGT])(i?))?B?", size)
     ):
         number, prefix, is_binary = found.groups()
         power = " kMGT".index(prefix) if prefix else 0

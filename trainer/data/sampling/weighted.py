@@ -20,10 +20,8 @@ class Weighted(Sampling):
     """Each epoch takes `size` examples, an example as often as its weight asks for.
 
     Systematic sampling (Madow, 1949): `size` points at equal distances over the summed weights of
-    the permuted examples, from a random start in each epoch, in permuted order. An example is so
-    taken as often as expected, rounded up or down; independent draws, as of torch's
-    WeightedRandomSampler, would leave out a third of equally weighted examples. Equal weights take
-    each example once; a smaller `size` takes others until all were taken.
+    the permuted examples take each as often as expected, rounded up or down. Independent draws, as
+    of torch's WeightedRandomSampler, would leave out a third of equally weighted examples.
 
         def sampling(self, split):
             return Weighted(self.counts.reciprocal()[self.labels])

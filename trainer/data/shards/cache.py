@@ -80,7 +80,11 @@ class ShardCache:
         if largest > most_bytes:
             need = f"must hold the largest shard, {largest:,} bytes"
             raise ConfigError(f"cache_bytes={most_bytes}: {need}")
-        root = folder.expanduser().absolute()
+        try:
+            root = folder.expanduser().absolute()
+        except RuntimeError:  # a user without a home, as in containers
+            must = "must be a folder, as this user has no home; give cache=/tmp/shards"
+            raise ConfigError(f"cache={folder}: {must}") from None
         self.folder = root / index.digest
         self._room = CacheRoom(self.folder, index, most_bytes, holds_all)
         try:
@@ -333,8 +337,9 @@ class ShardCache:
 
 def default_folder() -> Path:
     """Return the folder of all caches: LOCKSTEP_CACHE, or lockstep in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("LOCKSTEP_CACHE") or Path(base) / "lockstep")
+    if given := os.environ.get("LOCKSTEP_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lockstep"
 
 
 def _check_link(root: Path) -> None:

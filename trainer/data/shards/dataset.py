@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from trainer.data.sampling.base import check_bytes
+from trainer.data.sampling.base import check_bytes, check_size
 from trainer.data.sampling.shards import LANES, WINDOW, ShardShuffle
 from trainer.data.shards.addresses import open_source
 from trainer.data.shards.cache import ShardCache, default_folder
@@ -60,14 +60,16 @@ class ShardedDataset(Dataset):
         part of them, such as slice(0, -4), to split a data set. `index`: the address that has the
         index, if it does not lie beside the files. `lanes`, `window`: see `ShardShuffle`. `cache`:
         a folder on the node's disk, by default LOCKSTEP_CACHE or ~/.cache/lockstep. `cache_bytes`:
-        most bytes of this data on it, such as 10**9 or "5GB". `ahead_bytes`: fetched before they
-        are needed, at most half of the cache.
+        most bytes of this data on it, or "5GB". `ahead_bytes`: fetched before they are needed, at
+        most half of the cache.
         """
         most_bytes = check_bytes("cache_bytes", cache_bytes)
         ahead = check_bytes("ahead_bytes", ahead_bytes)
         if decode is not None and not callable(decode):
             must = "must be a function of an example"
             raise ConfigError(f"decode={decode!r:.60}: {must}, such as decode=to_tensors")
+        for name, size in (("lanes", lanes), ("window", window)):
+            check_size(name, size)
         folder = default_folder() if cache is None else Path(_address("cache", cache))
         self._source = open_source(_address("url", url))
         of_index = self._source if index is None else open_source(_address("index", index))
