@@ -288,7 +288,13 @@ def error_of(action):
     return None
 
 
-@pytest.mark.parametrize(("name", "pack"), [("gz", gzip.compress), ("bz2", bz2.compress)])
+def zstd(data):
+    return pytest.importorskip("zstandard").compress(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "pack"), [("gz", gzip.compress), ("bz2", bz2.compress), ("zstd", zstd)]
+)
 def test_a_shard_that_decompresses_to_more_than_the_cache_ends_within_its_bytes(
     name, pack, tmp_path
 ):
@@ -302,9 +308,12 @@ def test_a_shard_that_decompresses_to_more_than_the_cache_ends_within_its_bytes(
     assert not [*(tmp_path / "cache").rglob("*.raw")]
 
 
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
 def endless(connection):
     """Answer with a body in chunks that has no end."""
-    connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    connection.sendall(CHUNKED)
     chunk = b"10000\r\n" + bytes(65536) + b"\r\n"
     while True:
         connection.sendall(chunk)
@@ -320,6 +329,16 @@ def slow_head(connection):
     while True:
         connection.sendall(b"X: y\r\n")
         time.sleep(0.01)
+
+
+def trailers(connection):
+    connection.sendall(CHUNKED + b"1\r\nx\r\n0\r\n")
+    while True:
+        connection.sendall(b"a: b\r\n")
+
+
+def raw(data):
+    return lambda connection: connection.sendall(data)
 
 
 def answer(status, *headers, body=b""):
@@ -396,6 +415,9 @@ def test_a_shard_of_known_size_without_end_is_read_twice_and_named(folder, tmp_p
         (answer("200 OK", body=b"x" * 99), "has 99 bytes, and 582 in its index", 3),
         (answer("200 OK", body=b"x" * 582), "has SHA-256 .*, and its index", 2),
         (continues, 'after 8 tries: it answers "100 Continue" without end', 8),
+        (trailers, "after 8 tries: it ends with trailers without end", 16),
+        (raw(bytes(range(256)) * 9), "after 8 tries: it answers no HTTP; check", 8),
+        (raw(CHUNKED + b"-5\r\nabc"), "after 8 tries: read length must be non-negative", 8),
         (answer("302 Found", "Location: http://[::1:8/a"), "redirects to an address that", 1),
         (answer("302 Found", "Location: ftp://127.0.0.1/a"), "ftp://.*, which is not http://", 1),
         (answer("302 Found", "Location: file:///etc/passwd"), "not allowed|which is not http", 1),

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from trainer.task import Task
 
 # Limits for a warning.
 FREE_BYTES = 10**9
+MOST_OF_A_SHARD = 2**30  # bytes of one whose index does not say how many
 FSYNC_S = 1.0
 OPEN_FILES = 4096
 _CODE = "the code of "  # prefix of the facts about code in a fingerprint
@@ -173,8 +175,12 @@ def check_shards(url: str) -> Check:
         source = open_source(url)
         index = load_index(source)
         opened = time.monotonic()
-        parts = (source.stream(index.name(0), *part) for part in parts_of(index.span(0)))
-        size = sum(len(block) for part in parts for block in part)
+        blocks = (source.stream(index.name(0), *part) for part in parts_of(index.span(0)))
+        size = 0
+        for block in chain.from_iterable(blocks):
+            size += len(block)
+            if size > (index.size(0) or MOST_OF_A_SHARD):  # it may have no end
+                break
     except ResumeError as error:
         why, _, advice = str(error).partition("; ")
         return Check("data", "fail", f"data.url={url}: {why}", advice)

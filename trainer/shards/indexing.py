@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -137,5 +138,11 @@ def _local(
         return
     with tempfile.NamedTemporaryFile(suffix=Path(name).suffix) as file:
         stream: BinaryIO = file.file  # type: ignore[assignment]
-        download(source, name, stream, size, sha256, span)
+        most = shutil.disk_usage(file.name).free // 2
+
+        def check_bytes(num_bytes: int) -> None:
+            if num_bytes > most:
+                raise RunError(f"has more than {most:,} bytes, half of what is free for it")
+
+        download(source, name, stream, size, sha256, span, check_bytes)
         yield Path(file.name)

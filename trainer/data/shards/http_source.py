@@ -25,6 +25,8 @@ CONNECT_S = 10.0
 TIMEOUT_S = 30.0  # without a byte
 HEAD_S = 60.0  # for the head of an answer
 MOST_HEADS = 8  # of an answer, with those of status 100
+MOST_TRAILERS = 100  # lines after a body in chunks
+MOST_OF_A_LINE = 2**16
 NOT_SATISFIABLE = 416
 NO_PARTS = "the server sends no parts of files; index them with a larger shard_mb"
 HEADERS = {"User-Agent": "lockstep", "Accept-Encoding": "identity"}
@@ -56,7 +58,7 @@ class HttpSource:
     def stream(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
         request = self._request(name, begin, end)
         try:
-            with _opener(*_certificates()).open(request, timeout=CONNECT_S) as answer:
+            with _open(request) as answer:
                 if request.has_header("Range") and answer.status != http.HTTPStatus.PARTIAL_CONTENT:
                     raise ResumeError(NO_PARTS)
                 if (packed := answer.headers.get("Content-Encoding", "identity")) != "identity":
@@ -76,16 +78,14 @@ class HttpSource:
                 is_login = error.code in (401, 403)
                 kind = PermissionError if is_login else FileNotFoundError
                 raise kind(f"HTTP {error.code} {error.reason}") from None
-        except (ValueError, http.client.InvalidURL) as error:
-            why = f"it redirects to an address that cannot be one: {one_line(error)}"
-            raise FileNotFoundError(why) from None
-        except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
+        except (http.client.HTTPException, OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             if isinstance(reason, ssl.SSLCertVerificationError):
                 raise PermissionError(f"{one_line(reason)} (set SSL_CERT_FILE)") from None
             if isinstance(reason, LASTING):
                 raise reason from None
-            raise TemporaryError(one_line(reason)) from None
+            is_junk = type(error) is http.client.BadStatusLine
+            raise TemporaryError("it answers no HTTP" if is_junk else one_line(reason)) from None
 
     def list(self) -> list[str]:
         advice = "write the index where the files are, and copy it beside them"
@@ -93,6 +93,15 @@ class HttpSource:
 
     def write(self, name: str, data: bytes) -> None:
         raise ConfigError(f"{self.url}: cannot be written; give a folder or a bucket")
+
+
+def _open(request: urllib.request.Request) -> Any:
+    """Return the answer to a request. Raises FileNotFoundError for redirects to nowhere."""
+    try:
+        return _opener(*_certificates()).open(request, timeout=CONNECT_S)
+    except (ValueError, http.client.InvalidURL) as error:
+        why = f"it redirects to an address that cannot be one: {one_line(error)}"
+        raise FileNotFoundError(why) from None
 
 
 class _PatientReader(io.RawIOBase):
@@ -149,6 +158,12 @@ class _Answer(http.client.HTTPResponse):
     def begin(self) -> None:
         super().begin()
         self._patient.end_head()
+
+    def _read_and_discard_trailer(self) -> None:
+        for _ in range(MOST_TRAILERS):
+            if self.fp.readline(MOST_OF_A_LINE) in (b"\r\n", b"\n", b""):
+                return
+        raise http.client.HTTPException("it ends with trailers without end")
 
 
 class _HttpConnection(http.client.HTTPConnection):
