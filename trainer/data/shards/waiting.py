@@ -6,10 +6,10 @@ import fcntl
 import multiprocessing
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import ContextVar
 from pathlib import Path
 
 from trainer.data.shards.errors import ServerError
@@ -22,7 +22,7 @@ MOST_POLL_S = 0.1  # between two tries to lock a file
 STUCK_S = 600.0  # without progress: a download's eight tries take less
 STUCK_IF_STOPPED_S = 60.0
 _announced: set[str] = set()
-_open_waits = threading.local()
+_open_wait: ContextVar[Wait | None] = ContextVar("open_wait", default=None)  # of a thread
 
 
 class Wait:
@@ -36,11 +36,11 @@ class Wait:
         self._begun = time.monotonic()
 
     def __enter__(self) -> Wait:
-        _open_waits.wait = self
+        _open_wait.set(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        _open_waits.wait = None
+        _open_wait.set(None)
 
     def check(self) -> None:
         """Announce a long wait, the first of its kind. Raises ServerError if asked to stop."""
@@ -60,7 +60,7 @@ class Wait:
 
 def check_wait(what: str) -> None:
     """Check the open wait of this thread, or a new one. Raises ServerError if asked to stop."""
-    (getattr(_open_waits, "wait", None) or Wait(what)).check()
+    (_open_wait.get() or Wait(what)).check()
 
 
 def announce(kind: str, line: str) -> None:
