@@ -23,6 +23,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from faults import (  # noqa: E402
+    caches,
     calls,
     damage,
     groups,
@@ -72,6 +73,7 @@ ROWS = {
     "writer": (record.writer, 10, 2),
     "metrics": (record.metrics, 12, 2),
     **shards.ROWS,
+    **caches.ROWS,
 }
 
 

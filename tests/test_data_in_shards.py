@@ -402,6 +402,36 @@ def test_a_part_without_shards_is_refused(chosen, folder):
         ShardedDataset(folder, shards=chosen)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"cache_bytes": "5 GBs"}, "cache_bytes='5 GBs': must be a number of bytes above 0"),
+        ({"cache_bytes": -1}, "cache_bytes=-1: must be a number"),
+        ({"cache_bytes": None}, "cache_bytes=None: must be a number"),
+        ({"cache_bytes": float("inf")}, "cache_bytes=inf: must be a number"),
+        ({"ahead_bytes": True}, "ahead_bytes=True: must be a number"),
+        ({"lanes": "4"}, "lanes='4': must be an integer of at least 1"),
+        ({"window": 2.5}, "window=2.5: must be an integer"),
+        ({"decode": 5}, "decode=5: must be a function of an example"),
+        ({"index": 5}, "index=5: must be a folder or an address"),
+        ({"cache": ["a"]}, "cache=.'a'.: must be a folder"),
+        ({"url": None}, "url=None: must be a folder or an address"),
+        ({"url": ""}, "url='': must be a folder"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_named(arguments, why, folder):
+    with pytest.raises(ConfigError, match=why):
+        ShardedDataset(**{"url": folder, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("given", "num_bytes"),
+    [("5GB", 5 * 10**9), ("1.5 MiB", 3 * 2**19), ("7000", 7000), (1e9, 10**9), (10**9, 10**9)],
+)
+def test_bytes_may_be_given_in_words(given, num_bytes, folder):
+    assert ShardedDataset(folder, cache_bytes=given).cache.most_bytes == num_bytes
+
+
 def test_a_part_may_be_backwards(folder):
     found, whole = ShardedDataset(folder, shards=slice(None, None, -2)), ShardedDataset(folder)
     assert len(found.index) == 15

@@ -18,6 +18,7 @@ from trainer import RunError, ShardedDataset, Trainer
 from trainer.audit import main as audit
 from trainer.data.shards import download
 from trainer.data.shards.formats import FORMATS
+from trainer.data.shards.formats.parts import FileBytes
 from trainer.doctor.local import check_shards
 from trainer.shards.__main__ import main as shards
 from trainer.shards.indexing import write_index
@@ -208,7 +209,7 @@ def decode(example):
 def test_a_file_that_becomes_shorter_while_it_is_open_is_named(files, tmp_path):
     path = shutil.copy(next(files[0].glob("a.*")), tmp_path)
     index = ShardedDataset(files[0]).index
-    shard = FORMATS[index.format].open(path, index.settings, NUM, None)
+    shard = FORMATS[index.format].open(FileBytes(path), index.settings, NUM, None)
     os.truncate(path, 100)
     with pytest.raises((RunError, OSError), match=r"became shorter|Parquet|read"):
         [shard[row] for row in range(NUM)]
@@ -231,7 +232,7 @@ def test_rows_of_safetensors_have_any_type_and_a_file_that_becomes_shorter_is_na
             want = tensors[name][row]
             assert value.dtype == want.dtype and value.shape == want.shape
             assert value.tolist() == want.tolist()
-    shard = FORMATS["safetensors"].open(path, {}, 9, None)
+    shard = FORMATS["safetensors"].open(FileBytes(path), {}, 9, None)
     os.truncate(path, 1000)
     with pytest.raises(RunError, match="became shorter while it was read; restore it"):
         [shard[row] for row in range(9)]

@@ -1,6 +1,7 @@
 """Weights, mixtures and balanced classes: functions of seed, epoch and position, as any order."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -13,7 +14,15 @@ from safetensors.torch import save
 from torch import nn
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from trainer import ClassBalanced, ConfigError, Mixture, ShardedDataset, Trainer, Weighted
+from trainer import (
+    ClassBalanced,
+    ConfigError,
+    Mixture,
+    PackedDataset,
+    ShardedDataset,
+    Trainer,
+    Weighted,
+)
 from trainer.audit import main as audit
 from trainer.data.sampling import saved
 from trainer.data.sampling.mixture import LONGEST, _pattern, _shares
@@ -102,6 +111,36 @@ def test_an_example_is_taken_as_often_as_its_weight_says_up_to_one():
 def test_equal_weights_take_each_example_once():
     (taken,) = epochs(Weighted(torch.full((770,), 3.0)), 1)
     assert taken.sort().values.equal(torch.arange(770))
+
+
+def test_equal_weights_and_a_smaller_size_take_neighbours_as_often_as_others():
+    """They took every k-th example: all even, or all odd."""
+    sampling = Weighted(torch.ones(1000), size=500)
+    taken = [set(epoch.tolist()) for epoch in epochs(sampling, 40)]
+    for one, two in zip(taken[::2], taken[1::2], strict=True):
+        assert len(one) == len(two) == 500 and not one & two  # the epochs of an era take all
+        assert 200 < sum(index % 2 for index in one) < 300
+    pairs = sum(index in each and index + 1 in each for each in taken for index in range(999))
+    assert 0.23 < pairs / 40 / 999 < 0.27
+    assert len({frozenset(each) for each in taken}) == 40
+
+
+def test_a_small_size_of_unequal_weights_takes_examples_as_often_as_expected():
+    weights = torch.rand(700, generator=torch.Generator().manual_seed(2))
+    sampling = Weighted(weights, size=50)
+    total = torch.bincount(torch.cat(epochs(sampling, 280)), minlength=700)
+    expected = sampling.weights / sampling.weights.sum() * 50 * 280
+    assert ((total - expected).abs() < 20 + 1e-9).all()  # one in each of 20 eras
+    order = sampling.order(3, 5, 10)
+    assert order(torch.arange(50))[7:9].equal(order(torch.tensor([7, 8])))
+
+
+def test_many_classes_are_balanced_in_seconds():
+    began = time.monotonic()
+    sampling = ClassBalanced(torch.arange(200_000).repeat(2))
+    assert time.monotonic() - began < 10  # 50 s before
+    (taken,) = epochs(sampling, 1, batch=1000)
+    assert (taken % 200_000).bincount().eq(2).all()
 
 
 def test_an_example_of_weight_0_is_never_taken():
@@ -285,6 +324,12 @@ def test_an_unreadable_example_is_replaced_by_one_that_the_sampling_allows(
         (lambda: ClassBalanced([0.0, float("nan")]), "labels: must be integers"),
         (lambda: Weighted([1.0], size=0), "size=0: must be an integer of at least 1"),
         (lambda: Mixture([3, 4], [1.0]), "must be one for each group"),
+        (lambda: Mixture(5), "groups=5: must be data sets or their numbers of examples"),
+        (lambda: Mixture("ab"), "groups='ab': must be data sets"),
+        (lambda: Mixture([3, 4], 0.5), "proportions=0.5: must be finite numbers"),
+        (lambda: Mixture([3] * 100_001, range(1, 100_002)), "proportions of 100,001 groups: must"),
+        (lambda: PackedDataset(5, [1], 10), "dataset: must be a data set with __len__"),
+        (lambda: PackedDataset([1], [1], 10, padding=5), "padding=5: must be values by name"),
         (lambda: Mixture([3, 0]), "groups: each must have at least one"),
         (lambda: Mixture([3, 4], [0.5, -0.5]), "must be above 0"),
         (lambda: Mixture([3, 4], [0.5, float("nan")]), "must be finite numbers"),

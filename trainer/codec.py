@@ -7,6 +7,13 @@ from typing import Any
 
 import torch
 
+DTYPES = {  # by their names in safetensors files
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    **{"BOOL": torch.bool, "C64": torch.complex64},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+}
 CHUNK = 2**22  # elements digested at once, as each is copied to 64 bits
 _SPREAD = 0x1E3779B97F4A7C15
 

@@ -484,7 +484,7 @@ CASES: dict[str, tuple[str, Case]] = {
 LONG = ("server_for_5_s", "server_for_good")  # with --quick left out
 
 
-def _measure(title: str, case: Case, amount: int, seed: int) -> Row:
+def measure_case(title: str, case: Case, amount: int, seed: int) -> Row:
     """Run cases of one fault on data in shards."""
     row, chance = Row(title, amount), random_of(seed)
     for number in range(amount):
@@ -498,6 +498,6 @@ def _measure(title: str, case: Case, amount: int, seed: int) -> Row:
 
 
 ROWS = {
-    f"shards_{name}": (functools.partial(_measure, *fault), 3, int(name not in LONG))
+    f"shards_{name}": (functools.partial(measure_case, *fault), 3, int(name not in LONG))
     for name, fault in CASES.items()
 }

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from trainer.checkpoints import packing
-from trainer.checkpoints.tensor_files import DTYPES, INDEX, KINDS, box_name, check_index
+from trainer.checkpoints.tensor_files import INDEX, KINDS, box_name, check_index
 from trainer.checkpoints.transaction import CheckpointFiles
-from trainer.codec import dtype_of, name_of
+from trainer.codec import DTYPES, dtype_of, name_of
 from trainer.config.plain_files import parse_json
 from trainer.distributed.group import Group
 from trainer.errors import CheckpointError, one_line

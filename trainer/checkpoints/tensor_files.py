@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoints.files import Buffer, open_new
-from trainer.codec import name_of
+from trainer.codec import DTYPES, name_of
 from trainer.data.examples import find_flaw
 from trainer.distributed import accelerator
 from trainer.errors import CheckpointError, ConfigError
@@ -29,13 +29,6 @@ from trainer.strategy.shards import Shard
 
 INDEX = "tensors.json"
 KINDS = ("model", "optimizer", "ema", "buffer")
-DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
-    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
-    **{"BOOL": torch.bool, "C64": torch.complex64},
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
-}
 MOST_EXTENT = 2**53
 MOST_DIMS = 64  # as in torch
 MOST_TIED = 100  # times the bytes of a file: an export writes tied tensors under each name

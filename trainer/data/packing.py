@@ -47,6 +47,12 @@ class PackedDataset(Dataset):
         ConfigError if there are other numbers of lengths, or a length below 1.
         """
         check_size("budget", budget)
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            must = "must be a data set with __len__ and __getitem__"
+            raise ConfigError(f"dataset: {must}, and is a {type(dataset).__name__}")
+        if not isinstance(padding or {}, Mapping):
+            must = 'must be values by name, such as {"labels": -100}'
+            raise ConfigError(f"padding={padding!r:.60}: {must}")
         self._dataset = dataset
         self._budget = budget
         self._padding = dict(padding or {})

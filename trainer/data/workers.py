@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.multiprocessing
 
+from trainer.distributed.signals import signal_to_stop
 from trainer.distributed.watch.watcher import OF_A_JOB
 from trainer.errors import ConfigError, RunError, one_line
 from trainer.process.ending import end_with_parent
@@ -32,6 +33,7 @@ MOST_OF_A_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
 BEGIN_S = 5.0  # a forked worker begins within milliseconds
 TRIES = 3
 POLL_S = 0.5  # between two looks whether the workers are alive, while their batch is awaited
+MOST_WAIT_S = 20.0  # for a batch, after a request to stop
 SHARED = (
     "shared memory (/dev/shm), which workers use to send batches, is full: enlarge it"
     " (docker run --shm-size=8g), or set a smaller data.micro_batch or data.workers=0"
@@ -70,7 +72,7 @@ def wait_for_workers(answers: Iterator[Any], timeout_s: float) -> Iterator[Any]:
 
     When it ends, torch checks that its workers are alive: one that has exited with code 0 sends no
     signal that torch heeds. Raises torch's RuntimeError once `timeout_s` is exceeded, unless it
-    is 0.
+    is 0, and RunError if no batch comes after a request to stop: torchrun kills after 30 s.
     """
     while True:
         begun = time.monotonic()
@@ -82,6 +84,8 @@ def wait_for_workers(answers: Iterator[Any], timeout_s: float) -> Iterator[Any]:
                 return
             except RuntimeError as error:
                 has_time = not timeout_s or time.monotonic() - begun < timeout_s
+                if name := signal_to_stop(MOST_WAIT_S):
+                    raise RunError(f"asked to stop ({name}) while workers read a batch") from None
                 if not ("timed out" in str(error) and has_time):
                     raise
         yield answer

@@ -70,6 +70,7 @@ def leave_pid_1() -> None:
 
 
 _early: list[StopRequest] = []
+_caught: list[StopRequest] = []  # by `stop_requests`, the innermost last
 
 
 def catch_early() -> None:
@@ -102,6 +103,17 @@ def check_start(patience_s: float = START_S) -> None:
         raise RunError(f"asked to stop ({name}) before all ranks connected; nothing was started")
 
 
+def signal_to_stop(patience_s: float) -> str:
+    """Return the signal that asked this process to stop `patience_s` ago or earlier, else "".
+
+    One that announces the end of a job's time is left to the next step boundary.
+    """
+    for request in (*_early, *_caught):
+        if request and request.name not in REQUEUE and request.seconds > patience_s:
+            return request.name or ""
+    return ""
+
+
 def let_go() -> bool:
     """Restore SIGTERM's default, as nothing is left to save. Return True if asked to stop."""
     if _early:
@@ -117,8 +129,10 @@ def stop_requests() -> Iterator[StopRequest]:
         yield request
         return
     before = {number: signal.signal(number, request.receive) for number in SIGNALS}
+    _caught.append(request)
     try:
         yield request
     finally:
+        _caught.remove(request)
         for number, handler in before.items() if not _early else ():
             signal.signal(number, handler)

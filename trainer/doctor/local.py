@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ import torch.distributed as dist
 
 import trainer
 from trainer.config.schema import Config
-from trainer.data.shards.download import NO_PARTS, parts_of
+from trainer.data.shards.addresses import open_source
+from trainer.data.shards.download import parts_of
 from trainer.data.shards.index import load_index
-from trainer.data.shards.sources import ResumeError, TemporaryError, open_source
+from trainer.data.shards.sources import ResumeError, TemporaryError
 from trainer.distributed import accelerator
 from trainer.distributed.backend import choose_backend
 from trainer.distributed.world import NVIDIA_DRIVER, World, explain_unseen_gpu
@@ -35,6 +37,7 @@ from trainer.task import Task
 
 # Limits for a warning.
 FREE_BYTES = 10**9
+MOST_OF_A_SHARD = 2**30  # bytes of one whose index does not say how many
 FSYNC_S = 1.0
 OPEN_FILES = 4096
 _CODE = "the code of "  # prefix of the facts about code in a fingerprint
@@ -172,10 +175,15 @@ def check_shards(url: str) -> Check:
         source = open_source(url)
         index = load_index(source)
         opened = time.monotonic()
-        parts = (source.stream(index.name(0), *part) for part in parts_of(index.span(0)))
-        size = sum(len(block) for part in parts for block in part)
-    except ResumeError:
-        return Check("data", "fail", f"data.url={url}: {NO_PARTS[0]}", NO_PARTS[1])
+        blocks = (source.stream(index.name(0), *part) for part in parts_of(index.span(0)))
+        size = 0
+        for block in chain.from_iterable(blocks):
+            size += len(block)
+            if size > (index.size(0) or MOST_OF_A_SHARD):  # it may have no end
+                break
+    except ResumeError as error:
+        why, _, advice = str(error).partition("; ")
+        return Check("data", "fail", f"data.url={url}: {why}", advice)
     except (ConfigError, RunError, TemporaryError, OSError) as error:
         return Check("data", "fail", f"data.url: {one_line(error)}", advice)
     seconds = time.monotonic() - opened

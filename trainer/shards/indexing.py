@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trainer.data.shards.addresses import create_source, open_source
 from trainer.data.shards.download import digest_file, download, read_whole
 from trainer.data.shards.errors import ServerError
 from trainer.data.shards.formats import FORMATS
+from trainer.data.shards.formats.parts import FileBytes
 from trainer.data.shards.index import MOST_BYTES, NAME, OF_MDS, ShardIndex, load_index, of_mds
-from trainer.data.shards.sources import LocalSource, Source, Span, create_source, open_source
+from trainer.data.shards.sources import LocalSource, Source, Span, open_file
 from trainer.errors import ConfigError, RunError
 
 
@@ -42,7 +45,8 @@ def write_index(
             parts = _divide(format, path, settings, most_bytes)
             for rows, span in parts or [(int(made.rows[number]), None)]:
                 size = span.size if span else path.stat().st_size
-                digest = bytes.fromhex(digest_file(path, span))
+                with open_file(path) as file:
+                    digest = bytes.fromhex(digest_file(file, span))
                 found.append((name, rows, size, digest, span))
     index = ShardIndex.of(format, settings, *zip(*found, strict=True))
     target = create_source(to)
@@ -101,7 +105,9 @@ def check_shards(url: str) -> tuple[ShardIndex, dict[str, str]]:
             with _local(source, name, *facts) as path:
                 if not index.settings.get("compression"):
                     rows = int(index.rows[shard])
-                    FORMATS[index.format].open(path, index.settings, rows, index.span(shard))
+                    FORMATS[index.format].open(
+                        FileBytes(path), index.settings, rows, index.span(shard)
+                    )
         except ServerError:
             raise
         except (OSError, RunError, ConfigError) as error:
@@ -121,14 +127,22 @@ def _local(
     """
     if isinstance(source, LocalSource):
         path = source.folder / name
-        found = path.stat().st_size
-        if size is not None and span is None and found != size:
-            raise RunError(f"has {found:,} bytes, and {size:,} in the index")
-        if sha256 and (digest := digest_file(path, span)) != sha256:
+        with open_file(path) as opened:
+            found = path.stat().st_size
+            if size is not None and span is None and found != size:
+                raise RunError(f"has {found:,} bytes, and {size:,} in the index")
+            digest = digest_file(opened, span) if sha256 else ""
+        if digest != sha256:
             raise RunError(f"has SHA-256 {digest[:12]}, and {sha256[:12]} in the index")
         yield path
         return
     with tempfile.NamedTemporaryFile(suffix=Path(name).suffix) as file:
         stream: BinaryIO = file.file  # type: ignore[assignment]
-        download(source, name, stream, size, sha256, span)
+        most = shutil.disk_usage(file.name).free // 2
+
+        def check_bytes(num_bytes: int) -> None:
+            if num_bytes > most:
+                raise RunError(f"has more than {most:,} bytes, half of what is free for it")
+
+        download(source, name, stream, size, sha256, span, check_bytes)
         yield Path(file.name)

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from trainer.data.shards.addresses import create_source
 from trainer.data.shards.formats.mds import MdsWriter, encoding_of
 from trainer.data.shards.index import NAME, OF_MDS, ShardIndex
-from trainer.data.shards.sources import Source, create_source
+from trainer.data.shards.sources import Source
 from trainer.errors import ConfigError
 from trainer.rng.philox import key_of, seed_example
 

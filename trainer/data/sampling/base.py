@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
@@ -109,3 +110,19 @@ def as_vector(values: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
 def check_size(name: str, size: Any) -> None:
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ConfigError(f"{name}={size!r}: must be an integer of at least 1")
+
+
+def check_bytes(name: str, size: Any) -> int:
+    """Return a number of bytes, given as one or in words such as "5GB" or "512 MiB"."""
+    if isinstance(size, str) and (
+        found := re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?(?:([kMGT])(i?))?B?", size)
+    ):
+        number, prefix, is_binary = found.groups()
+        power = " kMGT".index(prefix) if prefix else 0
+        size = int(float(number) * (1024 if is_binary else 1000) ** power)
+    if isinstance(size, float) and size.is_integer():
+        size = int(size)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        must = 'must be a number of bytes above 0, or words such as "5GB"'
+        raise ConfigError(f"{name}={size!r:.60}: {must}")
+    return size

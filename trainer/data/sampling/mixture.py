@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from math import gcd, lcm
@@ -48,6 +48,10 @@ class Mixture(Sampling):
         the number of examples. `members` (examples,): indices of all examples, group by group; by
         default the groups follow each other. Raises ConfigError for other arguments.
         """
+        if isinstance(groups, (str, bytes, Mapping)) or not isinstance(groups, Iterable):
+            must = "must be data sets or their numbers of examples"
+            raise ConfigError(f"groups={groups!r:.60}: {must}, such as [self.code, 5000]")
+        groups = list(groups)
         sizes = [len(each) if hasattr(each, "__len__") else each for each in groups]
         self.sizes = as_vector(sizes, "groups", torch.int64)
         if int(self.sizes.min()) < 1:
@@ -180,9 +184,14 @@ def _shares(proportions: Sequence[float]) -> list[int]:
     try:
         exact = [Fraction(str(float(value))) for value in proportions]
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"proportions={proportions!r}: must be finite numbers") from None
+        raise ConfigError(f"proportions={proportions!r:.200}: must be finite numbers") from None
     if not exact or min(exact) <= 0:
-        raise ConfigError(f"proportions={list(proportions)!r}: must be above 0")
+        raise ConfigError(f"proportions={proportions!r:.200}: must be above 0")
+    if min(exact) == max(exact):
+        return [1] * len(exact)
+    if len(exact) > LONGEST:
+        must = f"must be equal, as there are more than {LONGEST:,}"
+        raise ConfigError(f"proportions of {len(exact):,} groups: {must}")
     total = sum(exact)
     parts = [value / total for value in exact]
     scale = lcm(*(part.denominator for part in parts))
@@ -191,7 +200,8 @@ def _shares(proportions: Sequence[float]) -> list[int]:
     if len(parts) <= FEW:
         return _nearest([float(part) for part in parts])
     shares = [max(1, round(part * (LONGEST - len(parts)))) for part in parts]
-    return [share // gcd(*shares) for share in shares]
+    divisor = gcd(*shares)
+    return [share // divisor for share in shares]
 
 
 def _nearest(parts: Sequence[float]) -> list[int]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
+from trainer.data.order import BLOCK
 from trainer.data.sampling.base import Sampling, State, as_vector, check_size
 from trainer.errors import ConfigError
 from trainer.rng.permutation import Permutation
@@ -17,10 +19,9 @@ from trainer.rng.philox import key_of
 class Weighted(Sampling):
     """Each epoch takes `size` examples, an example as often as its weight asks for.
 
-    Systematic sampling (Madow, 1949): `size` points at equal distances over the summed weights,
-    from a random start in each epoch, in permuted order. An example is so taken as often as
-    expected, rounded up or down; independent draws, as of torch's WeightedRandomSampler, would
-    leave out a third of equally weighted examples. Equal weights take each example once.
+    Systematic sampling (Madow, 1949): `size` points at equal distances over the summed weights of
+    the permuted examples take each as often as expected, rounded up or down. Independent draws, as
+    of torch's WeightedRandomSampler, would leave out a third of equally weighted examples.
 
         def sampling(self, split):
             return Weighted(self.counts.reciprocal()[self.labels])
@@ -42,16 +43,9 @@ class Weighted(Sampling):
         self.num_examples = len(self.weights)
         self.size = self.num_examples if size is None else size
         check_size("size", self.size)
-        # numpy adds one by one, so the sums are equal on every machine
-        sums = torch.from_numpy(np.cumsum(self.weights.numpy()))
-        self._shares = sums / sums[-1]
-        self._last = int(self.weights.nonzero()[-1])
 
     def order(self, seed: int, epoch: int, global_batch: int) -> WeightedOrder:
-        start = key_of(seed, "weights", epoch, "start") / 2**64
-        return WeightedOrder(
-            self._shares, self._last, Permutation(self.size, seed, "weights", epoch), start
-        )
+        return _make_order(self, seed, epoch)
 
     def state(self) -> State:
         return {"size": self.size}, {"weights": self.weights}
@@ -74,16 +68,42 @@ class Weighted(Sampling):
         return float(expected.min()), float(expected.max())
 
 
-class WeightedOrder:
-    """The order of one epoch."""
+# A run asks for the order of an epoch several times at its start: 2 s for 10**7 examples.
+@lru_cache(maxsize=2)
+def _make_order(sampling: Weighted, seed: int, epoch: int) -> WeightedOrder:
+    return WeightedOrder(sampling, seed, epoch)
 
-    def __init__(self, shares: torch.Tensor, last: int, shuffle: Permutation, start: float):
-        self._shares = shares
-        self._last = last
-        self._shuffle = shuffle
-        self._start = start
+
+@lru_cache(maxsize=1)
+def _make_shares(sampling: Weighted, seed: int, era: int) -> tuple[Permutation, torch.Tensor]:
+    """Return a permutation of the examples, and the sums of their weights in this order, to 1."""
+    examples = Permutation(sampling.num_examples, seed, "weights", era, "examples")
+    places = torch.arange(sampling.num_examples)
+    weights = [sampling.weights[examples(some)] for some in places.split(BLOCK)]
+    # numpy adds one by one, so the sums are equal on every machine
+    sums = torch.from_numpy(np.cumsum(torch.cat(weights).numpy()))
+    return examples, sums / sums[-1]
+
+
+class WeightedOrder:
+    """The order of one epoch.
+
+    An era has as many epochs as take some `num_examples` rows, so that a permutation of all
+    examples costs as much as the rows do. Their starts are equally far apart: of equal weights, the
+    epochs of an era take each example about once.
+    """
+
+    def __init__(self, sampling: Weighted, seed: int, epoch: int):
+        epochs = max(1, sampling.num_examples // sampling.size)
+        era, number = divmod(epoch, epochs)
+        self._examples, self._shares = _make_shares(sampling, seed, era)
+        turn = int(Permutation(epochs, seed, "weights", era, "turns")(torch.tensor([number])))
+        self._start = (turn + key_of(seed, "weights", era, "start") / 2**64) / epochs
+        self._shuffle = Permutation(sampling.size, seed, "weights", epoch)
+        self._last = int(torch.searchsorted(self._shares, 1.0))  # the others weigh nothing
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the example indices at int64 `positions` of the epoch, of the same shape."""
         points = (self._shuffle(positions).double() + self._start) / self._shuffle.size
-        return torch.searchsorted(self._shares, points, right=True).clamp(max=self._last)
+        places = torch.searchsorted(self._shares, points, right=True).clamp(max=self._last)
+        return self._examples(places)

@@ -6,12 +6,12 @@ import bz2
 import errno
 import fcntl
 import gzip
+import mmap
 import os
-import shutil
-import time
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,26 +19,43 @@ import numpy as np
 
 from trainer.data.shards.download import digest_file, download
 from trainer.data.shards.errors import ServerError
+from trainer.data.shards.eviction import (
+    FREE,
+    PART,
+    RAW,
+    CacheRoom,
+    Grow,
+    NextUse,
+    name_in_cache,
+)
+from trainer.data.shards.folder import (
+    bytes_at,
+    create,
+    delete,
+    is_at,
+    is_own,
+    open_folder,
+    open_to_lock,
+    open_to_read,
+)
+from trainer.data.shards.formats.parts import FileBytes, stamp_of
 from trainer.data.shards.index import ShardIndex
-from trainer.data.shards.sources import CHUNK, LocalSource, Source
+from trainer.data.shards.sources import CHUNK, LocalSource, Source, is_lasting
+from trainer.data.shards.waiting import lock
 from trainer.errors import ConfigError, RunError, one_line
 
-PART = ".part"  # an unfinished download, locked by the process that writes it
-RAW = ".raw"  # what has been decompressed of it
 TRIES = 10  # while others delete the folder or its files
 OPENERS: dict[str, Callable[[BinaryIO], Any]] = {"gz": gzip.open, "bz2": bz2.open}
-VERIFIED = "verified"  # stamps of files that are read in place, by shard
-FREE = "free"  # the lock of whoever makes room
-MOST_OF_A_NAME = 60  # characters: a file's name has at most 255 bytes
-NextUse = Callable[[int], float]  # the step at which a shard is next needed; inf: not known
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class ShardCache:
     """The shards as files of this machine. A local folder is read in place.
 
     Processes on a node agree by locks of files, which the kernel releases if one is killed, so
-    any number of runs may share a folder. A finished file bears its digest in its time of
-    modification: one that somebody wrote to is verified or fetched again before it is used.
+    any number of runs may share a folder. Each process hashes a file before its first use, once
+    for all that it forks; one that differs, or that is not its own and has no digest in the index,
+    is fetched again. A finished file bears a digest in its time of modification.
     """
 
     def __init__(self, source: Source, index: ShardIndex, folder: Path, most_bytes: int):
@@ -50,15 +67,13 @@ class ShardCache:
         if self._compression not in ("", "zstd", *OPENERS):
             must = "must be gz, bz2 or zstd; write the shards again, or decompress them"
             raise ConfigError(f"{source.url}: compression {self._compression}: {must}")
-        self._is_in_place = False
-        self._verified = np.zeros(0, np.int64)
+        # stamps of verified files by shard, which forked processes share
+        self._verified = np.frombuffer(mmap.mmap(-1, 8 * len(index)), np.int64)
         has_sizes = not self._compression and int(index.sizes.min()) >= 0
         # then no download looks at all files, which takes 1 s for 10**5
-        self._holds_all = has_sizes and int(index.sizes.sum()) <= most_bytes
-        self.folder = folder.expanduser().absolute() / index.digest
-        if isinstance(source, LocalSource) and not self._compression:
-            self._is_in_place = True
-            self._verified = _open_table(self.folder / VERIFIED, len(index))
+        holds_all = has_sizes and int(index.sizes.sum()) <= most_bytes
+        self._is_in_place = isinstance(source, LocalSource) and not self._compression
+        if isinstance(source, LocalSource) and self._is_in_place:
             self.folder = source.folder
             return
         largest = int(index.sizes.max())
@@ -66,8 +81,16 @@ class ShardCache:
             need = f"must hold the largest shard, {largest:,} bytes"
             raise ConfigError(f"cache_bytes={most_bytes}: {need}")
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / FREE).touch()
+            root = folder.expanduser().absolute()
+        except RuntimeError:  # a user without a home, as in containers
+            must = "must be a folder, as this user has no home; give cache=/tmp/shards"
+            raise ConfigError(f"cache={folder}: {must}") from None
+        self.folder = root / index.digest
+        self._room = CacheRoom(self.folder, index, most_bytes, holds_all)
+        try:
+            _check_link(root)
+            with open_folder(self.folder) as place:
+                os.close(open_to_lock(place, FREE))
         except OSError as error:
             advice = "give another folder, such as cache=/tmp/shards"
             raise ConfigError(f"cache={folder}: {error.strerror}; {advice}") from None
@@ -83,260 +106,256 @@ class ShardCache:
 
     def path(self, shard: int) -> Path:
         """Return where a shard lies, or would lie once it is fetched."""
-        name = self._index.name(shard)
-        if self._is_in_place:
-            return self.folder / name
-        return self.folder / f"{shard:08d}-{name.replace('/', '_')[-MOST_OF_A_NAME:]}"
+        return self.folder / self._name(shard)
+
+    def _name(self, shard: int) -> str:
+        is_own = self._is_in_place
+        return self._index.name(shard) if is_own else name_in_cache(self._index, shard)
+
+    def is_ready(self, shard: int) -> bool:
+        """Return True if a shard can probably be opened at once."""
+        return bool(self._verified[shard]) and (self._is_in_place or self.path(shard).exists())
+
+    def is_stale(self, shard: int, file: FileBytes) -> bool:
+        """Return True if an open file must be opened again, which verifies it.
+
+        One that was deleted to make room is read to its end; a folder has another in its place.
+        """
+        if not file.is_changed:
+            return False
+        if self._is_in_place or not file.is_deleted:
+            return True
+        file.accept()
+        return not self._is_right(shard, file)
 
     def fetch(self, shard: int, next_use: NextUse | None = None) -> Path:
-        """Return the file of a shard, downloaded if this node does not have it.
+        """Have a shard on this node, verified; return its path. See `open`."""
+        self.open(shard, next_use).close()
+        return self.path(shard)
 
-        `next_use` decides which others go if there is no room. Raises RunError if the shard cannot
-        be read or differs from the index, or if the disk is full.
+    def open(self, shard: int, next_use: NextUse | None = None) -> FileBytes:
+        """Return the open file of a shard, downloaded if this node does not have it.
+
+        `next_use` decides which others go if there is no room; what is open can be read to its
+        end. Raises RunError if the shard cannot be read or differs from the index, and ServerError
+        if the server does not answer or the cache cannot be written.
         """
-        path = self.path(shard)
         if self._is_in_place:
-            return self._check_in_place(shard, path)
+            return self._open_in_place(shard)
         try:
-            if not self._is_sound(shard, path):
-                self._download_with_room(shard, path, next_use)
+            return self._open_or_download(shard, next_use)
         except OSError as error:
             raise self._no_room(shard, error) from None
-        return path
 
-    def _download_with_room(self, shard: int, path: Path, next_use: NextUse | None) -> None:
-        """Download a shard; delete all others if the disk is full."""
+    def _open_or_download(self, shard: int, next_use: NextUse | None) -> FileBytes:
+        """Delete all other shards if the disk is full."""
+        is_full = False
         for attempt in range(TRIES):
             try:
-                return self._download(shard, path, next_use)
+                with open_folder(self.folder) as folder:
+                    if is_full:
+                        self._room.evict(folder, shard, float("inf"), next_use)
+                    found = self._open_finished(folder, shard)
+                    if found is None:
+                        found = self._download(folder, shard, next_use)
+                    return found
             except FileNotFoundError:  # somebody deletes the folder
                 if attempt == TRIES - 1:
                     raise
             except OSError as error:
-                if attempt or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                if is_full or error.errno not in FULL:
                     raise
-                self._evict(shard, float("inf"), next_use)
+                is_full = True
+        raise AssertionError
 
-    def _download(self, shard: int, path: Path, next_use: NextUse | None) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with _locked_part(path) as part:
-            if self._is_sound(shard, path):  # another process was faster
-                Path(part.name).unlink()
-            else:
-                self._evict(shard, self.size(shard), next_use)
-                self._write(shard, part, path, next_use)
+    def _open_finished(self, folder: int, shard: int) -> FileBytes | None:
+        """Return the open file of a shard; None, and no file is left, if it is not sound."""
+        name = self._name(shard)
+        descriptor = open_to_read(folder, name)
+        if descriptor is None:
+            return None
+        file = FileBytes(self.folder / name, descriptor)
+        if self._is_sound(shard, file):
+            return file
+        file.close()
+        delete(folder, name)
+        return None
 
-    def _check_in_place(self, shard: int, path: Path) -> Path:
-        """Verify a file that was not verified since it was last written."""
-        size, span = self._index.size(shard), self._index.span(shard)
+    def _is_sound(self, shard: int, file: FileBytes) -> bool:
+        stamp = stamp_of(file.status)
+        is_sound = self._verified[shard] == stamp or self._is_right(shard, file)
+        if is_sound:
+            self._verified[shard] = stamp
+        return is_sound
+
+    def _is_right(self, shard: int, file: FileBytes) -> bool:
+        """Return True if a file has the bytes of its shard: it is read to its end."""
+        span = self._index.span(shard)
+        sha256 = self._sha256(shard)
+        size = self._index.size(shard) if span is None else span.tail_end
+        status = file.status
+        is_as_long = status.st_size == size
+        if self._compression or size is None:
+            is_as_long = status.st_size <= self.most_bytes
+        if not is_as_long:
+            return False
+        with file.open() as stream:
+            digest = digest_file(stream, span)
+        if sha256:
+            return digest == sha256
+        return status.st_uid == os.geteuid() and status.st_mtime_ns == _time_of(digest)
+
+    def _sha256(self, shard: int) -> str:
+        """Return the digest of a finished file, as far as the index has it."""
+        return "" if self._compression else self._index.sha256(shard)
+
+    def _open_in_place(self, shard: int) -> FileBytes:
+        """Open a file, and verify one that was not verified since it was last written."""
+        path = self.path(shard)
+        size = self._index.size(shard)
+        span = self._index.span(shard)
+        sha256 = self._sha256(shard)
         try:
-            status = path.stat()
+            file = FileBytes(path)
+            is_new = self._verified[shard] != stamp_of(file.status)
+            why = ""
+            if size is not None and span is None and len(file) != size:
+                why = f"has {len(file):,} bytes, and {size:,} in its index"
+            elif sha256 and is_new:
+                with file.open() as stream:
+                    is_same = digest_file(stream, span) == sha256
+                why = "" if is_same else "has another SHA-256 than in its index"
         except OSError as error:
-            raise RunError(f"shard {path}: {error.strerror}; restore it") from None
-        why = ""
-        if size is not None and span is None and status.st_size != size:
-            why = f"has {status.st_size:,} bytes, and {size:,} in its index"
-        stamp = hash((status.st_mtime_ns, status.st_size, status.st_ino, status.st_dev))
-        sha256 = self._index.sha256(shard)
-        if not why and sha256 and self._verified[shard] != stamp:
-            if digest_file(path, span) == sha256:
-                self._verified[shard] = stamp
-            else:
-                why = "has another SHA-256 than in its index"
+            if is_lasting(error):
+                raise RunError(f"shard {path}: {error.strerror}; restore it") from None
+            advice = "check the disk and the limits (ulimit -a), and start again"
+            raise ServerError(f"shard {path}: {error.strerror}; {advice}") from None
         if why:
             advice = f"restore it: python -m trainer.shards check {self._source.url}"
             raise RunError(f"shard {path}: {why}; {advice}")
-        return path
+        self._verified[shard] = stamp_of(file.status)
+        return file
 
-    def _is_sound(self, shard: int, path: Path) -> bool:
-        """Return True if a finished file is there that nobody has written to since."""
-        try:
-            status = path.stat()
-        except FileNotFoundError:
-            return False
-        span = self._index.span(shard)
-        size = self._index.size(shard) if span is None else span.tail_end
-        # a power cut may leave an empty file with the time of a whole one
-        is_as_long = self._compression or size in (None, status.st_size)
-        if is_as_long and status.st_mtime_ns == self._stamp(shard):
-            return True
-        sha256 = self._index.sha256(shard)
-        with suppress(FileNotFoundError):
-            is_whole = sha256 and not self._compression
-            if is_whole and digest_file(path, span) == sha256:
-                self._seal(shard, path)
-                return True
-            path.unlink()
-        return False
+    def _download(self, folder: int, shard: int, next_use: NextUse | None) -> FileBytes:
+        name = self._name(shard)
+        with self._locked_part(folder, name) as part:
+            found = self._open_finished(folder, shard)
+            if found is not None:  # another process was faster
+                delete(folder, name + PART)
+                return found
+            try:
+                return self._write(folder, shard, part, next_use)
+            except BaseException:
+                with suppress(OSError):
+                    delete(folder, name + RAW)
+                    if not self._index.sha256(shard):  # the next try begins at the start
+                        delete(folder, name + PART)
+                raise
 
-    def _write(self, shard: int, part: BinaryIO, path: Path, next_use: NextUse | None) -> None:
+    def _write(
+        self, folder: int, shard: int, part: BinaryIO, next_use: NextUse | None
+    ) -> FileBytes:
+        """Download a shard into its part; return the finished file."""
         index = self._index
+        name = self._name(shard)
+        self._room.evict(folder, shard, self.size(shard), next_use)
         facts = (index.size(shard), index.sha256(shard), index.span(shard))
-        download(self._source, index.name(shard), part, *facts)
-        if self._compression:
-            self._decompress(shard, part, path, next_use)
-            Path(part.name).unlink()
-            return
-        self._publish(shard, Path(part.name), path, next_use)
+        download(
+            self._source,
+            index.name(shard),
+            part,
+            *facts,
+            self._room.grower(folder, shard, next_use),
+        )
+        if not self._compression:
+            return self._publish(folder, shard, part, name + PART, next_use)
+        with open(create(folder, name + RAW), "w+b") as raw:
+            self._decompress(shard, part, raw, self._room.grower(folder, shard, next_use))
+            found = self._publish(folder, shard, raw, name + RAW, next_use)
+        delete(folder, name + PART)
+        return found
 
-    def _decompress(self, shard: int, part: BinaryIO, path: Path, next_use: NextUse | None) -> None:
-        raw = path.with_name(path.name + RAW)
+    @contextmanager
+    def _locked_part(self, folder: int, name: str) -> Iterator[BinaryIO]:
+        """Open the unfinished download of a file, when no other process writes it any more.
+
+        A process that is killed leaves its part, which the next one of its user continues.
+        """
+        part = name + PART
+        written = partial(bytes_at, folder, (part, name + RAW))
+        foreign = 0
+        while foreign < TRIES:
+            descriptor = open_to_lock(folder, part)
+            # unbuffered: a full disk is met at each write
+            with open(descriptor, "r+b" if is_own(descriptor) else "rb", buffering=0) as file:
+                lock(descriptor, str(self.folder / part), written)
+                if not is_at(folder, part, descriptor):
+                    continue  # the process before has finished it
+                if file.writable():
+                    yield file
+                    return
+                delete(folder, part)
+                foreign += 1
+        raise OSError(errno.EBUSY, f"another user writes {part} again and again")
+
+    def _decompress(self, shard: int, part: BinaryIO, raw: BinaryIO, grow: Grow) -> None:
+        name = self._index.name(shard)
         part.seek(0)
+        done = 0
         try:
-            with open(raw, "wb") as file, _decompressed(part, self._compression) as stream:
-                shutil.copyfileobj(stream, file, CHUNK)
+            with _decompressed(part, self._compression) as stream:
+                while block := stream.read(CHUNK):
+                    done += len(block)
+                    grow(done)
+                    raw.write(block)
+            raw.flush()
         except Exception as error:  # each format has its own kinds
             if isinstance(error, RunError) or getattr(error, "errno", None):
                 raise
-            place = f"{self._source.url}/{self._index.name(shard)}"
             why = f"cannot be decompressed as {self._compression}: {one_line(error)}"
-            raise RunError(f"{place}: {why}; restore it") from None
-        size = raw.stat().st_size
-        if size > self.most_bytes:
-            need = f"must hold shard {self._index.name(shard)}, {size:,} bytes"
-            raw.unlink()
-            raise ServerError(f"cache_bytes={self.most_bytes}: {need}")
-        self._publish(shard, raw, path, next_use)
-
-    def _seal(self, shard: int, path: Path) -> None:
-        """Mark a finished file; one of another user is verified at each start instead."""
-        with suppress(PermissionError):
-            os.utime(path, ns=(self._stamp(shard), self._stamp(shard)))
-
-    def _stamp(self, shard: int) -> int:
-        """Return a time in ns, before 1988, for the digest of a shard, or else of the index.
-
-        It is a whole number of seconds, and even: some file systems keep no other times.
-        """
-        digest = self._index.sha256(shard) or self.folder.name
-        return int(digest[:7], 16) * 2 * 10**9
+            raise RunError(f"{self._source.url}/{name}: {why}; restore it") from None
 
     def _no_room(self, shard: int, error: OSError) -> ServerError:
         need = f"shard {self._index.name(shard)} cannot be written: {error.strerror}"
-        return ServerError(f"{self.folder}: {need}; make room, or give another cache= folder")
+        advice = {errno.EFBIG: "raise ulimit -f, or give"}.get(error.errno or 0, "give")
+        if error.errno in FULL:
+            advice = "make room, or give"
+        return ServerError(f"{self.folder}: {need}; {advice} another cache= folder")
 
-    def _evict(self, shard: int, need: float, next_use: NextUse | None) -> None:
-        """Delete other shards until `need` bytes fit for this one.
-
-        Its unfinished download already counts for other processes.
-        """
-        if self._holds_all and need < float("inf"):
-            return
-        with self._locked():
-            self._make_room(self._survey(shard), need, next_use)
-
-    def _publish(self, shard: int, file: Path, path: Path, next_use: NextUse | None) -> None:
+    def _publish(
+        self, folder: int, shard: int, file: BinaryIO, name: str, next_use: NextUse | None
+    ) -> FileBytes:
         """Give a finished file its name; all finished ones have at most the bytes of the cache."""
-        self._seal(shard, file)
-        with self._locked():
-            if not self._holds_all:
-                finished = [each for each in self._survey(shard) if not each.ending]
-                self._make_room(finished, self._on_disk(shard, file.stat()), next_use)
-            os.replace(file, path)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        with open(self.folder / FREE, "ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-
-    def _make_room(self, files: list[_CachedFile], need: float, next_use: NextUse | None) -> None:
-        room = self.most_bytes - need - sum(each.num_bytes for each in files)
-        when = next_use or (lambda _: float("inf"))
-        # downloads that nobody finishes; then the farthest use first, of equals the oldest
-        order = sorted(files, key=lambda e: (e.ending != PART, -when(e.shard), e.time_ns))
-        for each in order:
-            if room >= 0:
-                break
-            if each.ending == PART:
-                room += each.num_bytes if self._drop_part(each.shard) else 0
-            elif not each.ending:
-                self.path(each.shard).unlink(missing_ok=True)
-                room += each.num_bytes
-
-    def _drop_part(self, shard: int) -> bool:
-        """Delete an unfinished download that a killed process has left; return True if it was."""
-        path = self.path(shard)
-        part = path.with_name(path.name + PART)
-        with suppress(OSError), open(part, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.with_name(path.name + RAW).unlink(missing_ok=True)
-            part.unlink()
-            return True
-        return False
-
-    def _on_disk(self, shard: int, status: os.stat_result) -> int:
-        """Return the bytes of a file; one with a part of another has holes."""
-        return status.st_size if self._index.span(shard) is None else self.size(shard)
-
-    def _survey(self, but: int) -> list[_CachedFile]:
-        """Return the files of other shards; unfinished downloads count as if they were finished."""
-        found = []
-        for entry in os.scandir(self.folder):
-            word = entry.name.partition("-")[0]
-            shard = int(word) if word.isdecimal() else but
-            if shard == but or shard >= len(self._index):
-                continue
-            ending = Path(entry.name).suffix if entry.name.endswith((PART, RAW)) else ""
-            with suppress(FileNotFoundError):
-                status = entry.stat()
-                size = self.size(shard) if ending == PART else self._on_disk(shard, status)
-                found.append(_CachedFile(shard, ending, size, status.st_ctime_ns))
+        digest = self._sha256(shard) or digest_file(file, self._index.span(shard))
+        os.utime(file.fileno(), ns=(_time_of(digest),) * 2)
+        self._room.publish(folder, shard, file.fileno(), name, next_use)
+        fcntl.flock(file, fcntl.LOCK_UN)  # else it is locked as long as it is open
+        found = FileBytes(self.path(shard), os.dup(file.fileno()))
+        self._verified[shard] = stamp_of(found.status)
         return found
-
-
-@dataclass(frozen=True)
-class _CachedFile:
-    """A file of the cache: a finished shard, an unfinished one (PART), or one of RAW."""
-
-    shard: int
-    ending: str
-    num_bytes: int
-    time_ns: int
 
 
 def default_folder() -> Path:
     """Return the folder of all caches: LOCKSTEP_CACHE, or lockstep in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("LOCKSTEP_CACHE") or Path(base) / "lockstep")
+    if given := os.environ.get("LOCKSTEP_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lockstep"
 
 
-def _open_table(path: Path, length: int) -> np.ndarray:
-    """Return int64 (length,), shared by the processes of this node, or own if it cannot be."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab") as file:
-            file.truncate(8 * length)
-            os.posix_fallocate(file.fileno(), 0, max(1, 8 * length))  # else a full disk is SIGBUS
-        return np.memmap(path, np.int64, "r+", shape=(length,))
-    except (OSError, AttributeError):  # macOS does not have posix_fallocate
-        return np.zeros(length, np.int64)
+def _check_link(root: Path) -> None:
+    """Raise OSError if another user has made the folder of all caches a link."""
+    with suppress(FileNotFoundError):
+        status = root.lstat()
+        if stat.S_ISLNK(status.st_mode) and status.st_uid not in (0, os.geteuid()):
+            raise OSError(errno.ELOOP, "it is another user's link")
 
 
-@contextmanager
-def _locked_part(path: Path) -> Iterator[BinaryIO]:
-    """Open the unfinished download of a file, when no other process writes it any more.
+def _time_of(digest: str) -> int:
+    """Return the time in ns, before 1988, that marks a finished file.
 
-    A process that is killed leaves its part, which the next one continues.
+    It is a whole number of seconds, and even: some file systems keep no other times.
     """
-    name = f"{path}{PART}"
-    while True:
-        # unbuffered: a full disk is met at each write
-        with open(name, "r+b", buffering=0, opener=_create) as part:
-            fcntl.flock(part, fcntl.LOCK_EX)
-            try:
-                is_current = Path(name).stat().st_ino == os.fstat(part.fileno()).st_ino
-            except FileNotFoundError:
-                is_current = False
-            if is_current:  # the process before has not finished it
-                yield part
-                return
-        time.sleep(0)
-
-
-def _create(path: str, flags: int) -> int:
-    """Open a file, or make it, as the opener of `open`; mode "a" would write at its end alone."""
-    return os.open(path, flags | os.O_CREAT, 0o666)
+    return int(digest[:7], 16) * 2 * 10**9
 
 
 @contextmanager

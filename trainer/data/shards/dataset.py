@@ -11,18 +11,20 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from trainer.data.sampling.base import check_bytes, check_size
 from trainer.data.sampling.shards import LANES, WINDOW, ShardShuffle
+from trainer.data.shards.addresses import open_source
 from trainer.data.shards.cache import ShardCache, default_folder
 from trainer.data.shards.download import DOWNLOADS
 from trainer.data.shards.errors import ServerError, ShardError
 from trainer.data.shards.formats import OpenShard, find_format
+from trainer.data.shards.formats.parts import FileBytes
 from trainer.data.shards.index import load_index
-from trainer.data.shards.sources import open_source
 from trainer.errors import ConfigError, RunError, counted, one_line
 
 CACHE_BYTES = 2**36  # 64 GiB
 MOST_OPEN = 256  # files of one process
-Stamp = tuple[int, int, int]  # time of modification, bytes and inode of an open file
+MOST_CHANGES = 10  # of a shard while one of its rows is read
 
 
 class ShardedDataset(Dataset):
@@ -49,8 +51,8 @@ class ShardedDataset(Dataset):
         lanes: int = LANES,
         window: int = WINDOW,
         cache: str | os.PathLike[str] | None = None,
-        cache_bytes: int = CACHE_BYTES,
-        ahead_bytes: int = 2**31,
+        cache_bytes: int | str = CACHE_BYTES,
+        ahead_bytes: int | str = 2**31,
     ):
         """Read the index. Raises ConfigError without a valid one, and for invalid arguments.
 
@@ -58,11 +60,20 @@ class ShardedDataset(Dataset):
         part of them, such as slice(0, -4), to split a data set. `index`: the address that has the
         index, if it does not lie beside the files. `lanes`, `window`: see `ShardShuffle`. `cache`:
         a folder on the node's disk, by default LOCKSTEP_CACHE or ~/.cache/lockstep. `cache_bytes`:
-        most bytes of this data on it. `ahead_bytes`: fetched before they are needed, at most half
-        of the cache.
+        most bytes of this data on it, or "5GB". `ahead_bytes`: fetched before they are needed, at
+        most half of the cache.
         """
-        self._source = open_source(os.fspath(url))
-        self.index = load_index(self._source if index is None else open_source(os.fspath(index)))
+        most_bytes = check_bytes("cache_bytes", cache_bytes)
+        ahead = check_bytes("ahead_bytes", ahead_bytes)
+        if decode is not None and not callable(decode):
+            must = "must be a function of an example"
+            raise ConfigError(f"decode={decode!r:.60}: {must}, such as decode=to_tensors")
+        for name, size in (("lanes", lanes), ("window", window)):
+            check_size(name, size)
+        folder = default_folder() if cache is None else Path(_address("cache", cache))
+        self._source = open_source(_address("url", url))
+        of_index = self._source if index is None else open_source(_address("index", index))
+        self.index = load_index(of_index)
         if shards is not None:
             self.index = self.index.select(shards)
         if not len(self.index) or not int(self.index.rows.sum()):
@@ -71,13 +82,11 @@ class ShardedDataset(Dataset):
         self.sampling = ShardShuffle(self.index.rows, lanes, window)
         # a copy: a process that is spawned moves the tensor to shared memory
         self._first = self.sampling.first.numpy().copy()
-        self.cache = ShardCache(
-            self._source, self.index, Path(cache or default_folder()), cache_bytes
-        )
-        self.ahead_bytes = min(ahead_bytes, cache_bytes // 2)
+        self.cache = ShardCache(self._source, self.index, folder, most_bytes)
+        self.ahead_bytes = min(ahead, most_bytes // 2)
         form = (self.index.format, self.index.settings)
         self._format = find_format(*form, self._source.url)
-        self._open: dict[int, tuple[Path, Stamp, OpenShard]] = {}
+        self._open: dict[int, tuple[FileBytes, OpenShard]] = {}
         self._flaws: dict[int, str] = {}
 
     @property
@@ -112,7 +121,7 @@ class ShardedDataset(Dataset):
         try:
             if shard in self._flaws:  # it is not read again for each of its examples
                 raise RunError(self._flaws[shard])
-            example = self._shard(shard)[index - int(self._first[shard])]
+            example = self._take(shard, index - int(self._first[shard]))
         except ServerError:
             raise
         except RunError as error:
@@ -120,13 +129,28 @@ class ShardedDataset(Dataset):
             raise ShardError(str(error), int(self.index.rows[shard])) from None
         return example if self._decode is None else self._decode(example)
 
+    def _take(self, shard: int, row: int) -> Any:
+        """Return a row; a file that was changed under it is verified, or fetched, once more."""
+        for _ in range(MOST_CHANGES):
+            if shard not in self._open:
+                self._add(shard, self.cache.open(shard))
+            file, opened = self._open[shard]
+            try:
+                return opened[row]
+            except Exception as error:
+                if not self.cache.is_stale(shard, file):
+                    raise
+                problem = one_line(error)
+                del self._open[shard]
+        raise ServerError(problem)
+
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return several examples; the shards they are in are fetched at the same time."""
         self.fetch_examples(indices)
         return [self._read(index) for index in indices]
 
     def fetch_examples(self, indices: Sequence[int]) -> None:
-        """Have the shards of these examples on this machine.
+        """Open the shards of these examples.
 
         One that cannot be read is named when it is read.
         """
@@ -134,50 +158,47 @@ class ShardedDataset(Dataset):
         shards = dict.fromkeys(places.tolist())
         self._close_changed(shards)
         closed = [shard for shard in shards if shard not in {*self._open, *self._flaws}]
-        wanted = [shard for shard in closed if not self.cache.path(shard).exists()]
+        wanted = [shard for shard in closed if not self.cache.is_ready(shard)]
         if len(wanted) > 1:
             with ThreadPoolExecutor(DOWNLOADS) as pool:
-                [*pool.map(self._fetch, wanted)]
+                for shard, found in zip(wanted, pool.map(self._fetch, wanted), strict=True):
+                    if isinstance(found, FileBytes):
+                        with suppress(RunError):  # which reading it meets again
+                            self._add(shard, found)
+                    else:
+                        self._flaws[shard] = found
 
-    def _fetch(self, shard: int) -> None:
+    def _fetch(self, shard: int) -> FileBytes | str:
+        """Return the open file of a shard, or why it cannot be read."""
         try:
-            self.cache.fetch(shard)
+            return self.cache.open(shard)
         except ServerError:
             raise
         except RunError as error:
-            self._flaws[shard] = str(error)
+            return str(error)
 
     def _close_changed(self, shards: Iterable[int]) -> None:
         """Close files that were written to since they were opened: opening verifies them."""
         for shard in shards:
-            if shard in self._open:
-                path, stamp, _ = self._open[shard]
-                with suppress(OSError):  # deleted to make room: what is open can be read
-                    if _stamp(path) != stamp:
-                        del self._open[shard]
+            if shard in self._open and self.cache.is_stale(shard, self._open[shard][0]):
+                del self._open[shard]
 
-    def _shard(self, shard: int) -> OpenShard:
-        """Return an open shard; the oldest of too many is closed, as are deleted ones."""
-        while shard not in self._open:
-            path = self.cache.fetch(shard)
-            for number in [n for n, (name, *_) in self._open.items() if not name.exists()]:
-                del self._open[number]
-            while len(self._open) >= MOST_OPEN:
-                self._open.pop(next(iter(self._open)))
-            with suppress(FileNotFoundError):  # deleted since, by a process that needed room
-                self._open[shard] = (path, _stamp(path), self._open_file(shard, path))
-        return self._open[shard][2]
-
-    def _open_file(self, shard: int, path: Path) -> OpenShard:
+    def _add(self, shard: int, file: FileBytes) -> None:
+        """Read the head of an open file; the oldest of too many is closed, as are deleted ones."""
+        for number in [n for n, (other, _) in self._open.items() if other.is_deleted]:
+            del self._open[number]
+        while len(self._open) >= MOST_OPEN:
+            self._open.pop(next(iter(self._open)))
         try:
             rows, span = int(self.index.rows[shard]), self.index.span(shard)
-            return self._format.open(path, self.index.settings, rows, span)
-        except (ConfigError, RunError, FileNotFoundError):
+            opened = self._format.open(file, self.index.settings, rows, span)
+        except (ConfigError, RunError):
             raise
         except Exception as error:  # each reader has its own kinds
             why = f"cannot be read as {self.index.format}: {one_line(error)}"
             advice = f"python -m trainer.shards check {self._source.url}"
-            raise RunError(f"shard {path}: {why}; {advice}") from None
+            raise RunError(f"shard {file.path}: {why}; {advice}") from None
+        self._open[shard] = (file, opened)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": {}}
@@ -196,11 +217,15 @@ def fetch_together(dataset: Any, indices: Sequence[int]) -> None:
                 fetch_together(part, own)
 
 
+def _address(name: str, given: Any) -> str:
+    """Return a path or an address. Raises ConfigError, which names the argument, for others."""
+    text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else ""
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        must = "must be a folder or an address such as https://host/folder"
+        raise ConfigError(f"{name}={given!r:.60}: {must}")
+    return text
+
+
 def _shown(num_bytes: int) -> str:
     power = min(4, (len(str(num_bytes)) - 1) // 3)
     return f"{num_bytes / 1000**power:.1f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
-
-
-def _stamp(path: Path) -> Stamp:
-    status = path.stat()
-    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -2,61 +2,72 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import random
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from trainer.config.plain_files import hash_rest
 from trainer.data.shards.errors import ServerError
-from trainer.data.shards.sources import ResumeError, Source, Span, TemporaryError
+from trainer.data.shards.sources import CHUNK, ResumeError, Source, Span, TemporaryError, is_lasting
+from trainer.data.shards.waiting import Wait, check_wait
 from trainer.errors import RunError, one_line
 
 DOWNLOADS = 8  # at once, of one process
 TRIES = 8  # in a row without a new byte: about a minute
 FIRST_DELAY_S = 0.25
 MOST_DELAY_S = 20.0
-NO_PARTS = ("the server sends no parts of files", "index them with a larger shard_mb")
 CHECK = "it was changed or is damaged: python -m trainer.shards check"
 _CHANCE = random.Random()  # the run's own generators are not touched  # noqa: S311
 
 
-def read_whole(source: Source, name: str, most_bytes: int) -> bytes:
-    """Return a small file. Raises OSError if it does not exist, RunError after eight tries."""
+def read_whole(
+    source: Source, name: str, most_bytes: int, check: Callable[[bytes], None] = lambda head: None
+) -> bytes:
+    """Return a small file. Raises OSError if it does not exist, RunError after eight tries.
+
+    `check` gets its first bytes, and may raise ConfigError before the rest is read.
+    """
+    place = f"{source.url}/{name}"
 
     def read() -> bytes:
         found = bytearray()
-        for block in source.stream(name):
-            found += block
-            if len(found) > most_bytes:
-                raise RunError(f"{source.url}/{name}: must have at most {most_bytes:,} bytes")
+        try:
+            for block in source.stream(name):
+                check_wait(f"reading {place}")
+                if not found:
+                    check(bytes(block[:CHUNK]))
+                found += block
+                if len(found) > most_bytes:
+                    raise RunError(f"{place}: must have at most {most_bytes:,} bytes")
+        except ResumeError as error:
+            raise FileNotFoundError(str(error)) from None
         return bytes(found)
 
-    return _retried(read, f"{source.url}/{name}")
+    with Wait(f"reading {place}") as wait:
+        return _retried(read, place, wait)
 
 
-def _retried(action: Callable[[], Any], place: str) -> Any:
+def _retried(action: Callable[[], Any], place: str, wait: Wait) -> Any:
     for attempt in range(TRIES):
         try:
             return action()
         except TemporaryError as error:
             if attempt == TRIES - 1:
-                raise _gave_up(place, error) from None
-        _wait(attempt)
+                raise _gave_up(place, one_line(error)) from None
+        wait.pause(_delay(attempt))
 
 
-def _wait(attempt: int) -> None:
+def _delay(attempt: int) -> float:
+    """Return seconds to wait: not all ranks try again at once."""
     delay = min(MOST_DELAY_S, FIRST_DELAY_S * 2**attempt)
-    time.sleep(delay * (0.5 + _CHANCE.random()))  # not all ranks at once
+    return delay * (0.5 + _CHANCE.random())
 
 
-def _gave_up(place: str, error: Exception) -> ServerError:
+def _gave_up(place: str, why: str) -> ServerError:
     advice = "check the server and the network, and start again: the run continues where it was"
-    return ServerError(f"{place}: cannot be read after {TRIES} tries: {one_line(error)}; {advice}")
+    return ServerError(f"{place}: cannot be read after {TRIES} tries: {why}; {advice}")
 
 
 def download(
@@ -66,50 +77,70 @@ def download(
     size: int | None,
     sha256: str,
     span: Span | None = None,
+    grow: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
     """Write `name` to an empty or partly written file, which may be the rest of an earlier try.
 
-    Of a `span` the bytes are written at the places that they have in the whole file.
+    Of a `span` the bytes are written at the places that they have in the whole file. `grow` is
+    called with the bytes of a file of unknown `size` before they are written; it may raise.
 
     Without a digest each try begins at the start, since the file may have changed in between. A
-    file of another digest or size is read once more: it may have been damaged on its way. Raises
-    RunError if it cannot be read, or still differs, and OSError for a full disk.
+    file is damaged if it differs in the same way twice in a row: bytes that change on their way
+    differ each time. Raises RunError if it is damaged or cannot be read, ServerError after eight
+    tries without a new byte, and OSError for an error of the disk.
     """
+    with Wait(f"downloading {source.url}/{name}") as wait:
+        _download(source, name, file, size, sha256, span, grow, wait)
+
+
+def _download(
+    source: Source,
+    name: str,
+    file: BinaryIO,
+    size: int | None,
+    sha256: str,
+    span: Span | None,
+    grow: Callable[[int], None],
+    wait: Wait,
+) -> None:
     place = f"{source.url}/{name}"
     attempt = 0
-    differing = 0
     farthest = 0
+    before = ""
+    most = size if span is None else span.tail_end
     while True:
-        if not sha256:
+        if not sha256 or file.seek(0, os.SEEK_END) > (most or 0):
             file.truncate(0)
         farthest = max(farthest, file.seek(0, os.SEEK_END))
         try:
-            why = _continue(source, name, file, size, sha256, span)
+            why = _continue(source, name, file, size, sha256, span, grow)
             if not why:
                 return
-            differing += 1
-            if differing == 2:
+            if why == before:
                 raise RunError(f"{place}: {why}; {CHECK} {source.url}")
+            before = why
             file.truncate(0)
-        except ResumeError:
-            if span is not None and not file.seek(0, os.SEEK_END):
-                raise RunError(f"{place}: {'; '.join(NO_PARTS)}") from None
+        except ResumeError as error:
+            if not file.seek(0, os.SEEK_END):  # else it is read from its start
+                raise RunError(f"{place}: cannot be read: {one_line(error)}") from None
             file.truncate(0)
+            continue
         except TemporaryError as error:
-            attempt = 0 if file.seek(0, os.SEEK_END) > farthest else attempt + 1
-            if attempt == TRIES:
-                raise _gave_up(place, error) from None
-            _wait(attempt)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            is_login = isinstance(error, PermissionError)
-            advice = f"check the {'credentials' if is_login else 'address'}"
-            raise RunError(f"{place}: cannot be read: {one_line(error)}; {advice}") from None
+            why = one_line(error)
+        attempt = 0 if file.seek(0, os.SEEK_END) > farthest else attempt + 1
+        if attempt == TRIES:
+            raise _gave_up(place, why) from None
+        wait.pause(_delay(attempt))
 
 
 def _continue(
-    source: Source, name: str, file: BinaryIO, size: int | None, sha256: str, span: Span | None
+    source: Source,
+    name: str,
+    file: BinaryIO,
+    size: int | None,
+    sha256: str,
+    span: Span | None,
+    grow: Callable[[int], None],
 ) -> str:
     """Write the rest of a file; return how the whole differs from its index, empty if it does not.
 
@@ -125,22 +156,38 @@ def _continue(
         done += place - begin
         if end is None and done and done == size:
             break
-        for block in source.stream(name, place, end) if place != end else ():
+        for block in _blocks(source, name, place, end) if place != end else ():
+            check_wait(f"downloading {name}")
+            done += len(block)
+            if size is None:
+                grow(done)
+            elif done > size:
+                return f"has more than the {size:,} bytes of its index"
+            hasher.update(block)
             rest = memoryview(block)
-            hasher.update(rest)
-            done += len(rest)
             while rest:  # a raw file writes as much as fits
                 rest = rest[file.write(rest) :]
-            if size is not None and done > size:
-                break
     file.flush()
     if size is not None and done < size:
-        raise TemporaryError(f"it ended after {done:,} of {size:,} bytes")
-    if size is not None and done > size:
-        return f"has more than the {size:,} bytes of its index"
+        return f"has {done:,} bytes, and {size:,} in its index"
     if sha256 and hasher.hexdigest() != sha256:
         return f"has SHA-256 {hasher.hexdigest()[:12]}, and its index {sha256[:12]}"
     return ""
+
+
+def _blocks(source: Source, name: str, begin: int, end: int | None) -> Iterator[bytes]:
+    """Yield the bytes of a file. Raises RunError for an error of the source that will come again.
+
+    An OSError is thus one of the disk.
+    """
+    try:
+        yield from source.stream(name, begin, end)
+    except OSError as error:
+        if not is_lasting(error):
+            raise TemporaryError(one_line(error)) from None
+        advice = f"check the {'credentials' if isinstance(error, PermissionError) else 'address'}"
+        why = f"cannot be read: {one_line(error)}; {advice}"
+        raise RunError(f"{source.url}/{name}: {why}") from None
 
 
 def parts_of(span: Span | None) -> Sequence[tuple[int, int | None]]:
@@ -154,11 +201,10 @@ def parts_of(span: Span | None) -> Sequence[tuple[int, int | None]]:
     ]
 
 
-def digest_file(path: Path, span: Span | None = None) -> str:
+def digest_file(file: BinaryIO, span: Span | None = None) -> str:
     """Return the SHA-256 of a file of any size, or of a part of it."""
     hasher = hashlib.sha256()
-    with open(path, "rb") as file:
-        for begin, end in parts_of(span):
-            file.seek(begin)
-            hash_rest(file, None if end is None else end - begin, hasher)
+    for begin, end in parts_of(span):
+        file.seek(begin)
+        hash_rest(file, None if end is None else end - begin, hasher)
     return hasher.hexdigest()

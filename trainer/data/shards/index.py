@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ NAME = "lockstep.index"  # beside the shards, in the form of a safetensors file
 OF_MDS = "index.json"
 FORMAT = 1
 MOST_BYTES = 2**33  # 10**8 shards
+MOST_OF_A_HEADER = 2**24  # bytes, with the settings of the format
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,7 @@ class ShardIndex:
         if version != FORMAT:
             flaw = f"is an index of version {version}, and {FORMAT} is read"
         if flaw:
-            advice = f"write it again: python -m trainer.shards index {place.removesuffix(NAME)}"
-            raise ConfigError(f"{place}: {flaw}; {advice}")
+            raise _damaged(place, flaw)
         return index
 
     def find_flaw(self) -> str:
@@ -190,21 +190,43 @@ def load_index(source: Source) -> ShardIndex:
 
     Raises ConfigError if there is none, or if it cannot be read.
     """
-    try:
-        return ShardIndex.from_bytes(read_whole(source, NAME, MOST_BYTES), f"{source.url}/{NAME}")
-    except OSError:
-        pass
-    try:
-        data = read_whole(source, OF_MDS, MOST_BYTES)
-    except PermissionError as error:
-        why = one_line(error).rstrip(".")
-        advice = "check the credentials and the address"
-        raise ConfigError(f"{source.url}: cannot be read: {why}; {advice}") from None
-    except OSError as error:
-        why = f"has no {NAME}, nor {OF_MDS} of MDS ({one_line(error)})"
-        advice = f"check the address, or write one: python -m trainer.shards index {source.url}"
-        raise ConfigError(f"{source.url}: {why}; {advice}") from None
-    return of_mds(data, f"{source.url}/{OF_MDS}")
+    problems = []
+    for name, check, convert in (
+        (NAME, _check_head, ShardIndex.from_bytes),
+        (OF_MDS, _check_head_of_mds, of_mds),
+    ):
+        place = f"{source.url}/{name}"
+        try:
+            data = read_whole(source, name, MOST_BYTES, partial(check, place))
+        except OSError as error:
+            problems.append(error)
+        else:
+            return convert(data, place)
+    for name, problem in zip((NAME, OF_MDS), problems, strict=True):
+        if not isinstance(problem, FileNotFoundError):  # of two, that of Lockstep's own
+            kind = "credentials" if isinstance(problem, PermissionError) else "file"
+            why = (problem.strerror or one_line(problem)).rstrip(".")
+            advice = f"check the {kind} and the address"
+            raise ConfigError(f"{source.url}/{name}: cannot be read: {why}; {advice}") from None
+    why = f"has no {NAME}, nor {OF_MDS} of MDS ({one_line(problems[-1])})"
+    advice = f"check the address, or write one: python -m trainer.shards index {source.url}"
+    raise ConfigError(f"{source.url}: {why}; {advice}")
+
+
+def _check_head(place: str, head: bytes) -> None:
+    """Raise ConfigError if a file does not begin as an index does: it may be long."""
+    if not 2 <= int.from_bytes(head[:8], "little") <= MOST_OF_A_HEADER or head[8:9] not in b"{":
+        raise _damaged(place, "cannot be read")
+
+
+def _check_head_of_mds(place: str, head: bytes) -> None:
+    if not head.lstrip().startswith(b"{"):
+        raise ConfigError(f"{place}: cannot be read as an index of MDS: it is no JSON; restore it")
+
+
+def _damaged(place: str, flaw: str) -> ConfigError:
+    advice = f"write it again: python -m trainer.shards index {place.removesuffix(NAME)}"
+    return ConfigError(f"{place}: {flaw}; {advice}")
 
 
 def of_mds(data: bytes, place: str) -> ShardIndex:

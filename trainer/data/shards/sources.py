@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import base64
-import http.client
+import errno
 import os
 import re
-import ssl
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Iterator
-from contextlib import closing
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
+from trainer.data.shards.errors import ServerError
+from trainer.data.shards.waiting import POLL_S, check_wait
 from trainer.errors import ConfigError, RunError, one_line
 
 CHUNK = 2**20  # bytes
 RANGE = 2**24  # bytes of a request to a store
 PAST_THE_END = re.compile("InvalidRange|range.* not satisfiable", re.IGNORECASE)
-TIMEOUT_S = 30.0  # without a byte
 TEMPORARY = (408, 425, 429, 500, 502, 503, 504)  # HTTP: a later request may succeed
-NOT_SATISFIABLE = 416
-HEADERS = {"User-Agent": "lockstep", "Accept-Encoding": "identity"}
 # Errors that come again: a missing file, no permission, a link where a file should be
 LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 OF_LOGINS = ("Credential", "Profile", "Token", "Auth")  # in names of classes: botocore's, azure's
@@ -67,7 +63,26 @@ class Source(Protocol):
 
 
 class ResumeError(Exception):
-    """A server that sends a file only as a whole."""
+    """A server that does not send this part of a file, and why."""
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file to read its bytes, through links. Raises OSError for a pipe, which would wait."""
+    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "is not a regular file", str(path))
+
+
+def _open_at_once(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NONBLOCK)
+
+
+def is_lasting(error: OSError) -> bool:
+    """Return True for an error of a file that comes again, False for one such as EMFILE."""
+    lasting = (errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG)
+    return isinstance(error, LASTING) or error.errno in lasting
 
 
 class LocalSource:
@@ -78,7 +93,7 @@ class LocalSource:
         self.url = str(folder)
 
     def stream(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
-        with open(self.folder / name, "rb") as file:
+        with open_file(self.folder / name) as file:
             file.seek(begin)
             while block := file.read(CHUNK if end is None else min(CHUNK, end - file.tell())):
                 yield block
@@ -98,68 +113,6 @@ class LocalSource:
             part.unlink(missing_ok=True)
             advice = "make room, or give another folder"
             raise RunError(f"{path}: cannot be written: {error.strerror}; {advice}") from None
-
-
-class HttpSource:
-    """Files of an HTTP server, which cannot list them."""
-
-    def __init__(self, url: str):
-        """Raise ValueError for an address that cannot be one."""
-        parts = urllib.parse.urlsplit(url)
-        if not parts.hostname or parts.port == 0:
-            raise ValueError("it has no host")
-        login, _, host = parts.netloc.rpartition("@")
-        path = urllib.parse.quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
-        self.url = f"{parts.scheme}://{host}{path}"  # it is shown: without password and signature
-        self._query = f"?{parts.query}" * bool(parts.query)
-        self._login = base64.b64encode(urllib.parse.unquote_to_bytes(login)).decode()
-
-    def _request(self, name: str, begin: int, end: int | None) -> urllib.request.Request:
-        address = f"{self.url}/{urllib.parse.quote(name)}{self._query}"
-        last = "" if end is None else end - 1
-        headers = HEADERS | ({"Range": f"bytes={begin}-{last}"} if begin or last else {})
-        request = urllib.request.Request(address, headers=headers)  # noqa: S310
-        if self._login:  # not for the server that a redirect names
-            request.add_unredirected_header("Authorization", f"Basic {self._login}")
-        return request
-
-    def stream(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
-        request = self._request(name, begin, end)
-        try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
-                if request.has_header("Range") and answer.status != http.HTTPStatus.PARTIAL_CONTENT:
-                    raise ResumeError
-                if (packed := answer.headers.get("Content-Encoding", "identity")) != "identity":
-                    raise FileNotFoundError(f"the server sends it with Content-Encoding: {packed}")
-                rest = answer.length or -1
-                while block := answer.read(CHUNK):
-                    rest -= len(block)
-                    yield block
-                if rest > 0:
-                    raise TemporaryError(f"the answer ended {rest:,} bytes too early")
-        except urllib.error.HTTPError as error:
-            with closing(error):
-                if error.code == NOT_SATISFIABLE:
-                    raise ResumeError from None
-                if error.code in TEMPORARY:
-                    raise TemporaryError(f"HTTP {error.code} {error.reason}") from None
-                is_login = error.code in (401, 403)
-                kind = PermissionError if is_login else FileNotFoundError
-                raise kind(f"HTTP {error.code} {error.reason}") from None
-        except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, ssl.SSLCertVerificationError):
-                raise PermissionError(f"{one_line(reason)} (set SSL_CERT_FILE)") from None
-            if isinstance(reason, LASTING):
-                raise reason from None
-            raise TemporaryError(one_line(reason)) from None
-
-    def list(self) -> list[str]:
-        advice = "write the index where the files are, and copy it beside them"
-        raise ConfigError(f"{self.url}: an HTTP server cannot list its files; {advice}")
-
-    def write(self, name: str, data: bytes) -> None:
-        raise ConfigError(f"{self.url}: cannot be written; give a folder or a bucket")
 
 
 class FsspecSource:
@@ -186,16 +139,19 @@ class FsspecSource:
             system, root = self._open()
             while True:  # one request for each part, and none for the size
                 until = place + RANGE if end is None else min(place + RANGE, end)
-                block = system.cat_file(f"{root}/{name}", start=place, end=until)
+                read = partial(system.cat_file, f"{root}/{name}", start=place, end=until)
+                block = _in_a_thread(read, f"reading {self.url}/{name}")
                 yield block
                 if place + len(block) < until or until == end:
                     return
                 place = until
+        except ServerError:
+            raise
         except Exception as error:
             if not PAST_THE_END.search(one_line(error)):
                 raise _translated(error) from None
-            if place == begin:
-                raise ResumeError from None
+            if place == begin > 0:  # one of 0 bytes has no first one
+                raise ResumeError(f"it has no bytes from {begin:,} on") from None
 
     def list(self) -> list[str]:
         try:
@@ -221,6 +177,30 @@ class FsspecSource:
         return kind(f"{self.url}: cannot be {what}: {one_line(error)}; {advice}")
 
 
+def _in_a_thread(call: Callable[[], Any], what: str) -> Any:
+    """Return what `call` returns. Raises ServerError if this process is asked to stop meanwhile.
+
+    A store's own client retries for minutes.
+    """
+    found: list[Any] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(POLL_S)
+        check_wait(what)
+    if raised:
+        raise raised[0]
+    return found[0]
+
+
 def _translated(error: Exception) -> Exception:
     """Return an error of a store, each of which has its own kinds, as one of a `Source`."""
     if isinstance(error, LASTING):
@@ -231,46 +211,3 @@ def _translated(error: Exception) -> Exception:
     if 400 <= status < 500 and status not in TEMPORARY:
         return FileNotFoundError(one_line(error))
     return TemporaryError(one_line(error) or type(error).__name__)
-
-
-def create_source(url: str) -> Source:
-    """Return the source of an address or a folder to write to. Raises ConfigError as
-    `open_source` does."""
-    scheme, mark, rest = url.partition("://")
-    if not mark or scheme == "file":
-        folder = Path(rest if mark else url).expanduser()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{url}: {error.strerror}; give another folder") from None
-    return open_source(url)
-
-
-def open_source(url: str) -> Source:
-    """Return the source of an address or a folder.
-
-    Raises ConfigError for one that does not exist, or whose packages are missing.
-    """
-    scheme, mark, rest = url.partition("://")
-    if not mark or scheme == "file":
-        folder = Path(rest if mark else url).expanduser().absolute()
-        if not folder.is_dir():
-            raise ConfigError(f"{url}: must be a folder with shards, and is none")
-        return LocalSource(folder)
-    if scheme.lower() in ("http", "https"):
-        try:
-            return HttpSource(url)
-        except ValueError as error:
-            shown = rest.partition("?")[0].rpartition("@")[2]
-            must = "must be an address such as https://host/folder"
-            raise ConfigError(f"{scheme}://{shown}: {one_line(error)}; {must}") from None
-    try:
-        import fsspec
-
-        fsspec.get_filesystem_class(scheme)
-    except ImportError as error:
-        advice = 'pip install "lockstep-trainer[shards]", and s3fs for s3://, gcsfs for gs://'
-        raise ConfigError(f"{url}: {one_line(error)}; {advice}") from None
-    except ValueError as error:
-        raise ConfigError(f"{url}: {one_line(error)}; give a folder, https:// or s3://") from None
-    return FsspecSource(url)

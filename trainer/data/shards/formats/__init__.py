@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.data.shards.formats import mds, parquet, tar, tensors
+from trainer.data.shards.formats.parts import FileBytes
 from trainer.data.shards.sources import Span
 from trainer.errors import ConfigError, describe
 
@@ -20,12 +21,12 @@ class OpenShard(Protocol):
 
 @dataclass(frozen=True)
 class Format:
-    """`open(path, settings, rows, span)` returns the examples of a file, or of its part `span`;
+    """`open(file, settings, rows, span)` returns the examples of a file, or of its part `span`;
     `divide(path, settings, most)` rows and span of each part of some `most` bytes, with None for
     the whole file; `check(settings)` raises ConfigError for what is not read."""
 
     suffixes: tuple[str, ...]
-    open: Callable[[Path, Mapping[str, Any], int, Span | None], OpenShard]
+    open: Callable[[FileBytes, Mapping[str, Any], int, Span | None], OpenShard]
     divide: Callable[[Path, Mapping[str, Any], int], list[tuple[int, Span | None]]] | None
     check: Callable[[Mapping[str, Any]], None] = lambda settings: None
 

@@ -11,7 +11,6 @@ import json
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,8 +39,9 @@ _SCALARS = (
 class MdsShard:
     """The rows of one file. Columns named 0, 1, ... make a tuple, others a dict."""
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], rows: int, span: Span | None):
-        self._data = FileBytes(path)
+    def __init__(self, file: FileBytes, settings: Mapping[str, Any], rows: int, span: Span | None):
+        self._data = file
+        path = file.path
         (count,) = struct.unpack("<I", self._data.read(0, 4))
         if count != rows:
             raise ValueError(f"{path} has {count} rows, and {rows} in its index")

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from trainer.data.shards.formats.parts import Piece, join
+from trainer.data.shards.formats.parts import FileBytes, Piece, join
 from trainer.data.shards.sources import Span
 from trainer.errors import ConfigError
 
@@ -23,8 +23,8 @@ class ParquetShard:
     Numbers, texts and bytes are Python's, and lists lists.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], rows: int, span: Span | None):
-        self._file = _parquet().ParquetFile(path)
+    def __init__(self, file: FileBytes, settings: Mapping[str, Any], rows: int, span: Span | None):
+        self._file = _parquet().ParquetFile(file.open())
         groups = [*_row_groups(self._file.metadata)]
         self._begin = 0
         if span is not None:
@@ -33,7 +33,7 @@ class ParquetShard:
             groups = [groups[n] for n in own]
         found = sum(piece.rows for piece in groups)
         if found != rows:
-            raise ValueError(f"{path} has {found} rows, and {rows} in its index")
+            raise ValueError(f"{file.path} has {found} rows, and {rows} in its index")
         self._ends = [*accumulate(piece.rows for piece in groups)]
         self._columns = settings.get("columns")
         self._groups: dict[int, Any] = {}

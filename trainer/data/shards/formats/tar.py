@@ -29,13 +29,15 @@ class TarShard:
     else, such as an image, stays bytes.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], rows: int, span: Span | None):
-        self._data = FileBytes(path)
-        with open(path, "rb") as file:
-            file.seek(span.begin if span else 0)
-            self._members = _examples(_files(file, span.end if span else math.inf))
+    def __init__(self, file: FileBytes, settings: Mapping[str, Any], rows: int, span: Span | None):
+        self._data = file
+        with file.open() as stream:
+            stream.seek(span.begin if span else 0)
+            self._members = _examples(_files(stream, span.end if span else math.inf))
         if len(self._members) != rows:
-            raise ValueError(f"{path} has {len(self._members)} examples, and {rows} in its index")
+            raise ValueError(
+                f"{file.path} has {len(self._members)} examples, and {rows} in its index"
+            )
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         key, files = self._members[row]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,33 +10,31 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from trainer.codec import DTYPES
+from trainer.config.plain_files import parse_json
 from trainer.data.shards.formats.parts import FileBytes, Piece, join
 from trainer.data.shards.sources import Span
 from trainer.errors import ConfigError
 
 TOKEN_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 MOST_TOKENS = 2**31  # of a sequence
+MOST_OF_A_HEADER = 100_000_000  # bytes, as in safetensors
 
 
 class SafetensorsShard:
     """Rows of a safetensors file: a dict of its tensors, or a tuple if they are named 0, 1, ..."""
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], rows: int, span: Span | None):
-        from safetensors import safe_open
-
-        with safe_open(path, "pt") as file:  # which checks the header
-            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-        if any(len(tensor) != rows for tensor in tensors.values()):
-            raise ValueError(f"{path} has tensors with other than {rows} rows")
-        self._data = FileBytes(path)
-        length = int.from_bytes(self._data.read(0, 8), "little")
-        header = json.loads(self._data.read(8, length))
-        begins = {name: 8 + length + header[name]["data_offsets"][0] for name in tensors}
+    def __init__(self, file: FileBytes, settings: Mapping[str, Any], rows: int, span: Span | None):
+        self._data = file
+        tensors = _read_header(file)
+        if any(shape[:1] != [rows] for _, _, shape in tensors.values()):
+            raise ValueError(f"{file.path} has tensors with other than {rows} rows")
         self._tensors = {
-            name: _Rows(begins[name], tensor[0].nbytes, tensor.dtype, tensor.shape[1:])
-            for name, tensor in tensors.items()
+            name: _Rows(begin, math.prod(shape[1:]) * dtype.itemsize, dtype, torch.Size(shape[1:]))
+            for name, (begin, dtype, shape) in sorted(tensors.items())
         }
-        self._is_tuple = list(tensors) == sorted(str(number) for number in range(len(tensors)))
+        numbers = sorted(str(number) for number in range(len(self._tensors)))
+        self._is_tuple = list(self._tensors) == numbers
 
     def __getitem__(self, row: int) -> Any:
         values = {name: self._read(tensor, row) for name, tensor in self._tensors.items()}
@@ -47,6 +45,26 @@ class SafetensorsShard:
             return torch.empty(rows.shape, dtype=rows.dtype)
         data = bytearray(self._data.read(rows.begin + row * rows.size, rows.size))
         return torch.frombuffer(data, dtype=torch.uint8).view(rows.dtype).view(rows.shape)
+
+
+def _read_header(file: FileBytes) -> dict[str, tuple[int, torch.dtype, list[int]]]:
+    """Return (first byte, dtype, shape) of each tensor. Raises an exception of any kind if they
+    are not as they must be."""
+    length = int.from_bytes(file.read(0, 8), "little")
+    if length > MOST_OF_A_HEADER:
+        raise ValueError(f"its header has {length:,} bytes")
+    header = parse_json(file.read(8, length))
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        dtype = DTYPES[entry["dtype"]]
+        shape = entry["shape"]
+        is_right = begin >= 0 and end - begin == math.prod(shape) * dtype.itemsize
+        if not is_right or min(shape, default=0) < 0 or 8 + length + end > len(file):
+            raise ValueError(f"its tensor {name} does not fill its bytes")
+        found[name] = (8 + length + begin, dtype, shape)
+    return found
 
 
 class _Rows(NamedTuple):
@@ -76,13 +94,13 @@ class TokenShard:
     A file of n tokens has (n - 1) // tokens sequences. `header` bytes at its start are left out.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], rows: int, span: Span | None):
+    def __init__(self, file: FileBytes, settings: Mapping[str, Any], rows: int, span: Span | None):
         self._length = settings["tokens"]
-        self._data = FileBytes(path)
+        self._data = file
         self._dtype = np.dtype(settings["dtype"])
         self._begin = settings["header"] if span is None else span.begin
         if len(self._data) < self._begin + (rows * self._length + 1) * self._dtype.itemsize:
-            raise ValueError(f"{path} has fewer than the {rows} sequences of its index")
+            raise ValueError(f"{file.path} has fewer than the {rows} sequences of its index")
 
     def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         size = self._dtype.itemsize
