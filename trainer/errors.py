@@ -32,12 +32,12 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def shortened(text: str) -> str:
-    """Return `text` without its middle if it has more than MOST characters."""
-    left_out = len(text) - MOST
+def shortened(text: str, most: int = MOST) -> str:
+    """Return `text` without its middle if it has more than `most` characters."""
+    left_out = len(text) - most
     if left_out <= 0:
         return text
-    half = MOST // 2
+    half = most // 2
     return f"{text[:half]} [... {left_out:,} more characters ...] {text[-half:]}"
 
 

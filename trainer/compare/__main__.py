@@ -9,8 +9,8 @@ from pathlib import Path
 
 from trainer.cli import answer, run
 from trainer.compare.comparison import Comparison, Rows
-from trainer.compare.differences import SAME_BITS
 from trainer.compare.page import make_page
+from trainer.compare.sameness import SAME_BITS
 from trainer.config.plain_files import read_lines
 from trainer.errors import ConfigError, visible
 from trainer.record.files import CONFIG, replace_file
@@ -19,8 +19,9 @@ from trainer.report.reading import read_runs
 HELP = """usage: python -m trainer.compare A B [...] [out=FILE.html] [out=FILE.csv]
 
 Compares runs with the first one, and begins with a verdict: the same bits, the same run up to
-rounding, starts as rounding and grows, or different, with the settings that differ. Then settings,
-data, code and versions, the first step that differs and by how much, the best metrics and the time.
+rounding, starts as rounding and grows, different, with the settings that differ, or cannot tell,
+with the reason. Then settings, data, code and versions, the first step that differs and by how
+much, the best metrics and the time.
 A, B, ... are run directories; the folder of a sweep stands for all its runs. Logs of training are
 means over several steps, so the first step that differs is known as precisely as the runs were
 logged (log.every_steps) and saved.

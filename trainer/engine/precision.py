@@ -17,6 +17,9 @@ from trainer.errors import ConfigError
 WEIGHTS = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}  # others: float32
 AUTOCAST = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
 OPEN = ("auto", "default")  # the start chooses one of the others
+# Relative distances up to which two runs may differ by rounding, of losses and norms of weights.
+ROUNDING = {"fp64": 1e-6, "fp32": 1e-5}
+COARSE = 1e-2  # of narrower types
 SCALED = ("amp_fp16", "fp16")  # without loss scaling, small gradients underflow in fp16
 
 # Values of ONEDNN_MAX_CPU_ISA below AVX512-BF16, with which oneDNN emulates bf16.
@@ -38,6 +41,11 @@ def is_bf16_native(device: torch.device) -> bool:
     is_limited = limit.upper() in _WITHOUT_BF16
     has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return device.type == "cpu" and has_bf16 and not is_limited
+
+
+def rounding_of(name: str) -> float:
+    """Return the relative distance up to which rounding may explain a difference of two runs."""
+    return ROUNDING.get(name, COARSE)
 
 
 def takes_bf16(name: str, is_accelerator: bool) -> bool:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Subset, TensorDataset
 
-from trainer.cli import load_task, run
+from trainer.cli import load_task, run, single
 from trainer.config.compose import load_config
 from trainer.data.batches import LocalBatch
 from trainer.engine.means import Values
@@ -38,6 +38,7 @@ from trainer.verify.probe import probe
 # In an evaluation, and half of one more, so that shards are padded. A whole split took 61 % of the
 # time with task=text.
 EVAL_BATCHES = 4
+USAGE = "trainer.verify.recording: is started by trainer.verify; use python -m trainer.verify"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     step; rows are taken in reverse order.
     """
     end_with_parent()
-    plan = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    plan = json.loads(Path(single(arguments, USAGE)).read_text(encoding="utf-8"))
     for name, overrides in plan["runs"]:
         config = load_config(overrides, plan["config_dirs"])
         recorder = StepRecorder(plan["kill"], plan["is_reversed"])
@@ -202,4 +203,4 @@ def _copy(tensors: Tensors) -> Tensors:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, USAGE, has_json=False)
