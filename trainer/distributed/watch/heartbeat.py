@@ -40,6 +40,7 @@ class Heartbeat:
         self._page = memory[: watcher.FIELDS * 8].cast("d")
         self._path = memory[watcher.FIELDS * 8 :][: watcher.MAX_PATH]
         self._place = memory[watcher.FIELDS * 8 + watcher.MAX_PATH : mmap.PAGESIZE]
+        self.directory = ""
         self._began = 0.0
         self._waited_s = 0.0
 
@@ -90,6 +91,7 @@ class Heartbeat:
 
     def set_directory(self, directory: str) -> None:
         """Record the run directory, where the watcher writes exit.json."""
+        self.directory = directory
         data = directory.encode()[: watcher.MAX_PATH - 1] + b"\0"
         self._path[: len(data)] = data
 
