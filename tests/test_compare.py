@@ -321,6 +321,8 @@ def test_swept_rate_has_a_logarithmic_axis(sweep):
     "words, line",
     [
         ([], "give two or more run directories: python -m trainer.compare A B"),
+        (["{first}", "a" * 6000], "the argument=aaa"),
+        (["{first}", "-x"], "-x is not a flag here; give run directories: python -m trainer."),
         (["{first}"], "give two or more run directories: python -m trainer.compare A B"),
         (["{first}", "/nowhere"], "/nowhere: has no config.yaml; give a run directory"),
         (["{first}", "{first}", "out=page.pdf"], "out=page.pdf: must end with .html or .csv"),

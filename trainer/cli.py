@@ -290,7 +290,7 @@ def single(words: Sequence[str], advice: str) -> str:
     flags = [word for word in words if word.startswith("-")]
     if flags:
         raise ConfigError(f"{flags[0]} is not a flag here; {advice}")
-    if len(words) != 1:
+    if len(words) != 1 or not words[0]:
         raise ConfigError(advice)
     check_path("the argument", words[0])
     return words[0]

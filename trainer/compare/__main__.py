@@ -12,6 +12,7 @@ from trainer.compare.comparison import Comparison, Rows
 from trainer.compare.page import make_page
 from trainer.compare.sameness import SAME_BITS
 from trainer.config.plain_files import read_lines
+from trainer.config.rules import check_path
 from trainer.errors import ConfigError, visible
 from trainer.record.files import CONFIG, replace_file
 from trainer.report.reading import read_runs
@@ -41,8 +42,13 @@ WIDTH = 200  # of a table in a file or a pipe
 
 def main(arguments: Sequence[str]) -> int:
     outs = [Path(word[4:]) for word in arguments if word.startswith("out=")]
-    places = expand([word for word in arguments if not word.startswith("out=")])
-    if len(places) < 2 or any(word.startswith("-") for word in places):
+    given = [word for word in arguments if not word.startswith("out=")]
+    for word in given:
+        check_path("the argument", word)
+        if word.startswith("-"):
+            raise ConfigError(f"{word} is not a flag here; give run directories: {USAGE}")
+    places = expand(list(filter(None, given)))
+    if len(places) < 2:
         raise ConfigError(f"give two or more run directories: {USAGE}")
     for out in outs:
         if out.suffix not in SUFFIXES:
