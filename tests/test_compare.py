@@ -170,7 +170,7 @@ def test_verdicts(first, tmp_path, capfd):
     assert code == 0 and line.startswith("the same run up to rounding: at most ")
     code, line = verdict_on("other", lambda row: {**row, "train/loss": row["train/loss"] + 0.1})
     assert code == 1 and line == (
-        "different: train/loss, from a step between 1 and 2 on; Same settings, code and data"
+        "different: train/loss, from a step between 1 and 2. Same settings, code and data"
     )
     other = fit_on(1, tmp_path, *WORDS, "optim.lr=0.02")["directory"]
     assert compare([str(first), str(other)]) == 1

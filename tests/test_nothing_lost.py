@@ -57,7 +57,7 @@ def test_second_writer_is_refused_by_host_and_pid_until_the_first_is_dead(tmp_pa
             Lease(tmp_path)
         os.kill(pid, signal.SIGSTOP)
         wait_for(lambda: kernel_state(pid) == "T")
-        line = rf"{where}, which writes there, is stopped; kill -CONT {pid} lets it go on, kill "
+        line = rf"{where}, which writes there, is stopped; run kill -CONT {pid} to continue it, or "
         with pytest.raises(ConfigError, match=line):
             Lease(tmp_path)
     Lease(tmp_path).release()

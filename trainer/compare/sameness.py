@@ -36,7 +36,7 @@ def judge(one: RunFiles, other: RunFiles, found: list[Difference]) -> Sameness:
     pair = [one, other]
     settings = [c.name for c in list_changes(pair, "settings") if not c.name.startswith(LAYOUT)]
     small = [each for each in found if each.is_rounding]
-    changed = f"changed: {_listed(facts)}" if (facts := _list_facts(one, other)) else ""
+    facts = _list_facts(one, other)
     if settings:
         return Sameness(f"different: {_listed(settings)}", False)
     if len(small) == len(found):
@@ -46,11 +46,14 @@ def judge(one: RunFiles, other: RunFiles, found: list[Difference]) -> Sameness:
         growth = f"{_short(small[0])} {small[0].distance:.0e} at step {small[0].step:,}"
         if late.distance is not None and math.isfinite(late.distance):
             growth += f", {_short(late)} {late.distance:.0e} at step {late.step:,}"
+        caution = f"changed: {_listed(facts)}; " if facts else ""
         check = "strategy=exact or strategy.precision=fp64 shows whether it is rounding alone"
-        line = f"starts as rounding and grows ({growth}); {changed}{'; ' * bool(changed)}{check}"
+        line = f"starts as rounding and grows ({growth}); {caution}{check}"
         return Sameness(line, False)
-    same = "Same settings" + ", code and data" * (None not in (one.manifest, other.manifest))
-    line = f"different: {found[0].name}, from {_span(found[0])}; {changed or same}"
+    changed = "Same settings" + ", code and data" * (None not in (one.manifest, other.manifest))
+    if facts:
+        changed = f"Changed: {_listed(facts)}"
+    line = f"different: {found[0].name}, from {_span(found[0])}. {changed}"
     return Sameness(line, False)
 
 
@@ -84,8 +87,8 @@ def _list_facts(one: RunFiles, other: RunFiles) -> list[str]:
 
 def _span(difference: Difference) -> str:
     if difference.first_step >= difference.step:
-        return f"step {difference.step:,} on"
-    return f"a step between {difference.first_step:,} and {difference.step:,} on"
+        return f"step {difference.step:,}"
+    return f"a step between {difference.first_step:,} and {difference.step:,}"
 
 
 def _short(difference: Difference) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.hints import suggest
+from trainer.config.plain_files import read_yaml
 from trainer.errors import ConfigError, one_line
 
 TABLE = Path(__file__).with_name("devices.yaml")
@@ -90,8 +91,6 @@ def find_device(name: str, file: str | None) -> Device:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    from trainer.config.plain_files import read_yaml
-
     try:
         content = read_yaml(path)
     except (OSError, ValueError) as error:

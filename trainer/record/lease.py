@@ -219,7 +219,7 @@ def _lock(path: Path) -> int:
         advice = f"wait until it exits or give run.name=<new>; if its host is lost, remove {path}"
         if host == socket.gethostname() and isinstance(pid, int) and kernel_state(pid) in "Tt":
             who = f"process {pid}, which writes there, is stopped"
-            advice = f"kill -CONT {pid} lets it go on, kill -KILL {pid} ends it"
+            advice = f"run kill -CONT {pid} to continue it, or kill -KILL {pid} to end it"
         raise ConfigError(f"run directory {path.parent}: {who}; {advice}")
     return descriptor
 
