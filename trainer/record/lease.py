@@ -217,7 +217,11 @@ def _lock(path: Path) -> int:
         pid, host = holder.get("pid", "?"), holder.get("host", "?")
         who = f"process {pid} on {host} writes there"
         advice = f"wait until it exits or give run.name=<new>; if its host is lost, remove {path}"
-        if host == socket.gethostname() and isinstance(pid, int) and kernel_state(pid) in "Tt":
+        if (
+            host == socket.gethostname()
+            and isinstance(pid, int)
+            and kernel_state(pid) in ("T", "t")
+        ):
             who = f"process {pid}, which writes there, is stopped"
             advice = f"run kill -CONT {pid} to continue it, or kill -KILL {pid} to end it"
         raise ConfigError(f"run directory {path.parent}: {who}; {advice}")
