@@ -27,7 +27,12 @@ from trainer.config import schema
 FILE = CONF / "schema.json"
 INTERPOLATION = {"type": "string", "pattern": r"^\$\{.+\}$"}  # of any type
 KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array"}
-BOUNDS = {"min": "minimum", "max": "maximum", "above": "exclusiveMinimum"}
+BOUNDS = {
+    "min": "minimum",
+    "max": "maximum",
+    "above": "exclusiveMinimum",
+    "below": "exclusiveMaximum",
+}
 # A class and its arguments, which the class knows.
 TARGET = {"type": "object", "properties": {"_target_": {"type": "string"}}}
 DEFAULTS = {"type": "array", "description": "Hydra's defaults, such as - override /optim: adamw"}

@@ -64,6 +64,7 @@ def cell(text: str) -> str:
 
 SHORT = (  # of what an error says of a type
     (r"an? (\w+) of at least (\S+) and of at most (\S+)", r"\1 \2..\3"),
+    (r"an? (\w+) of at least (\S+) and below (\S+)", r"\1 >=\2 <\3"),
     (r"an? (\w+) of at least (\S+)", r"\1 >=\2"),
     (r"an? (\w+) above (\S+)", r"\1 >\2"),
     (r"\bone of (?=\w+,)", ""),

@@ -46,6 +46,7 @@ FILES: dict[str, str | bytes] = {
     "tab/task/mine.yaml": "task:\n\tname: mine\n",
     "latin/task/mine.yaml": b"task:\n  name: caf\xe9\n",
     "mark/task/mine.yaml": b"\xef\xbb\xbf" + TASK.encode(),
+    "mark/task/sound.yaml": TASK,
     "choice/task/mine.yaml": TASK + "optim: adamw\n",
     "quoted/task/mine.yaml": TASK + "run: {seed: '3'}\n",
     "list/task/mine.yaml": "- a\n- b\n",
@@ -260,7 +261,7 @@ BAD = [
     ("task=cifar run.compile=maybe", f"run.compile=maybe: {SWITCH}"),
     (
         "task=cifar run.ema_decay=1.1",
-        "run.ema_decay=1.1: must be a number of at least 0 and of at most 1 or null",
+        "run.ema_decay=1.1: must be a number of at least 0 and below 1 or null",
     ),
     ("task=cifar run.ema_decay=nan", "run.ema_decay=nan: must be a number of at least 0"),
     ("task=cifar run.clip_norm=0", "run.clip_norm=0: must be a number above 0 or null"),
@@ -563,6 +564,16 @@ BAD = [
         "task=mine --config-dir {files}/mark",
         "{files}/mark/task/mine.yaml: begins with a byte order mark; save it as UTF-8 without one",
     ),
+    ("task=cifar run.ema_decay=1", "run.ema_decay=1: must be a number of at least 0 and below 1"),
+    (
+        "task=cifar optim._target_=torch.optim.Optimizer",
+        "optim._target_=torch.optim.Optimizer: must be a class that can be built, not an abstract "
+        "one; give one of its subclasses",
+    ),
+    (
+        "task=cifar optim._target_=torch.optim.LBFGS",
+        "optim.momentum is not an argument of torch.optim.LBFGS: must be lr, max_iter, max_eval, ",
+    ),
     (
         "task=mine --config-dir {files}/choice",
         "optim=adamw: must be a mapping; in a file write '- override /optim: adamw' in defaults",
@@ -797,7 +808,7 @@ BAD = [
     ),
     (
         "task=mine --config-dir {files}/latin",
-        "--config-dir {files}/latin: a YAML file cannot be read: 'utf-8' codec",
+        "{files}/latin/task/mine.yaml: byte 0xe9 at position 17 is not UTF-8; save it as UTF-8",
     ),
     (
         "task=mine --config-dir {files}/key_twice",
@@ -940,6 +951,10 @@ def check(words, line, files, folder, code, out, err):
     assert err.count("\n") == 1 and err.endswith("\n"), f"{words}\n{err}"
     assert code == 2 and out == "", words
     assert list(folder.iterdir()) == [], words
+
+
+def test_a_bad_file_that_a_run_does_not_use_is_not_read(files):
+    assert load_config(["task=sound"], [str(files / "mark")]).task.name == "mine"
 
 
 def test_corpus_is_large_and_no_row_is_defined_twice():

@@ -120,6 +120,27 @@ def test_evaluate_gives_the_run_its_metrics_on_any_layout(command, tmp_path):
     assert done.returncode == 2 and done.stderr.startswith("error: nowhere: has no config.yaml")
 
 
+@pytest.mark.parametrize(
+    ("verb", "words", "line"),
+    [
+        (
+            "notebook",
+            [],
+            "trainer.notebook: is started by Trainer.launch; call launch(ranks) in a ",
+        ),
+        ("notebook", ["nowhere"], "nowhere: is no task that Trainer.launch wrote: "),
+        ("sweep", [], "trainer.sweep: is no command; use python -m trainer -m task=<name> optim."),
+        ("verify.recording", [], "trainer.verify.recording: is started by trainer.verify; use "),
+    ],
+)
+def test_commands_that_others_start_say_so(verb, words, line, command):
+    done = command(*words, verb=f"trainer.{verb}")
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {line}")
+    assert done.stderr.count("\n") == 1
+    done = command("--help", verb=f"trainer.{verb}")
+    assert done.returncode == 0 and done.stdout and not done.stderr
+
+
 def test_help_lists_groups_and_settings(command):
     done = command("--help")
     assert done.returncode == 0

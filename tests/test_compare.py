@@ -169,7 +169,9 @@ def test_verdicts(first, tmp_path, capfd):
     code, line = verdict_on("rounded", lambda row: {**row, "train/loss": row["train/loss"] + 1e-9})
     assert code == 0 and line.startswith("the same run up to rounding: at most ")
     code, line = verdict_on("other", lambda row: {**row, "train/loss": row["train/loss"] + 0.1})
-    assert code == 1 and line.startswith("different from steps 1 to 2 on: train/loss; changed: no ")
+    assert code == 1 and line == (
+        "different: train/loss, from a step between 1 and 2. Same settings, code and data"
+    )
     other = fit_on(1, tmp_path, *WORDS, "optim.lr=0.02")["directory"]
     assert compare([str(first), str(other)]) == 1
     assert "\ndifferent: optim.lr\n" in capfd.readouterr().out
@@ -319,6 +321,8 @@ def test_swept_rate_has_a_logarithmic_axis(sweep):
     "words, line",
     [
         ([], "give two or more run directories: python -m trainer.compare A B"),
+        (["{first}", "a" * 6000], "the argument=aaa"),
+        (["{first}", "-x"], "-x is not a flag here; give run directories: python -m trainer."),
         (["{first}"], "give two or more run directories: python -m trainer.compare A B"),
         (["{first}", "/nowhere"], "/nowhere: has no config.yaml; give a run directory"),
         (["{first}", "{first}", "out=page.pdf"], "out=page.pdf: must end with .html or .csv"),
@@ -370,7 +374,10 @@ def test_runs_with_nothing_in_common_are_not_called_equal(first, tmp_path, capfd
         shutil.copy(first / "config.yaml", tmp_path / name)
     assert compare([str(tmp_path / "one"), str(tmp_path / "two")]) == 1
     shown = capfd.readouterr().out
-    assert shown.startswith("nothing differs, as far as the runs can be compared\n")
+    assert shown.splitlines()[0].endswith(
+        "/two has not ended, or was killed, before its first step"
+    )
+    assert shown.startswith("cannot tell: ")
     for kind in ("curves", "examples", "weights"):
         assert f"unknown: {kind}, as no step has them in both runs" in shown
     assert "unknown: data, code and versions, as a run has no checkpoint" in shown
@@ -380,7 +387,83 @@ def test_a_shorter_run_is_equal_as_far_as_it_goes(first, tmp_path, capfd):
     short = fit_on(1, tmp_path, *WORDS, "run.steps=10")["directory"]
     assert compare([str(first), str(short)]) == 1
     steps = f"{first} has 20 steps, {short} 10"
-    assert f"unknown: anything after step 10; {steps}" in capfd.readouterr().out
+    shown = capfd.readouterr().out
+    assert f"unknown: anything after step 10; {steps}" in shown
+    line = f"\ncannot tell: nothing differs up to step 10; {short} ended after step 10\n"
+    assert line in shown
+
+
+class Broken(Tiny):
+    """Fails in step 7, or before its first step."""
+
+    at = 7
+
+    def train_step(self, batch):
+        if self.step + 1 == self.at:
+            raise ValueError("no more")
+        return super().train_step(batch)
+
+
+class Unopened(Broken):
+    at = 1
+
+
+@pytest.mark.parametrize(
+    ("task", "end"),
+    [
+        (Broken, "nothing differs up to step 6; {run} failed after step 6: ValueError: no more"),
+        (Unopened, "{run} failed before its first step: ValueError: no more"),
+    ],
+)
+def test_of_a_failed_run_it_is_said_that_one_cannot_tell(task, end, first, tmp_path, capfd):
+    place = tmp_path / "two"
+    with pytest.raises(AssertionError, match="no more"):
+        fit_on(1, place, *WORDS, "run.name=two", task=task)
+    (run,) = place.rglob("two")
+    capfd.readouterr()
+    assert compare([str(first), str(run)]) == 1
+    assert capfd.readouterr().out.splitlines()[0] == f"cannot tell: {end.format(run=run)}"
+
+
+@pytest.mark.parametrize(
+    ("precision", "apart", "verdict"),
+    [
+        ("fp64", 1e-7, "the same run up to rounding: "),
+        ("fp64", 4e-6, "different: "),
+        ("fp32", 4e-6, "the same run up to rounding: "),
+        ("fp32", 4e-5, "different: "),
+        ("amp_bf16", 4e-5, "the same run up to rounding: "),
+        ("amp_bf16", 2e-2, "different: "),
+    ],
+)
+def test_the_limit_of_rounding_follows_the_precision(precision, apart, verdict, first, tmp_path):
+    places = [shutil.copytree(first, tmp_path / name) for name in ("one", "two")]
+    for place, factor in zip(places, (1.0, 1.0 + apart), strict=True):
+        text = (place / "config.yaml").read_text()
+        text = re.sub(r"precision: .*", f"precision: {precision}", text)
+        (place / "config.yaml").write_text(text)
+        rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+        for row in rows:
+            row |= {name: row[name] * factor for name in ("train/loss",) if name in row}
+        (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = Comparison.of(read_runs([*map(str, places)]))
+    assert found.verdicts[0].line.startswith(verdict)
+
+
+class NearLine(Tiny):
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) * 1.0001
+
+
+def test_in_16_bits_a_change_of_code_is_not_called_rounding(tmp_path):
+    words = [*WORDS, "strategy.precision=amp_bf16"]
+    one = fit_on(1, tmp_path / "one", *words)["directory"]
+    two = fit_on(1, tmp_path / "two", *words, task=NearLine)["directory"]
+    found = Comparison.of(read_runs([str(one), str(two)]))
+    assert not found.is_same
+    end = "the code of test_compare changed; strategy.precision=fp64 shows whether it matters"
+    assert found.verdicts[0].line.startswith("cannot tell: at most ")
+    assert found.verdicts[0].line.endswith(end)
 
 
 def test_damaged_weights_are_not_called_equal(first, tmp_path):

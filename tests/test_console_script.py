@@ -58,7 +58,7 @@ def test_project_names_the_script_and_all_verbs():
     package = Path(trainer.__file__).parent
     runnable = [p for p in package.rglob("*.py") if '__name__ == "__main__"' in p.read_text()]
     verbs = {p.parent.name if p.stem == "__main__" else p.stem for p in runnable}
-    assert verbs - {"notebook", "recording", "watcher"} == {*VERBS, "trainer"} - {"train"}
+    assert verbs - {"notebook", "recording", "sweep", "watcher"} == {*VERBS, "trainer"} - {"train"}
     assert not {*VERBS} - {"train"} - {*re.findall(r"^  trainer\.(\w+) ", HELP, re.MULTILINE)}
 
 

@@ -308,7 +308,9 @@ class Sleeping(Sentences):
 
 
 @pytest.mark.parametrize("is_slow", [True, False])
-def test_the_share_of_time_that_waits_for_data_is_logged(is_slow, tmp_path):
+def test_the_share_of_time_that_waits_for_data_is_logged_and_a_large_one_told(
+    is_slow, tmp_path, capfd
+):
     class Waiting(Padded):
         def build_dataset(self, split):
             return Sleeping() if is_slow else Sentences()
@@ -319,6 +321,9 @@ def test_the_share_of_time_that_waits_for_data_is_logged(is_slow, tmp_path):
     waited = [entry["speed/data_wait"] for entry in entries if "speed/data_wait" in entry]
     assert len(waited) == 4
     assert (sum(waited) / 4 > 0.5) == is_slow
+    told = [line for line in capfd.readouterr().out.splitlines() if "data loading" in line]
+    assert len(told) == is_slow
+    assert all(line.startswith("hint: data loading blocks training, ") for line in told)
 
 
 # Recipes ------------------------------------------------------------------------------------------

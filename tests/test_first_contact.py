@@ -302,8 +302,15 @@ def test_run_that_is_slow_for_a_known_reason_reports_it(command, tmp_path):
     cores = world.usable_cores()
     done = command(*words, ranks=cores + 1)
     assert done.returncode == 0, done.stderr
-    line = f"slower than necessary: {cores + 1} ranks share {cores} cores; examples are read "
-    assert line + "between the steps (data.workers=0)" in done.stdout
+    assert f"slower than necessary: {cores + 1} ranks share {cores} cores\n" in done.stdout
+
+
+@pytest.mark.parametrize("precision", ["fp16", "amp_fp16"])
+def test_fp16_on_a_cpu_is_told_to_be_slow(precision, command):
+    words = [*AUTO[:1], "run.steps=1", "data.path=streamed", f"strategy.precision={precision}"]
+    done = command(*words, f"--config-dir={CONF}")
+    line = f"a CPU computes fp16 up to 100 times slower (strategy.precision={precision}), so use "
+    assert line in done.stdout and "data" not in done.stdout.partition("slower than ")[2][:150]
 
 
 # The folder's settings ----------------------------------------------------------------------------

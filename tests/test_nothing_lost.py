@@ -19,6 +19,7 @@ from harness.stored import check_same_bits, content_of, save
 
 from trainer.checkpoints import tensor_files, transaction
 from trainer.checkpoints.saver import DiskSaver, Snapshot
+from trainer.distributed.watch.process import kernel_state
 from trainer.errors import CheckpointError, ConfigError, RunError
 from trainer.record.lease import Lease
 from trainer.strategy.shards import Shard
@@ -51,11 +52,13 @@ def another_process(body):
 
 def test_second_writer_is_refused_by_host_and_pid_until_the_first_is_dead(tmp_path):
     with another_process(lambda: Lease(tmp_path)) as pid:
+        where = rf"run directory .*: process {pid}"
+        with pytest.raises(ConfigError, match=rf"{where} on \S+ writes there; wait until it exits"):
+            Lease(tmp_path)
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(
-            ConfigError,
-            match=rf"run directory .*: process {pid} on \S+ writes there; wait until it exits",
-        ):
+        wait_for(lambda: kernel_state(pid) == "T")
+        line = rf"{where}, which writes there, is stopped; run kill -CONT {pid} to continue it, or "
+        with pytest.raises(ConfigError, match=line):
             Lease(tmp_path)
     Lease(tmp_path).release()
 

@@ -130,6 +130,14 @@ def test_file_that_may_not_be_as_large_names_the_limit(command):
     assert "File too large while " in the_error(err) and limit in the_error(err)
 
 
+def test_a_limit_below_what_a_start_needs_is_named(command):
+    most = (100_000, 100_000)
+    words = [*ODD, *SAVES, "dist.hang_timeout_s=60"]
+    code, _, err = command(*words, before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, most))
+    line = "ulimit -f: a file may have at most 100,000 bytes, and a run needs 266,240 and room for "
+    assert code == 2 and line in the_error(err)
+
+
 def test_run_directory_that_is_moved_ends_the_run_in_a_line(command):
     code, _, err = command(*ODD, *SAVES, how("moves its directory"))
     assert code != 0

@@ -16,8 +16,9 @@ from harness import CONF, fit, on_ranks
 from harness.training import compose
 from tiny import Tiny
 
-from trainer.errors import MOST, describe, format_traceback, one_line
+from trainer.errors import MOST, describe, one_line
 from trainer.process.streams import LastingStream, lasting_output, outlive_terminal
+from trainer.process.tracebacks import format_traceback
 
 WORDS = ["task=tiny", "run.steps=4", "log.every_steps=1"]
 ESCAPE = "\x1b]0;title\x07\x1b[2J"

@@ -1,6 +1,7 @@
 """`trainer.plan`: its numbers are those of a real run, and it needs neither memory nor ranks."""
 
 import json
+import os
 import resource
 import shlex
 from collections import Counter
@@ -15,6 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.checkpoints.tensor_files import memory_of
+from trainer.distributed.devices import find_device
+from trainer.errors import ConfigError
 from trainer.plan.planning import PlannedLayout, make_plan
 from trainer.plan.trial import SharedParts
 from trainer.strategy.cost import MEASURED
@@ -469,6 +472,12 @@ def small_table(folder, memory):
         " node_gb_s: 1, network_gb_s: 0.1}}\n"
     )
     return ["device=toy", f"devices={table}"]
+
+
+def test_a_pipe_in_place_of_a_table_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="/pipe: cannot be read: is not a regular file; copy "):
+        find_device("h100", str(tmp_path / "pipe"))
 
 
 @pytest.mark.parametrize(

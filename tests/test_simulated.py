@@ -385,7 +385,7 @@ def list_reasons(folder, *words):
     config = compose(folder, "task=tiny", *words)
     world = World.from_environment()
     world = world.with_devices(find_devices(config.strategy, world))
-    return slow_reasons(config, world, 1, False)
+    return slow_reasons(config, world, 1)
 
 
 def test_fp32_on_a_device_with_bf16_is_said(tmp_path):

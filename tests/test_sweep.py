@@ -11,6 +11,7 @@ from harness.command import fork_jobs
 
 from trainer import ConfigError
 from trainer.sweep import jobs, search
+from trainer.sweep.combinations import expand
 
 TINY = ["--config-dir", CONF, "task=tiny", "run.name=a"]
 
@@ -262,3 +263,9 @@ def test_search_of_other_settings_is_not_resumed(tmp_path):
     searched(tmp_path, [SEED, "hydra.sweeper.n_trials=1"])
     with pytest.raises(ConfigError, match=r"was started with other settings; give run\.name=<new>"):
         searched(tmp_path, ["hydra.sweeper.sampler.seed=2", "hydra.sweeper.n_trials=2"])
+
+
+@pytest.mark.parametrize("words", [["a=range(0,1e9)"], ["a=range(0,50)", "b=range(0,50)"]])
+def test_a_sweep_of_too_many_jobs_is_refused_at_once(words):
+    with pytest.raises(ConfigError, match=r"=range.*: a sweep must have at most 2,000 jobs; give "):
+        expand(words)

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from torch import nn
 
 from trainer.distributed.launch import end_ranks, fork_ranks
 from trainer.errors import ConfigError
-from trainer.verify import recording
+from trainer.verify import progress, recording
 from trainer.verify.command import verify
 from trainer.verify.layouts import LAYOUTS
 from trainer.verify.rows import describe_difference, rows_of
@@ -435,3 +436,22 @@ def test_other_bits_are_named(prove):
     assert (
         "ranks-3, fp64: DIFFERENT: first: train/loss of step 1; the bits differ: a kernel" in said
     )
+
+
+def test_how_long_it_takes_is_told_after_two_steps_and_then_each_step_reached(
+    tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setattr(progress, "POLL_S", 0.005)
+    monkeypatch.setattr(progress, "EVERY_S", 0.05)
+    monkeypatch.setattr(progress, "LONG_S", 1.0)
+    with progress.followed(tmp_path, 4, 2, 100.0):
+        for step in (1, 2, 3, 4, 1, 2, 3, 4):
+            progress.note_step(tmp_path, step)
+            time.sleep(0.06)
+    lines = capfd.readouterr().err.splitlines()
+    assert [
+        line for line in lines if "this takes about " in line and ", all layouts about " in line
+    ]
+    reached = [int(line.split()[1]) for line in lines if line.startswith("  step ")]
+    assert len(reached) > 2 and reached == sorted(reached) and reached[-1] > 4
+    assert all(line.endswith(" of 8") for line in lines if line.startswith("  step "))

@@ -24,18 +24,17 @@ from trainer.config.rules import check_path
 from trainer.config.schema import Config
 from trainer.config.targets import resolve
 from trainer.distributed import entry
-from trainer.distributed.launchers import CODES, find_launcher
+from trainer.distributed.launchers import CODES, find_launcher, record_failure
 from trainer.distributed.signals import (
     CODE_OF_INTERRUPT,
     INTERRUPTED,
     leave_pid_1,
     let_go,
 )
+from trainer.distributed.watch.watcher import LOST
 from trainer.errors import (
     ConfigError,
     RunError,
-    describe_with_place,
-    format_traceback,
     message_of,
     place_of,
     shortened,
@@ -43,6 +42,12 @@ from trainer.errors import (
 )
 from trainer.process.loading import uncollected
 from trainer.process.streams import SoleDocument, outlive_terminal
+from trainer.process.tracebacks import (
+    describe_cause,
+    find_failure,
+    format_traceback,
+    show,
+)
 
 Verb = Callable[[Sequence[str]], int]  # arguments -> exit code
 HELP_FLAGS = ("-h", "--help")
@@ -90,8 +95,10 @@ def run(
             code = verb(arguments)
     except BaseException as error:
         outlive_terminal()  # again: the task may have replaced the streams
+        line = _summarize(error)
+        record_failure(visible(line), line.startswith(LOST))
         code = _report(error)
-        _write_document({"code": code, "error": _summarize(error)})
+        _write_document({"code": code, "error": line})
     _exit(code)
 
 
@@ -120,7 +127,7 @@ def _summarize(error: BaseException) -> str:
     """Return an error in one line."""
     if isinstance(error, (ConfigError, RunError)):
         return entry.as_started(message_of(error))
-    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else describe_with_place(error)
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else describe_cause(error)
 
 
 def _report(error: BaseException) -> int:
@@ -132,13 +139,25 @@ def _report(error: BaseException) -> int:
         what = f"sys.exit({error.code!r}) was called at {place_of(error)}"
         _print_error(RunError(f"{what}; raise an error instead"))
     elif not isinstance(error, KeyboardInterrupt):
-        where = f"error on rank {_find_rank()}:\n" if _count_ranks() > 1 else ""
-        print(where + format_traceback(error), file=sys.stderr, flush=True)
+        _print_frames(error)
     else:
         if _find_rank() == 0:
             print(INTERRUPTED, file=sys.stderr, flush=True)
         return CODE_OF_INTERRUPT
     return 1
+
+
+def _print_frames(error: BaseException) -> None:
+    """Print an exception of a task, on one of the ranks that have the same."""
+    failure = find_failure(error)
+    if failure and not failure.is_shown:
+        time.sleep(_patience())  # the launcher ends all ranks when this one exits
+        return
+    size = _count_ranks()
+    where = f"error on rank {_find_rank()}:\n" if size > 1 else ""
+    print(where + show(error), file=sys.stderr, flush=True)
+    if failure and (alike := failure.count()) > 1:
+        print(f"the same on {alike} of {size} ranks", file=sys.stderr, flush=True)
 
 
 def _print_safely() -> None:
@@ -274,7 +293,7 @@ def single(words: Sequence[str], advice: str) -> str:
     flags = [word for word in words if word.startswith("-")]
     if flags:
         raise ConfigError(f"{flags[0]} is not a flag here; {advice}")
-    if len(words) != 1:
+    if len(words) != 1 or not words[0]:
         raise ConfigError(advice)
     check_path("the argument", words[0])
     return words[0]

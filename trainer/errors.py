@@ -24,7 +24,6 @@ class RunError(_OneLine, RuntimeError):
 
 
 MOST = 2000  # characters of a message that are shown: the first and the last half of them
-MOST_LINES = 200  # of a traceback
 
 
 def visible(text: str) -> str:
@@ -32,12 +31,12 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def shortened(text: str) -> str:
-    """Return `text` without its middle if it has more than MOST characters."""
-    left_out = len(text) - MOST
+def shortened(text: str, most: int = MOST) -> str:
+    """Return `text` without its middle if it has more than `most` characters."""
+    left_out = len(text) - most
     if left_out <= 0:
         return text
-    half = MOST // 2
+    half = most // 2
     return f"{text[:half]} [... {left_out:,} more characters ...] {text[-half:]}"
 
 
@@ -66,16 +65,6 @@ def describe(error: BaseException) -> str:
 def describe_with_place(error: BaseException) -> str:
     """Return `ValueError: message (file.py:12)`, in one line."""
     return f"{describe(error)} ({place_of(error)})"
-
-
-def format_traceback(error: BaseException) -> str:
-    """Return the traceback of an exception, safe for a terminal; long messages are shortened."""
-    lines = "".join(traceback.format_exception(error)).splitlines()
-    if len(lines) > MOST_LINES:
-        half = MOST_LINES // 2
-        left_out = f"[... {len(lines) - MOST_LINES:,} more lines ...]"
-        lines = [*lines[:half], left_out, *lines[-half:]]
-    return "\n".join(shortened(visible(line.expandtabs(4))) for line in lines)
 
 
 def place_of(error: BaseException) -> str:

@@ -126,7 +126,8 @@ def _write(out: Path, found: Tensors) -> None:
                 os.fsync(file.fileno())
             part.replace(out)
         except OSError as error:
-            raise RunError(f"{out}: cannot be written: {error.strerror or error}") from None
+            why = f"cannot be written: {error.strerror or error}"
+            raise RunError(f"{out}: {why}; make room, or give another out=FILE") from None
         finally:
             with suppress(OSError):
                 part.unlink()

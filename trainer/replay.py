@@ -65,7 +65,8 @@ def main(arguments: Sequence[str]) -> int:
     path, overrides, config_dirs = run_directory(rest, ADVICE)
     wanted = own.get("step", "")
     if not wanted.isdecimal() or int(wanted) < 1:
-        raise ConfigError(ADVICE)
+        given = f"step={wanted}: must be an integer of at least 1; " * bool(wanted)
+        raise ConfigError(f"{given}{ADVICE}")
     directory = Path(path)
     step = int(wanted)
     if (directory / MANIFEST).is_file():

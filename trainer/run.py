@@ -79,7 +79,7 @@ class Run:
         training = Training(list(engine.optimizers), engine.updating_by, engine.open_unread)
         engine.proof.open(self.batches, self.record.say, training)
         session = (opened.record, opened.directory, self.step, changes, not origin.is_resumed)
-        self._log = RunLog(config, setup.parts.ranks, *session)
+        self._log = RunLog(config, setup.parts.ranks, *session, self.batches.is_streamed)
 
     @property
     def config(self) -> Config:
@@ -173,7 +173,7 @@ class Run:
         A collective.
         """
         config, setup, group = self.config, self._setup, self._ranks.group
-        reasons = startup.slow_reasons(config, group.world, setup.threads, self.batches.is_streamed)
+        reasons = startup.slow_reasons(config, group.world, setup.threads)
         lines = [*warnings, *startup.slowness(group.collect(reasons))]
         changed = self.state.noted(startup.changes_of(config, manifest, group.world, code))
         rates = self.engine.optimizers.rates_around

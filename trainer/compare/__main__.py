@@ -9,9 +9,10 @@ from pathlib import Path
 
 from trainer.cli import answer, run
 from trainer.compare.comparison import Comparison, Rows
-from trainer.compare.differences import SAME_BITS
 from trainer.compare.page import make_page
+from trainer.compare.sameness import SAME_BITS
 from trainer.config.plain_files import read_lines
+from trainer.config.rules import check_path
 from trainer.errors import ConfigError, visible
 from trainer.record.files import CONFIG, replace_file
 from trainer.report.reading import read_runs
@@ -19,8 +20,9 @@ from trainer.report.reading import read_runs
 HELP = """usage: python -m trainer.compare A B [...] [out=FILE.html] [out=FILE.csv]
 
 Compares runs with the first one, and begins with a verdict: the same bits, the same run up to
-rounding, starts as rounding and grows, or different, with the settings that differ. Then settings,
-data, code and versions, the first step that differs and by how much, the best metrics and the time.
+rounding, starts as rounding and grows, different, with the settings that differ, or cannot tell,
+with the reason. Then settings, data, code and versions, the first step that differs and by how
+much, the best metrics and the time.
 A, B, ... are run directories; the folder of a sweep stands for all its runs. Logs of training are
 means over several steps, so the first step that differs is known as precisely as the runs were
 logged (log.every_steps) and saved.
@@ -40,8 +42,13 @@ WIDTH = 200  # of a table in a file or a pipe
 
 def main(arguments: Sequence[str]) -> int:
     outs = [Path(word[4:]) for word in arguments if word.startswith("out=")]
-    places = expand([word for word in arguments if not word.startswith("out=")])
-    if len(places) < 2 or any(word.startswith("-") for word in places):
+    given = [word for word in arguments if not word.startswith("out=")]
+    for word in given:
+        check_path("the argument", word)
+        if word.startswith("-"):
+            raise ConfigError(f"{word} is not a flag here; give run directories: {USAGE}")
+    places = expand(list(filter(None, given)))
+    if len(places) < 2:
         raise ConfigError(f"give two or more run directories: {USAGE}")
     for out in outs:
         if out.suffix not in SUFFIXES:

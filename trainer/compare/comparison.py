@@ -6,17 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trainer.compare.differences import (
-    MOST_NAMED,
-    Change,
-    Sameness,
-    find_first,
-    judge,
-    list_changes,
-    list_compared,
-)
+from trainer.compare.differences import Change, find_first, list_changes
+from trainer.compare.sameness import MOST_NAMED, Sameness, judge, list_unknown
 from trainer.config.schema import LAYOUT
-from trainer.errors import counted
 from trainer.report.reading import RunFiles
 
 Rows = list[list[str]]
@@ -43,8 +35,7 @@ class Comparison:
         found = [find_first(one, other) for other in others]
         unknown = [list_unknown(one, other) for other in others]
         verdicts = [
-            judge(one, other, differences, not missing)
-            for other, differences, missing in zip(others, found, unknown, strict=True)
+            judge(one, other, differences) for other, differences in zip(others, found, strict=True)
         ]
         settings, facts = (list_changes(runs, kind) for kind in ("settings", "facts"))
         firsts = [[str(each) for each in differences] for differences in found]
@@ -102,18 +93,3 @@ class Comparison:
             "settings": {change.name: change.values for change in self.settings},
             "facts": {change.name: change.values for change in self.facts},
         }
-
-
-def list_unknown(one: RunFiles, other: RunFiles) -> list[str]:
-    """Return a line for each thing that the runs have too little in common to compare."""
-    compared = list_compared(one, other)
-    lines = [
-        f"unknown: {k}, as no step has them in both runs" for k, s in compared.items() if not s
-    ]
-    if one.manifest is None or other.manifest is None:
-        lines.append("unknown: data, code and versions, as a run has no checkpoint")
-    if one.step != other.step:
-        last = max((step for steps in compared.values() for step in steps), default=0)
-        steps = f"{one.name} has {counted(one.step, 'step')}, {other.name} {other.step:,}"
-        lines.append(f"unknown: anything after step {last:,}; {steps}")
-    return lines

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 
 from trainer.checkpoints.transaction import is_gone
-from trainer.config.schema import LAYOUT
+from trainer.engine.precision import COARSE, rounding_of
 from trainer.errors import CheckpointError
 from trainer.report.reading import PLACE, SPEED, Curve, RunFiles
+from trainer.strategy.modules.comm_hooks import COMPRESSING
 
 EXAMPLES = "the examples"
-SAME_BITS = "the same bits: curves, examples and weights are equal"
-MOST_NAMED = 4
-ROUNDING = 1e-5  # relative distance up to which a difference may be rounding, of fp32 norms too
 MOST_BYTES = 2**26  # of a tensor that is read at once
 
 
@@ -27,14 +25,6 @@ class Change:
 
     name: str
     values: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Sameness:
-    """The verdict on two runs; `is_same` if they are one run, up to rounding."""
-
-    line: str
-    is_same: bool
 
 
 @dataclass(frozen=True)
@@ -51,11 +41,12 @@ class Difference:
     one: str = ""
     other: str = ""
     distance: float | None = None
+    limit: float = 0.0  # a larger distance is no rounding
 
     @property
     def is_rounding(self) -> bool:
         """True if it may be rounding."""
-        return self.distance is not None and self.distance <= ROUNDING
+        return self.distance is not None and self.distance <= self.limit
 
     @property
     def is_of_examples(self) -> bool:
@@ -99,47 +90,20 @@ def find_first(one: RunFiles, other: RunFiles) -> list[Difference]:
     A log is compared where both runs have one, and only if the logs before it are at the same
     steps: otherwise they are means over other steps.
     """
-    found = [*_of_curves(one, other), *_of_examples(one, other), *_of_weights(one, other)]
+    limit = rounding_limit(one, other)
+    found = [
+        *_of_curves(one, other, limit),
+        *_of_examples(one, other),
+        *_of_weights(one, other, limit),
+    ]
     return sorted(found, key=lambda each: (each.step, each.first_step))
 
 
-def judge(one: RunFiles, other: RunFiles, found: list[Difference], is_known: bool) -> Sameness:
-    """Return the verdict on two runs, by their first differences.
-
-    `is_known` is False if they have too little in common to be called equal.
-    """
-    if not found:
-        if is_known:
-            return Sameness(SAME_BITS, True)
-        return Sameness("nothing differs, as far as the runs can be compared", False)
-    pair = [one, other]
-    settings = [c.name for c in list_changes(pair, "settings") if not c.name.startswith(LAYOUT)]
-    facts = [c.name for c in list_changes(pair, "facts") if not c.name.startswith("the curve ")]
-    small = [each for each in found if each.is_rounding]
-    if not settings and len(small) == len(found):
-        most = max(each.distance or 0.0 for each in found)
-        end = "" if is_known else ", as far as they can be compared"
-        return Sameness(f"the same run up to rounding: at most {most:.0e} apart{end}", is_known)
-    if settings:
-        return Sameness(f"different: {_listed(settings)}", False)
-    if small and found[0] is small[0] and not any(each.is_of_examples for each in found):
-        late = next(each for each in found if not each.is_rounding)
-        growth = f"{_short(small[0])} {small[0].distance:.0e} at step {small[0].step:,}"
-        if late.distance is not None and math.isfinite(late.distance):
-            growth += f", {_short(late)} {late.distance:.0e} at step {late.step:,}"
-        check = "strategy=exact or strategy.precision=fp64 shows whether it is rounding alone"
-        return Sameness(f"starts as rounding and grows ({growth}); {check}", False)
-    why = _listed(facts) if facts else "no setting, code or data that the runs recorded"
-    return Sameness(f"different from {found[0].steps} on: {found[0].name}; changed: {why}", False)
-
-
-def _short(difference: Difference) -> str:
-    return difference.name.partition(",")[0]
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
+def rounding_limit(*runs: RunFiles) -> float:
+    """Return the relative distance up to which runs may differ by rounding, by their precision."""
+    names = {str(run.settings["strategy.precision"]) for run in runs}
+    is_compressed = any(run.settings.get("strategy.comm_hook") in COMPRESSING for run in runs)
+    return max([*map(rounding_of, names), COARSE * is_compressed])
 
 
 def list_compared(one: RunFiles, other: RunFiles) -> dict[str, list[int]]:
@@ -159,20 +123,22 @@ def _kept(run: RunFiles) -> set[int]:
     return {step for step, path in run.checkpoints.items() if not is_gone(path)}
 
 
-def _of_curves(one: RunFiles, other: RunFiles) -> Iterator[Difference]:
+def _of_curves(one: RunFiles, other: RunFiles, limit: float) -> Iterator[Difference]:
     """Yield the first difference, and the first one that is too large for rounding."""
     found = []
     for name in one.curves:
         if name in other.curves and not name.startswith(SPEED):
             begin = max(one.begin, other.begin)
-            pairs = _pairs(name, one.curves[name], other.curves[name], begin)
+            pairs = _pairs(name, one.curves[name], other.curves[name], begin, limit)
             found += [each for each in pairs if each.one != each.other]
     found.sort(key=lambda each: (each.step, not each.name.startswith("train/")))
-    large = [each for each in found if each.distance is None or each.distance > ROUNDING]
+    large = [each for each in found if not each.is_rounding]
     yield from dict.fromkeys([*found[:1], *large[:1]])
 
 
-def _pairs(name: str, mine: Curve, theirs: Curve, begin: int) -> Iterator[Difference]:
+def _pairs(
+    name: str, mine: Curve, theirs: Curve, begin: int, limit: float = 0.0
+) -> Iterator[Difference]:
     """Yield the values of both runs at each step from `begin` on, as if they differed."""
     is_mean = name.startswith("train/")
     before = begin
@@ -184,7 +150,7 @@ def _pairs(name: str, mine: Curve, theirs: Curve, begin: int) -> Iterator[Differ
         if is_alike or not is_mean:
             a, b = mine[step], theirs[step]
             first = before + 1 if is_mean else step
-            yield Difference(name, first, step, repr(a), repr(b), _relative(a, b))
+            yield Difference(name, first, step, repr(a), repr(b), _relative(a, b), limit)
         before = step
         is_alike = True
 
@@ -205,7 +171,7 @@ def _of_examples(one: RunFiles, other: RunFiles) -> Iterator[Difference]:
         before = step
 
 
-def _of_weights(one: RunFiles, other: RunFiles) -> Iterator[Difference]:
+def _of_weights(one: RunFiles, other: RunFiles, limit: float) -> Iterator[Difference]:
     before = max(one.begin, other.begin)
     for step in sorted({*one.checkpoints} & {*other.checkpoints}):
         try:
@@ -221,7 +187,8 @@ def _of_weights(one: RunFiles, other: RunFiles) -> Iterator[Difference]:
             what = f"the weights, {num_different} of {num_all} tensors, most {name}"
             if not math.isfinite(distance):
                 what += ", which is not there or has another shape"
-            yield Difference(what, min(before + 1, step), step, distance=distance)
+            first = min(before + 1, step)
+            yield Difference(what, first, step, distance=distance, limit=limit)
             return
         before = step
 

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.compare.comparison import Comparison
-from trainer.compare.differences import ROUNDING, Sameness
+from trainer.compare.differences import rounding_limit
+from trainer.compare.sameness import Sameness
 from trainer.compare.swept import Swept
+from trainer.engine.precision import ROUNDING
 from trainer.errors import counted
 from trainer.report.charts import THIN, Axis, Chart, Line
 from trainer.report.numbers import Cell, duration, spoken
@@ -115,11 +117,12 @@ def _add_curves(page: Page, found: Comparison, swept: Swept, labels: Sequence[st
     across = Axis(min(each.begin for each in runs), max(1, *(each.step for each in runs)))
     large = [name for name in names if name in first or name.startswith(runs[0].splits)][:3]
     charts: dict[bool, list[Chart]] = {True: [], False: []}
+    limit = rounding_limit(*runs)
     for name in names[:MOST_CHARTS]:
         split, _, rest = name.partition("/")
         title = f"{spoken(rest)}, {split}" if rest in runs[0].evaluated else spoken(name)
         own = {n: found.runs[n].curves[name] for n in numbers if name in found.runs[n].curves}
-        widths, note = overlay(own)
+        widths, note = overlay(own, limit)
         lines = [Line(labels[n], curve, swept.colors[n], widths[n]) for n, curve in own.items()]
         is_large = name in large
         chart = Chart(title, lines, name, note, is_large, has_legend=False, across=across)
@@ -132,7 +135,9 @@ def _add_curves(page: Page, found: Comparison, swept: Swept, labels: Sequence[st
     page.add(Section("", charts=charts[False]))
 
 
-def overlay(curves: dict[int, Curve]) -> tuple[dict[int, int], str]:
+def overlay(
+    curves: dict[int, Curve], limit: float = ROUNDING["fp32"]
+) -> tuple[dict[int, int], str]:
     """Return the widths of the runs' curves, so that equal ones are all seen; and words.
 
     The first one of equal ones is the widest.
@@ -141,7 +146,7 @@ def overlay(curves: dict[int, Curve]) -> tuple[dict[int, int], str]:
     worst = 0.0
     for number, curve in curves.items():
         distances = {first: _distance(curves[first], curve) for first in groups}
-        first = next((n for n, each in distances.items() if each <= ROUNDING), number)
+        first = next((n for n, each in distances.items() if each <= limit), number)
         groups.setdefault(first, []).append(number)
         worst = max(worst, distances.get(first, 0.0))
     widths = {

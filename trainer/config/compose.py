@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,13 @@ from trainer.config.packages import check_saved
 from trainer.config.plain_files import (
     MOST_OF_YAML,
     MOST_VALUES,
-    check_yaml,
     format_yaml,
     read_yaml,
 )
 from trainer.config.rules import check
 from trainer.config.schema import LAYOUT, Config, flatten
 from trainer.config.typed import show
+from trainer.config.yaml_source import search_path
 from trainer.errors import ConfigError, one_line
 
 # Where ranks meet belongs to the start: a saved address may be another machine's.
@@ -300,7 +300,7 @@ def _compose(
     options = find_options(config_dirs)
     _choose(parsed, options)
     words = [override.input_line for override in parsed if override.key_or_group in options]
-    words += [*added, _search_path(config_dirs)]
+    words += [*added, search_path(config_dirs)]
     where = f"--config-dir {' '.join(config_dirs)}" if config_dirs else str(CONF)
     GlobalHydra.instance().clear()
     with _explained(f"{where}: "), hydra.initialize_config_dir(str(CONF), "trainer", "1.3"):
@@ -317,15 +317,6 @@ def _compose(
             if "You must specify 'task'" not in str(error):
                 raise
     raise ConfigError(f"task is missing: give task=<name>, one of {', '.join(options['task'])}")
-
-
-def _search_path(config_dirs: Sequence[str]) -> str:
-    """Return Hydra's setting of the folders, after a check of their files."""
-    for path in [path for folder in config_dirs for path in Path(folder).rglob("*.yaml")]:
-        with suppress(OSError):  # Hydra names the file, if it reads it
-            check_yaml(path)
-    folders = ",".join(repr(f"file://{Path(folder).resolve()}") for folder in config_dirs)
-    return f"hydra.searchpath=[{folders}]"
 
 
 def _choose(parsed: Sequence[Any], options: Options) -> dict[str, str]:
@@ -368,7 +359,7 @@ def answer(overrides: Sequence[str], flags: Sequence[str], config_dirs: Sequence
     parser.exit_on_error = False
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, does not print them
     # argparse needs the overrides in one block, and takes one --config-dir only
-    sys.argv = [sys.argv[0], *overrides, _search_path(config_dirs), *flags]
+    sys.argv = [sys.argv[0], *overrides, search_path(config_dirs), *flags]
     try:
         parser.parse_known_args(sys.argv[1:])
         hydra.main(str(CONF), "config", "1.3")(lambda _: None)()

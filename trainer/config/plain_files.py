@@ -254,11 +254,16 @@ def format_yaml(values: Any) -> str:
 def check_yaml(path: Path) -> None:
     """Raise ConfigError if the aliases of a user's YAML file repeat more than can be composed.
 
-    Also for a byte order mark, behind which Hydra finds no `# @package`.
+    Also for what is not UTF-8, and for a byte order mark, behind which Hydra finds no `# @package`.
     """
     data = path.read_bytes()
     if data.startswith(BOM_UTF8):
         raise ConfigError(f"{path}: begins with a byte order mark; save it as UTF-8 without one")
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        why = f"byte {data[error.start]:#04x} at position {error.start:,} is not UTF-8"
+        raise ConfigError(f"{path}: {why}; save it as UTF-8") from None
     if b"&" in data and b"*" in data:
         try:
             Loader(data).get_single_node()

@@ -35,7 +35,7 @@ class RunSettings:
     resume: str | None
     init_from: str | None
     freeze: list[str]
-    ema_decay: Annotated[float | None, limit(min=0, max=1)]
+    ema_decay: Annotated[float | None, limit(min=0, below=1)]
     lr_scaling: Literal["none", "linear", "sqrt"]
     lr_batch: Annotated[int | None, limit(min=1)]
     compile: bool | Literal["max-autotune", "blocks"]

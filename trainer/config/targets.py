@@ -108,6 +108,9 @@ def check_target(spec: Spec, key: str, packages: Sequence[str], kind: type | Non
     if kind is not None and not (isinstance(target, type) and issubclass(target, kind)):
         allowed = f"{kind.__module__}.{kind.__name__}"
         raise ConfigError(f"{key}._target_={name}: must be a subclass of {allowed}")
+    if target is kind or inspect.isabstract(target):
+        must = "must be a class that can be built, not an abstract one"
+        raise ConfigError(f"{key}._target_={name}: {must}; give one of its subclasses")
     arguments = {argument: value for argument, value in spec.items() if argument != "_target_"}
     for argument, value in arguments.items():
         if argument in signature.parameters:
@@ -118,8 +121,11 @@ def check_target(spec: Spec, key: str, packages: Sequence[str], kind: type | Non
         line = f"{key} ({name}): {error}"
         if unknown := [a for a in arguments if a not in signature.parameters]:
             known = [name for name in list(signature.parameters)[1:] if name.isidentifier()]
-            near = suggest(unknown[0], known, f"{key}.") or f": must be {', '.join(known)}"
-            line = f"{key}.{unknown[0]} is not an argument of {name}{near}"
+            given = f"{key}.{unknown[0]}"
+            near = suggest(unknown[0], known, f"{key}.")
+            if not near or near.endswith(f" {given}"):  # as of optim.lr, which hints know
+                near = f": must be {', '.join(known)}; leave it out with ~{given}"
+            line = f"{given} is not an argument of {name}{near}"
         raise ConfigError(line) from None
     return target
 

@@ -38,7 +38,7 @@ class _Bounds(dict):
 
 
 def limit(**bounds: float) -> dict[str, float]:
-    """Return the bounds of a number: `min` and `max` (inclusive), `above` (exclusive)."""
+    """Return the bounds of a number: `min`, `max` (inclusive), `above`, `below` (exclusive)."""
     return _Bounds(bounds)
 
 
@@ -170,7 +170,8 @@ def _fits(kind: Any, value: Any, key: str, limits: Limits) -> bool:
             return False
         is_finite = -math.inf < value < math.inf
         is_inside = limits.get("min", value) <= value <= limits.get("max", value)
-        return is_finite and is_inside and value > limits.get("above", -math.inf)
+        is_between = limits.get("above", -math.inf) < value < limits.get("below", math.inf)
+        return is_finite and is_inside and is_between
     if kind is str and value == "":
         return key.startswith("task.options.")
     return kind is Any or isinstance(value, origin or kind)
@@ -196,6 +197,6 @@ def describe(kind: Any, limits: Limits = _NO_LIMITS) -> str:
         return ("one of " if len(choices) > 1 else "") + ", ".join(map(show, choices)) + null
     if origin is tuple and ... not in choices:
         return f"a list of {len(choices)} values"
-    bounds = {"min": "of at least", "above": "above", "max": "of at most"}
+    bounds = {"min": "of at least", "above": "above", "max": "of at most", "below": "below"}
     limited = [f" {word} {limits[name]}" for name, word in bounds.items() if name in limits]
     return _NAMES.get(origin or kind, "a group of settings") + " and".join(limited) + null

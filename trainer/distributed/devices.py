@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.hints import suggest
+from trainer.config.plain_files import read_yaml
 from trainer.errors import ConfigError, one_line
 
 TABLE = Path(__file__).with_name("devices.yaml")
@@ -90,12 +91,11 @@ def find_device(name: str, file: str | None) -> Device:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    import yaml
-
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        why = f"cannot be read: {one_line(error)}; copy {TABLE.name} of the package"
+        content = read_yaml(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        why = f"cannot be read: {reason}; copy {TABLE.name} of the package"
         raise ConfigError(f"devices={path}: {why}") from None
     parts: list[Any] = [content.get(key) if isinstance(content, dict) else None for key in PARTS]
     if not all(isinstance(part, dict) for part in parts):

@@ -53,6 +53,8 @@ def main() -> None:
     elif word and "=" not in word and not word.startswith(("-", "~")):
         near = difflib.get_close_matches(word, VERBS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
+        if word == "sweep":
+            hint = "; a sweep is lockstep -m task=<name> optim.lr=0.1,0.2"
         allowed = f"must be key=value or one of {', '.join(VERBS)}"
         print(f"error: {word!r}: {allowed}{hint}", file=sys.stderr)
         sys.exit(2)

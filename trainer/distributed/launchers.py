@@ -6,11 +6,13 @@ Imports no torch.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import shutil
 import socket
 import subprocess
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -225,6 +227,19 @@ def requeue(say: Callable[[str], None], environment: Mapping[str, str] = os.envi
         return
     if done.returncode > 0:
         say(f"SLURM job {job} not requeued: {done.stderr.strip()}")
+
+
+def record_failure(line: str, is_of_others: bool) -> None:
+    """Write why this rank failed where torchrun looks for it: its last lines then have the reason.
+
+    As root cause it shows the earliest rank. One that only lost another rank `is_of_others`.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    facts = {"py_callstack": line, "timestamp": str(int(time.time()) + is_of_others)}
+    with suppress(OSError):
+        Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": facts}}))
 
 
 def expand_hosts(text: str) -> list[str]:

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
+import torch.distributed as dist
+
 from trainer.config.schema import DistSettings
-from trainer.distributed.group import Group, process_group
+from trainer.distributed.group import Group, number_of, process_group
 from trainer.distributed.signals import StopRequest, stop_requests
 from trainer.distributed.watch.heartbeat import Heartbeat, watched
 from trainer.distributed.world import World
-from trainer.errors import describe, place_of, visible
+from trainer.errors import ConfigError, RunError, describe, place_of, visible
 from trainer.process.streams import lasting_output
+from trainer.process.tracebacks import Failure, share, write_traceback
+
+RANK_0_S = 0.3  # for rank 0 to fail as this rank did
+ALIKE_S = 0.4  # for the other ranks
 
 _forks: list[int] = []  # grows in each forked process; os.getpid takes 5 us on some machines
 if hasattr(os, "register_at_fork"):
@@ -63,4 +74,55 @@ def open_ranks(config: DistSettings, world: World, facts: Mapping[str, Any]) -> 
             yield ranks
         except BaseException as error:
             ranks.end_child(error)
+            if not isinstance(error, (ConfigError, RunError, KeyboardInterrupt, SystemExit)):
+                _note_failure(error, ranks)
             raise
+
+
+def _note_failure(error: BaseException, ranks: Ranks) -> None:
+    """Write all frames of a task's exception to the run directory, and agree on who shows it."""
+    world = ranks.group.world
+    if ranks.heartbeat.directory:
+        write_traceback(error, Path(ranks.heartbeat.directory), world.rank)
+    if world.world_size == 1 or world.launcher.name == "hand":  # each may have its own terminal
+        return
+    failure = Failure(True, lambda: 1)
+    places = [f"{each.filename}:{each.lineno}" for each in extract_tb(error.__traceback__)]
+    key = f"failure/{number_of(f'{type(error).__name__} {places}')}"
+    store = dist.PrefixStore(key, ranks.group.store)
+    found: list[bool] = []
+
+    def claim() -> None:
+        with suppress(RuntimeError):  # the store has gone, with its rank
+            found.append(_is_first(store, world.rank))
+
+    thread = threading.Thread(target=claim, daemon=True)  # a store may not answer
+    thread.start()
+    thread.join(2 * RANK_0_S)
+    if found:
+        failure = Failure(found[0], partial(_count_alike, store, world.world_size))
+    share(error, failure)
+
+
+def _is_first(store: dist.Store, rank: int) -> bool:
+    """Return True on one of the ranks that fail alike: rank 0, if it is one of them."""
+    store.add("ranks", 1)
+    if rank == 0:
+        store.set("rank 0", "")
+    end = time.monotonic() + RANK_0_S
+    while rank and time.monotonic() < end:
+        if store.check(["rank 0"]):
+            return False
+        time.sleep(0.02)
+    return store.add("shown", 1) == 1
+
+
+def _count_alike(store: dist.Store, size: int) -> int:
+    """Return the number of ranks that fail alike, after a short wait for them."""
+    end = time.monotonic() + ALIKE_S
+    count = 1
+    with suppress(RuntimeError):
+        while count < size and time.monotonic() < end:
+            time.sleep(0.02)
+            count = store.add("ranks", 0)
+    return count

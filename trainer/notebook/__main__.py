@@ -6,15 +6,21 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cli import run
+from trainer.cli import run, single
 from trainer.distributed.launchers import MARK
 from trainer.distributed.signals import catch_early
 from trainer.setup.cell import read_task, write_summary
 
+HELP = """usage: python -m trainer.notebook FILE
+
+Trains the task that Trainer.launch(ranks) has written to FILE. launch starts this command itself:
+in a notebook, call launch."""
+USAGE = "is started by Trainer.launch; call launch(ranks) in a notebook"
+
 
 def main(arguments: Sequence[str]) -> int:
     catch_early()
-    path = Path(arguments[0])
+    path = Path(single(arguments, f"trainer.notebook: {USAGE}"))
     own, config = read_task(path)
     if MARK not in os.environ:
         from trainer.distributed.launch import launch
@@ -28,4 +34,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, HELP, has_json=False)

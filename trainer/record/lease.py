@@ -16,6 +16,7 @@ from typing import Any
 
 from trainer.checkpoints.files import replace_file
 from trainer.config.plain_files import parse_json, read_file
+from trainer.distributed.watch.process import kernel_state
 from trainer.errors import CheckpointError, ConfigError
 
 NAME = ".writer"
@@ -213,8 +214,16 @@ def _lock(path: Path) -> int:
     if not is_locked:
         holder = _parse(os.pread(descriptor, _MOST, 0))
         os.close(descriptor)
-        who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')} writes there"
+        pid, host = holder.get("pid", "?"), holder.get("host", "?")
+        who = f"process {pid} on {host} writes there"
         advice = f"wait until it exits or give run.name=<new>; if its host is lost, remove {path}"
+        if (
+            host == socket.gethostname()
+            and isinstance(pid, int)
+            and kernel_state(pid) in ("T", "t")
+        ):
+            who = f"process {pid}, which writes there, is stopped"
+            advice = f"run kill -CONT {pid} to continue it, or kill -KILL {pid} to end it"
         raise ConfigError(f"run directory {path.parent}: {who}; {advice}")
     return descriptor
 

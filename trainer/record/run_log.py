@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from trainer.distributed.devices import find_known
 from trainer.distributed.group import Group, most
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.watch.heartbeat import Phase
-from trainer.distributed.world import World
+from trainer.distributed.world import World, usable_cores
 from trainer.engine.engine import Engine
 from trainer.engine.outcome import Later, Reading
 from trainer.errors import ConfigError
@@ -28,6 +28,8 @@ from trainer.record.startup import STOPPED, Summary
 from trainer.record.trackers.base import Record
 from trainer.strategy.mesh import Mesh
 
+BLOCKED = 0.2  # of the time, waiting for data
+BLOCKED_S = 0.1  # at least, between two logs
 # The largest of all ranks, in this order
 SLOWEST = ("speed/data_wait", "speed/memory_gb", "speed/reserved_gb")
 
@@ -55,9 +57,11 @@ class RunLog:
         first_step: int,
         list_changes: Callable[[], Sequence[str]],
         is_new: bool,
+        is_streamed: bool,
     ):
         """`list_changes` returns the last lines of the start. It is called by `announce`, where the
-        run's context records a failure. `is_new` is False if a run is resumed."""
+        run's context records a failure. `is_new` is False if a run is resumed. Data that
+        `is_streamed` may block the steps."""
         self.first_step = first_step
         self.directory = directory
         self._config = config
@@ -69,7 +73,11 @@ class RunLog:
         self._logged = (first_step, self._began_s)
         self._list_changes = list_changes
         self._is_new = is_new
-        self._peak = peak_of(ranks.group.world, config.strategy.precision)
+        self._may_hint = is_streamed
+
+    @cached_property
+    def _peak(self) -> float | None:
+        return peak_of(self._group.world, self._config.strategy.precision)
 
     @property
     def _group(self) -> Group:
@@ -123,6 +131,7 @@ class RunLog:
         world = self._group.world
         rates = engine.optimizers.rates()
         norms = engine.norms.take()
+        _, before = self._logged
         speeds = self._speeds(engine, step)
         change = engine.tensors.find_change()
         waited = speeds.pop("speed/data_wait")
@@ -136,11 +145,24 @@ class RunLog:
             values["optim/grad_norm" + f"/{name}" * (name != "loss")] = norm
         values |= speeds
         values |= zip(SLOWEST, found[: len(own) - 1], strict=False)
+        self._hint_at_data(found[0], self._logged[1] - before)
         if is_changed:
             with self._group.agreed("checking the model"):
                 if change:
                     raise ConfigError(change)
         return values
+
+    def _hint_at_data(self, waited: float, seconds: float) -> None:
+        """Say once that the steps wait for data, if that took a share `waited` of the seconds."""
+        if not self._may_hint or waited < BLOCKED or waited * seconds < BLOCKED_S:
+            return
+        self._may_hint = False
+        workers = self._config.data.workers
+        cores = usable_cores()
+        advice = "read less per example, or store what is computed of it"
+        if workers < cores:
+            advice = f"try data.workers={min(cores, max(2, 2 * workers))}"
+        self._record.say(f"hint: data loading blocks training, {waited:.0%} of the time; {advice}")
 
     def _speeds(self, engine: Engine, step: int) -> dict[str, float]:
         """Return the speed since the last call, and the share of its time spent waiting for data.

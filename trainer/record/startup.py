@@ -23,7 +23,12 @@ from trainer.data.sampling.base import Sampling
 from trainer.distributed import accelerator, entry
 from trainer.distributed.backend import choose_backend
 from trainer.distributed.world import World, explain_unseen_gpu, usable_cores
-from trainer.engine.precision import is_bf16_emulated, is_bf16_native
+from trainer.engine.precision import (
+    choose_precision,
+    is_bf16_emulated,
+    is_bf16_native,
+    is_fp16_slow,
+)
 from trainer.errors import counted
 from trainer.record import fingerprint
 from trainer.strategy.base import find_strategy
@@ -126,7 +131,7 @@ def layout(config: Config, world: World, threads: int) -> str:
     return fact("layout", f"{how}, {ranks}, {device}, {learned}, {each}")
 
 
-def slow_reasons(config: Config, world: World, threads: int, is_streamed: bool) -> str:
+def slow_reasons(config: Config, world: World, threads: int) -> str:
     """Return the known reasons why this rank is slower than necessary, one a line."""
     name = config.strategy.precision
     cores = world.count_cores()
@@ -134,6 +139,10 @@ def slow_reasons(config: Config, world: World, threads: int, is_streamed: bool) 
     reasons = [explain_unseen_gpu()]
     if is_bf16_emulated(name, world.device):
         reasons.append(f"this CPU emulates bf16 (strategy.precision={name}), so fp32 is faster")
+    if is_fp16_slow(name, world.device):
+        other = choose_precision(is_bf16_native(world.device))
+        why = f"a CPU computes fp16 up to 100 times slower (strategy.precision={name})"
+        reasons.append(f"{why}, so use strategy.precision={other}")
     if name == "fp32" and accelerator.is_used(world.device) and is_bf16_native(world.device):
         reasons.append("fp32 leaves bf16 arithmetic unused (strategy.precision=default takes it)")
     if world.device.type == "cpu" and not cores:
@@ -149,8 +158,6 @@ def slow_reasons(config: Config, world: World, threads: int, is_streamed: bool) 
         reasons.append(
             f"{used} of this node's {seen} GPUs {'is' if used == 1 else 'are'} used; {all_}"
         )
-    if is_streamed and not config.data.workers:
-        reasons.append("examples are read between the steps (data.workers=0)")
     return "\n".join(filter(None, reasons))
 
 

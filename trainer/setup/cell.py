@@ -16,7 +16,7 @@ from typing import Any
 
 from trainer.distributed import entry
 from trainer.distributed.launchers import MARK
-from trainer.errors import ConfigError, RunError
+from trainer.errors import ConfigError, RunError, describe
 from trainer.record.startup import STOPPED, Summary
 from trainer.task import Task
 
@@ -49,11 +49,18 @@ def train_on_ranks(task: Task, ranks: int) -> Summary:
 
 
 def read_task(path: Path) -> tuple[type, Any]:
-    """Return the class and the Config that `train_on_ranks` wrote for its processes."""
-    import cloudpickle
+    """Return the class and the Config that `train_on_ranks` wrote for its processes.
 
-    found: tuple[type, Any] = cloudpickle.loads(path.read_bytes())
-    return found
+    Raises ConfigError for another file.
+    """
+    try:
+        import cloudpickle
+
+        own, config = cloudpickle.loads(path.read_bytes())
+    except Exception as error:  # unpickling may raise any
+        what = f"{path}: is no task that Trainer.launch wrote: {describe(error)}"
+        raise ConfigError(f"{what}; call launch(ranks) in a notebook") from None
+    return own, config
 
 
 def write_summary(path: Path, summary: Summary) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from trainer.record.lease import check_free
 from trainer.sweep.jobs import Job, Sweep
 from trainer.sweep.submit import is_known, open_executor, submit
 
+MOST_JOBS = 2_000
+
 
 def expand(overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides of each job of a sweep."""
@@ -27,8 +30,12 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
         values = []
         if override.is_sweep_override():
             key = override.get_key_element()
-            values = [f"{key}={value}" for value in override.sweep_string_iterator()]
+            some = itertools.islice(override.sweep_string_iterator(), MOST_JOBS + 1)
+            values = [f"{key}={value}" for value in some]
         choices.append(values or [override.input_line])
+        if math.prod(map(len, choices)) > MOST_JOBS:
+            must = f"a sweep must have at most {MOST_JOBS:,} jobs; give fewer values"
+            raise ConfigError(f"{override.input_line}: {must}")
     return [list(job) for job in itertools.product(*choices)]
 
 

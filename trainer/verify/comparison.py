@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from trainer.engine.precision import rounding_of
 from trainer.verify.evidence import Evidence, Tensors
 from trainer.verify.reasons import explain
 
@@ -21,8 +22,6 @@ EXACT = {"examples": 0.0, "gradients": 1e-6, "losses": 1e-8, "weights": 1e-6, "m
 # Below fp64 a limit is measured: so many times the distance of two equal layouts with another order
 # of summation, and at least a few roundings of a sum.
 TIMES = 10
-LEAST = {"fp32": 1e-5}
-COARSE = 1e-2  # of narrower types
 MOST = 0.3  # a larger difference is none of rounding alone
 STILL = 1e-9  # a run whose weights move by less has learned nothing
 FLAT = 1e-6  # the same if its loss changes by less, relative to the largest loss
@@ -67,7 +66,7 @@ def _spread(curve: Sequence[float]) -> float:
 
 def measure_rounding(precision: str, reference: Evidence, other: Evidence) -> Distances:
     """Return the limits of a precision from two runs that differ in the order of summation."""
-    least = LEAST.get(precision, COARSE)
+    least = rounding_of(precision)
     worst = {
         name: max(each.values(), default=0.0) for name, each in _measure(reference, other).items()
     }

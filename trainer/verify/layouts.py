@@ -187,7 +187,8 @@ def _train_reference(
     *exact, own = list(stage.precisions)[-1:] if is_bits else list(stage.precisions)
     print("training on one rank, the reference ...", file=sys.stderr, flush=True)
     try:
-        reference = stage.train("one-rank", 1, ONCE, [*exact, own], is_apart=True)
+        in_all = 1.5 + _estimate(1.0, layouts)  # and the rows in reverse order, in one precision
+        reference = stage.train("one-rank", 1, ONCE, [*exact, own], is_apart=True, in_all=in_all)
     except (ConfigError, RunError) as error:
         if not exact:
             raise
@@ -199,6 +200,7 @@ def _train_reference(
     print(f"{ahead}, about {more:.0f} s", file=sys.stderr, flush=True)
     limits = {FP64: EXACT}
     if own != FP64 and not is_bits:
+        print(f"measuring the rounding of {own} ...", file=sys.stderr, flush=True)
         other = stage.train("one-rank-reversed", 1, ONCE, [own], is_reversed=True)
         limits[own] = measure_rounding(own, reference[own], other[own])
     return reference, limits

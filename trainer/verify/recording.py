@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Subset, TensorDataset
 
-from trainer.cli import load_task, run
+from trainer.cli import load_task, run, single
 from trainer.config.compose import load_config
 from trainer.data.batches import LocalBatch
 from trainer.engine.means import Values
@@ -34,11 +34,13 @@ from trainer.strategy.base import Strategy
 from trainer.trainer import Trainer
 from trainer.verify.evidence import Notes, Tensors
 from trainer.verify.probe import probe
+from trainer.verify.progress import note_step
 from trainer.verify.rows import OF_A_STEP, rows_of
 
 # In an evaluation, and half of one more, so that shards are padded. A whole split took 61 % of the
 # time with task=text.
 EVAL_BATCHES = 4
+USAGE = "trainer.verify.recording: is started by trainer.verify; use python -m trainer.verify"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,17 +51,18 @@ def main(arguments: Sequence[str]) -> int:
     step; rows are taken in reverse order.
     """
     end_with_parent()
-    plan = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    plan = json.loads(Path(single(arguments, USAGE)).read_text(encoding="utf-8"))
     for name, overrides in plan["runs"]:
         config = load_config(overrides, plan["config_dirs"])
-        recorder = StepRecorder(plan["kill"], plan["is_reversed"])
+        folder = Path(plan["out"])
+        recorder = StepRecorder(plan["kill"], plan["is_reversed"], folder)
         task = recorded(load_task(config), recorder)(config)
         begun = time.monotonic()
         directory = task.fit().directory
         recorder.notes.seconds = time.monotonic() - begun
         rank = task.world.rank
         recorder.finish(directory if rank == 0 else None)
-        recorder.notes.save(Path(plan["out"]) / f"{name}-{rank}.pt")
+        recorder.notes.save(folder / f"{name}-{rank}.pt")
     return 0
 
 
@@ -82,11 +85,18 @@ def enter(rank: int, environment: Mapping[str, str], plan: str, log: str) -> Non
 class StepRecorder:
     """Recorder of one rank's evidence, kept outside the user's task to use none of its names."""
 
-    def __init__(self, kill: Sequence[int] | None, is_reversed: bool = False):
+    def __init__(
+        self,
+        kill: Sequence[int] | None,
+        is_reversed: bool = False,
+        folder: Path | None = None,
+    ):
+        """`folder`: where rank 0 notes its progress."""
         self.notes = Notes()
         self._is_reversed = is_reversed
         self._kill = None if kill is None else tuple(kill)
         self._is_stepping = False
+        self._folder = folder
 
     def step(self, task: Any, batch: LocalBatch, train_step: Callable[[Any], Outcome]) -> Outcome:
         """Run the user's train_step and record its evidence."""
@@ -110,6 +120,8 @@ class StepRecorder:
         self._is_stepping = True
         outcome = train_step(batch)
         self._is_stepping = False
+        if self._folder is not None and task.world.rank == 0:
+            note_step(self._folder, step + 1)
         if step + 1 == task._run.num_steps:
             engine = task._run.engine
             shards = engine.tensors.shards()
@@ -208,4 +220,4 @@ def _copy(tensors: Tensors) -> Tensors:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, USAGE, has_json=False)

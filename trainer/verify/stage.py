@@ -20,6 +20,7 @@ from trainer.distributed.world import usable_cores
 from trainer.errors import ConfigError, RunError
 from trainer.strategy.modules.comm_hooks import COMPRESSING
 from trainer.verify.evidence import Evidence, Notes, join_shards
+from trainer.verify.progress import followed
 from trainer.verify.recording import enter
 
 FP64 = "fp64"
@@ -66,15 +67,19 @@ class TrialRuns:
         precisions: Collection[str],
         is_reversed: bool = False,
         is_apart: bool = False,
+        in_all: float = 0.0,
     ) -> dict[str, Evidence]:
         """Train on `ranks` real processes and return the evidence by precision.
 
         If it `is_reversed`, the rows of each micro-batch are taken in reverse order. If it
-        `is_apart`, one rank has another seed for hashes of strings than all other runs. Raises
-        ConfigError or RunError with the error line of the ranks if they fail.
+        `is_apart`, one rank has another seed for hashes of strings than all other runs. The time
+        that `in_all` such layouts take is told, if given. Raises ConfigError or RunError with the
+        error line of the ranks if they fail.
         """
         plan = self._write_plan(name, overrides, precisions, None, is_reversed)
-        self._check(name, *self.launch(plan, ranks, is_apart))
+        with followed(self._folder, self.steps, len(precisions), in_all):
+            ended = self.launch(plan, ranks, is_apart)
+        self._check(name, *ended)
         evidence = {}
         for precision in precisions:
             run = _run_name(name, precision)

@@ -10,6 +10,7 @@ import faulthandler
 import json
 import mmap
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from trainer.distributed.watch.collectives import Mailbox
 from trainer.distributed.watch.flight_recorder import answering
 from trainer.distributed.watch.phases import GROUPS, Phase
 from trainer.distributed.world import World
+from trainer.errors import ConfigError
 
 START = (
     "import sys; sys.path.append(sys.argv[1]);"
@@ -40,6 +42,7 @@ class Heartbeat:
         self._page = memory[: watcher.FIELDS * 8].cast("d")
         self._path = memory[watcher.FIELDS * 8 :][: watcher.MAX_PATH]
         self._place = memory[watcher.FIELDS * 8 + watcher.MAX_PATH : mmap.PAGESIZE]
+        self.directory = ""
         self._began = 0.0
         self._waited_s = 0.0
 
@@ -90,6 +93,7 @@ class Heartbeat:
 
     def set_directory(self, directory: str) -> None:
         """Record the run directory, where the watcher writes exit.json."""
+        self.directory = directory
         data = directory.encode()[: watcher.MAX_PATH - 1] + b"\0"
         self._path[: len(data)] = data
 
@@ -100,6 +104,10 @@ def watched(timeout_s: float | None, group: Group) -> Iterator[Heartbeat]:
     if timeout_s is None or not hasattr(os, "memfd_create"):
         yield Heartbeat(memoryview(bytearray(mmap.PAGESIZE)))
         return
+    most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if 0 <= most < watcher.SIZE:  # it limits files in memory too
+        limited = f"a file may have at most {most:,} bytes, and a run needs {watcher.SIZE:,}"
+        raise ConfigError(f"ulimit -f: {limited} and room for its checkpoints; raise the limit")
     memory = os.memfd_create("lockstep-heartbeat")
     os.ftruncate(memory, watcher.SIZE)
     shared = memoryview(mmap.mmap(memory, watcher.SIZE))

@@ -12,8 +12,7 @@ from trainer.errors import visible
 from trainer.process.streams import CurrentOutput
 from trainer.record.trackers.base import Sink
 
-SHOWN = {  # once they are logged
-    "train/loss": "loss {:,.4f}",
+SHOWN = {  # beside the losses, once they are logged
     "optim/lr": "lr {:,.3g}",
     "speed/examples_per_s": "{:,.0f} examples/s",
 }
@@ -21,9 +20,10 @@ LINE_EVERY_S = 5.0
 QUIET_S = 30.0  # without a logged value; then a line has the time left alone
 NOTEBOOK = 100  # columns that the line of progress covers
 WIDE = 80  # columns of a terminal with room for a bar
-NOTICES = ("warning: ", "slower than ", "plain BatchNorm ", "with more ", "without ")
+NOTICES = ("warning: ", "hint: ", "slower than ", "plain BatchNorm ", "with more ", "without ")
 LABEL = re.compile(r"(?=.{7} \S)[\w.-]+ +(?<=.{8})\S")  # of a line of the start
 BAR_EVERY_S = 0.2
+MOST_LOSSES = 4
 
 
 class Console(Sink):
@@ -83,7 +83,8 @@ class Console(Sink):
             return
         self._last = now
         values = self._values
-        parts = [words.format(values[name]) for name, words in SHOWN.items() if name in values]
+        parts = [f"{name} {values[f'train/{name}']:,.4f}" for name in _losses(values)]
+        parts += [words.format(values[name]) for name, words in SHOWN.items() if name in values]
         if step > self._first_step or is_last:
             per_step = (now - self._began) / max(1, step - self._first_step)
             parts.append(f"{_clock(per_step * (num_steps - step))} left")
@@ -122,6 +123,13 @@ class Console(Sink):
         if self._bar is not None:
             self._bar.stop()
         self._bar = None
+
+
+def _losses(values: Mapping[str, float]) -> list[str]:
+    """Return the names of the updates whose losses were logged, else of what a task recorded."""
+    names = [name.removeprefix("train/") for name in values if name.startswith("train/")]
+    updates = [name for name in names if name == "loss" or f"optim/grad_norm/{name}" in values]
+    return (updates or names)[:MOST_LOSSES]
 
 
 def _clock(seconds: float) -> str:
