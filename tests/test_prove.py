@@ -20,11 +20,13 @@ from harness import wait_for
 from trainer.errors import ConfigError
 from trainer.prove import runner
 from trainer.prove.__main__ import divide, main, prove
+from trainer.prove.assignment import assign_batches, label_batches
 from trainer.prove.bounds import Bounds, compare_tensors
 from trainer.prove.comparison import _is_amplified
-from trainer.prove.history import EvalPass, assign_batches, label_batches
+from trainer.prove.history import EvalPass
 from trainer.prove.merging import Merged
-from trainer.prove.reasons import _explain_evaluation, _explain_rates
+from trainer.prove.reasons import _explain_evaluation
+from trainer.prove.reasons.optimizer_reasons import explain_rates
 from trainer.prove.runner import VARIABLE, Recording
 from trainer.prove.table import as_dictionary
 
@@ -319,6 +321,7 @@ LOST = {
     "random": "draws random numbers, whose state is not restored",
     "augmentation": "draws random numbers (augmentation), whose state is not restored",
     "average": "tensors that no optimizer has (an EMA, a frozen model, buffers) differ; they are",
+    "order": "the parameters of Adam are in another order: load_state_dict goes by order",
 }
 
 
@@ -468,17 +471,19 @@ def test_a_stopped_proof_ends_its_command(tmp_path):
 def of_rates(*rates: float) -> SimpleNamespace:
     of_steps = [{"w": rate} for rate in rates]
     steps = [
-        SimpleNamespace(rates=each, ranks=[SimpleNamespace(rates=each)], num_backwards=1)
+        SimpleNamespace(
+            rates=each, ranks=[SimpleNamespace(rates=each, advances=[])], num_backwards=1
+        )
         for each in of_steps
     ]
     return SimpleNamespace(name="A", size=1, steps=steps)
 
 
 def test_a_rate_that_begins_with_0_is_explained():
-    found = SimpleNamespace(one=of_rates(0.0, 1.0, 2.5), other=of_rates(0.0, 3.0, 7.5))
-    assert _explain_rates(found, 1) == "the learning rate is multiplied by 3"
+    found = SimpleNamespace(one=of_rates(0.0, 1.0, 2.5), other=of_rates(0.0, 3.0, 7.5), num_steps=3)
+    assert explain_rates(found, 1) == "the learning rate is multiplied by 3"
     found.other = of_rates(0.0, 3.0, 4.0)
-    assert _explain_rates(found, 1).startswith("the schedule depends on the layout")
+    assert explain_rates(found, 1).startswith("the schedule depends on the layout")
 
 
 def test_evaluation_data_with_other_content_are_not_called_repeated():

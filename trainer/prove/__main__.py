@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -58,9 +59,7 @@ def prove(arguments: Sequence[str]) -> PairComparison:
     if "--resume" in arguments and kill >= steps:
         advice = f"give steps={2 * kill}: the steps after the resume are compared"
         raise ConfigError(f"kill={kill}: must be below steps={steps}; {advice}")
-    folder = Path(words["out"] or tempfile.mkdtemp(prefix="lockstep-prove-"))
-    if words["out"] and folder.exists():
-        raise ConfigError(f"out={folder}: exists; name a new folder")
+    folder = make_folder(words["out"])
     bench = Bench(folder, steps, words["dtype"], limit_s, _tell)
     try:
         if "--resume" in arguments:
@@ -69,13 +68,38 @@ def prove(arguments: Sequence[str]) -> PairComparison:
             found = prove_pair(bench, commands[0], commands[1])
         found.notes.extend(find_notes(found))
         if words["out"]:
-            from trainer.prove.page import write_page  # loads torch, which takes a second or two
-
-            _tell(f"written: {write_page(found, folder)}")
+            _write_page(found, folder)
     finally:
         if not words["out"]:
             shutil.rmtree(folder, ignore_errors=True)
     return found
+
+
+def make_folder(out: str) -> Path:
+    """Return a new folder for the records. Raises ConfigError if it cannot be made."""
+    try:
+        if not out:
+            return Path(tempfile.mkdtemp(prefix="lockstep-prove-"))
+        folder = Path(out)
+        if folder.exists() or folder.is_symlink():
+            raise ConfigError(f"out={folder}: exists; name a new folder")
+        folder.mkdir(parents=True)
+    except (OSError, ValueError) as error:
+        given = f"out={out}" if out else f"TMPDIR={os.environ.get('TMPDIR', '')}"
+        why = getattr(error, "strerror", None) or str(error)
+        what = f"{given}: no folder can be made there ({why})"
+        raise ConfigError(f"{what}; name one in a folder that you may write") from None
+    return folder
+
+
+def _write_page(found: PairComparison, folder: Path) -> None:
+    """Write the page; a result is not lost because that fails."""
+    from trainer.prove.page import write_page  # loads torch, which takes a second or two
+
+    try:
+        _tell(f"written: {write_page(found, folder)}")
+    except (ConfigError, OSError) as error:
+        found.notes.append(f"no page was written: {error}")
 
 
 def _tell(line: str) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from trainer.prove.history import Sketch
-from trainer.prove.merging import CommandHistory, Merged, Step
+from trainer.prove.merging import CommandHistory, Merged, Step, distance, size_of
 
 JUMP = 200.0  # an error begins with a jump, rounding grows from step to step
 FP64_BOUND = 1e-9
@@ -42,21 +43,27 @@ class Bounds:
 
 def compare_tensors(one: Merged, other: Merged, floor: float) -> tuple[float, str]:
     """Return the largest relative difference and the name of its tensor."""
-    sizes = {name: float(np.linalg.norm(each)) for name, each in one.whole.items()}
+    sizes = {name: size_of(each) for name, each in one.whole.items()}
     least = floor * max(sizes.values(), default=0.0)
     worst = 0.0
     where = ""
     for name, size in sizes.items():
         if name not in other.whole:
             continue
-        apart = float(np.linalg.norm(one.whole[name] - other.whole[name]))
+        apart = distance(one.whole[name], other.whole[name])
         base = max(size, least)
         value = apart / base if base else apart
-        if not value <= worst:  # also for a value that is not a number
-            same = np.array_equal(one.whole[name], other.whole[name], equal_nan=True)
-            worst = worst if same else value
-            where = where if same else name
+        if value > worst:
+            worst = value
+            where = name
     return worst, where
+
+
+def fill(one: Merged, other: Merged, weights: Merged) -> Merged:
+    """Return gradients with zeros for those that only the other command has."""
+    absent = [name for name in other.whole if name not in one.whole and name in weights.whole]
+    zeros = {name: np.zeros_like(other.whole[name]) for name in absent}
+    return Merged(one.whole | zeros, one.spread, one.missing)
 
 
 def without_noise(weights: Merged, gradients: Merged, silence: float) -> Merged:
@@ -65,7 +72,7 @@ def without_noise(weights: Merged, gradients: Merged, silence: float) -> Merged:
     kept = {}
     for name, each in weights.whole.items():
         gradient = gradients.whole.get(name)
-        size = 0.0 if gradient is None else float(np.linalg.norm(gradient))
+        size = 0.0 if gradient is None else size_of(gradient)
         if size == 0 or not size < least:
             kept[name] = each
     return Merged(kept, weights.spread, weights.missing)
@@ -77,10 +84,12 @@ def differences(one: Step, other: Step, bounds: Bounds) -> dict[str, tuple[float
     conventions = other.losses.values()
     loss = min(relative(losses, each) for each in conventions)
     loss = min(loss, *(relative(each, other.losses["mean"]) for each in one.losses.values()))
+    ours = fill(one.gradients, other.gradients, one.weights)
+    theirs = fill(other.gradients, one.gradients, other.weights)
     quiet = [without_noise(each.weights, each.gradients, bounds.silence) for each in (one, other)]
     return {
         "losses": (loss, ""),
-        "gradients": compare_tensors(one.gradients, other.gradients, bounds.gradient_floor),
+        "gradients": compare_tensors(ours, theirs, bounds.gradient_floor),
         "weights": compare_tensors(quiet[0], quiet[1], bounds.weight_floor),
     }
 
@@ -97,10 +106,14 @@ def measure(one: CommandHistory, other: CommandHistory) -> Bounds:
 
 
 def relative(one: float, other: float) -> float:
-    """Return the relative difference of two numbers."""
-    return 0.0 if one == other else abs(one - other) / max(abs(one), 1e-300)
+    """Return the relative difference of two numbers; two that are not finite are equal."""
+    if one == other or not (math.isfinite(one) or math.isfinite(other)):
+        return 0.0
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.inf
+    return abs(one - other) / max(abs(one), 1e-300)
 
 
 def relative_norm(one: Sketch, other: Sketch) -> float:
     """Return the relative difference of two sketches."""
-    return float(np.linalg.norm(one - other) / max(float(np.linalg.norm(one)), 1e-300))
+    return distance(one, other) / max(size_of(one), 1e-300)

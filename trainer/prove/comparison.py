@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -19,17 +18,20 @@ from trainer.prove.bounds import (
     relative,
     relative_norm,
 )
-from trainer.prove.history import EvalPass, RankHistory
-from trainer.prove.merging import CommandHistory, Step
+from trainer.prove.evaluated_examples import evaluations, pair_evaluations
+from trainer.prove.history import rename_keys
+from trainer.prove.merging import CommandHistory, Step, distance
+from trainer.prove.precision import find_precision
 
 COLUMNS = ("examples", "losses", "gradients", "weights", "lr", "evaluation")
 # What explains a difference if it begins in an earlier step, and what also in the same one.
 EARLIER = {
     "initial weights": (),
+    "precision": (),
     "examples": (),
     "lr": ("examples",),  # a schedule by passes, which have other numbers of steps
-    "gradients": ("initial weights", "examples", "lr", "weights", "replicas", "rest"),
-    "weights": ("initial weights", "examples", "lr", "gradients", "replicas"),
+    "gradients": ("initial weights", "precision", "examples", "lr", "weights", "replicas", "rest"),
+    "weights": ("initial weights", "precision", "examples", "lr", "gradients", "replicas"),
     "rest": ("initial weights", "examples", "lr", "gradients", "weights", "replicas"),
     "replicas": ("initial weights", "gradients"),
     "evaluation": (),
@@ -38,12 +40,21 @@ EARLIER = {
 }
 SAME_STEP = {
     **dict.fromkeys(EARLIER, ("initial weights",)),
-    "gradients": ("initial weights", "examples"),
+    "gradients": ("initial weights", "precision", "examples"),
     "weights": EARLIER["weights"],
     "replicas": EARLIER["replicas"],
     "rest": EARLIER["rest"],
 }
-NUMBERS = ("initial weights", "gradients", "weights", "replicas", "rest", "steps", "ranks")
+NUMBERS = (
+    "initial weights",
+    "precision",
+    "gradients",
+    "weights",
+    "replicas",
+    "rest",
+    "steps",
+    "ranks",
+)
 RATE_BOUND = 1e-9
 SPREAD_BOUND = 1e-4  # of replicas on several ranks, where rounding is not measured
 AMPLIFIED = 4.0  # for the error of sketches
@@ -111,6 +122,7 @@ def compare(one: CommandHistory, other: CommandHistory, bounds: Bounds) -> PairC
     found.worst = dict.fromkeys(COLUMNS, 0.0)
     firsts = [
         _compare_initial(found),
+        _compare_precision(found),
         _compare_examples(found),
         _compare_numbers(found),
         _compare_rates(found),
@@ -150,18 +162,8 @@ def rename(one: CommandHistory, other: CommandHistory) -> None:
         names = dict(zip(theirs["names"], about["names"], strict=True))
         for step in other.steps:
             if step.ranks[0].optimizer == number:
-                for merged in (step.gradients, step.unclipped, step.weights):
-                    for kept in (merged.whole, merged.spread, merged.missing):
-                        _rename_keys(kept, names)
-                for rank in step.ranks:
-                    _rename_keys(rank.rates, names)
-        _rename_keys(other.initial[number].whole, names)
-
-
-def _rename_keys(mapping: dict[str, Any], names: dict[str, str]) -> None:
-    renamed = {names.get(key, key): value for key, value in mapping.items()}
-    mapping.clear()
-    mapping.update(renamed)
+                step.rename(names)
+        rename_keys(other.initial[number].whole, names)
 
 
 def _compare_initial(found: PairComparison) -> Deviation | None:
@@ -181,6 +183,11 @@ def _compare_initial(found: PairComparison) -> Deviation | None:
                 found.worst["weights"] = value
                 return Deviation("initial weights", 0, f"{name} starts {value:.0e} apart")
     return None
+
+
+def _compare_precision(found: PairComparison) -> Deviation | None:
+    difference = find_precision(found.one, found.other)
+    return Deviation("precision", *difference) if difference else None
 
 
 def _compare_examples(found: PairComparison) -> Deviation | None:
@@ -211,12 +218,14 @@ def _pairs(found: PairComparison) -> list[tuple[Step, Step]]:
 
 def _compare_numbers(found: PairComparison) -> Deviation | None:
     """Return the first gradient or weight that differs by more than rounding."""
+    if all(step.gradients.is_zero for pair in _pairs(found) for step in pair):
+        return Deviation("gradients", 0, "no parameter of A and B has a gradient at any step")
     before = 0.0
-    first: Deviation | None = None
+    first = _compare_members(found)
     for place, (one, other) in enumerate(_pairs(found)):
         here = differences(one, other, found.bounds)
         for kind, (value, _) in here.items():
-            found.worst[kind] = _larger(found.worst[kind], value)
+            found.worst[kind] = max(found.worst[kind], value)
         if here["losses"][0] < PARTLY_FP32:
             before = max(before, here["losses"][0])
         for kind in ("gradients", "weights"):
@@ -228,10 +237,31 @@ def _compare_numbers(found: PairComparison) -> Deviation | None:
             if kind == "weights" and is_over and _is_amplified(one, other, name):
                 is_over = False
             if first is None and is_over:
-                apart = f"the {kind[:-1]} of {name} differs by {value:.0e}"
-                first = Deviation(kind, place, f"{apart} (rounding: at most {bound:.0e})")
+                first = Deviation(kind, place, _describe(found, kind, place, name, value, bound))
         before = max([before, *(value for value, _ in here.values())])
     return first
+
+
+def _compare_members(found: PairComparison) -> Deviation | None:
+    """Return a finding for parameters that have gradients, and that one optimizer has not."""
+    for one, other in ((found.one, found.other), (found.other, found.one)):
+        if not other.parameters < one.parameters:
+            continue
+        for name in sorted(one.parameters - other.parameters):
+            if any(np.any(step.gradients.whole.get(name, 0.0)) for step in one.steps):
+                return Deviation("weights", 0, f"{other.name} does not train {name}")
+    return None
+
+
+def _describe(
+    found: PairComparison, kind: str, place: int, name: str, value: float, bound: float
+) -> str:
+    """Say how far a tensor is apart, or that it is not finite in one command."""
+    if math.isfinite(value):
+        return f"the {kind[:-1]} of {name} differs by {value:.0e} (rounding: at most {bound:.0e})"
+    tensors = {h.name: getattr(h.steps[place], kind).whole for h in (found.one, found.other)}
+    who = [h for h, whole in tensors.items() if not np.isfinite(whole.get(name, np.zeros(1))).all()]
+    return f"the {kind[:-1]} of {name} is not finite (nan or inf) in {' and '.join(who)}"
 
 
 def _is_amplified(one: Step, other: Step, name: str) -> bool:
@@ -243,13 +273,9 @@ def _is_amplified(one: Step, other: Step, name: str) -> bool:
     if not eps or name not in one.gradients.whole or name not in other.gradients.whole:
         return False
     rate = one.rates.get(name, 0.0)
-    gradient = np.linalg.norm(one.gradients.whole[name] - other.gradients.whole[name])
-    weight = np.linalg.norm(one.weights.whole[name] - other.weights.whole[name])
-    return bool(weight <= AMPLIFIED * rate / eps * gradient)
-
-
-def _larger(one: float, other: float) -> float:
-    return one if one != one or other <= one else other  # a value that is not a number stays
+    gradient = distance(one.gradients.whole[name], other.gradients.whole[name])
+    weight = distance(one.weights.whole[name], other.weights.whole[name])
+    return weight <= AMPLIFIED * rate / eps * gradient < math.inf
 
 
 def _is_reduced_later(
@@ -291,15 +317,23 @@ def _compare_rest(found: PairComparison) -> Deviation | None:
     Those of BatchNorm depend on the micro-batch, and ranks that start with other ones are left out.
     """
     norms = {norm for each in (found.one, found.other) for norm in each.about("norms")}
-    if found.bounds.noise or norms - {"SyncBatchNorm"}:
+    has_norms = bool(norms - {"SyncBatchNorm"})
+    if found.bounds.noise or (has_norms and not _have_same_layout(found)) or found.num_steps < 2:
         return None
-    before = rest_apart(found, 0) if found.num_steps > 1 else {}
+    before = {} if has_norms else rest_apart(found, 0)
     for place in range(1, found.num_steps):
         here = rest_apart(found, place)
-        if who := [name for name in here if name not in before]:
+        kept = [who for who in here if not has_norms or who.startswith("rank 0 ")]
+        if who := [name for name in kept if name not in before]:
             where = f"{REST} of {who[0]} differ by {here[who[0]]:.0e}"
             return Deviation("rest", place, f"{where} from those of rank 0 of {found.one.name}")
     return None
+
+
+def _have_same_layout(found: PairComparison) -> bool:
+    """Return True if both commands have as many ranks and micro-batches."""
+    one, other = found.one.steps[0], found.other.steps[0]
+    return len(one.ranks) == len(other.ranks) and one.num_backwards == other.num_backwards
 
 
 def rest_apart(found: PairComparison, place: int) -> dict[str, float]:
@@ -331,52 +365,6 @@ def _compare_evaluations(found: PairComparison) -> Deviation | None:
     return None
 
 
-def pair_evaluations(
-    ours: Mapping[int, object], theirs: Mapping[int, object]
-) -> list[tuple[int, int]]:
-    """Return pairs of evaluations: after the same step, or else the first of each, and so on."""
-    shared = sorted(ours.keys() & theirs.keys())
-    if shared:
-        return [(after, after) for after in shared]
-    return list(zip(sorted(ours), sorted(theirs), strict=False))
-
-
-def evaluations(history: CommandHistory) -> dict[int, Counter[str]]:
-    """Return the examples of each evaluation over all ranks, by the number of steps before it.
-
-    A pass that is the same on all ranks counts once: each rank has evaluated everything.
-    """
-    found: dict[int, Counter[str]] = {}
-    afters = {each.after for rank in history.ranks for each in rank.evaluations}
-    for after in afters:
-        total: Counter[str] = Counter()
-        by_rank = [_passes_after(rank, after) for rank in history.ranks]
-        for number in range(max(map(len, by_rank))):
-            rows = [Counter(own[number].rows) for own in by_rank if number < len(own)]
-            is_whole = all(each == rows[0] for each in rows)
-            total += rows[0] if is_whole else sum(rows, Counter())
-        if any(after in rank.gathers for rank in history.ranks):
-            total = _without_repeats(total, by_rank)
-        found[after] = total
-    return found
-
-
-def _passes_after(rank: RankHistory, after: int) -> list[EvalPass]:
-    return [each for each in rank.evaluations if each.after == after]
-
-
-def _without_repeats(total: Counter[str], by_rank: Sequence[Sequence[EvalPass]]) -> Counter[str]:
-    """Return the examples without those with which Accelerate filled the last batches."""
-    sizes = [each.size for own in by_rank for each in own[:1]]
-    repeats = sum(total.values()) - (sizes[0] or 0) if sizes else 0
-    kept = Counter(total)
-    for row, count in total.items():
-        while repeats > 0 and kept[row] > 1 and count > 1:
-            kept[row] -= 1
-            repeats -= 1
-    return kept
-
-
 def _compare_lengths(found: PairComparison) -> Deviation | None:
     """Return a finding if a command, or one of its ranks, made fewer steps."""
     one = len(found.one.steps)
@@ -389,4 +377,7 @@ def _compare_lengths(found: PairComparison) -> Deviation | None:
     if one != other:
         where = f"{found.one.name} made {one} steps, {found.other.name} {other}"
         return Deviation("steps", found.num_steps, where)
+    for history in (found.other, found.one):
+        if history.note:
+            return Deviation("steps", found.num_steps, f"{history.note} after {one} steps")
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,23 @@ from typing import Any
 
 import numpy as np
 
-from trainer.prove.history import RankHistory, RankStep, Sketch, decode
+from trainer.prove.history import RankHistory, RankStep, Sketch, decode, rename_keys
 
 Sketches = dict[str, Sketch]
 NUM = 16  # sums of a sketch, as in recorder/sketches.py
+
+
+def size_of(sketch: Sketch) -> float:
+    """Return the norm of the finite sums of a sketch."""
+    return float(np.linalg.norm(sketch[np.isfinite(sketch)]))
+
+
+def distance(one: Sketch, other: Sketch) -> float:
+    """Return the norm of the difference; sums that are not finite in both are equal."""
+    is_finite = np.isfinite(one)
+    if not np.array_equal(is_finite, np.isfinite(other)):
+        return math.inf
+    return float(np.linalg.norm(one[is_finite] - other[is_finite]))
 
 
 @dataclass(frozen=True)
@@ -31,7 +45,12 @@ class Merged:
     @cached_property
     def norm(self) -> float:
         """Return the norm of all tensors together."""
-        return float(np.sqrt(sum(float(each @ each) for each in self.whole.values())))
+        return math.sqrt(sum(size_of(each) ** 2 for each in self.whole.values()))
+
+    @property
+    def is_zero(self) -> bool:
+        """Return True if there is no tensor, or none but zeros."""
+        return not any(np.any(each) for each in self.whole.values())
 
 
 @dataclass(frozen=True)
@@ -42,6 +61,14 @@ class Step:
     gradients: Merged
     unclipped: Merged
     weights: Merged
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give parameters other names."""
+        for merged in (self.gradients, self.unclipped, self.weights):
+            for kept in (merged.whole, merged.spread, merged.missing):
+                rename_keys(kept, names)
+        for rank in self.ranks:
+            rank.rename(names)
 
     @property
     def number(self) -> int:
@@ -63,6 +90,17 @@ class Step:
     @cached_property
     def rates(self) -> dict[str, float]:
         return {name: rate for rank in self.ranks for name, rate in rank.rates.items()}
+
+    def total(self, first: int = 0, end: int | None = None) -> Sketches | None:
+        """Return the mean over ranks of what backward passes added; None if it is not known."""
+        total: Sketches = {}
+        for rank in self.ranks:
+            if not rank.passes:
+                return None
+            for each in rank.passes[first:end]:
+                for name, sketch in each.items():
+                    total[name] = total.get(name, 0.0) + sketch / len(self.ranks)
+        return total
 
     @property
     def losses(self) -> dict[str, float]:
@@ -106,6 +144,11 @@ class CommandHistory:
         is_sharded_data = any("FSDP" in each["wrappers"] for each in describes)
         names = {tuple(each["names"]) for each in describes if each["number"] == 0}
         return (has_parts and not is_sharded_data) or len(names) > 1
+
+    @property
+    def parameters(self) -> set[str]:
+        """Return the names of all parameters that an optimizer has."""
+        return {name for merged in self.initial.values() for name in merged.whole}
 
     @property
     def seeds(self) -> list[int]:
@@ -174,9 +217,9 @@ def _merge(tensors: Sequence[Mapping[str, Sketch | None]], where: Mapping[str, A
         means = [np.mean(group, axis=0) for group in groups.values()]
         total = np.sum(means, axis=0)
         whole[name] = total
-        size = float(np.linalg.norm(total))
+        size = size_of(total)
         apart = [
-            float(np.linalg.norm(each - mean))
+            distance(each, mean)
             for group, mean in zip(groups.values(), means, strict=True)
             for each in group
         ]

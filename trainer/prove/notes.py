@@ -9,9 +9,10 @@ import numpy as np
 
 from trainer.prove.bounds import relative
 from trainer.prove.comparison import REST, PairComparison, rest_apart
-from trainer.prove.example_reasons import name_repeated, repeats_order
-from trainer.prove.gradient_reasons import BY_SCALE
-from trainer.prove.merging import CommandHistory
+from trainer.prove.merging import CommandHistory, Step
+from trainer.prove.precision import name_unjudged
+from trainer.prove.reasons.example_reasons import name_repeated, repeats_order
+from trainer.prove.reasons.gradient_reasons import BY_SCALE
 
 
 def find_notes(found: PairComparison) -> list[str]:
@@ -29,8 +30,7 @@ def find_notes(found: PairComparison) -> list[str]:
     starts = [who for who, apart in rest_apart(found, 0).items() if apart < math.inf]
     if starts and found.is_same:
         notes.append(f"{REST} of {starts[0]} start with other values than those of rank 0")
-    if not any(step.gradients.norm for each in both for step in each.steps):
-        notes.append("no parameter of A and B has a gradient at any step: nothing is learned")
+    notes += name_unjudged(both, not found.bounds.noise) + _name_steps(found)
     ratios = [_slowdown(each) for each in both]
     size = max(rank.num_bytes for each in both for rank in each.ranks)
     seconds = " and ".join(f"{ratio:.2f}" for ratio in ratios)
@@ -39,6 +39,42 @@ def find_notes(found: PairComparison) -> list[str]:
     if errors:
         notes.append(f"the recorder itself failed: {errors[0].strip().splitlines()[-1]}")
     return notes
+
+
+def _name_steps(found: PairComparison) -> list[str]:
+    """Name steps that prove little: without gradients, or with numbers that are not finite."""
+    pairs = list(zip(found.one.steps, found.other.steps, strict=False))
+    empty = [n for n, pair in enumerate(pairs, 1) if all(s.gradients.is_zero for s in pair)]
+    notes = []
+    if empty and len(empty) < len(pairs):
+        notes.append(f"no parameter has a gradient in {_name_places(empty)}, which prove nothing")
+    for kind in ("losses", "weights"):
+        for who, is_found in (
+            ("A and B", (False, False)),
+            ("A", (False, True)),
+            ("B", (True, False)),
+        ):
+            places = [
+                n
+                for n, pair in enumerate(pairs, 1)
+                if tuple(_is_finite(step, kind) for step in pair) == is_found
+            ]
+            if places and (found.is_same or who == "A and B"):
+                where = _name_places(places)
+                notes.append(f"{kind} of {who} are not finite (nan or inf) in {where}")
+    return notes
+
+
+def _name_places(places: list[int]) -> str:
+    if len(places) > 1 and places[-1] - places[0] == len(places) - 1:
+        return f"steps {places[0]} to {places[-1]}"
+    return f"{'steps' if len(places) > 1 else 'step'} {', '.join(map(str, places[:6]))}"
+
+
+def _is_finite(step: Step, kind: str) -> bool:
+    if kind == "losses":
+        return math.isfinite(step.losses["mean"])
+    return all(np.isfinite(each).all() for each in step.weights.whole.values())
 
 
 def _name_shared_files(history: CommandHistory) -> list[str]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainer.prove.bounds import Bounds, measure
 from trainer.prove.comparison import PairComparison, compare
-from trainer.prove.history import open_histories
 from trainer.prove.merging import CommandHistory
+from trainer.prove.rank_reading import open_histories
 from trainer.prove.reasons import explain
 from trainer.prove.runner import CommandRun, Recording, run_command
 
@@ -23,6 +24,7 @@ class Bench:
     dtype: str  # auto, fp64 or native
     limit_s: float
     tell: Callable[[str], None]
+    begun: float = field(default_factory=time.time)
 
     def run(
         self,
@@ -35,7 +37,7 @@ class Bench:
     ) -> CommandRun:
         """Run a command and return how it ended; `work` is {dir} in it, `kill` a step."""
         self.tell(f"running {name} in {dtype}: {command}")
-        recording = Recording(self.steps, dtype, kill, is_perturbed)
+        recording = Recording(self.steps, dtype, kill, is_perturbed, self.begun)
         place = (self.folder / f"{name}-{dtype}".replace(" ", "-")).absolute()
         work = work or place.with_name(f"files-{place.name}")
         return run_command(command, place, recording, self.limit_s, work)
@@ -50,7 +52,7 @@ class Bench:
         if len(lengths) < 2 or len(ranks) < ranks[0].world_size:
             done.check()
         history = CommandHistory.of(name, done.command, ranks)
-        if done.code or done.stopped:
+        if (done.code or done.stopped) and not done.is_complete:
             how = done.stopped or f"failed with code {done.code}"
             history.note = f"{name} {how} and was ended" if done.stopped else f"{name} {how}"
             self.tell(f"{done.last_lines()}\n{history.note}; the steps that it made are compared")
@@ -61,11 +63,11 @@ def prove_pair(bench: Bench, first: str, second: str) -> PairComparison:
     """Return how two commands differ."""
     dtype = "native" if bench.dtype == "native" else "fp64"
     done = bench.run("A", first, dtype)
-    if bench.dtype == "auto" and done.has_failed:
+    if bench.dtype == "auto" and done.has_failed and done.code:
         return prove_pair(_native(bench, "A"), first, second)
     one = bench.read("A", done)
     other_run = bench.run("B", second, dtype)
-    if other_run.has_failed and dtype == "fp64" and bench.dtype == "auto":
+    if other_run.has_failed and other_run.code and dtype == "fp64" and bench.dtype == "auto":
         return prove_pair(_native(bench, "B"), first, second)
     other = bench.read("B", other_run)
     bounds = find_bounds(bench, one, dtype)

@@ -7,11 +7,12 @@ from dataclasses import replace
 from trainer.errors import ConfigError, counted
 from trainer.prove.bounds import Bounds, compare_tensors, relative
 from trainer.prove.comparison import REST, Deviation, PairComparison, compare, rest_apart
-from trainer.prove.example_reasons import have_same_indices
-from trainer.prove.gradient_reasons import draws_random, explain_gradients
-from trainer.prove.history import open_histories
 from trainer.prove.merging import CommandHistory
 from trainer.prove.proof import Bench, find_bounds
+from trainer.prove.rank_reading import open_histories
+from trainer.prove.reasons.example_reasons import have_same_indices
+from trainer.prove.reasons.gradient_reasons import draws_random, explain_gradients
+from trainer.prove.reasons.optimizer_reasons import explain_groups
 from trainer.prove.runner import CommandRun
 
 
@@ -86,13 +87,21 @@ def explain_resume(
             what = "the state of the optimizer or of the schedule"
             return f"the rate starts again: {what} is not restored"
         return "the state of the schedule is not restored: it is at another step than the weights"
+    if deviation.kind == "precision":
+        return "autocast, or the dtype of parameters, is not restored"
     if deviation.kind == "gradients":
         calls = [call for rank in found.other.steps[at].ranks for call in rank.forwards]
         if any(call["drawn"] for call in calls) or draws_random(found.other):
             return "a step draws random numbers, whose state is not restored"
         return explain_gradients(found, at)
     if deviation.kind == "weights":
-        optimizer = found.other.ranks[0].optimizers[0]["kind"]
+        ours, theirs = (each.ranks[0].optimizers[0] for each in (found.one, found.other))
+        optimizer = theirs["kind"]
+        if reason := explain_groups(found.one.steps[at], found.other.steps[at]):
+            return f"gradients and rates agree, and settings do not: {reason}"
+        if ours["names"] != theirs["names"] and sorted(ours["names"]) == sorted(theirs["names"]):
+            why = "load_state_dict goes by order, so they have the state of others"
+            return f"the parameters of {optimizer} are in another order: {why}"
         return f"gradients and rates agree: the state of {optimizer} is not restored"
     return "something beside weights and optimizer is not restored on each rank"
 

@@ -9,16 +9,24 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.errors import ConfigError, shortened, visible
+from trainer.prove.rank_reading import find_records
 
 STARTUP = Path(__file__).with_name("startup")
 VARIABLE = "LOCKSTEP_PROVE"
 KILLED = "killed"  # file that the recorder makes at the step of the kill
+LOADED = "loaded"  # file of the recorder, made as it is loaded
 SHOWN_LINES = 12  # of a failed command
+TRACEBACK_LINES = 24
+PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)  # the shell takes it as it is, in quotes or not
+FLAGS = r"[abd-ln-zA-Z]"  # -c and -m end Python's own
+ISOLATED = re.compile(rf"\bpython[\d.]*(\s+-[XW]\s*\S+|\s+-{FLAGS}+)*?\s+-{FLAGS}*[IES]")
 MOST_BYTES = 1 << 18  # of its output that are read for them
 AGENT = re.compile(r"^[WE]\d{4} \S+ \d+ torch/distributed/elastic/multiprocessing/api", re.M)
 GRACE_S = 5.0  # for the processes of a command that is ended
@@ -34,11 +42,13 @@ class Recording:
     dtype: str  # fp64 or native
     kill: int | None = None
     is_perturbed: bool = False  # first weights changed by their last bit, other thread count
+    begun: float = field(default_factory=time.time)  # of the proof: files since then are new
 
     def variables(self, folder: Path) -> dict[str, str]:
         """Return the environment of a recorded command."""
         settings = {"folder": str(folder), "steps": self.steps, "dtype": self.dtype}
         settings |= {"kill": self.kill, "perturb": self.is_perturbed}
+        settings["begun"] = self.begun
         settings["threads"] = 2 if self.is_perturbed else None
         paths = [str(STARTUP), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         programs = [*os.environ.get("PATH", "").split(os.pathsep), str(Path(sys.executable).parent)]
@@ -70,32 +80,93 @@ class CommandRun:
         return (self.folder / KILLED).exists()
 
     @property
+    def is_complete(self) -> bool:
+        """Return True if each rank with records came to the last step that is compared."""
+        ranks = {each.name.split("-")[0].removeprefix("rank") for each in self.records}
+        done = {each.name.removeprefix("done-") for each in self.folder.glob("done-*")}
+        return bool(ranks) and ranks <= done
+
+    @property
     def has_failed(self) -> bool:
         """Return True if the command ended by itself, and no rank made all steps successfully."""
         is_done = any(self.folder.glob("done-*")) or (self.code == 0 and self.records)
         return not self.stopped and not is_done
 
     def last_lines(self) -> str:
-        """Return the end of the command's output, without torchrun's report of the failure."""
-        with (self.folder / "output.txt").open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_BYTES))
-            text = file.read().decode(errors="replace")
+        """Return the traceback of the first rank that failed, or else the end of the output.
+
+        The outputs of ranks are mixed, and a launcher adds its own report of the failure.
+        """
+        errors = sorted(self.folder.glob("error-*.txt"))
+        of_ranks = [each for each in errors if not each.stem.endswith("-launcher")]
+        if errors:
+            text = _read_end((of_ranks or errors)[0])
+            return _shorten(text.splitlines()[-TRACEBACK_LINES:])
+        text = _read_end(self.folder / "output.txt")
         text = re.split(AGENT, text, maxsplit=1)[0] or text
-        return "\n".join(shortened(visible(line)) for line in text.splitlines()[-SHOWN_LINES:])
+        return _shorten(text.splitlines()[-SHOWN_LINES:])
 
     def check(self) -> None:
         """Raise ConfigError for a command that failed, or that made no optimizer step."""
         what = ""
-        if self.stopped and not self.records:
+        if not (self.folder / "output.txt").is_file():
+            what = f"the records in {self.folder} are gone; the command may not delete that folder"
+        elif not self.records and ISOLATED.search(self.command):
+            what = "python -I, -E and -S load no recorder; run it without them"
+        elif self.stopped and not self.records:
             advice = "read its last lines above, or give limit=SECONDS"
             what = f"{self.stopped} and made no step; {advice}"
         elif self.code != 0 and self.has_failed:
             what = f"failed with code {self.code}; read its last lines above"
         elif not self.records:
-            what = "must step an optimizer of torch.optim; read its last lines above"
+            what = self._explain_no_records()
         if what:
             print(self.last_lines(), file=sys.stderr)
             raise ConfigError(f"{self.command}: {what}")
+
+    def _explain_no_records(self) -> str:
+        if not (self.folder / LOADED).exists():
+            why = "a Python with -I, -E or -S, or without PYTHONPATH, shuts it out"
+            return f"no Python process of it loaded the recorder: {why}; run it without that"
+        why = "in a Python process that keeps PYTHONPATH (no -I, -E or -S, no cleared environment)"
+        return f"must step an optimizer of torch.optim, {why}; read its last lines above"
+
+
+def _read_end(path: Path) -> str:
+    """Return the end of a file, or "" if it is gone or no plain file."""
+    try:
+        if not path.is_file():
+            return ""
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _shorten(lines: Sequence[str]) -> str:
+    return "\n".join(shortened(visible(line)) for line in lines)
+
+
+@contextlib.contextmanager
+def plain_path(folder: Path) -> Iterator[str]:
+    """Yield a path to a folder that the shell takes as it is, wherever it is in a command.
+
+    A name with spaces or other signs that the shell interprets is reached through a link.
+    """
+    if PLAIN.fullmatch(str(folder)):
+        yield str(folder)
+        return
+    root = tempfile.gettempdir()
+    root = root if PLAIN.fullmatch(root) else "/tmp"  # noqa: S108  # mkdtemp makes its own there
+    place = Path(tempfile.mkdtemp(prefix="lockstep-dir-", dir=root))
+    link = place / "dir"
+    link.symlink_to(folder, target_is_directory=True)
+    try:
+        yield str(link)
+    finally:
+        link.unlink(missing_ok=True)
+        place.rmdir()
 
 
 def run_command(
@@ -107,11 +178,10 @@ def run_command(
     """
     folder.mkdir(parents=True)
     work.mkdir(exist_ok=True)
-    command_line = command.replace("{dir}", str(work))
     stopped = ""
-    with (folder / "output.txt").open("wb") as output:
+    with plain_path(work) as place, (folder / "output.txt").open("wb") as output:
         process = subprocess.Popen(  # noqa: S603  # the user's own command
-            ["/bin/sh", "-c", command_line],
+            ["/bin/sh", "-c", command.replace("{dir}", place)],
             env=recording.variables(folder.absolute()),
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -122,8 +192,7 @@ def run_command(
             stopped = _wait(process, folder, limit_s)
         finally:
             _end(process, folder)
-    records = sorted(folder.glob("rank*.jsonl"))
-    return CommandRun(command, folder, process.returncode, stopped, records)
+    return CommandRun(command, folder, process.returncode, stopped, find_records(folder))
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path, limit_s: float) -> str:
@@ -135,10 +204,21 @@ def _wait(process: subprocess.Popen[bytes], folder: Path, limit_s: float) -> str
             return ""
         if time.monotonic() > end:
             return f"did not end within {limit_s:.0f} s"
-        latest = max(each.stat().st_mtime for each in folder.iterdir())
+        if not folder.is_dir():
+            return "deleted the folder of its records"
+        latest = _last_change(folder)
         if any(folder.glob("ended-*")) and time.time() - latest > SILENCE_S:
             return f"did nothing for {SILENCE_S:.0f} s after one of its ranks had ended,"
     return ""
+
+
+def _last_change(folder: Path) -> float:
+    """Return when a file in a folder was last written; files may go meanwhile."""
+    times = [0.0]
+    for each in folder.glob("*"):
+        with contextlib.suppress(OSError):
+            times.append(each.stat().st_mtime)
+    return max(times)
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:

@@ -26,9 +26,13 @@ class Noisy(TensorDataset):
 kind = Noisy if options.lost == "augmentation" else TensorDataset
 data = kind(torch.randn(40, 6), torch.randn(40, 2))
 drop = nn.Dropout(0.3) if options.lost == "random" else nn.Identity()
-model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), drop, nn.Linear(8, 2))
+alike = [nn.Linear(8, 8), nn.Linear(8, 8)]
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), drop, *alike, nn.Linear(8, 2))
 average = copy.deepcopy(model).requires_grad_(False)
-optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+parameters = list(model.parameters())
+if options.lost == "order" and options.resume:
+    parameters[2:6] = [*alike[1].parameters(), *alike[0].parameters()]
+optimizer = torch.optim.Adam(parameters, lr=0.01)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
 saved = options.folder / "last.pt"
 step = 0

@@ -6,15 +6,24 @@ imported torch. It draws no random numbers, holds no collective and keeps no ten
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
+import os
 import sys
+import time
+import traceback
 from collections.abc import Sequence
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
+VARIABLE = "LOCKSTEP_PROVE"
+# Read before the script runs, which may clear its environment.
+SETTINGS: dict[str, Any] = json.loads(os.environ.get(VARIABLE, "{}"))
+LAUNCHED = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
 HOOKS = {"torch": "install", "accelerate.accelerator": "watch_accelerator"}  # module: our function
 
 
@@ -67,3 +76,25 @@ class HookedLoader(importlib.abc.Loader):
 def watch_imports() -> None:
     """Run our hooks when the script imports torch, and never before."""
     sys.meta_path.insert(0, ImportWatcher())
+
+
+def watch_errors() -> None:
+    """Write the traceback of an error that ends this process: outputs of ranks are mixed."""
+    original = sys.excepthook
+
+    def note(kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:
+        rank = os.environ.get("RANK", LAUNCHED["RANK"])
+        who = "launcher" if rank is None else f"rank{rank}"
+        path = os.path.join(SETTINGS["folder"], f"error-{time.time_ns()}-{who}.txt")  # noqa: PTH118
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            file.write("".join(traceback.format_exception(kind, error, place)))
+        original(kind, error, place)
+
+    sys.excepthook = note
+
+
+def note_start() -> None:
+    """Note that a process of the command has loaded the recorder."""
+    path = os.path.join(SETTINGS["folder"], "loaded")  # noqa: PTH118
+    with contextlib.suppress(OSError), open(path, "ab"):
+        pass

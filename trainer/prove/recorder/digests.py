@@ -13,6 +13,7 @@ SIZE = 8  # bytes
 MOST_DEPTH = 6
 MARK = 16  # elements
 MOST_MARKS = 8
+IGNORED = -100  # label that torch's losses leave out
 
 
 def digest(value: Any) -> str:
@@ -102,8 +103,11 @@ def weigh(items: Any, batch: Any) -> dict[str, float]:
     for number, leaf in enumerate(leaves(batch)):
         if leaf.dtype.is_floating_point or leaf.dim() < 2:
             continue
-        weights[f"labels {number}"] = int((leaf != -100).sum())
-        weights[f"shifted labels {number}"] = int((leaf[:, 1:] != -100).sum())
+        for name, part in (("", leaf), ("shifted ", leaf[:, 1:])):
+            num_labels = int((part != IGNORED).sum())
+            weights[f"{name}padded {number}"] = part.numel()
+            if num_labels < part.numel():
+                weights[f"{name}labels {number}"] = num_labels
         weights[f"non-zero {number}"] = int((leaf != 0).sum())
         weights[f"shifted non-zero {number}"] = int((leaf[:, 1:] != 0).sum())
     return weights

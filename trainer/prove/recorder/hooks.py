@@ -17,20 +17,28 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from . import calls
-from .calls import CALLS, random_state
+from . import LAUNCHED, calls
+from .calls import random_state
+from .clipping import CLIPPING, watch_clipping, watch_scaling
+from .contributions import CONTRIBUTIONS, watch_contributions
+from .criteria import watch_criteria
+from .files import watch_files
 from .loaders import PASSES, watch_loaders
 from .log import LOG, SETTINGS, meet, quietly
+from .modes import MODES, describe_models
+from .optimizers import LastWeights, settings_of_groups, watch_schedules
 from .parameters import Part, Rest, find_part, flat_parts, name_parameters, roots, sketch_of
 from .reads import READS, watch_reads
 from .sketches import encode
+from .wrapping import watch
 
 
 def whoami() -> tuple[int, int]:
     """Return (rank, world size): of the process group, or as the launcher said."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, size = (os.environ.get(name, LAUNCHED[name]) for name in ("RANK", "WORLD_SIZE"))
+    return int(rank or 0), int(size or 1)
 
 
 def _number(rate: Any) -> float | None:
@@ -47,6 +55,8 @@ class Steps:
         self._parameters: list[list[torch.Tensor]] = []
         self._parts: dict[int, Part] = {}
         self._gradients: dict[str, Any] = {}
+        self._settings: list[Any] = []  # of groups, by optimizer
+        self._last: list[LastWeights] = []  # by optimizer
         self._rest = Rest()
         self._start = time.perf_counter()
 
@@ -85,6 +95,8 @@ class Steps:
         if number == len(self._counts):
             self._counts.append(0)
             self._parameters.append([])
+            self._settings.append(None)
+            self._last.append(LastWeights())
         done = self._counts[number]
         if done == SETTINGS["kill"]:
             meet(*whoami())
@@ -96,6 +108,19 @@ class Steps:
         if list(map(id, mine)) != list(map(id, self._parameters[number])):
             self._parameters[number] = mine
             self.describe(optimizer, number)
+            changed = (
+                [] if done else [n for n, p in enumerate(mine) if CONTRIBUTIONS.has_changed(p)]
+            )
+        else:
+            changed = self.find_changes(number)
+        if changed:
+            LOG.add("changed", optimizer=number, places=changed)
+
+    def find_changes(self, number: int) -> list[int]:
+        """Return the parameters that were changed since the last step of their optimizer."""
+        mine = self._parameters[number]
+        last = self._last[number]
+        return [n for n in last.suspects(mine) if last.is_changed(n, self.sketch(mine[n], mine[n]))]
 
     def leave(self) -> None:
         """End the process as a finished script does."""
@@ -108,9 +133,9 @@ class Steps:
 
     def describe(self, optimizer: Any, number: int) -> None:
         """Note names, shapes and values of an optimizer's parameters before a step."""
-        groups = optimizer.param_groups
         mine = self._parameters[number]
         every = roots()
+        MODES.name(every)
         self._rest.watch(every, [each for given in self._parameters for each in given])
         self._parts |= flat_parts()
         parts = [find_part(each) or self._parts.get(id(each)) for each in mine]
@@ -124,11 +149,15 @@ class Steps:
             ],
             parts=[part and [part.local, part.offset, part.is_partial] for part in parts],
             dtypes=sorted({str(each.dtype) for each in mine}),
-            settings={k: v for k, v in groups[0].items() if isinstance(v, (int, float, bool))},
+            tags=[CONTRIBUTIONS.tag(each) for each in mine],
             weights=encode([self.sketch(each, each) for each in mine]),
             seed=torch.initial_seed(),
+            flags={
+                "float32_matmul_precision": torch.get_float32_matmul_precision(),
+                "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
+            },
             rest=self._rest.num_elements,
-            **calls.describe_models(every, mine),
+            **describe_models(every, mine),
         )
 
     def sketch(self, parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -149,11 +178,24 @@ class Steps:
         groups = optimizer.param_groups
         rates = [_number(group.get("lr")) for group in groups for _ in group["params"]]
         rest = self._rest.sketch()
+        frozen = [place for place, each in enumerate(mine) if not each.requires_grad]
         self._gradients = {"gradients": encode(found), "rates": rates, "rest": encode([rest])[0]}
-        if CALLS.before_clip:
-            raw = [CALLS.before_clip.get(id(each)) for each in mine]
+        self._gradients |= {"frozen": frozen} if frozen else {}
+        if CLIPPING.before:
+            raw = [CLIPPING.before.get(id(each)) for each in mine]
             self._gradients["unclipped"] = encode(raw)
-            self._gradients["clips"] = list(CALLS.clips)
+            self._gradients["clips"] = list(CLIPPING.calls)
+        self.take_settings(optimizer)
+
+    def take_settings(self, optimizer: Any) -> None:
+        """Take the settings of an optimizer's groups and the modes of modules, if they changed."""
+        number = self._numbers[id(optimizer)]
+        settings = settings_of_groups(optimizer)
+        if settings != self._settings[number]:
+            self._settings[number] = settings
+            self._gradients["groups"] = settings
+        if (modes := MODES.end_step()) is not None:
+            self._gradients["modes"] = modes
 
     def after(self, optimizer: Any, arguments: Any, options: Any) -> None:
         """Take the weights after the outermost step, and write."""
@@ -167,11 +209,13 @@ class Steps:
         number = self._numbers[id(optimizer)]
         self._counts[number] += 1
         mine = self._parameters[number]
+        sketches = [self.sketch(each, each) for each in mine]
+        self._last[number].keep(mine, sketches)
         LOG.add(
             "step",
             optimizer=number,
             step=self._counts[number],
-            weights=encode([self.sketch(each, each) for each in mine]),
+            weights=encode(sketches),
             random=random_state(),
             reads=list(READS),
             seconds=time.perf_counter() - self._start,
@@ -180,7 +224,7 @@ class Steps:
         )
         self._gradients = {}
         READS.clear()
-        CALLS.forget_step()
+        CLIPPING.forget_step()
         PASSES.is_fresh = False
         LOG.flush()
 
@@ -199,19 +243,17 @@ def install(module: Any) -> None:
     calls.watch_forward()
     calls.watch_backward()
     calls.watch_wrappers()
-    calls.watch_clipping()
-    calls.watch_scaling()
     calls.watch_saving()
+    watch_clipping()
+    watch_scaling()
+    watch_contributions()
+    watch_criteria()
+    watch_schedules()
+    watch_files()
     watch_loaders()
     watch_reads()
 
 
 def watch_accelerator(module: Any) -> None:
     """Note that an evaluation leaves out the examples with which Accelerate filled its batches."""
-    original = module.Accelerator.gather_for_metrics
-
-    def gather(self: Any, *arguments: Any, **options: Any) -> Any:
-        LOG.add("gather for metrics")
-        return original(self, *arguments, **options)
-
-    module.Accelerator.gather_for_metrics = gather
+    watch(module.Accelerator, "gather_for_metrics", lambda _: LOG.add("gather for metrics"))

@@ -15,6 +15,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .digests import digest, marks, split, weigh
 from .log import LOG, SETTINGS, quietly
+from .wrapping import Given, replace, watch
 
 
 class Tagged:
@@ -51,21 +52,17 @@ class Collate:
 
 
 def _watch_fetchers() -> None:
-    original = fetch._BaseDatasetFetcher.__init__
-    original_fetch = fetch._MapDatasetFetcher.fetch
+    def start(given: Given, _: Any) -> None:
+        fetcher = given["self"]
+        fetcher.collate_fn = Collate(fetcher.collate_fn, fetcher.auto_collation)
 
-    def start(self: Any, *arguments: Any, **options: Any) -> None:
-        original(self, *arguments, **options)
-        self.collate_fn = Collate(self.collate_fn, self.auto_collation)
-
-    def fetch_noting(self: Any, index: Any) -> Any:
-        found = original_fetch(self, index)
+    def note(given: Given, found: Any) -> None:
         if isinstance(found, Tagged) and found.tag is not None:
-            found.tag["index"] = [int(i) if isinstance(i, int) else str(i) for i in _list(index)]
-        return found
+            index = _list(given["possibly_batched_index"])
+            found.tag["index"] = [int(i) if isinstance(i, int) else str(i) for i in index]
 
-    fetch._BaseDatasetFetcher.__init__ = start  # type: ignore[method-assign]
-    fetch._MapDatasetFetcher.fetch = fetch_noting  # type: ignore[method-assign]
+    watch(fetch._BaseDatasetFetcher, "__init__", after=start)
+    watch(fetch._MapDatasetFetcher, "fetch", after=note)
 
 
 def _list(index: Any) -> list[Any]:
@@ -116,26 +113,19 @@ def describe_loader(loader: DataLoader[Any]) -> dict[str, Any]:
         "sampler": type(loader.dataset if is_iterable else sampler).__name__,
         "epoch": getattr(sampler, "epoch", None),
         "shuffle": bool(getattr(sampler, "shuffle", False)),
+        "seed": seed if isinstance(seed := getattr(sampler, "seed", None), int) else None,
     }
 
 
 def _watch_iterators() -> None:
-    start = _BaseDataLoaderIter.__init__
-    reset = _BaseDataLoaderIter._reset
+    def begin(given: Given) -> None:
+        iterator = given["self"]
+        iterator._lockstep_pass = 0
+        iterator._lockstep_about = describe_loader(given["loader"])
+        _watch_next(type(iterator))
 
-    def begin(self: Any, loader: DataLoader[Any]) -> None:
-        self._lockstep_pass = 0
-        self._lockstep_about = describe_loader(loader)
-        _watch_next(type(self))
-        start(self, loader)
-
-    def begin_again(self: Any, loader: DataLoader[Any], *arguments: Any, **options: Any) -> None:
-        self._lockstep_pass = 0
-        self._lockstep_about = describe_loader(loader)
-        reset(self, loader, *arguments, **options)
-
-    _BaseDataLoaderIter.__init__ = begin  # type: ignore[method-assign]
-    _BaseDataLoaderIter._reset = begin_again  # type: ignore[method-assign]
+    watch(_BaseDataLoaderIter, "__init__", begin)
+    watch(_BaseDataLoaderIter, "_reset", begin)
 
 
 def _watch_next(kind: type[Any]) -> None:
@@ -161,8 +151,8 @@ def _watch_next(kind: type[Any]) -> None:
         PASSES.hand_out(self, tag, data)
         return data
 
-    take.of_lockstep = True  # type: ignore[attr-defined]
-    kind.__next__ = take
+    replace(kind, "__next__", take)
+    kind.__next__.of_lockstep = True
 
 
 def widen(value: Any) -> Any:

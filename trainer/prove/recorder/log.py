@@ -6,6 +6,7 @@ A process writes no file before its first step: launchers and data workers write
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -15,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "LOCKSTEP_PROVE"
-SETTINGS: dict[str, Any] = json.loads(os.environ.get(VARIABLE, "{}"))
+from . import SETTINGS
+
 PATIENCE_S = 20.0  # for other ranks
 
 
@@ -56,7 +57,8 @@ class Log:
         """Write the last events, and a file which says that this process ends."""
         if self._file is not None:
             self.flush()
-            (Path(SETTINGS["folder"]) / f"ended-{os.getpid()}").touch()
+            with contextlib.suppress(OSError):  # the folder is gone
+                (Path(SETTINGS["folder"]) / f"ended-{os.getpid()}").touch()
 
     def forget(self) -> None:
         """Start anew in a forked process, whose events are not those of its parent."""
@@ -95,7 +97,8 @@ def meet(rank: int, world_size: int) -> None:
     """Write the last events, and wait for every rank: an earlier exit could break a collective."""
     LOG.end()
     folder = Path(SETTINGS["folder"])
-    (folder / f"done-{rank}").touch()
+    with contextlib.suppress(OSError):
+        (folder / f"done-{rank}").touch()
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         if len(list(folder.glob("done-*"))) >= world_size:

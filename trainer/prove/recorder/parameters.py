@@ -42,6 +42,11 @@ def roots() -> list[nn.Module]:
     return [each for each in every if id(each) not in children]
 
 
+def shorten(name: str) -> str:
+    """Return a name in the module tree without wrappers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
 def name_parameters(parameters: Sequence[torch.Tensor]) -> list[str]:
     """Return a name for each parameter; one that no module has is named by its place."""
     wanted = {id(each) for each in parameters}
@@ -52,7 +57,7 @@ def name_parameters(parameters: Sequence[torch.Tensor]) -> list[str]:
             key = id(tensor)
             if key not in wanted:
                 continue
-            short = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+            short = shorten(name)
             if key not in names or (len(short), short) < (len(names[key]), names[key]):
                 names[key] = short
                 raw[key] = name

@@ -17,6 +17,7 @@ import torch
 NUM = 16
 PERIOD = 1 << 16  # of the table of signs; whole periods have a further sign each
 CHUNK = 32 * PERIOD  # elements that are converted to fp64 at a time
+SAME = 1e-12  # relative
 _tables: dict[torch.device, torch.Tensor] = {}
 
 
@@ -82,6 +83,11 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.cpu() if tensor.device.type == "mps" else tensor  # which has no fp64
+
+
+def is_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if two sketches are not of the same values."""
+    return bool((one - other).norm() > SAME * one.norm())
 
 
 def encode(sketches: Sequence[torch.Tensor | None]) -> list[str | None]:

@@ -30,6 +30,8 @@ def load_recorder() -> None:
     sys.modules[RECORDER] = module
     spec.loader.exec_module(module)
     module.watch_imports()
+    module.watch_errors()
+    module.note_start()
 
 
 def load_next() -> None:

@@ -11,6 +11,7 @@ from trainer.prove.comparison import PairComparison
 from trainer.prove.merging import CommandHistory, Step
 
 UNSEEDED = 1 << 32  # torch draws a first seed of 64 bits if the script sets none
+FEWEST = 4  # examples that tell an order
 FILLS = "the sampler repeats examples, so that each rank has the same number"
 
 
@@ -19,7 +20,8 @@ def explain_examples(found: PairComparison, place: int) -> str:
     one = found.one.steps[place]
     other = found.other.steps[place]
     return (
-        explain_skipped(found, place)
+        explain_repeated_step(found, place)
+        or explain_skipped(found, place)
         or _explain_copies(found.other, other)
         or _explain_copies(found.one, one)
         or _explain_content(found, one, other)
@@ -31,6 +33,15 @@ def explain_examples(found: PairComparison, place: int) -> str:
         or _explain_draws(found)
         or _explain_order(found)
     )
+
+
+def explain_repeated_step(found: PairComparison, place: int) -> str:
+    """Name a step that follows no backward pass, where the other command has one."""
+    counts = [history.steps[place].num_backwards for history in (found.one, found.other)]
+    if bool(counts[0]) == bool(counts[1]):
+        return ""
+    name = "A" if counts[1] else "B"
+    return f"{name} steps its optimizer again, without a backward pass since the step before"
 
 
 def explain_skipped(found: PairComparison, place: int) -> str:
@@ -128,13 +139,31 @@ def passes(history: CommandHistory) -> list[list[list[str]]]:
 
 
 def repeats_order(history: CommandHistory) -> bool:
-    """Return True if the second pass has the first one's order, although it is shuffled."""
-    every = passes(history)
+    """Return True if a pass begins in the order of the first one, although it is shuffled.
+
+    A pass with one batch is a look at its first batch, unless the steps end there.
+    """
     about = list(history.ranks[0].passes.values())
-    is_shuffled = any(each["epoch"] is not None and each.get("shuffle") for each in about)
-    longest = max((len(each[0]) for each in every), default=0)
-    whole = [each for each in every if len(each[0]) == longest]  # not a look at the first batch
-    return is_shuffled and len(whole) > 1 and longest > 1 and whole[0] == whole[1]
+    if not any(each["epoch"] is not None and each.get("shuffle") for each in about):
+        return False
+    every = passes(history)
+    sizes = [_num_batches(history, number) for number in history.ranks[0].orders][: len(every)]
+    read = [
+        each
+        for place, (each, size) in enumerate(zip(every, sizes, strict=True))
+        if size > 1 or place == len(every) - 1
+    ]
+    for other in read[1:]:
+        lengths = [min(len(a), len(b)) for a, b in zip(read[0], other, strict=True)]
+        pairs = zip(read[0], other, lengths, strict=True)
+        if sum(lengths) >= FEWEST and all(a[:n] == b[:n] for a, b, n in pairs):
+            return True
+    return False
+
+
+def _num_batches(history: CommandHistory, number: int) -> int:
+    """Return how many batches of a pass rank 0 has used."""
+    return sum(each.number == number for step in history.ranks[0].steps for each in step.batches)
 
 
 def _explain_pass(found: PairComparison) -> str:
@@ -200,6 +229,10 @@ def _explain_order(found: PairComparison) -> str:
     names = [", ".join(sorted(each)) or "none" for each in kinds]
     if kinds[0] != kinds[1]:
         return f"the order comes from {names[0]} in A and from {names[1]} in B"
+    for key in ("shuffle", "seed"):
+        values = [_settings_of_samplers(history, key) for history in (found.one, found.other)]
+        if values[0] != values[1]:
+            return f"{key} of the sampler ({names[0]}) is {values[0]} in A and {values[1]} in B"
     order = f"the order ({names[0]}) depends on the layout"
     for history in (found.other, found.one):
         if len(set(history.seeds)) > 1:
@@ -208,3 +241,14 @@ def _explain_order(found: PairComparison) -> str:
     if "RandomSampler" in kinds[0]:
         return f"{order}: its seed is drawn from the global random state; give it a generator"
     return f"{order}: each rank shuffles or reads its own part"
+
+
+def _settings_of_samplers(history: CommandHistory, key: str) -> str:
+    """Return the values of a setting of the samplers of training examples, on all ranks."""
+    values = {
+        str(rank.passes[number].get(key))
+        for rank in history.ranks
+        for number in rank.orders
+        if number in rank.passes
+    }
+    return " or ".join(sorted(values))

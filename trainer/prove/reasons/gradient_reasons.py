@@ -1,0 +1,231 @@
+"""Reasons for other gradients: reduction, loss weighting, clipping, random draws, BatchNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from trainer.prove.bounds import compare_tensors, relative, relative_norm
+from trainer.prove.comparison import PairComparison
+from trainer.prove.merging import CommandHistory, Merged, Step
+from trainer.prove.reasons.example_reasons import explain_skipped
+from trainer.prove.reasons.loss_reasons import APART, explain_loss, explain_ratio, explain_weighting
+from trainer.prove.reasons.pass_reasons import (
+    explain_changes,
+    explain_members,
+    explain_modes,
+    explain_passes,
+    explain_settings,
+    explain_uncalled,
+    explain_use,
+    name_some,
+)
+
+BY_SCALE = "their norm has the scale in it, and the limit has not"
+
+
+def explain_gradients(found: PairComparison, place: int) -> str:
+    """Return the likely reason why the gradients of a step differ."""
+    one = found.one.steps[place]
+    other = found.other.steps[place]
+    if one.gradients.is_zero and other.gradients.is_zero:
+        why = "backward is not called, or the optimizer has other parameters than the model"
+        return f"nothing is learned, so nothing is proved: {why}"
+    if reason := (
+        explain_unreduced(found.other, place, found)
+        or explain_unreduced(found.one, place, found)
+        or explain_changes(found, place)
+        or _explain_missing(found.other, other)
+        or _explain_missing(found.one, one)
+        or _explain_early_clipping(found, one, other)
+        or explain_members(found)
+        or explain_use(found, one, other)
+        or explain_uncalled(found, one, other)
+        or _explain_clipping(found, one, other)
+        or explain_passes(found, place)
+        or explain_ratio(found, one, other, place)
+        or explain_weighting(found, one, other, place)
+    ):
+        return reason
+    reasons = [
+        explain_modes(found, one, other),
+        explain_settings(found, one, other),
+        _explain_layers(found, one, other),
+    ]
+    return "; ".join(filter(None, reasons)) or _explain_some(found, one, other)
+
+
+def explain_unreduced(history: CommandHistory, place: int, found: PairComparison) -> str:
+    """Return why the ranks of a command have different gradients; "" if they have the same."""
+    if reason := explain_skipped(found, place):
+        return reason
+    step = history.steps[place]
+    if not any(value > APART for value in step.gradients.spread.values()):
+        return ""
+    merged = step.unclipped if step.unclipped.whole else step.gradients
+    apart = [name for name, value in merged.spread.items() if value > APART]
+    if not apart:
+        norms = [rank.clips[0]["norm"] for rank in step.ranks if rank.clips]
+        if norms and relative(min(norms), max(norms)) > APART:
+            shown = ", ".join(f"{norm:.4g}" for norm in norms)
+            return f"each rank of {history.name} clips by a norm of its own ({shown})"
+        limits = [", ".join(str(clip["max_norm"]) for clip in rank.clips) for rank in step.ranks]
+        if len(set(limits)) > 1:
+            shown = " and ".join(dict.fromkeys(limits))
+            return f"the ranks of {history.name} clip their gradients by other limits: {shown}"
+        apart = [name for name, value in step.gradients.spread.items() if value > APART]
+        who = f"the gradients of {history.name} agree on its ranks before clipping"
+        return f"{who}, and ranks change those of {name_some(apart)} after it"
+    averaged = [name for name, each in merged.whole.items() if name not in apart and np.any(each)]
+    start = f"the gradients of {history.name} are not averaged over its ranks"
+    wrappers = history.about("wrappers", step.optimizer)
+    forwards = [each for rank in step.ranks for each in rank.forwards]
+    if "FSDP" in wrappers:
+        return start
+    if averaged:
+        some = ", ".join(apart[:3])
+        return f"{start} for {some}, but for other parameters they are"
+    if not wrappers:
+        return f"{start}: DistributedDataParallel does not wrap the model, and nothing else does it"
+    if forwards and not any(each["is_wrapper"] for each in forwards):
+        return f"{start}: the model is called around its wrapper (as with model.module)"
+    last = [rank.backwards[-1]["reduces"] for rank in step.ranks if rank.backwards]
+    if last and not any(any(each) for each in last):
+        return f"{start}: the last backward pass of the step is within no_sync"
+    return f"{start}, or are changed on each rank afterwards"
+
+
+def _explain_missing(history: CommandHistory, step: Step) -> str:
+    for name, ranks in step.gradients.missing.items():
+        where = ", ".join(map(str, ranks))
+        return f"{name} has no gradient on rank {where} of {history.name}, and has one on others"
+    return ""
+
+
+def _explain_early_clipping(found: PairComparison, one: Step, other: Step) -> str:
+    """Name clipping before all micro-batches, or all ranks, are added."""
+    if not one.unclipped.whole or not other.unclipped.whole:
+        return ""
+    floor = found.bounds.gradient_floor
+    is_raw_apart = compare_tensors(one.unclipped, other.unclipped, floor)[0] > APART
+    for history, step in ((found.other, other), (found.one, one)):
+        firsts = [rank.clips[0]["pass"] for rank in step.ranks if rank.clips]
+        if is_raw_apart and firsts and max(firsts) < step.num_backwards:
+            return f"{history.name} clips its gradients after each micro-batch, not once in a step"
+        is_local = any(value > APART for value in step.unclipped.spread.values())
+        is_reduced = not any(value > APART for value in step.gradients.spread.values())
+        if is_local and is_reduced:
+            return f"the gradients of {history.name} are clipped before they are averaged"
+    return ""
+
+
+def _explain_clipping(found: PairComparison, one: Step, other: Step) -> str:
+    """Name clipping, if it is what makes the gradients differ."""
+    floor = found.bounds.gradient_floor
+    clips = [[clip for rank in step.ranks for clip in rank.clips] for step in (one, other)]
+    if bool(clips[0]) != bool(clips[1]):
+        raw = one.unclipped if clips[0] else other.unclipped
+        whole = other.gradients if clips[0] else one.gradients
+        name = "A" if clips[0] else "B"
+        is_same = compare_tensors(raw, whole, floor)[0] <= APART
+        return f"only {name} clips its gradients, which agree before" if is_same else ""
+    if not clips[0]:
+        return ""
+    if compare_tensors(one.unclipped, other.unclipped, floor)[0] > APART:
+        return ""
+    if any(clip["is_scaled"] for clip in clips[0] + clips[1]):
+        return f"gradients are clipped before GradScaler.unscale_: {BY_SCALE}"
+    return _explain_limits(found, one, other, clips)
+
+
+def _explain_limits(
+    found: PairComparison, one: Step, other: Step, clips: Sequence[Sequence[Mapping[str, Any]]]
+) -> str:
+    """Say why clipping changes equal gradients to different ones."""
+    ours, theirs = (set(step.unclipped.whole) for step in (one, other))
+    for name, absent in (("B", sorted(ours - theirs)), ("A", sorted(theirs - ours))):
+        if absent:
+            return f"{name} clips without the gradients of {name_some(absent)}"
+    for key, what in (("max_norm", "limits"), ("norm_type", "norms of type")):
+        values = [", ".join(sorted({str(clip[key]) for clip in each})) for each in clips]
+        if values[0] != values[1]:
+            return f"the gradients agree before clipping, by {what} {values[0]} and {values[1]}"
+    norms = [clip["norm"] for clip in (clips[0][0], clips[1][0])]
+    if relative(*norms) > APART:
+        why = "a rank's norm is that of its own part"
+        return (
+            f"the gradients agree before clipping by norms {norms[0]:.4g} and {norms[1]:.4g}: {why}"
+        )
+    apart = [
+        name
+        for name, each in one.gradients.whole.items()
+        if compare_tensors(Merged({name: each}, {}, {}), other.gradients, 0.0)[0] > APART
+    ]
+    is_by_norm = clips[0][0]["norm_type"] != "value"
+    limit = min(clip["max_norm"] for clip in clips[0])
+    factor = min(1.0, limit / (norms[0] + 1e-6))  # as clip_grad_norm_
+    for history, step in ((found.other, other), (found.one, one)) if is_by_norm else ():
+        raw = step.unclipped.whole
+        expected = Merged({n: factor * raw[n] for n in apart if n in raw}, {}, {})
+        if compare_tensors(expected, step.gradients, 0.0)[0] > 1e-4:
+            who = f"the gradients agree before clipping, and {history.name} changes those"
+            return f"{who} of {name_some(apart)} after it"
+    return (
+        f"the gradients agree before clipping, and those of {name_some(apart)} are changed after it"
+    )
+
+
+def _explain_layers(found: PairComparison, one: Step, other: Step) -> str:
+    """Name layers whose result depends on the division of the batch, if the losses differ."""
+    reasons = []
+    steps = (one, other)
+    norms = [name for name in found.other.about("norms") if name != "SyncBatchNorm"]
+    sizes = [sorted({call["size"] for r in s.ranks for call in r.forwards}) for s in steps]
+    if norms and sizes[0] != sizes[1]:
+        rows = " and ".join(_count(each) for each in sizes)
+        reasons.append(f"{norms[0]} normalises over the rows of a micro-batch ({rows})")
+    if any(call["drawn"] for step in steps for rank in step.ranks for call in rank.forwards):
+        kinds = found.other.about("dropout")
+        what = ", ".join(kinds) if kinds else "the model's forward pass"
+        reasons.append(f"{what} draws other random numbers on another layout")
+    elif any(map(draws_random, (found.one, found.other))):
+        what = "the loop draws random numbers beside the examples (noise, mixup)"
+        reasons.append(f"{what}, and others on another layout")
+    return "; ".join(reasons)
+
+
+def draws_random(history: CommandHistory) -> bool:
+    """Return True if many steps draw random numbers; the order of a pass is drawn once."""
+    states = [step.random for step in history.ranks[0].steps]
+    return sum(one != other for one, other in pairwise(states)) > len(states) / 3
+
+
+def _count(sizes: Sequence[int]) -> str:
+    return " or ".join(map(str, sizes)) or "?"
+
+
+def _explain_some(found: PairComparison, one: Step, other: Step) -> str:
+    """Say which parameters differ, and whether the losses agree."""
+    apart = []
+    for name, each in one.gradients.whole.items():
+        theirs = other.gradients.whole.get(name)
+        if theirs is not None and relative_norm(each, theirs) > APART:
+            apart.append(name)
+    total = len(one.gradients.whole)
+    which = "all parameters" if len(apart) == total else f"{', '.join(apart[:3])} only"
+    number = other.ranks[0].optimizer
+    loss = min(relative(one.losses["mean"], each) for each in other.losses.values())
+    if loss < APART:
+        why = "the losses agree: gradients are cut off (detach, a gather without gradient), or lost"
+        why += " or changed after a backward pass"
+        if one.num_backwards != other.num_backwards:
+            why += f" ({one.num_backwards} and {other.num_backwards} backward passes)"
+        if any(any(rank.optimizers[number]["parts"]) for rank in found.other.ranks):
+            why = "the losses agree, and a rank holds parts of the gradients: it changes its parts"
+            why += " by a factor of its own (clipping by the norm of the parts, for example)"
+        return f"{why}; they differ for {which}"
+    why = explain_loss(found, one, other)
+    return f"examples and weights agree, and the losses differ by {loss:.0e}: {why}"
