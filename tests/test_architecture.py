@@ -345,7 +345,7 @@ KNOWN = {
     "saved.run.name",  # of a configuration that is being composed
     "saved.run.resume",
     "module.forward",  # recomputed
-    *("local.grad", "whole.grad"),  # of a shard of FSDP, and of the whole that its owner steps
+    *("local.grad", "whole.grad", "leaf.grad"),  # of a shard of FSDP, and of the whole that its owner steps
     "worker.terminate",  # of a process of Lockstep's own context
     "context.Process",
     *("sys.excepthook", "os._exit", "builtins.open", "io.open"),  # replaced while they are watched
