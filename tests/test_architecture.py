@@ -334,6 +334,7 @@ KNOWN = {
     *("layer.__class__", "layer.groups", "layer.process_group"),  # BatchNorm is converted in place
     "metric.process_group",  # torchmetrics' own attribute
     "group.post_backward",  # of FSDP2's units
+    *("optimizer.step", "inner.state"),  # gathered around, and shared with what wraps it
     *("block.forward", "made._axis", "made._length", "made._dim"),  # of a tensor being made
     *("task._run", "task.config", "task.world"),  # by examine, a function beside Trainer
     "made._metadata",  # of a state_dict that is copied
