@@ -53,7 +53,7 @@ MOST_OF_A_TASK = 170
 MOST_IN_A_FOLDER = 15  # files
 MOST_METHODS = 14  # public ones of a class, without properties
 MOST_ATTRIBUTES = 12  # of an object
-MOST_OF_A_STEP = 1_450  # lines that one reads to know how a step works
+MOST_OF_A_STEP = 1_475  # lines that one reads to know how a step works
 STEP = (
     *("task", "trainer", "run", "engine/engine", "engine/objective"),
     *("strategy/base", "strategy/ddp", "data/order", "data/batches"),

@@ -76,8 +76,8 @@ class Optimizers:
         """Return the learning rate of the first parameter group that has one, by name."""
         return {"optim/lr": float(self._groups[0][0]["lr"])} if self._groups else {}
 
-    def drop_other_gradients(self, chosen: Sequence[Optimizer]) -> None:
-        """Free the gradients of parameters that the `chosen` optimizers do not update.
+    def find_others(self, chosen: Sequence[Optimizer]) -> list[nn.Parameter]:
+        """Return the trained parameters that the `chosen` optimizers do not update.
 
         Raises ConfigError for an optimizer that `build_optimizer` did not return.
         """
@@ -86,8 +86,8 @@ class Optimizers:
                 given = f"update got a {type(optimizer).__name__} as one of its optimizers"
                 must = "must be of those that build_optimizer returned, which checkpoints hold"
                 raise ConfigError(f"{given}: {must}")
-        kept = [p for optimizer in chosen for p in self._updated[optimizer]]
-        self._tensors.drop_gradients(kept)
+        updated = {id(p) for optimizer in chosen for p in self._updated[optimizer]}
+        return [p for p in self._tensors.trained if id(p) not in updated]
 
     def step(self, found_inf: torch.Tensor, chosen: Sequence[Optimizer] | None = None) -> None:
         """Step the `chosen` optimizers, by default all, unless `found_inf` is 1."""

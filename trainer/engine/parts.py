@@ -28,6 +28,7 @@ class Hooks(Protocol):
     def metrics(self, outputs: Any, targets: Any) -> dict[str, Values]: ...
     def predict(self, outputs: Any) -> Any: ...
     def summarize(self, means: dict[str, float]) -> dict[str, float]: ...
+    def train_step(self, batch: Any) -> Any: ...
     def build_optimizer(self, model: nn.Module) -> Optimizer | list[Optimizer]: ...
 
 
@@ -41,6 +42,11 @@ class Parts:
     precision: Precision
     draws: Draws
     ranks: Ranks
+
+    @property
+    def may_name_optimizers(self) -> bool:
+        """True if the task has a train_step of its own, whose updates may step some parameters."""
+        return getattr(type(self.hooks).train_step, "__module__", "") not in OWN
 
     @cached_property
     def may_draw(self) -> bool:

@@ -108,7 +108,7 @@ class MeshParallel(Strategy):
             own = counter.total / count_rows(targets, inputs)
             self.flops = self._division.partition.flops or own
             self.statistics.find(self.module, before, self._any_rank)
-            self._check_reached()
+            self._check_reached(objective)
             check_copies(self.tensors, self._division.gradient_sums, self.world)
             check_shared(self.module, self._division.partition.shared, before, self.world)
         self.tensors.drop_gradients()
@@ -229,7 +229,9 @@ class MeshParallel(Strategy):
                 dist.all_reduce(others, group=copies.group)
         for flags in reached:
             self._unused.fill(others[: len(flags)])
-        self._check_reached()
+        for parameter in objective.others or ():
+            parameter.grad = None  # on every rank, so that all sum the same ones
+        self._check_reached(objective)
         self._division.gradient_sums.reduce()
         self._write_statistics(others[sum(map(len, reached)) :])
         return totals.to(self.precision.wide)
