@@ -102,7 +102,7 @@ class MeshParallel(Strategy):
     def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         with untouched(self.module) as before:
             watch = FunctionalBatchNorm.watch(self.tensors.structure, self.blueprint.config)
-            with FlopCounter() as counter, watch:
+            with FlopCounter() as counter, watch, self._division.outputs_checked(self.module):
                 self._forward_backward([batch], objective)
             inputs, targets = batch
             own = counter.total / count_rows(targets, inputs)
@@ -179,7 +179,7 @@ class MeshParallel(Strategy):
 
     def compute(self, inputs: Any, targets: Any, loss: Callable[[Any, Any], Any]) -> None:
         inputs, targets = self._cut(inputs, targets)
-        with self._modes(), self.precision.autocast():
+        with self._modes(), self.precision.autocast(), self._division.outputs_checked(self.module):
             outputs = self._run(inputs)
             if self.mesh.has_loss:
                 loss(outputs, targets)
@@ -187,7 +187,7 @@ class MeshParallel(Strategy):
 
     def forward(self, inputs: Any) -> Any:
         inputs, _ = self._cut(inputs, ())
-        with self._modes(), self.precision.autocast():
+        with self._modes(), self.precision.autocast(), self._division.outputs_checked(self.module):
             outputs = self._run(inputs)
         self._settle()
         if not self.mesh.has_loss:
