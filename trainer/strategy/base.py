@@ -175,7 +175,8 @@ class Strategy(ABC):
         rows = config.data.global_batch / (self.mesh.data_size if self.averages else 1)
         is_mean = config.norm_rows is not None or self.cut(config).is_fixed
         is_per_step = config.run.buffers == "per_step"
-        self.statistics = RunningStatistics(rows if is_mean or is_per_step else None, is_per_step)
+        takes_all = is_per_step or self.cut(config).is_fixed
+        self.statistics = RunningStatistics(rows if is_mean or is_per_step else None, takes_all)
         if self.config.sync_batchnorm:
             is_alone = self.mesh.data_size == 1
             synchronize(model, self._data_group, is_alone)

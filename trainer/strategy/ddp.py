@@ -153,7 +153,7 @@ class DistributedDataParallel(Strategy):
                     outputs, ride = call(self._wrapped, inputs, self.rows)
                     total, carried = objective(outputs, targets)
                 self.statistics.note(targets, inputs)
-                if number == last and self.statistics.buffers:
+                if number == last and self.statistics.sizes:
                     statistics = [part.detach().flatten() for part in self.statistics.read()]
                     carried = torch.cat([carried, *statistics])
                 root = self.precision.root(total, objective.scale)
