@@ -20,7 +20,10 @@ from trainer.strategy.mesh import Mesh
 from trainer.strategy.sharded.freed_memory import is_freed
 from trainer.strategy.tensor_parallel.loss_parallel import ABOUT
 
-ADVICE = "use weight_decay for a penalty, an attribute of the task for a teacher, or strategy=ddp"
+ADVICE = (
+    "use weight_decay for a penalty, an attribute of the task for a fixed teacher, a frozen part of"
+    " the model for one that follows it (docs/tasks.md, Penalties and teachers), or strategy=zero1"
+)
 DIVIDED = "which this mesh divides"
 GRADIENTS = "only update computes gradients of parameters there, so use strategy=ddp"
 CHAIN = "give a block inputs and the output of the one before only, or use strategy=fsdp"
