@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from trainer.rng.philox import Random
 from trainer.strategy.base import Strategy
 from trainer.trainer import Trainer
 from trainer.verify.evidence import Notes, Tensors
+from trainer.verify.narrowest import NarrowestDtype
 from trainer.verify.probe import probe
 
 # In an evaluation, and half of one more, so that shards are padded. A whole split took 61 % of the
@@ -107,13 +109,17 @@ class StepRecorder:
             batch = replace(batch, pieces=[_reversed(piece) for piece in batch.pieces])
         notes.indices[step + 1] = [i for indices in batch.indices for i in indices.tolist()]
         self._is_stepping = True
-        outcome = train_step(batch)
+        is_alone = task.world.world_size == 1
+        mode = NarrowestDtype() if is_alone and not notes.narrowest else None
+        with mode or nullcontext():
+            outcome = train_step(batch)
         self._is_stepping = False
+        notes.narrowest = mode.name if mode is not None else notes.narrowest
         if step + 1 == task._run.num_steps:
             engine = task._run.engine
             shards = engine.tensors.shards()
-            found = [*engine.proof.found, engine.strategy.finding]
-            notes.finding = found[0]
+            found = [*engine.proof.found, engine.strategy.finding, *engine.proof._told]
+            notes.finding = next(filter(None, found), "")
             notes.last_weights = _copy({name: shard.tensor for name, shard in shards.items()})
         return outcome
 
