@@ -334,6 +334,7 @@ KNOWN = {
     *("layer.__class__", "layer.groups", "layer.process_group"),  # BatchNorm is converted in place
     "metric.process_group",  # torchmetrics' own attribute
     "group.post_backward",  # of FSDP2's units
+    *("optimizer.step", "inner.state"),  # gathered around, and shared with what wraps it
     *("block.forward", "made._axis", "made._length", "made._dim"),  # of a tensor being made
     *("task._run", "task.config", "task.world"),  # by examine, a function beside Trainer
     "made._metadata",  # of a state_dict that is copied
@@ -345,7 +346,11 @@ KNOWN = {
     "saved.run.name",  # of a configuration that is being composed
     "saved.run.resume",
     "module.forward",  # recomputed
-    *("local.grad", "whole.grad", "leaf.grad"),  # of a shard of FSDP, and of the whole that its owner steps
+    *(
+        "local.grad",
+        "whole.grad",
+        "leaf.grad",
+    ),  # of a shard of FSDP, and of the whole that its owner steps
     "worker.terminate",  # of a process of Lockstep's own context
     "context.Process",
     *("sys.excepthook", "os._exit", "builtins.open", "io.open"),  # replaced while they are watched

@@ -80,17 +80,61 @@ def refusals(folder, tasks, *words):
 
 
 def test_parameters_that_a_mesh_divides_are_named_where_a_task_uses_them(tmp_path):
-    advice = "use weight_decay for a penalty, an attribute of the task for a teacher"
+    advice = (
+        "use weight_decay for a penalty, an attribute of the task for a fixed teacher, a frozen"
+    )
+    advice += " part of the model for one that follows it (docs/tasks.md, Penalties and teachers)"
     for lines in on_ranks(
         2, refusals, tmp_path, [Penalised, PenalisedStep, Copied], "strategy=fsdp"
     ):
         loss, step, copied = lines
         given = "strategy.mesh: the loss uses 0.weight, which this mesh divides"
-        assert loss == f"{given}; {advice}, or strategy=ddp"
+        assert loss == f"{given}; {advice}, or strategy=zero1"
         for line in (step, copied):
             assert f"{__file__}:" in line
             why = "uses parameters that this mesh divides, or that other ranks have"
-            assert line.endswith(f"{why}; {advice}, or strategy=ddp")
+            assert line.endswith(f"{why}; {advice}, or strategy=zero1")
+
+
+class Pair(nn.Module):
+    """A student, and a frozen teacher."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = nn.Linear(4, 3)
+        self.teacher = nn.Linear(4, 3).requires_grad_(False)
+
+    def forward(self, inputs):
+        return self.student(inputs), self.teacher(inputs)
+
+
+class Following(Tiny):
+    """Distillation from a teacher that follows the model, as docs/tasks.md shows."""
+
+    def build_model(self):
+        return Pair()
+
+    def loss(self, outputs, targets):
+        student, teacher = outputs
+        values = F.cross_entropy(student, teacher.softmax(1), reduction="none")
+        return values + super().loss(student, targets)
+
+    def metrics(self, outputs, targets):
+        return {}
+
+    def train_step(self, batch):
+        outcome = self.update(batch)
+        pair = (self.model.teacher.parameters(), self.model.student.parameters())
+        with torch.no_grad():
+            for own, other in zip(*pair, strict=True):
+                own.lerp_(other, 0.01)
+        return outcome
+
+
+def test_a_teacher_that_follows_the_model_may_be_a_frozen_part_of_it(tmp_path):
+    (one,) = on_ranks(1, lambda: fit(tmp_path, *WORDS, "strategy=single", task=Following))
+    two = fit_on(2, tmp_path / "2", *WORDS, "strategy=fsdp", task=Following)
+    check_parity(one, two, falls=False)
 
 
 class DoubleGradient(Taught):

@@ -603,3 +603,16 @@ def test_rendezvous_does_not_change_the_generator_of_torch(tmp_path):
         return torch.equal(before, torch.get_rng_state())
 
     assert on_ranks(2, come) == [True, True]
+
+
+def test_all_ranks_that_were_started_by_hand_refuse_what_only_rank_0_sees(command, tmp_path):
+    (tmp_path / "runs/tiny/taken").mkdir(parents=True)
+    (tmp_path / "runs/tiny/taken/config.yaml").touch()
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = ("--config-dir", CONF, "task=tiny", "run.name=taken", "dist.timeout_s=20")
+    ranks = [command.start(*words, environment={**place, "RANK": f"{rank}"}) for rank in (0, 1)]
+    said = [rank.communicate()[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    line = "run.name=taken: runs/tiny/taken exists and is not being resumed; add run.resume=auto"
+    line += " (nothing was saved, so it starts anew) or choose another run.name"
+    assert said == [f"error: {line}\n", f"error: rank 1: {line}\n"]

@@ -14,6 +14,7 @@ from trainer.data.batch_plan import BatchPlan, Cut, check_batch
 from trainer.errors import ConfigError
 from trainer.record.startup import describe_model
 from trainer.strategy.modules.batchnorm import SMALL, normalize_groups, synchronize
+from trainer.strategy.modules.dry_run import BuffersBefore
 from trainer.strategy.modules.running_statistics import RunningStatistics
 
 GROUPS, ROWS = 4, 3
@@ -198,7 +199,7 @@ def test_layer_that_is_called_twice_counts_twice_and_parts_of_examples_are_their
 def test_statistics_of_a_step_are_the_mean_over_its_micro_batches():
     model = nn.BatchNorm1d(2)
     statistics = RunningStatistics(rows=6)
-    before = {name: b.clone() for name, b in model.named_buffers()}
+    before = BuffersBefore(model)
     batches = [torch.randn(4, 2), torch.randn(2, 2) + 3]
     model(batches[0])
     statistics.find(model, before)
@@ -326,7 +327,7 @@ def test_statistics_of_a_frozen_layer_keep_their_bits():
     model = nn.BatchNorm1d(2).eval()
     model.running_mean.copy_(torch.tensor([0.1, 1 / 3]))
     statistics = RunningStatistics(rows=9)
-    before = {name: b.clone() for name, b in model.named_buffers()}
+    before = BuffersBefore(model)
     statistics.find(model, before)
     for is_training in (False, True):
         model.train(is_training)

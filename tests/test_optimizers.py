@@ -174,6 +174,7 @@ class Wrapper(torch.optim.SGD):
         parameters = list(parameters)
         super().__init__(parameters, **options)
         self.base = torch.optim.SGD(parameters, **options)
+        self.base.state = self.state
 
 
 def hooked(parameters, **options):

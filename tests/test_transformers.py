@@ -60,6 +60,12 @@ MODELS = {
         "DistilBertConfig",
         {"vocab_size": WORDS, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32},
     ),
+    "opt": (
+        "OPTForCausalLM",
+        "OPTConfig",
+        {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "ffn_dim": 32}
+        | {"num_attention_heads": 2, "word_embed_proj_dim": 16, "max_position_embeddings": 32},
+    ),
     "t5": ("T5ForConditionalGeneration", "T5Config", T5),
     "vit": ("ViTForImageClassification", "ViTConfig", IMAGES),
     "convnext": (
@@ -76,7 +82,18 @@ MODELS = {
     ),
 }
 OF_IMAGES = ("vit", "convnext", "swin")
-PLANNED = ("llama", "qwen2", "gemma", "bert", "roberta", "electra", "distilbert", "t5", "vit")
+PLANNED = (
+    "llama",
+    "qwen2",
+    "gemma",
+    "bert",
+    "roberta",
+    "electra",
+    "distilbert",
+    "opt",
+    "t5",
+    "vit",
+)
 IN_STAGES = {
     "llama": "model.layers",
     "gpt2": "transformer.h",

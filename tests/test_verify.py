@@ -207,6 +207,30 @@ def test_difference_only_in_the_precision_of_the_task_is_rounding(prove):
     )
 
 
+class InBf16(nn.Module):
+    """Computes a layer in bfloat16 by hand, in a model of any dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        weight, bias = self.layer.weight.bfloat16(), self.layer.bias.bfloat16()
+        return nn.functional.linear(x.bfloat16(), weight, bias).to(x.dtype)
+
+
+class PartlyNarrow(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 16), InBf16(), nn.GELU(), nn.Linear(16, 3))
+
+
+def test_limits_are_those_of_the_narrowest_dtype_inside_a_model(prove):
+    code, said = prove(PartlyNarrow, "layouts=ranks-2", "steps=5")
+    assert code == 0, said
+    line = "fp64: a part of the model computes in bf16, so limits are its rounding"
+    assert line in said.splitlines()
+
+
 def test_run_that_learned_nothing_proves_nothing(prove):
     code, said = prove(Tiny, "layouts=ranks-2", "optim.lr=0")
     assert code == 1

@@ -80,8 +80,9 @@ class Engine:
         self.norms = Norms(config.run.clip_norm)
         rehearsal = next(iter(batch))
         seed_all(config.run.seed)  # lazy layers initialise their weights in the rehearsal
+        others = None if parts.has_own_step else ()
         with outside_kept(self.model, parts.hooks):
-            strategy.prepare(rehearsal, self._objective("loss").of(parts.hooks.loss))
+            strategy.prepare(rehearsal, self._objective("loss").of(parts.hooks.loss, others))
         self.proof = Proof(parts, self.recorder, rehearsal)
         self.proof.rehearse("loss", parts.hooks.loss)
         self.recorder.means.clear()
@@ -140,13 +141,14 @@ class Engine:
         """
         self._ranks.end_child()
         strategy = self.strategy
-        objective = self._objective(name).of(self.recorder.watched(loss))
+        others = () if optimizers is None else self.optimizers.find_others(optimizers)
+        objective = self._objective(name).of(self.recorder.watched(loss), others)
         self.proof.of(name, loss)
         with self.draws.update(name):
             totals = strategy.forward_backward(batch, objective)
         self._ranks.heartbeat.enter(Phase.UPDATE)
-        if optimizers is not None:
-            self.optimizers.drop_other_gradients(optimizers)
+        for parameter in others:
+            parameter.grad = None
         found_inf = self.precision.unscale(self.tensors.gradients(), objective.factor(totals))
         found_inf, norm = strategy.reduce(found_inf, self.norms.are_wanted)
         self.norms.note(name, norm)

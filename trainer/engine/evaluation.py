@@ -26,7 +26,7 @@ from trainer.engine.proof.holders import undone
 from trainer.errors import ConfigError
 from trainer.hook_errors import LOSS, METRICS, call_hook
 from trainer.micro_batch import count_rows
-from trainer.strategy.modules.dry_run import eager
+from trainer.strategy.modules.dry_run import buffers_kept, eager
 
 Use = Callable[[Any, Any, int], None]  # of outputs, targets, and the number of real rows
 ASK_EVERY_S = 0.5  # how often the ranks agree on whether to stop
@@ -290,7 +290,8 @@ class Evaluator:
         """Switch the model to evaluation, with its averaged weights, and back, after errors too."""
         self._strategy.module.eval()
         try:
-            with self._ema.swapped() if self._ema else nullcontext():
+            averaged = self._ema.swapped() if self._ema else nullcontext()
+            with buffers_kept(self._strategy.module), averaged:  # an observer writes here too
                 yield
         finally:
             self._strategy.module.train()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainer.codec import name_of
 from trainer.engine.means import Means, Values, check_signs, sum_up, weigh, weigh_all
 from trainer.errors import ConfigError
 from trainer.hook_errors import LOSS, Rows, call_hook
 from trainer.micro_batch import count_rows
+
+Loss = Callable[[Any, Any], Values]
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Objective:
         self._wants_stop = wants_stop
         self._share = share
         self._rows = rows or Rows()
-        self._loss: Callable[[Any, Any], Values] | None = None
+        self._update: tuple[Loss | None, Sequence[nn.Parameter] | None] = (None, ())
         self._carried: dict[tuple[float, bool], torch.Tensor] = {}
 
     @property
@@ -72,15 +75,21 @@ class Objective:
         """Factor on the sum to differentiate; 0 before the first call."""
         return self._ranks / (self._global_batch * self.elements) if self.elements else 0.0
 
-    def of(self, loss: Callable[[Any, Any], Values]) -> Objective:
-        """Set the loss function of the next update, and return this objective."""
-        self._loss = loss
+    @property
+    def others(self) -> Sequence[nn.Parameter] | None:
+        """The parameters that the next update does not step, None if that is not known."""
+        return self._update[1]
+
+    def of(self, loss: Loss, others: Sequence[nn.Parameter] | None = ()) -> Objective:
+        """Set the loss of the next update, and `others`; return this objective."""
+        self._update = (loss, others)
         return self
 
     def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._loss is not None
+        loss, _ = self._update
+        assert loss is not None
         rows = count_rows(targets, outputs)
-        returned = call_hook(LOSS, self._loss, outputs, targets, self._rows)
+        returned = call_hook(LOSS, loss, outputs, targets, self._rows)
         values, weights = weigh(self._name, returned, rows)
         self._check_gradient(values)
         if self.is_weighted is None:
@@ -127,8 +136,9 @@ class Objective:
         return (values * weights).sum()
 
     def _weighed(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._loss is not None
-        returned = self._loss(outputs, targets)
+        loss, _ = self._update
+        assert loss is not None
+        returned = loss(outputs, targets)
         return weigh_all(self._name, returned, count_rows(targets, outputs))
 
     def absent(self) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.data.examples import find_flaw
 from trainer.errors import CheckpointError, ConfigError
+from trainer.strategy.mesh_model.optimizer_trial import inner_optimizers
 
 _WRONG = "the checkpoint is of another optimizer"
 _ADVICE = "resume with that one, or start a new run with run.init_from"
@@ -154,7 +155,19 @@ def load_named_state(
         own = {key: _ordered_like(parameter, value) for key, value in tensors.get(name, {}).items()}
         if values := {**saved["state"].get(name, {}), **own}:
             state[number] = values
+    before = list(optimizer.param_groups)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+    _share(optimizer, before)
+
+
+def _share(optimizer: Optimizer, before: Sequence[Any]) -> None:
+    """Give the optimizers that one wraps its groups and state, which torch makes anew."""
+    places = {id(group): number for number, group in enumerate(before)}
+    for inner in inner_optimizers(optimizer):
+        inner.state = optimizer.state
+        for number, group in enumerate(inner.param_groups):
+            if (place := places.get(id(group))) is not None:
+                inner.param_groups[number] = optimizer.param_groups[place]
 
 
 def _ordered_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

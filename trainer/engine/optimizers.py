@@ -23,7 +23,11 @@ from trainer.engine.optimizer_state import (
 from trainer.errors import ConfigError, one_line
 from trainer.hook_errors import MOST_SHOWN, is_explained, is_of_torch
 from trainer.schedule import Factor
-from trainer.strategy.mesh_model.optimizer_trial import check_by_trial, check_fused
+from trainer.strategy.mesh_model.optimizer_trial import (
+    check_by_trial,
+    check_fused,
+    is_elementwise,
+)
 from trainer.strategy.shards import Shard, TensorSource
 from trainer.strategy.tensors import Tensors
 
@@ -72,8 +76,8 @@ class Optimizers:
         """Return the learning rate of the first parameter group that has one, by name."""
         return {"optim/lr": float(self._groups[0][0]["lr"])} if self._groups else {}
 
-    def drop_other_gradients(self, chosen: Sequence[Optimizer]) -> None:
-        """Free the gradients of parameters that the `chosen` optimizers do not update.
+    def find_others(self, chosen: Sequence[Optimizer]) -> list[nn.Parameter]:
+        """Return the trained parameters that the `chosen` optimizers do not update.
 
         Raises ConfigError for an optimizer that `build_optimizer` did not return.
         """
@@ -82,8 +86,8 @@ class Optimizers:
                 given = f"update got a {type(optimizer).__name__} as one of its optimizers"
                 must = "must be of those that build_optimizer returned, which checkpoints hold"
                 raise ConfigError(f"{given}: {must}")
-        kept = [p for optimizer in chosen for p in self._updated[optimizer]]
-        self._tensors.drop_gradients(kept)
+        updated = {id(p) for optimizer in chosen for p in self._updated[optimizer]}
+        return [p for p in self._tensors.trained if id(p) not in updated]
 
     def step(self, found_inf: torch.Tensor, chosen: Sequence[Optimizer] | None = None) -> None:
         """Step the `chosen` optimizers, by default all, unless `found_inf` is 1."""
@@ -199,10 +203,18 @@ def check_optimizers(given: Any, subject: str = "build_optimizer returned") -> l
             if isinstance(given, tuple) and not all(isinstance(each, Optimizer) for each in given):
                 must += "; return the schedule in build_schedule"
             raise ConfigError(f"{subject} a {type(item).__name__}: {must}")
+        _complete(item)
         _check_step(item)
     if not optimizers:
         raise ConfigError(f"{subject} an empty list: must be an optimizer, or a list of them")
     return optimizers
+
+
+def _complete(optimizer: Optimizer) -> None:
+    """Give a wrapper that does not call Optimizer.__init__ the attributes that torch expects."""
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        defaults = getattr(optimizer, "defaults", {})
+        Optimizer.__setstate__(optimizer, {"defaults": defaults})
 
 
 def _check_step(optimizer: Optimizer) -> None:
@@ -297,6 +309,7 @@ def _begin_momentum(optimizer: torch.optim.SGD) -> None:
 def _knows_found_inf(optimizer: Optimizer) -> bool:
     # Without state, a skipped first step leaves fused SGD with a momentum buffer of uninitialised
     # memory (torch 2.13).
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    # A step of the user's may change weights beside the fused one.
+    if not getattr(optimizer, "_step_supports_amp_scaling", False) or not is_elementwise(optimizer):
         return False
     return bool(optimizer.state) or not any(g.get("momentum") for g in optimizer.param_groups)

@@ -43,6 +43,11 @@ class Parts:
     draws: Draws
     ranks: Ranks
 
+    @property
+    def has_own_step(self) -> bool:
+        """True if the task has a train_step of its own, which may update some parameters only."""
+        return getattr(self.hooks.train_step, "__module__", "") not in OWN
+
     @cached_property
     def may_draw(self) -> bool:
         """True if the task has a hook of its own that may draw outside of an update's forward."""

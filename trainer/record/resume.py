@@ -66,16 +66,26 @@ def locate(config: Config, launcher: Launcher) -> Origin:
     After a restart by the launcher it is the previous attempt's run directory.
 
     Raises ConfigError for a directory that is in use or cannot be written, a missing checkpoint,
-    or a checkpoint of a run with another task, seed or global batch.
+    or a checkpoint of a run with another task, seed or global batch. Where the other ranks would
+    wait for rank 0 in vain, its line is `refused`, which all ranks raise after rendezvous.
     """
-    origin = find_previous_attempt(config, launcher)
-    if origin is None:
-        try:
-            origin = _from_settings(config)
-        except ConfigError as error:
-            if not launcher.starters or launcher.variables.get("GROUP_WORLD_SIZE") == "1":
-                raise
-            return Origin(refused=str(error))
+    try:
+        return _locate(config, launcher)
+    except ConfigError as error:
+        if ends_together(launcher):
+            raise
+        return Origin(refused=str(error))
+
+
+def ends_together(launcher: Launcher) -> bool:
+    """Return True if the launcher ends the other ranks of this one when it fails."""
+    is_of_torchrun = launcher.starters and launcher.variables.get("GROUP_WORLD_SIZE") == "1"
+    is_alone = launcher.variables.get("WORLD_SIZE", "1") == "1"
+    return bool(is_alone or is_of_torchrun or launcher.name == "mpirun")
+
+
+def _locate(config: Config, launcher: Launcher) -> Origin:
+    origin = find_previous_attempt(config, launcher) or _from_settings(config)
     files.check_writable(origin.directory or base_of(config))
     if origin.directory is not None:
         files.check_plain(origin.directory)

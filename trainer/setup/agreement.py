@@ -52,6 +52,10 @@ def open_session(
             task.world = complete_world(task.world, task.config, ranks)
             if steps is not None:
                 origin = _agree_on_origin(task.config, task.world, ranks.group, origin)
+            else:
+                with ranks.group.agreed("finding the checkpoint"):
+                    if origin.refused:
+                        raise ConfigError(origin.refused)
             kept = _read_kept(task.config, task.world, ranks.group, origin)
             task.config, notes = _resolve_precision(task.config, task.world, ranks.group, kept)
             if steps is not None:

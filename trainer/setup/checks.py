@@ -78,4 +78,10 @@ def check_evaluation(config: Config, world: World, fitted: Path | None) -> resum
     check_layout(config, world)
     if world.rank:
         return resume.Origin()
-    return resume.find_checkpoint(config, config.run.resume or (str(fitted) if fitted else None))
+    given = config.run.resume or (str(fitted) if fitted else None)
+    try:
+        return resume.find_checkpoint(config, given)
+    except ConfigError as error:
+        if resume.ends_together(world.launcher):
+            raise
+        return resume.Origin(refused=str(error))  # all ranks raise it after rendezvous

@@ -61,11 +61,14 @@ class ObjectiveProtocol(Protocol):
 
     The gradient of the sum is multiplied by `scale`. Carried values are summed over the ranks
     together with the gradients. `absent` returns those of a rank without outputs. `sums` returns
-    the sums of the values, of their sizes and of their weights, to compare.
+    the sums of the values, of their sizes and of their weights, to compare. The update does not
+    step `others`, so these need no gradient; None in a rehearsal that does not know them.
     """
 
     @property
     def scale(self) -> float: ...
+    @property
+    def others(self) -> Sequence[nn.Parameter] | None: ...
     def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]: ...
     def absent(self) -> torch.Tensor: ...
     def sums(self, outputs: Any, targets: Any) -> torch.Tensor: ...
@@ -172,7 +175,8 @@ class Strategy(ABC):
         rows = config.data.global_batch / (self.mesh.data_size if self.averages else 1)
         is_mean = config.norm_rows is not None or self.cut(config).is_fixed
         is_per_step = config.run.buffers == "per_step"
-        self.statistics = RunningStatistics(rows if is_mean or is_per_step else None, is_per_step)
+        takes_all = is_per_step or self.cut(config).is_fixed
+        self.statistics = RunningStatistics(rows if is_mean or is_per_step else None, takes_all)
         if self.config.sync_batchnorm:
             is_alone = self.mesh.data_size == 1
             synchronize(model, self._data_group, is_alone)
@@ -283,13 +287,13 @@ class Strategy(ABC):
         groups = self.world.groups
         return groups["data"].group if groups and self.mesh.data_size < self.mesh.size else None
 
-    def _check_reached(self) -> None:
-        """Raise ConfigError naming a parameter without a gradient."""
-        tensors = self.tensors
-        if any(p.grad is None for p in tensors.trained):
+    def _check_reached(self, objective: ObjectiveProtocol) -> None:
+        """Raise ConfigError naming a parameter without a gradient that the update steps."""
+        tensors, others = self.tensors, objective.others
+        if others is not None and any(p.grad is None for p in tensors.trained):
             if line := tensors.find_change():
                 raise ConfigError(line)
-            ids = set(map(id, tensors.trained))
+            ids = set(map(id, tensors.trained)).difference(map(id, others))
             trained = {name: p for name, p in tensors.parameters.items() if id(p) in ids}
             check_reached(self.config, trained)
 

@@ -36,6 +36,7 @@ from trainer.strategy.cost import (
 )
 from trainer.strategy.modules.comm_hooks import COMPRESSING, open_hook, share_odd_buffers
 from trainer.strategy.modules.dry_run import untouched
+from trainer.strategy.modules.reached_parameters import reaching
 from trainer.strategy.single import SingleDevice
 
 # torch 2.13 renames the option that turns off DDP's broadcast of buffers before every forward.
@@ -120,7 +121,7 @@ class DistributedDataParallel(Strategy):
         with untouched(self.module) as before:
             self._rehearse(batch, objective)
             self.statistics.find(self.module, before, self._any_rank)
-            self._check_reached()
+            self._check_reached(objective)
         is_compressed = self.config.comm_hook in COMPRESSING
         dtype = torch.float64 if is_compressed else self.precision.wide
         carrier = _Carrier(self.module, 2 + sum(self.statistics.sizes), dtype)
@@ -141,6 +142,9 @@ class DistributedDataParallel(Strategy):
 
     def forward_backward(self, batch: MicroBatches, objective: ObjectiveProtocol) -> torch.Tensor:
         last = len(batch)
+        others = self.tensors.trained if objective.others is None else objective.others
+        if self.config.find_unused_parameters:
+            others = ()  # DDP finds itself what has no gradient
         self.statistics.begin()
         for number, (inputs, targets) in enumerate(batch, 1):
             self.statistics.rewind()
@@ -149,13 +153,14 @@ class DistributedDataParallel(Strategy):
                     outputs, ride = call(self._wrapped, inputs, self.rows)
                     total, carried = objective(outputs, targets)
                 self.statistics.note(targets, inputs)
-                if number == last and self.statistics.buffers:
+                if number == last and self.statistics.sizes:
                     statistics = [part.detach().flatten() for part in self.statistics.read()]
                     carried = torch.cat([carried, *statistics])
                 root = self.precision.root(total, objective.scale)
+                total = reaching(total, others if number == last else ())
                 parts = [total, ride[: len(carried)]]
                 torch.autograd.backward(parts, [root, carried.to(ride)])
-        self._check_reached()
+        self._check_reached(objective)
         return self._unload()
 
     def list_remarks(self, is_resumed: bool) -> list[str]:

@@ -146,7 +146,7 @@ class Exact(Strategy):
             with _deterministic():
                 self._rehearse(batch, objective)
             self.statistics.find(self.module, before, self._any_rank)
-            self._check_reached()
+            self._check_reached(objective)
         self._strides = [parameter.stride() for parameter in self.tensors.trained]
 
     def forward_backward(self, batch: MicroBatches, objective: ObjectiveProtocol) -> torch.Tensor:
@@ -159,7 +159,7 @@ class Exact(Strategy):
                 total, carried = objective(call(self.module, inputs, self.rows), targets)
             part = self.statistics.part(targets, inputs)
             torch.autograd.backward(total, self.precision.root(total, objective.scale))
-            self._check_reached()
+            self._check_reached(objective)
             tree.add(Node(0, number), self._pack(carried, part))
             self.tensors.drop_gradients()
         self.blueprint.reduce_begun(None)

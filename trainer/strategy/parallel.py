@@ -102,13 +102,13 @@ class MeshParallel(Strategy):
     def prepare(self, batch: MicroBatch, objective: ObjectiveProtocol) -> None:
         with untouched(self.module) as before:
             watch = FunctionalBatchNorm.watch(self.tensors.structure, self.blueprint.config)
-            with FlopCounter() as counter, watch:
+            with FlopCounter() as counter, watch, self._division.outputs_checked(self.module):
                 self._forward_backward([batch], objective)
             inputs, targets = batch
             own = counter.total / count_rows(targets, inputs)
             self.flops = self._division.partition.flops or own
             self.statistics.find(self.module, before, self._any_rank)
-            self._check_reached()
+            self._check_reached(objective)
             check_copies(self.tensors, self._division.gradient_sums, self.world)
             check_shared(self.module, self._division.partition.shared, before, self.world)
         self.tensors.drop_gradients()
@@ -181,7 +181,7 @@ class MeshParallel(Strategy):
 
     def compute(self, inputs: Any, targets: Any, loss: Callable[[Any, Any], Any]) -> None:
         inputs, targets = self._cut(inputs, targets)
-        with self._modes(), self.precision.autocast():
+        with self._modes(), self.precision.autocast(), self._division.outputs_checked(self.module):
             outputs = self._run(inputs)
             if self.mesh.has_loss:
                 loss(outputs, targets)
@@ -189,7 +189,7 @@ class MeshParallel(Strategy):
 
     def forward(self, inputs: Any) -> Any:
         inputs, _ = self._cut(inputs, ())
-        with self._modes(), self.precision.autocast():
+        with self._modes(), self.precision.autocast(), self._division.outputs_checked(self.module):
             outputs = self._run(inputs)
         self._settle()
         if not self.mesh.has_loss:
@@ -231,7 +231,9 @@ class MeshParallel(Strategy):
                 dist.all_reduce(others, group=copies.group)
         for flags in reached:
             self._unused.fill(others[: len(flags)])
-        self._check_reached()
+        for parameter in objective.others or ():
+            parameter.grad = None  # on every rank, so that all sum the same ones
+        self._check_reached(objective)
         self._division.gradient_sums.reduce()
         self._write_statistics(others[sum(map(len, reached)) :])
         return totals.to(self.precision.wide)

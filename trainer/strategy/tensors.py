@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,12 +64,10 @@ class Tensors:
         """Return the gradients, grouped by device and dtype as foreach operations require."""
         return [[g for p in kind if (g := p.grad) is not None] for kind in self._kinds]
 
-    def drop_gradients(self, kept: Iterable[nn.Parameter] = ()) -> None:
-        """Free all gradients except those of `kept`."""
-        ids = set(map(id, kept))
+    def drop_gradients(self) -> None:
+        """Free all gradients."""
         for parameter in self.trained:
-            if id(parameter) not in ids:
-                parameter.grad = None
+            parameter.grad = None
 
     def adopt(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Make an optimizer step this rank's parts, and return those of `parameters` it updates."""

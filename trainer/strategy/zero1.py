@@ -8,6 +8,7 @@ ZeroRedundancyOptimizer wraps an optimizer's class; here the task's own optimize
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from trainer.strategy.mesh_model.optimizer_trial import (
     check_independence,
     is_elementwise,
 )
+from trainer.strategy.mesh_model.owned_optimizer import surround_step
 from trainer.strategy.shards import Shard, find_owners
 from trainer.strategy.tensors import Tensors, join_states
 
@@ -77,7 +79,7 @@ class OwnedTensors(Tensors):
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if owner_of[p] == self._world.rank]
         owned = [[p for p in every if owner_of[p] == n] for n in range(self._world.world_size)]
-        optimizer.register_step_post_hook(lambda *_: _send(owned))
+        surround_step(optimizer, None, partial(_send, owned))
         return every
 
     def collect_plain(self, states: list[dict[str, Any]], group: Group) -> list[dict[str, Any]]:

@@ -48,6 +48,7 @@ class Notes:
     record: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, on rank 0
     probe: Probe | None = None
     finding: str = ""  # the first line of the run's own proofs
+    narrowest: str = ""  # precision of the narrowest sums of the first step, of a run on one rank
     has_rows: bool = True  # on one of the ranks that train on the same rows
     boxes: dict[str, Any] = field(default_factory=dict)  # shape of the whole, and (offset, size)s
     seconds: float = 0.0  # that the run took

@@ -26,6 +26,7 @@ from trainer.verify.evidence import Evidence
 from trainer.verify.reasons import rounding
 from trainer.verify.stage import FP64, TrialRuns
 
+NARROWEST = ("fp16", "bf16", "fp32", FP64)
 ONCE = ["checkpoint.every_epochs=null", "checkpoint.every_steps=null", "eval.every_epochs=null"]
 
 
@@ -199,8 +200,19 @@ def _train_reference(
     ahead = f"it took {seconds:.0f} s; {counted(len(layouts), 'layout')} to try"
     print(f"{ahead}, about {more:.0f} s", file=sys.stderr, flush=True)
     limits = {FP64: EXACT}
-    if own != FP64 and not is_bits:
-        print(f"measuring the rounding of {own} ...", file=sys.stderr, flush=True)
-        other = stage.train("one-rank-reversed", 1, ONCE, [own], is_reversed=True)
-        limits[own] = measure_rounding(own, reference[own], other[own])
+    narrowest = {p: evidence.ranks[0].narrowest for p, evidence in reference.items()}
+    rounded = [p for p in reference if (p, narrowest[p]) != (FP64, FP64)]
+    if rounded and not is_bits:
+        print(f"measuring the rounding of {', '.join(rounded)} ...", file=sys.stderr, flush=True)
+        other = stage.train("one-rank-reversed", 1, ONCE, rounded, is_reversed=True)
+        for p in rounded:
+            kind = narrowest[p] if NARROWEST.index(narrowest[p]) < _place(p) else p
+            limits[p] = measure_rounding(kind, reference[p], other[p])
+            if kind != p:
+                print(f"{p}: a part of the model computes in {kind}, so limits are its rounding")
     return reference, limits
+
+
+def _place(precision: str) -> int:
+    """Return the place of a precision among those that a step may have; others are as narrow."""
+    return NARROWEST.index(precision) if precision in NARROWEST else 0

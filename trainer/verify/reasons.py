@@ -12,9 +12,10 @@ def explain(reference: Evidence, other: Evidence, group: str, where: str) -> str
     """Return the likely reason, from the probes of all ranks and from the first difference."""
     return (
         _explain_data(reference, other)
-        or other.ranks[0].finding
+        or next((notes.finding for notes in other.ranks if notes.finding), "")
         or _explain_augmentation(reference, other)
         or _explain_place(reference, other, group, where)
+        or reference.ranks[0].finding
         or _explain_layers(other.probes[0])
     )
 

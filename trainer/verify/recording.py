@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from trainer.config.compose import load_config
 from trainer.data.batches import LocalBatch
 from trainer.engine.means import Values
 from trainer.engine.outcome import Outcome
+from trainer.engine.proof.limits import NarrowestDtype
 from trainer.engine.proof.ranks import digest_rows
 from trainer.process.ending import end_with_parent
 from trainer.record.files import METRICS, read_entries
@@ -118,15 +120,19 @@ class StepRecorder:
             batch = replace(batch, pieces=[_reversed(piece) for piece in batch.pieces])
         notes.indices[step + 1] = [i for indices in batch.indices for i in indices.tolist()]
         self._is_stepping = True
-        outcome = train_step(batch)
+        is_alone = task.world.world_size == 1
+        mode = NarrowestDtype() if is_alone and not notes.narrowest else None
+        with mode or nullcontext():
+            outcome = train_step(batch)
         self._is_stepping = False
         if self._folder is not None and task.world.rank == 0:
             note_step(self._folder, step + 1)
+        notes.narrowest = mode.name if mode is not None else notes.narrowest
         if step + 1 == task._run.num_steps:
             engine = task._run.engine
             shards = engine.tensors.shards()
-            found = [*engine.proof.found, engine.strategy.finding]
-            notes.finding = found[0]
+            found = [*engine.proof.found, engine.strategy.finding, *engine.proof.told]
+            notes.finding = next(filter(None, found), "")
             notes.last_weights = _copy({name: shard.tensor for name, shard in shards.items()})
         return outcome
 

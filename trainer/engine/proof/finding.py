@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -141,25 +141,6 @@ def explain_buffers(names: Sequence[str], can_rewind: bool) -> str:
         why = "changed by the rows of a micro-batch, not by those of the global batch"
         advice = "take strategy=exact, which fixes the micro-batches"
     return f"{named}: {why}; {advice}"
-
-
-def find_advancing(
-    module: nn.Module, whole: Passed, run_again: Callable[[], Passed], limit: float, resets: bool
-) -> str:
-    """Return a line if a micro-batch of a fixed tree depends on those before it on its rank.
-
-    Buffers of floating-point numbers start anew in each; with `resets`, integers too.
-    """
-    changed = [name for name in list_changed(module, whole) if not name.endswith(BATCHES)]
-    names = [n for n in changed if not (resets or whole.buffers[n].is_floating_point())]
-    before = {name: module.get_buffer(name).clone() for name in names}
-    for name in names:
-        module.get_buffer(name).copy_(whole.buffers[name])
-    later = compare(whole, run_again(), limit) if names else None
-    for name, value in before.items():
-        module.get_buffer(name).copy_(value)
-    depends = later is not None and later.kind != "buffer"
-    return explain_buffers(names, can_rewind=True) if depends else ""
 
 
 def _explain_module(key: Key, call: Call, whole: CallTrace, parts: Sequence[CallTrace]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -19,13 +18,12 @@ from trainer.engine.proof.finding import (
     explain,
     explain_buffers,
     explain_written,
-    find_advancing,
     find_written,
     list_changed,
 )
 from trainer.engine.proof.gathering import Gathering
 from trainer.engine.proof.holders import Holders, of_model, of_task, undone
-from trainer.engine.proof.limits import NARROW, OF_RANKS, NarrowTypes, limit_of_type
+from trainer.engine.proof.limits import NARROW, OF_RANKS, NarrowestDtype, limit_of_type
 from trainer.engine.proof.passes import (
     Passed,
     ProofPasses,
@@ -200,7 +198,7 @@ class Judge:
         limit = NARROW if is_narrow else limit_of_type(whole.dtype)
         found = compare(whole, parts, limit)
         if found is not None and not is_narrow:
-            types = NarrowTypes()
+            types = NarrowestDtype()
             passes.run((0, cuts[-1]), types=types)
             limit = max(limit, types.limit)
             found = compare(whole, parts, limit)
@@ -229,11 +227,6 @@ class Judge:
     ) -> Verdict:
         """Look for what passes change although their results agree: buffers and parameters."""
         cuts = (0, every[-1]) if is_fixed else every
-        if is_fixed:
-            again = partial(passes.run, cuts)
-            resets = self._parts.config.run.buffers == "per_step"
-            if line := find_advancing(subject.module, whole, again, limit, resets):
-                return Verdict(line)
         changed = list_changed(subject.module, whole)
         if changed and not subject.rewinds:  # as ranks, whose buffers are combined
             rewound = compare(whole, passes.run(cuts, rewinds=True), limit)

@@ -68,7 +68,7 @@ class Proof:
         self._step = 0
         self._proved: set[tuple[str, int]] = set()
         self.found: list[str] = []  # lines about this layout
-        self._told: set[str] = set()
+        self.told: set[str] = set()  # all lines
         self._traces = Traces()
 
     def open(self, batches: Batches, say: Callable[[str], None], training: Training) -> None:
@@ -104,7 +104,7 @@ class Proof:
         self._rows = None
         if step in STEPS:
             self._prove_step(proving, step)
-        if step in LATE and not self._told:
+        if step in LATE and not self.told:
             self._rows = self._read(proving, max(proving.cuts[0]) * step)
 
     def end_update(self) -> None:
@@ -120,7 +120,7 @@ class Proof:
             self.rehearse(name, loss)
         is_first = (name, -1) not in self._proved
         key = (name, -1 if is_first else self._step)
-        is_due = is_first or (self._step in LATE and not self._told)
+        is_due = is_first or (self._step in LATE and not self.told)
         proving = self._open
         if proving is None or key in self._proved or not is_due:
             return
@@ -142,7 +142,7 @@ class Proof:
 
     def _prove_step(self, proving: Proving, step: int) -> None:
         """Try the task's own train_step on parts of the rows. A collective."""
-        if not proving.steps.is_needed or self._told:
+        if not proving.steps.is_needed or self.told:
             return
         unit = self._parts.config.norm_rows or 1
         cuts = [unit * number for number in max(proving.cuts, key=max)]
@@ -195,9 +195,9 @@ class Proof:
                 tried = f"{verdict.rows} rows tried, " * (not verdict.unproved)
                 proving.say(f"{what}{said} ({tried}{seconds:.2f} s)")
             return
-        if line in self._told:
+        if line in self.told:
             return
-        self._told.add(line)
+        self.told.add(line)
         parts = {"ranks": self._parts.strategy.mesh.data_size}
         parts["micro-batches"] = proving.batches.plan.accumulation
         parts[MESH] = self._parts.strategy.mesh.size

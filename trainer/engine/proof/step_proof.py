@@ -17,7 +17,7 @@ from trainer.engine.objective import Objective
 from trainer.engine.outcome import Outcome
 from trainer.engine.parts import Parts
 from trainer.engine.proof.judge import Verdict
-from trainer.engine.proof.limits import NARROW, OF_RANKS, NarrowTypes, limit_of_type
+from trainer.engine.proof.limits import NARROW, OF_RANKS, NarrowestDtype, limit_of_type
 from trainer.engine.proof.passes import has_batch_statistics
 from trainer.engine.proof.ranks import RESULTS, explain_kept, find_rank, is_alike, padded
 from trainer.engine.proof.snapshots import FirstValues, digest_snapshot, find_unequal
@@ -26,7 +26,6 @@ from trainer.engine.proof.whole_step import (
     StepTrials,
     digest_trial,
     explain_trials,
-    has_own_step,
     have_other_results,
     needs_all_ranks,
 )
@@ -76,7 +75,7 @@ class StepProof:
             and not has_batch_statistics(structure)
             and not needs_all_ranks(parts.hooks, structure)
         )
-        self.is_needed = self._is_possible and has_own_step(parts.hooks)
+        self.is_needed = self._is_possible and parts.has_own_step
 
     def examine(self, step: int, cuts: Sequence[int], running: AbstractContextManager) -> Verdict:
         """Try the 0-based `step`; `cuts` bound micro-batches. A collective."""
@@ -136,7 +135,7 @@ class StepProof:
                 return whole, Verdict()
             limit = limit_of_type(whole.updates[0][0][1].dtype)
             if explain_trials(whole, halves, limit) or (cut and explain_trials(whole, cut, limit)):
-                types = NarrowTypes()
+                types = NarrowestDtype()
                 trials.types = types
                 trials.run(read(*whole_rows), later, step)
                 limit = max(limit, types.limit)

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from trainer.data.batches import LocalBatch
 from trainer.engine.outcome import Outcome
-from trainer.engine.parts import OWN, Parts
+from trainer.engine.parts import Parts
 from trainer.engine.proof.finding import are_sums_equal, compare
 from trainer.engine.proof.holders import tensors_borrowed, undone
 from trainer.engine.proof.passes import (
@@ -242,11 +242,6 @@ def digest_trial(trial: StepTrial) -> list[float]:
     """Return numbers that change with the results of the later steps."""
     found = [digest_pass(passed) for _, passed in chain(*trial.updates[1:])]
     return [sum(each) for each in zip(*found, strict=True)]
-
-
-def has_own_step(hooks: Any) -> bool:
-    """Return True if a task has a train_step of its own."""
-    return getattr(hooks.train_step, "__module__", "") not in OWN
 
 
 def needs_all_ranks(hooks: Any, model: nn.Module) -> bool:

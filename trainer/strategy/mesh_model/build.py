@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -95,6 +95,10 @@ class Division:
         if self.sharding is not None:
             self.sharding.add(self.root)
             self.sharding.close({module: name for name, module in model.named_modules()})
+
+    def outputs_checked(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Check the outputs of units of FSDP2, in a first pass and in a first evaluation."""
+        return nullcontext() if self.sharding is None else self.sharding.outputs_checked(module)
 
     @contextmanager
     def undivided_draws(self) -> Iterator[None]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,15 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.errors import ConfigError
 from trainer.strategy.mesh import Mesh
+from trainer.strategy.sharded.freed_memory import is_freed
 from trainer.strategy.tensor_parallel.loss_parallel import ABOUT
 
-ADVICE = "use weight_decay for a penalty, an attribute of the task for a teacher, or strategy=ddp"
+ADVICE = (
+    "use weight_decay for a penalty, an attribute of the task for a fixed teacher, a frozen part of"
+    " the model for one that follows it (docs/tasks.md, Penalties and teachers), or strategy=zero1"
+)
+DIVIDED = "which this mesh divides"
+GRADIENTS = "only update computes gradients of parameters there, so use strategy=ddp"
 CHAIN = "give a block inputs and the output of the one before only, or use strategy=fsdp"
 _MIXED = re.compile(
     r"expected device meta|mixed torch\.Tensor and DTensor|on device meta|[Mm]eta tensor"
@@ -40,8 +48,12 @@ class DividedParameters(TorchFunctionMode):
         if func not in ABOUT:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, torch.Tensor) and leaf in self._parts:
-                    why = f"the loss uses {self._parts[leaf]}, which this mesh divides"
-                    raise ConfigError(f"strategy.mesh: {why}; {ADVICE}")
+                    why = f"the loss uses {self._parts[leaf]}, {DIVIDED}"
+                    advice = GRADIENTS if func is torch.autograd.grad else ADVICE
+                    raise ConfigError(f"strategy.mesh: {why}; {advice}")
+                if isinstance(leaf, torch.Tensor) and is_freed(leaf):
+                    why = "the loss uses a part of a parameter, which fsdp frees after the forward"
+                    raise ConfigError(f"strategy.mesh: {why} pass; keep .clone() of it")
         return func(*args, **(kwargs or {}))
 
 
@@ -50,7 +62,8 @@ def parts_named(mesh: Mesh) -> Iterator[None]:
     """Raise ConfigError where the task's code mixes tensors with parts of parameters, or takes
     gradients of gradients through parameters that are not there any more."""
     try:
-        yield
+        with _gradients_checked() if mesh.shard > 1 else nullcontext():
+            yield
     except (RuntimeError, AssertionError, ConfigError) as error:
         if not mesh.is_divided:
             raise
@@ -71,6 +84,32 @@ def parts_named(mesh: Mesh) -> Iterator[None]:
             raise ConfigError(f"strategy.mesh.pipeline: {why}; {CHAIN}") from error
         why = f"{place} uses parameters that this mesh divides, or that other ranks have"
         raise ConfigError(f"strategy.mesh: {why}; {ADVICE}") from error
+
+
+@contextmanager
+def _gradients_checked() -> Iterator[None]:
+    """Raise ConfigError where torch.autograd.grad is asked for gradients of sharded parameters.
+
+    It has none, or with allow_unused=True returns None.
+    """
+    from torch.distributed.tensor import DTensor
+
+    grad = torch.autograd.grad
+
+    @functools.wraps(grad)
+    def checked(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves(inputs)):
+            frame = sys._getframe(1)
+            what = f"torch.autograd.grad at {frame.f_code.co_filename}:{frame.f_lineno}"
+            why = f"{what} is asked for gradients of parameters, {DIVIDED}"
+            raise ConfigError(f"strategy.mesh: {why}; {GRADIENTS}")
+        return grad(outputs, inputs, *args, **kwargs)
+
+    torch.autograd.grad = checked
+    try:
+        yield
+    finally:
+        torch.autograd.grad = grad
 
 
 def _task_line(error: BaseException) -> str:

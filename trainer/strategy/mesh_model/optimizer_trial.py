@@ -34,6 +34,10 @@ TOLERANCE = 1e-9  # relative, in 64 bits
 def check_by_trial(optimizer: Optimizer) -> None:
     """Raise ConfigError for an optimizer whose step an update cannot call, or should not."""
     _check_silence(optimizer)
+    if any(inner.state is not optimizer.state for inner in inner_optimizers(optimizer)):
+        why = f"{type(optimizer).__name__} wraps an optimizer whose state no checkpoint holds"
+        advice = "share it: self.state = base.state"
+        raise ConfigError(f"build_optimizer: {why}; {advice}")
     if not is_elementwise(optimizer):
         _check_closure(optimizer)
 
@@ -124,9 +128,19 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE and "step" not in vars(optimizer)
 
 
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that an optimizer keeps, such as the one that it wraps."""
+    return [leaf for leaf in _attributes(optimizer) if isinstance(leaf, Optimizer)]
+
+
+def _attributes(optimizer: Optimizer) -> list[Any]:
+    """Return all that an optimizer keeps outside of its groups and state."""
+    return tree_leaves([value for key, value in vars(optimizer).items() if key not in _KNOWN])
+
+
 def check_hooks(optimizer: Optimizer) -> None:
     """Raise ConfigError for step hooks, which would see this rank's parts of the parameters."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if any(getattr(optimizer, kind, None) for kind in _HOOKS):
         why = f"{type(optimizer).__name__} has a step hook, which would get parts of parameters"
         advice = "put it into the step of a class of your own, or use ddp"
         raise ConfigError(f"build_optimizer: {why}; {advice}")
@@ -135,11 +149,21 @@ def check_hooks(optimizer: Optimizer) -> None:
 def check_independence(optimizer: Optimizer) -> None:
     """Raise ConfigError if a step needs more than one parameter and its gradient at a time."""
     given = f"build_optimizer: {type(optimizer).__name__}"
-    others = [value for key, value in vars(optimizer).items() if key not in _KNOWN]
-    if any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves(others)):
-        why = "keeps parameters outside of param_groups, and ranks step different ones"
-        raise ConfigError(f"{given} {why}; read them from param_groups, or use ddp")
-    for inner in (leaf for leaf in tree_leaves(others) if isinstance(leaf, Optimizer)):
+    own = vars(optimizer).get("step")
+    if own is not None and getattr(own, "__self__", None) is not optimizer:
+        why = "has another step than its class, which cannot be tried"
+        raise ConfigError(f"{given} {why}; write a class with this step, or use ddp")
+    others = _attributes(optimizer)
+    shapes = {p.shape for group in optimizer.param_groups for p in group["params"]}
+    for leaf in (leaf for leaf in others if isinstance(leaf, torch.Tensor)):
+        if isinstance(leaf, nn.Parameter):
+            why = "keeps parameters outside of param_groups, and ranks step different ones"
+            raise ConfigError(f"{given} {why}; read them from param_groups, or use ddp")
+        if leaf.dim() and leaf.shape in shapes:
+            why = "keeps tensors of its parameters outside of its state"
+            advice = "make them in the first step, in self.state[parameter], or use ddp"
+            raise ConfigError(f"{given} {why}, and ranks step different ones; {advice}")
+    for inner in inner_optimizers(optimizer):
         if not all(any(g is own for own in optimizer.param_groups) for g in inner.param_groups):
             why = "wraps an optimizer with param_groups of its own, and ranks step different ones"
             raise ConfigError(f"{given} {why}; share them, or use ddp")
@@ -157,11 +181,13 @@ def check_independence(optimizer: Optimizer) -> None:
 
 
 _KNOWN = ("param_groups", "state", "defaults")
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+SIZES = (1.0, 1e3, 1e-3)  # of gradients: a limit of their norm is reached in one of the steps
 
 
 @torch.no_grad()
 def step_stand_ins(optimizer: Optimizer, first: int = 0, every: int = 1) -> Sequence[torch.Tensor]:
-    """Return stand-ins of every so many parameters after two steps of a copy of the optimizer.
+    """Return stand-ins of every so many parameters after three steps of a copy of the optimizer.
 
     It has no other parameters, and no step hooks, which could change the model.
     """
@@ -179,11 +205,12 @@ def step_stand_ins(optimizer: Optimizer, first: int = 0, every: int = 1) -> Sequ
     kept = list(gradients)[first::every]
     for group in made.param_groups:
         group["params"] = [p for p in group["params"] if any(p is each for each in kept)]
-    for hooks in (made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks):
-        hooks.clear()
+    for each in (made, *inner_optimizers(made)):
+        for kind in _HOOKS:
+            vars(each).get(kind, {}).clear()
     with torch.random.fork_rng([]):
-        for number in range(2):
+        for size in SIZES:
             for parameter in kept:
-                parameter.grad = gradients[parameter] * (1 - number / 4)
+                parameter.grad = gradients[parameter] * size
             made.step()
     return kept

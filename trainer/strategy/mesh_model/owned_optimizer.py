@@ -7,8 +7,9 @@ the owner. torch's Muon on DTensors gives other numbers (1.6e-3 off, torch 2.13)
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,27 @@ from torch.optim import Optimizer
 
 from trainer.distributed.world import RankGroup
 from trainer.strategy.shards import Shard, find_owners, slices
+
+
+def surround_step(
+    optimizer: Optimizer, before: Callable[[], None] | None, after: Callable[[], None]
+) -> None:
+    """Call `before` and `after` around each whole step of an optimizer.
+
+    Hooks of torch's run around the step of each of its classes: twice if it calls `super().step()`,
+    and never in a wrapper that does not call `Optimizer.__init__`.
+    """
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def whole_step(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before()
+        returned = step(*args, **kwargs)
+        after()
+        return returned
+
+    optimizer.step = whole_step  # type: ignore[method-assign]
 
 
 @dataclass
@@ -68,11 +90,10 @@ class OwnedOptimizer:
             boxes = [of_rank[number] for of_rank in every]
             most = max(sum(torch.Size(size).numel() for _, size in each) for each in boxes)
             self._parameters.append(_Parameter(part, owner, whole, boxes, most))
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
+        surround_step(optimizer, self._before, self._after)
 
     @torch.no_grad()
-    def _before(self, *_: Any) -> None:
+    def _before(self) -> None:
         for each in self._parameters:
             if each.part.grad is None:
                 continue
@@ -83,7 +104,7 @@ class OwnedOptimizer:
                 whole.grad = gradient
 
     @torch.no_grad()
-    def _after(self, *_: Any) -> None:
+    def _after(self) -> None:
         for each in self._parameters:
             part, whole = each.part, each.whole
             if part.grad is None:

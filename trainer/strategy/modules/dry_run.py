@@ -66,14 +66,51 @@ def eager(config: Config) -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if config.run.compile else nullcontext()
 
 
+class BuffersBefore(dict[str, torch.Tensor]):
+    """Copies of a model's buffers by name, and the tensors that held them in `originals`."""
+
+    def __init__(self, model: nn.Module):
+        self.originals = {name: b for name, b in model.named_buffers() if not is_lazy(b)}
+        self._versions = {name: b._version for name, b in self.originals.items()}
+        super().__init__({name: b.clone() for name, b in self.originals.items()})
+
+    def is_assigned(self, name: str, buffer: torch.Tensor) -> bool:
+        """Return True if this buffer is another tensor now."""
+        return self.originals.get(name, buffer) is not buffer
+
+    def is_written(self, name: str, buffer: torch.Tensor) -> bool:
+        """Return True if this buffer was written, even if its values are what they were."""
+        return name in self._versions and buffer._version != self._versions[name]
+
+    @torch.no_grad()
+    def restore(self, model: nn.Module) -> None:
+        """Give the buffers their values back."""
+        for name, buffer in list(model.named_buffers()):
+            if name in self and buffer.shape == self[name].shape:
+                buffer.copy_(self[name])
+            elif name in self:  # such as a cache that grows
+                place, _, key = name.rpartition(".")
+                model.get_submodule(place)._buffers[key] = self[name]
+
+
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Run a block, such as an evaluation, then give the model's buffers their values back."""
+    before = BuffersBefore(model)
+    try:
+        yield
+    finally:
+        before.restore(model)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[BuffersBefore]:
     """Run a block, then restore the model's buffers and plain values, and drop its gradients.
 
     Parameters that a forward pass writes are restored too, up to KEPT_BYTES of them, but not those
     of FSDP. Yields copies of the buffers from before the block, by name.
     """
-    before = {name: b.clone() for name, b in model.named_buffers() if not is_lazy(b)}
+    before = BuffersBefore(model)
     parameters = [p for p in model.parameters() if not is_lazy(p) and not p.is_meta]
     # FSDP gathers parameters on a stream of its own, and only its hooks wait for them
     is_gathered = any(hasattr(each, "unshard") for each in model.modules())
@@ -89,12 +126,7 @@ def untouched(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
             for parameter, version, values in kept:
                 if parameter._version != version and parameter.shape == values.shape:
                     parameter.copy_(values)
-            for name, buffer in list(model.named_buffers()):
-                if name in before and buffer.shape == before[name].shape:
-                    buffer.copy_(before[name])
-                elif name in before:  # such as a cache that grows
-                    place, _, key = name.rpartition(".")
-                    model.get_submodule(place)._buffers[key] = before[name]
+        before.restore(model)
         model.zero_grad(set_to_none=True)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
 from trainer.config.schema import StrategySettings
@@ -49,3 +51,23 @@ def check_reached(config: StrategySettings, parameters: Mapping[str, nn.Paramete
                 advice = "freeze it from the start by run.freeze"
             advice = f"{advice}, or set strategy.find_unused_parameters=true"
             raise ConfigError(f"strategy={config.name}: {problem}; {advice}")
+
+
+def reaching(total: torch.Tensor, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """Return `total`, from which a backward pass reaches these parameters too, with zeros.
+
+    DDP waits for a gradient of each parameter, and an update that names its optimizers may not
+    compute those of others.
+    """
+    return _Reaching.apply(total, *parameters) if parameters else total
+
+
+class _Reaching(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, total: torch.Tensor, *parameters: nn.Parameter) -> torch.Tensor:
+        ctx.parameters = parameters
+        return total.view_as(total)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, *(p.new_zeros(()).expand_as(p) for p in ctx.parameters)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from trainer.distributed.world import RankGroup
+from trainer.strategy.sharded.freed_memory import outputs_checked, parameter_groups
 from trainer.strategy.sharded.unit_order import UnitOrder
 
 
@@ -33,6 +34,8 @@ class Sharding:
         self._has_copies = copies.size > 1
         self._reshard = reshard
         self._units: list[Any] = []
+        self._names: Mapping[nn.Module, str] = {}
+        self._checked: set[bool] = set()  # modes in which the outputs were checked
         self._order = UnitOrder(divided)
         axes = (copies, divided) if self._has_copies else (divided,)
         names = ("replicate", "shard")[-len(axes) :]
@@ -57,6 +60,7 @@ class Sharding:
 
     def close(self, names: Mapping[nn.Module, str]) -> None:
         """Set what all units share, after the last one is added; `names` are for messages."""
+        self._names = names
         self._order.watch(self._units, names)
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
@@ -69,10 +73,22 @@ class Sharding:
         gloo one of them ended with SIGABRT (torch 2.13).
         """
         for unit in self._units:
-            state = unit._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            for group in filter(None, groups):
+            for group in parameter_groups(unit):
                 group.post_backward = partial(_fill, group, group.post_backward, note)
+
+    @contextmanager
+    def outputs_checked(self, module: nn.Module) -> Iterator[None]:
+        """Raise ConfigError in the block for an output that is a part of a gathered parameter.
+
+        In the first such block in training, and in the first one in evaluation.
+        """
+        if module.training in self._checked:
+            yield
+            return
+        names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
+        with outputs_checked(self._units, self._names, names):
+            yield
+        self._checked.add(module.training)
 
     def end(self) -> None:
         """Let go of the process groups: torch's cached specs of DTensors keep the mesh.
