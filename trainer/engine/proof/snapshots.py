@@ -142,7 +142,7 @@ class FirstValues:
         for place, module in model.named_modules():
             for key in vars(module).keys() - OF_A_MODULE:
                 yield f"model.{place}".rstrip(".") + f".{key}", vars(module), key
-            for key in module._buffers:
+            for key in dict(module._buffers):  # TorchScript's is no dict
                 yield f"{place}.{key}".lstrip("."), module._buffers, key
 
 

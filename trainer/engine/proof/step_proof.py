@@ -136,8 +136,7 @@ class StepProof:
             limit = limit_of_type(whole.updates[0][0][1].dtype)
             if explain_trials(whole, halves, limit) or (cut and explain_trials(whole, cut, limit)):
                 types = NarrowestDtype()
-                trials.types = types
-                trials.run(read(*whole_rows), later, step)
+                trials.run(read(*whole_rows), later, step, types=types)
                 limit = max(limit, types.limit)
         limit = NARROW if parts.precision.dtype.itemsize < 4 else limit
         of_ranks = explain_trials(whole, halves, limit)

@@ -95,7 +95,7 @@ class StepTrials:
         self._trial = StepTrial()
         self._given: Sequence[Tensors] | None = None
         self._number = 0  # of the step in a trial
-        self.types: AbstractContextManager[Any] = nullcontext()  # around the passes of updates
+        self._types: AbstractContextManager[Any] = nullcontext()
 
     def run(
         self,
@@ -104,12 +104,14 @@ class StepTrials:
         step: int,
         given: StepTrial | None = None,
         change: Callable[[], None] | None = None,
+        types: AbstractContextManager[Any] | None = None,
     ) -> StepTrial:
         """Return a trial of a first and two later steps, all as the 0-based `step`.
 
         With `given`, the updates of the first step end with the states of that trial. `change` is
-        called before the steps, and undone after them.
+        called before the steps, and undone after them. `types` is entered around model and loss.
         """
+        self._types = types or nullcontext()
         self._trial = StepTrial()
         config, device = self._parts.config, self._parts.strategy.world.device
         with self._isolated():
@@ -165,7 +167,7 @@ class StepTrials:
             for number, micro_batch in enumerate(batch):
                 if number and rewinds:
                     restore_buffers(self._module, before)
-                with self.types:
+                with self._types:
                     passed.append(run_pass(self._module, micro_batch, loss, name, leaves))
         whole = joined(passed, None)
         self._trial.updates[self._number].append((name, whole))
