@@ -310,7 +310,7 @@ def test_fp16_on_a_cpu_is_told_to_be_slow(precision, command):
     words = [*AUTO[:1], "run.steps=1", "data.path=streamed", f"strategy.precision={precision}"]
     done = command(*words, f"--config-dir={CONF}")
     line = f"a CPU computes fp16 up to 100 times slower (strategy.precision={precision}), so use "
-    assert line in done.stdout and "data" not in done.stdout.partition("slower than ")[2][:150]
+    assert line in done.stdout and "data.workers" not in done.stdout
 
 
 # The folder's settings ----------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class InStep(Tiny):
 
 def test_torchs_gradients_of_sharded_parameters_are_refused(tmp_path):
     why = "is asked for gradients of parameters, which this mesh divides"
-    advice = "only update computes gradients of parameters there, so use strategy=ddp"
+    advice = "use strategy=ddp, as only update computes gradients of parameters there"
     line = rf"strategy.mesh: torch.autograd.grad at {re.escape(__file__)}:\d+ {why}; {advice}"
     for lines in on_ranks(2, refusals, tmp_path, [OfParameters, InStep], "strategy=fsdp"):
         assert len(lines) == 2 and all(re.fullmatch(line, each) for each in lines)

@@ -366,7 +366,7 @@ class Grows(Items):
     reads = 0
 
     def __len__(self):
-        return super().__len__() + (type(self).reads > 300)
+        return super().__len__() + (type(self).reads > 550)
 
     def __getitem__(self, index):
         type(self).reads += 1

@@ -13,10 +13,15 @@ import trainer
 from trainer import load_config
 
 PACKAGE = str(Path(trainer.__file__).parent)
-RATE = 0.123456789  # the sentinels: no other value equals them
-LOSS = 987654.321
 MOST_OF_THE_RATE = 4
 MOST_OF_THE_LOSS = 5
+
+
+class Sentinel:
+    """Values that no other equals, not among the variables of the task's module, which are kept."""
+
+    RATE = 0.123456789
+    LOSS = 987654.321
 
 
 def holds(value, sentinel):
@@ -57,7 +62,7 @@ class Constant(Tiny):
 
     def loss(self, outputs, targets):
         values = super().loss(outputs, targets)
-        return values - values.detach() + LOSS if self.step else values
+        return values - values.detach() + Sentinel.LOSS if self.step else values
 
 
 def run(folder, *overrides, task=Tiny):
@@ -78,8 +83,8 @@ def test_rate_reaches_the_optimizer_through_at_most_four_files(ranks, tmp_path):
             return optimizer
 
     def body():
-        words = (tmp_path, f"optim.lr={RATE}")
-        return files_that_hold(RATE, lambda: run(*words, task=Stopping))
+        words = (tmp_path, f"optim.lr={Sentinel.RATE}")
+        return files_that_hold(Sentinel.RATE, lambda: run(*words, task=Stopping))
 
     for files in on_ranks(ranks, body):
         print(sorted(files))
@@ -89,7 +94,7 @@ def test_rate_reaches_the_optimizer_through_at_most_four_files(ranks, tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_loss_reaches_tensorboard_through_at_most_five_files(ranks, tmp_path):
     def body():
-        return files_that_hold(LOSS, lambda: run(tmp_path, task=Constant))
+        return files_that_hold(Sentinel.LOSS, lambda: run(tmp_path, task=Constant))
 
     for files in on_ranks(ranks, body):
         print(sorted(files))

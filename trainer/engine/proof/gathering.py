@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("a gradient through the rows of all ranks is not tried in parts")
 
 
 class Gathering:
@@ -44,6 +49,16 @@ class Gathering:
     def join(self) -> None:
         """Return joined rows from now on."""
         self._is_joined = True
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Refuse gradients in a loss: those through the rows of other ranks are sums over ranks."""
+        kept = torch.autograd.grad
+        torch.autograd.grad = _refuse
+        try:
+            yield
+        finally:
+            torch.autograd.grad = kept
 
     def take(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Return the rows of all micro-batches, and the number of the first one of this one."""

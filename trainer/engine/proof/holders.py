@@ -19,6 +19,7 @@ import numpy
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from trainer.engine.proof.outside import copy_iterator, keep_outside
 from trainer.strategy.modules.dry_run import untouched
@@ -193,7 +194,9 @@ def _keep(value: Any, depth: int, seen: set[int]) -> Restore | None:
         is_small = value.nbytes <= MOST_BYTES and value.flags.writeable
         return partial(numpy.copyto, value, value.copy()) if is_small else None
     if isinstance(value, nn.Module):
-        return _keep_module(value)
+        return _keep_module(value, depth, seen)
+    if isinstance(value, Optimizer):
+        return _keep_optimizer(value)
     if isinstance(value, (list, deque, dict, set)) and len(value) <= MOST_ITEMS:
         return _keep_items(value, depth, seen)
     if isinstance(value, tuple):
@@ -215,10 +218,33 @@ def _keep_tensor(tensor: torch.Tensor) -> Restore | None:
     return restore
 
 
-def _keep_module(module: nn.Module) -> Restore:
-    """Keep the tensors of a module that is not a part of the model, such as a teacher's."""
+def _keep_module(module: nn.Module, depth: int, seen: set[int]) -> Restore:
+    """Keep a module that is not a part of the model, such as a teacher."""
     kept = [_keep_tensor(tensor) for tensor in (*module.buffers(), *module.parameters())]
-    return partial(_call_all, kept)
+    new = [each for each in module.modules() if each is module or id(each) not in seen]
+    seen |= {id(each) for each in new}
+    return partial(_call_all, [*kept, *(_keep_attributes(each, depth - 1, seen) for each in new)])
+
+
+def _keep_optimizer(optimizer: Optimizer) -> Restore:
+    """Keep the state and the options of an optimizer that the task holds, and its parameters."""
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    tensors = [p for group in optimizer.param_groups for p in group["params"]]
+    inner = [_keep_tensor(tensor) for tensor in tensors]
+    state = {p: {k: _cloned(v) for k, v in held.items()} for p, held in optimizer.state.items()}
+
+    def restore() -> None:
+        for group, before in zip(optimizer.param_groups, groups, strict=False):
+            group.update(before)
+        optimizer.state.clear()
+        optimizer.state.update({p: dict(held) for p, held in state.items()})
+        _call_all(inner)
+
+    return restore
+
+
+def _cloned(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _keep_items(value: Any, depth: int, seen: set[int]) -> Restore:

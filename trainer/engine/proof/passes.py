@@ -180,17 +180,21 @@ class ProofPasses:
                 subject.loss(outputs, targets)
         subject.gathering.join()
         found = []
+        every: list[Tensors] = []
         for number, (first, last) in enumerate(bounds):
             outputs, targets, position = made[number]
-            with self._drawing(first, last, number), self._autocast():
+            recording = subject.recorder.collecting()
+            with self._drawing(first, last, number), self._autocast(), recording as recorded:
                 subject.draws.advance(position)
-                returned = subject.loss(outputs, targets)
+                with subject.gathering.alone():
+                    returned = subject.loss(outputs, targets)
                 found.append(_sum(returned, targets, outputs, subject.name))
+                every.append(recorded)
         total = torch.stack([each for each, _ in found]).sum()
         gradients = self._differentiate(total, leaves)
         parts = [
-            Passed(sums, {}, own, {}, total.dtype)
-            for (_, sums), own in zip(found, buffers, strict=True)
+            Passed(sums, {}, own, {}, total.dtype, recorded)
+            for (_, sums), own, recorded in zip(found, buffers, every, strict=True)
         ]
         return replace(joined(parts, weights), gradients=gradients)
 

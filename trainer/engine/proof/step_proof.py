@@ -128,7 +128,7 @@ class StepProof:
         read = self._batches.of_examples
         with training.updating_by(trials.update):
             later = read(*whole_rows)
-            whole = trials.run(read(*whole_rows), later, step)
+            whole = trials.run(later, later, step)
             halves = [trials.run(read(*rows), later, step, whole) for rows in halves_of_rows]
             cut = [trials.run(read(*rows), later, step, whole) for rows in cut_rows]
             if not whole.updates[0]:
@@ -136,7 +136,7 @@ class StepProof:
             limit = limit_of_type(whole.updates[0][0][1].dtype)
             if explain_trials(whole, halves, limit) or (cut and explain_trials(whole, cut, limit)):
                 types = NarrowestDtype()
-                trials.run(read(*whole_rows), later, step, types=types)
+                trials.run(later, later, step, types=types)
                 limit = max(limit, types.limit)
         limit = NARROW if parts.precision.dtype.itemsize < 4 else limit
         of_ranks = explain_trials(whole, halves, limit)

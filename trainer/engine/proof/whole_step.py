@@ -43,6 +43,7 @@ from trainer.engine.proof.passes import (
 from trainer.engine.proof.ranks import digest_pass
 from trainer.engine.proof.snapshots import Snapshot, find_different, take_snapshot
 from trainer.engine.recording import Loss, Recorder
+from trainer.micro_batch import copied
 from trainer.rng.philox import generators_kept, seed_step
 
 RATE = 0.01  # of a trial's update: the part of the weights' norm that it changes
@@ -112,22 +113,22 @@ class StepTrials:
         called before the steps, and undone after them. `types` is entered around model and loss.
         """
         self._types = types or nullcontext()
-        self._trial = StepTrial()
+        trial = self._trial = StepTrial()
         config, device = self._parts.config, self._parts.strategy.world.device
         with self._isolated():
             if change is not None:
                 change()
             for number, batch in enumerate((first, later, later)):
                 self._number = number
-                self._trial.updates.append([])
+                trial.updates.append([])
                 self._given = given.states if given and not number else None
                 seed_step(config.run.seed, step, device)
                 with self._recorder.collecting() as recorded:
                     self._parts.hooks.train_step(batch)
-                self._trial.recorded.append(recorded)
+                trial.recorded.append(recorded)
                 if not number:
-                    self._trial.kept = take_snapshot(self._module, self._parts.hooks)
-        return self._trial
+                    trial.kept.update(take_snapshot(self._module, self._parts.hooks))
+        return trial
 
     @contextmanager
     def _isolated(self) -> Iterator[None]:
@@ -167,8 +168,11 @@ class StepTrials:
             for number, micro_batch in enumerate(batch):
                 if number and rewinds:
                     restore_buffers(self._module, before)
+                own = copied(
+                    micro_batch
+                )  # a model may change it, and the next trial reads it again
                 with self._types:
-                    passed.append(run_pass(self._module, micro_batch, loss, name, leaves))
+                    passed.append(run_pass(self._module, own, loss, name, leaves))
         whole = joined(passed, None)
         self._trial.updates[self._number].append((name, whole))
         chosen = leaves

@@ -25,7 +25,7 @@ ADVICE = (
     " the model for one that follows it (docs/tasks.md, Penalties and teachers), or strategy=zero1"
 )
 DIVIDED = "which this mesh divides"
-GRADIENTS = "only update computes gradients of parameters there, so use strategy=ddp"
+GRADIENTS = "use strategy=ddp, as only update computes gradients of parameters there"
 CHAIN = "give a block inputs and the output of the one before only, or use strategy=fsdp"
 _MIXED = re.compile(
     r"expected device meta|mixed torch\.Tensor and DTensor|on device meta|[Mm]eta tensor"
