@@ -222,9 +222,8 @@ def _check_resized(model: nn.Module, name: str) -> None:
     """Raise ConfigError for a buffer of the model's state that gets another shape."""
     module, key = _owner_of(model, name)
     if key not in module._non_persistent_buffers_set:
-        why = "gets another shape in the forward pass, so no resume could load a checkpoint"
-        advice = "must have its final shape when it is built, or persistent=False"
-        raise ConfigError(f"{name} {why}; {advice}")
+        why = f"{name} gets another shape in the forward pass, so no resume could load a checkpoint"
+        raise ConfigError(f"{why}; build it with its final shape, or use persistent=False")
 
 
 def _is_number(buffer: torch.Tensor) -> bool:
