@@ -16,7 +16,7 @@ SOURCES = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.p
 TREES = {path: ast.parse(text) for path, text in SOURCES.items() if "Error(" in text}
 ERRORS = ("ConfigError", "CheckpointError", "RunError")
 # The verbs with which a next step begins. A usage needs no subject: nothing was given.
-VERBS = """add call check choose compute convert copy correct define end fix freeze give install
+VERBS = """add build call check choose compute convert copy correct define end fix freeze give install
     keep leave make move name override pad pass pip put quote raise read register remove
     rename repair restore return run save see set share start store sweep tie use wait
     write"""
