@@ -16,15 +16,15 @@ SOURCES = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.p
 TREES = {path: ast.parse(text) for path, text in SOURCES.items() if "Error(" in text}
 ERRORS = ("ConfigError", "CheckpointError", "RunError")
 # The verbs with which a next step begins. A usage needs no subject: nothing was given.
-VERBS = """add build call check choose compute convert copy correct define end fix freeze give install
-    keep leave make move name override pad pass pip put quote raise read register remove
+VERBS = """add build call check choose compute convert copy correct define end fix freeze give
+    install keep leave make move name override pad pass pip put quote raise read register remove
     rename repair restore return run save see set share start store sweep tie use wait
     write"""
 STEP = rf"(always )?({'|'.join(VERBS.split())})\b"
 ADVICE = re.compile(rf"[:;] (.*\bmust\b|did you mean|{STEP})|\A{STEP}.*: python -m")
 # The last clause is written elsewhere: by a caller, in a table, or in a library.
 UNKNOWN = re.compile(r"(.*[:;] )?[^a-z]*\{\}[^a-z]*")
-MOST_UNKNOWN = 37
+MOST_UNKNOWN = 38
 
 
 class Place(NamedTuple):
