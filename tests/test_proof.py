@@ -453,7 +453,7 @@ class WithCounter(Tiny):
 @pytest.mark.parametrize("place", COUNTERS)
 def test_trial_passes_do_not_advance_a_counter_outside_of_the_model(place, tmp_path):
     task = type("Counted", (WithCounter,), {"layer": getattr(wrong, f"CountsIn{place}")})
-    words = ["task=tiny", "run.steps=60", "strategy.precision=fp64", "eval.every_epochs=null"]
+    words = ["task=tiny", "run.steps=20", "strategy.precision=fp64", "eval.every_epochs=null"]
     runs = [
         fit_on(1, tmp_path / prove, *words, f"run.prove={prove}", task=task)
         for prove in ("true", "false")

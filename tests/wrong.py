@@ -1020,7 +1020,7 @@ NUMBERS = itertools.count()
 
 
 def rate_of(number):
-    return 1.0 if number < 40 else 0.5
+    return 1.0 if number < 12 else 0.5
 
 
 class CountsInModule(nn.Module):
