@@ -511,3 +511,37 @@ def test_what_trial_passes_cannot_undo_is_said(task, what, tmp_path, capfd, monk
     on_ranks(1, error_of, task, tmp_path)
     notes = [line for line in capfd.readouterr().out.splitlines() if LEFT in line]
     assert len(notes) == 1 and notes[0].startswith(f"note: {what}")
+
+
+class StepsByHand(Tiny):
+    """Calls methods of its optimizer, and keeps another one of its own."""
+
+    def train_step(self, batch):
+        (optimizer,) = self.optimizers
+        optimizer.calls = getattr(optimizer, "calls", 0) + 1
+        if not hasattr(self, "scale"):
+            self.scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+            self.own = torch.optim.Adam([self.scale], lr=0.01)
+        self.scale.square().backward()
+        self.own.step()
+        self.own.zero_grad()
+        return super().train_step(batch)
+
+
+def test_a_trial_of_a_step_leaves_optimizers_as_they_were(tmp_path):
+    def body(*words):
+        task = StepsByHand(compose(tmp_path, "task=tiny", "run.steps=12", *words))
+        calls = []
+        build = task.build_optimizer
+
+        def noting(model):
+            calls.append(build(model))
+            return calls[-1]
+
+        task.build_optimizer = noting
+        task.fit()
+        return calls[0].calls, task.scale.item(), task.own.state[task.scale]["step"].item()
+
+    with_proof = on_ranks(1, body, "run.name=a")
+    assert with_proof == on_ranks(1, body, "run.name=b", "run.prove=false")
+    assert with_proof[0][0] == with_proof[0][2] == 12

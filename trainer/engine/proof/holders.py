@@ -226,6 +226,26 @@ def _keep_module(module: nn.Module, depth: int, seen: set[int]) -> Restore:
     return partial(_call_all, [*kept, *(_keep_attributes(each, depth - 1, seen) for each in new)])
 
 
+@contextmanager
+def optimizers_kept(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Give optimizers their options, state and own attributes back after the block.
+
+    Their state is not copied: in the block nobody steps them, but a step may call their methods.
+    """
+    seen: set[int] = set()
+    keepers: list[Restore] = []
+    for optimizer in optimizers:
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        seen |= {id(optimizer.state), id(optimizer.param_groups)}
+        pairs = zip(optimizer.param_groups, groups, strict=True)
+        keepers += [partial(dict.update, *pair) for pair in pairs]
+        keepers.append(_keep_attributes(optimizer, DEPTH, seen))
+    try:
+        yield
+    finally:
+        _call_all(keepers)
+
+
 def _keep_optimizer(optimizer: Optimizer) -> Restore:
     """Keep the state and the options of an optimizer that the task holds, and its parameters."""
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]

@@ -30,7 +30,7 @@ from trainer.data.batches import LocalBatch
 from trainer.engine.outcome import Outcome
 from trainer.engine.parts import Parts
 from trainer.engine.proof.finding import are_sums_equal, compare
-from trainer.engine.proof.holders import tensors_borrowed, undone
+from trainer.engine.proof.holders import optimizers_kept, tensors_borrowed, undone
 from trainer.engine.proof.passes import (
     Passed,
     Tensors,
@@ -134,8 +134,6 @@ class StepTrials:
     def _isolated(self) -> Iterator[None]:
         """Leave no trace of a trial: tensors, attributes, generators, rates of optimizers."""
         world = self._parts.strategy.world
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         with ExitStack() as stack:
             stack.enter_context(undone(self._module, self._parts.hooks))
             stack.enter_context(modes_kept(self._module))
@@ -143,11 +141,8 @@ class StepTrials:
             stack.enter_context(redirect_stdout(io.StringIO()))  # a step may print
             stack.enter_context(batchnorm_in_evaluation(self._module))
             stack.enter_context(tensors_borrowed(self._module))
-            try:
-                yield
-            finally:
-                for group, before in zip(groups, options, strict=True):
-                    group.update(before)
+            stack.enter_context(optimizers_kept(self._optimizers))
+            yield
 
     def update(
         self,
