@@ -233,12 +233,18 @@ class ProofPasses:
 
 
 def run_pass(
-    module: nn.Module, batch: MicroBatch, loss: Loss, name: str, leaves: Tensors
+    module: nn.Module,
+    batch: MicroBatch,
+    loss: Loss,
+    name: str,
+    leaves: Tensors,
+    autocast: Callable[[], AbstractContextManager[Any]],
 ) -> Passed:
     """Run a micro-batch in a model as it is; return only sums and gradients."""
     inputs, targets = batch
-    outputs = call(module, inputs)
-    total, sums = _sum(loss(outputs, targets), targets, outputs, name)
+    with autocast():
+        outputs = call(module, inputs)
+        total, sums = _sum(loss(outputs, targets), targets, outputs, name)
     total.backward()  # not torch.autograd.grad, which reentrant recomputation refuses
     gradients = {key: leaf.grad for key, leaf in leaves.items()}
     for leaf in leaves.values():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -82,11 +83,17 @@ class StepProof:
         found = Verdict()
         trial: StepTrial | None = None
         strategy = self._parts.strategy
-        try:
-            with running, strategy.tensors.whole() as module, strategy.standing_in(module):
-                trial, found = self._try(module, step, cuts)
-        except Exception as error:
-            found = Verdict(unproved=f"left out: {one_line(error)}")
+        precision = self._parts.precision
+        # in full precision if that can be: less is hidden by rounding
+        casts = [nullcontext, precision.autocast] if precision.is_narrow else [nullcontext]
+        with running, strategy.tensors.whole() as module, strategy.standing_in(module):
+            for autocast in casts:
+                try:
+                    trial, found = self._try(module, step, cuts, autocast)
+                    break
+                except Exception as error:
+                    why = one_line(error) or type(error).__name__
+                    found = Verdict(unproved=f"left out: {why}")
         return self._agreed(found, trial)
 
     def find_lost(
@@ -104,7 +111,7 @@ class StepProof:
         try:
             with running, strategy.tensors.whole() as module, strategy.standing_in(module):
                 own = (training.optimizers, self._rehearse)
-                trials = StepTrials(self._parts, self._recorder, module, *own)
+                trials = StepTrials(self._parts, self._recorder, module, *own, nullcontext)
                 with training.updating_by(trials.update):
                     now = trials.run(batch, batch, step)
                     limit = limit_of_type(now.updates[0][0][1].dtype)
@@ -120,10 +127,16 @@ class StepProof:
         except Exception:
             return list(names)
 
-    def _try(self, module: nn.Module, step: int, cuts: Sequence[int]) -> tuple[StepTrial, Verdict]:
+    def _try(
+        self,
+        module: nn.Module,
+        step: int,
+        cuts: Sequence[int],
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> tuple[StepTrial, Verdict]:
         training, parts = self._training, self._parts
         own = (training.optimizers, self._rehearse)
-        trials = StepTrials(parts, self._recorder, module, *own)
+        trials = StepTrials(parts, self._recorder, module, *own, autocast)
         whole_rows, halves_of_rows, cut_rows = self._list_rows(step, cuts)
         read = self._batches.of_examples
         with training.updating_by(trials.update):
@@ -138,7 +151,8 @@ class StepProof:
                 types = NarrowestDtype()
                 trials.run(later, later, step, types=types)
                 limit = max(limit, types.limit)
-        limit = NARROW if parts.precision.dtype.itemsize < 4 else limit
+        is_narrow = parts.precision.dtype.itemsize < 4 or autocast is not nullcontext
+        limit = NARROW if is_narrow else limit
         of_ranks = explain_trials(whole, halves, limit)
         of_rank = explain_trials(whole, cut, limit) if cut else ""
         if of_ranks and of_rank:

@@ -86,12 +86,14 @@ class StepTrials:
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         rehearse: Callable[[str, Loss], None],
+        autocast: Callable[[], AbstractContextManager[Any]],
     ):
         self._parts = parts
         self._recorder = recorder
         self._module = module
         self._optimizers = optimizers
         self._rehearse = rehearse
+        self._autocast = autocast
         self._names = parts.strategy.tensors.names()
         self._trial = StepTrial()
         self._given: Sequence[Tensors] | None = None
@@ -167,7 +169,7 @@ class StepTrials:
                     micro_batch
                 )  # a model may change it, and the next trial reads it again
                 with self._types:
-                    passed.append(run_pass(self._module, own, loss, name, leaves))
+                    passed.append(run_pass(self._module, own, loss, name, leaves, self._autocast))
         whole = joined(passed, None)
         self._trial.updates[self._number].append((name, whole))
         chosen = leaves
