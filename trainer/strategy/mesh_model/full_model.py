@@ -81,7 +81,7 @@ def copy_modules(model: nn.Module) -> nn.Module:
 def _is_of_sharding(hook: Any) -> bool:
     owner = getattr(hook, "__self__", None) or getattr(hook, "func", hook)
     name = getattr(owner, "__module__", None) or type(owner).__module__
-    return name.startswith(("torch.distributed.", "trainer."))
+    return name.startswith(("torch.distributed.", "trainer.strategy.sharded."))
 
 
 @contextmanager
