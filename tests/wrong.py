@@ -1016,6 +1016,7 @@ class LateWithGradients(Tiny):
 # Counters outside of the model: they begin to matter later, and depend on the number of passes ----
 
 PASSES = [0]
+ALIAS = dict[str, tuple[int, ...]]  # its attributes are those of a class
 NUMBERS = itertools.count()
 
 

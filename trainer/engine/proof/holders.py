@@ -202,7 +202,9 @@ def _keep(value: Any, depth: int, seen: set[int]) -> Restore | None:
     if isinstance(value, tuple):
         return partial(_call_all, [_keep(item, depth - 1, seen) for item in value])
     is_own = not type(value).__module__.startswith(_LIBRARIES)
-    return _keep_attributes(value, depth, seen) if is_own and hasattr(value, "__dict__") else None
+    # that of dict[str, int], a type in a variable, is the one of dict, which cannot be written
+    has_own = isinstance(getattr(value, "__dict__", None), dict)
+    return _keep_attributes(value, depth, seen) if is_own and has_own else None
 
 
 def _keep_tensor(tensor: torch.Tensor) -> Restore | None:

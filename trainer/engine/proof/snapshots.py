@@ -71,7 +71,7 @@ def copy_plain(value: Any, depth: int) -> Any:
         return [copy_plain(item, depth - 1) for item in value]
     if isinstance(value, Mapping) and len(value) <= MOST_ITEMS:
         return {str(key): copy_plain(item, depth - 1) for key, item in value.items()}
-    is_own = hasattr(value, "__dict__") and not isinstance(value, type)
+    is_own = isinstance(getattr(value, "__dict__", None), dict)
     if is_own and not type(value).__module__.startswith(("torch", "numpy", "trainer.")):
         return {key: copy_plain(item, depth - 1) for key, item in vars(value).items()}
     return None
