@@ -86,7 +86,8 @@ WRONG = {
     "ModelOfTheRank": OF_THE_RANK,
     "Norm": PLAIN_NORM,
     "NormOfItsOwn": PLAIN_NORM,
-    "ModelOfItsPasses": "training agrees and evaluation does not",  # whose passes it counts too
+    "LateQueue": "rank 1 has other values of self.queue",
+    "GradNorm": "rank 1 has other values of self.scale",
     "MetricsOfTheRank": METRICS,
     "MetricsOfTheBatch": METRICS,
     "RateOfTheLayout": RATE,

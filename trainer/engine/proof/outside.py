@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
@@ -145,8 +145,10 @@ class _Keeper:
         self.restores.append(restore)
 
     def _keep_each(self, values: Any) -> None:
-        found = [self._keep(value) for value in values]
-        self.restores += [restore for restore in found if restore is not None]
+        for value in values:
+            with suppress(Exception):  # of an object that cannot be copied, which stays as it is
+                if (restore := self._keep(value)) is not None:
+                    self.restores.append(restore)
 
 
 def _is_value(key: str, value: Any) -> bool:

@@ -247,6 +247,8 @@ class Proof:
         ):
             kept = digest_snapshot(take_snapshot(self._parts.strategy.module, self._parts.hooks))
             names = find_unequal(group.gather(kept), other[0])
-            line = explain_kept(other[0], names) if names else explain_results(other[0])
-            return Verdict(line)
+            if names:
+                return Verdict(explain_kept(other[0], names))
+            if is_first:  # later the weights may differ, which the drift check names
+                return Verdict(explain_results(other[0]))
         return Verdict(found[0], found[1], found[2], rows=verdict.rows)

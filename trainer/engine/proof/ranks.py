@@ -65,7 +65,7 @@ def explain_rows(rank: int, index: int) -> str:
 
 
 def explain_kept(rank: int, names: Sequence[str]) -> str:
-    has = f"rank {rank} has other values of {', '.join(names[:3]) or 'something that it keeps'}"
+    has = f"rank {rank} has other values of {', '.join(names[:3])}"
     why = "on which its updates depend: they are made of its own rows, or of the rank"
     advice = "make them of the rows of all ranks, in loss with gather_rows or by torch.distributed"
     return f"{has}, {why}; {advice}"

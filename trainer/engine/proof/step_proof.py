@@ -197,4 +197,4 @@ class StepProof:
         if (other := find_rank([each[3] for each in every], limit)) is None:
             return verdict
         names = find_unequal([each[4] for each in every], other[0])
-        return Verdict(explain_kept(other[0], names), "ranks")
+        return Verdict(explain_kept(other[0], names), "ranks") if names else verdict
