@@ -176,7 +176,7 @@ def test_a_model_has_no_note_at_the_start(name, precision, tmp_path, capfd):
     lines = capfd.readouterr().out.splitlines()
     assert not [line for line in lines if "would differ" in line]
     (line,) = [line for line in lines if line.startswith("proof")]
-    assert line.startswith("proof   examples, draws and buffers agree in any layout (")
+    assert line.startswith("proof   data, random numbers and buffers do not depend on the layout (")
 
 
 @pytest.mark.parametrize("name", slow_but(PLANNED, "llama"))
