@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.strategy.mesh_model.full_model import HOOKS
+
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_A_MODULE = {*vars(nn.Module()), "_flat_weights"}  # the latter are an LSTM's parameters
 OF_AN_OPTIMIZER = {
     *vars(torch.optim.SGD([torch.zeros(1)])),

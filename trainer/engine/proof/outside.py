@@ -22,12 +22,13 @@ from typing import Any
 
 from torch import nn
 
+from trainer.strategy.mesh_model.full_model import HOOKS
+
 COPIED: tuple[type, ...] = (
     *(type(iter([])), type(iter(())), type(iter(range(0))), type(iter(range(2**70)))),
     *(itertools.count, itertools.cycle),
 )
 LIBRARY = str(Path(os.__file__).parent) + os.sep
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 DEEPEST = 3  # functions in closures of functions
 Keep = Callable[[Any], Callable[[], Any] | None]  # returns what undoes changes of a value in place
 Restore = Callable[[], Any]

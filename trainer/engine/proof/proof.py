@@ -144,9 +144,7 @@ class Proof:
         """Try the task's own train_step on parts of the rows. A collective."""
         if not proving.steps.is_needed or self.told:
             return
-        unit = self._parts.config.norm_rows or 1
-        cuts = [unit * number for number in max(proving.cuts, key=max)]
-        verdict = proving.steps.examine(step, cuts, self._running())
+        verdict = proving.steps.examine(step, self._most_cuts(proving), self._running())
         if verdict.unproved:
             proving.say(f"{'proof':<7} of train_step: {verdict.unproved}")
         self._tell(proving, verdict, "train_step", 0.0, False)
@@ -155,9 +153,13 @@ class Proof:
         """Return those of some attributes that a resume would miss. A collective."""
         if self._open is None:
             return list(names)
-        unit = self._parts.config.norm_rows or 1
-        cuts = [unit * number for number in max(self._open.cuts, key=max)]
+        cuts = self._most_cuts(self._open)
         return self._open.steps.find_lost(names, self._step, cuts, self._running())
+
+    def _most_cuts(self, proving: Proving) -> list[int]:
+        """Return the cuts of the most rows that a proof tries."""
+        unit = self._parts.config.norm_rows or 1
+        return [unit * number for number in max(proving.cuts, key=max)]
 
     def rehearse(self, name: str, loss: Loss) -> None:
         """Find the random draws of an update by a rehearsal, which leaves the model unchanged."""

@@ -92,8 +92,7 @@ def _differ(one: Any, other: Any, limit: float) -> bool:
 
 def _number(value: Any) -> float:
     if isinstance(value, torch.Tensor):
-        flat = value.detach().double().flatten().nan_to_num() if value.dtype != torch.bool else None
-        flat = value.flatten().double() if flat is None else flat
+        flat = value.detach().double().flatten().nan_to_num()
         places = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.float64)
         return float((flat * torch.cos(places)).sum()) + len(flat)
     if isinstance(value, list):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -69,14 +69,21 @@ class StepProof:
         self._batches = batches
         self._training = training
         self._rehearse = rehearse
-        structure = parts.strategy.tensors.structure
-        self._first = FirstValues(parts.hooks, structure)
-        self._is_possible = (
+        self._first = FirstValues(parts.hooks, parts.strategy.tensors.structure)
+
+    @property
+    def is_needed(self) -> bool:
+        return self._parts.has_own_step and self._is_possible
+
+    @cached_property
+    def _is_possible(self) -> bool:
+        """True if steps can be tried. It reads the code of the task, which most starts need not."""
+        parts, structure = self._parts, self._parts.strategy.tensors.structure
+        return (
             parts.draws.is_by_example
             and not has_batch_statistics(structure)
             and not needs_all_ranks(parts.hooks, structure)
         )
-        self.is_needed = self._is_possible and parts.has_own_step
 
     def examine(self, step: int, cuts: Sequence[int], running: AbstractContextManager) -> Verdict:
         """Try the 0-based `step`; `cuts` bound micro-batches. A collective."""

@@ -165,9 +165,8 @@ class StepTrials:
             for number, micro_batch in enumerate(batch):
                 if number and rewinds:
                     restore_buffers(self._module, before)
-                own = copied(
-                    micro_batch
-                )  # a model may change it, and the next trial reads it again
+                # a model may change it, and the next trial reads it again
+                own = copied(micro_batch)
                 with self._types:
                     passed.append(run_pass(self._module, own, loss, name, leaves, self._autocast))
         whole = joined(passed, None)
