@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from gan import Both, Gan
 from harness import PARITY, check_parity, fit_on, slow_but
-from tasks.gan import Both, Gan
 from torch import nn
 
 WORDS = ["task=gan", *PARITY, "run.clip_norm=0.5", "eval.every_epochs=null"]
